@@ -1,0 +1,246 @@
+"""What a backend is, and the one for a single process.
+
+A backend moves arrays between ranks, in the form that its library likes best:
+NumPy arrays for MPI, MindSpore tensors for HCCL, NCCL and MCCL. It is called by
+:class:`mindnlp_dp.process_group.ProcessGroup`, which has checked the arguments,
+and by nobody else. Every method except ``send`` and ``recv`` is a collective:
+all ranks call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import pickle
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from ..bucket import BucketLayout
+
+REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+HALF_TYPES = ("float16", "bfloat16")
+
+
+def dtype_name(x: Any) -> str:
+    """``"float32"``, ``"int64"``, ``"bool"``, ... of a NumPy array or a MindSpore tensor."""
+    # MindSpore prints Float32, or mindspore.float32 once MindNLP is imported.
+    return str(x.dtype).lower().rpartition(".")[2].rstrip("_")
+
+
+def reduce_arrays(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
+    """Reduce in rank order, half precision in float32: every rank computes the same bits."""
+    dtype = arrays[0].dtype
+    if dtype == np.float16:
+        arrays = [array.astype(np.float32) for array in arrays]
+    return np.asarray(functools.reduce(REDUCTIONS[op], arrays)).astype(dtype)
+
+
+class Bucket(abc.ABC):
+    """Memory for the gradients of one bucket, from accumulation to the exchanged result.
+
+    ``put`` adds ``weight * gradient`` to a slot, ``start`` scales what was put and
+    begins the sum over the ranks, ``wait`` ends it, ``get`` returns a slot of the
+    result, in memory of its own, and ``clear`` makes the bucket empty again. A slot
+    into which nothing was put counts as zeros.
+    """
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self.layout = layout
+        self._slots = {slot.index: slot for slot in layout.slots}
+
+    @abc.abstractmethod
+    def put(self, index: int, gradient: Any, weight: float) -> None: ...
+
+    @abc.abstractmethod
+    def start(self, scale: float) -> None: ...
+
+    @abc.abstractmethod
+    def wait(self) -> None: ...
+
+    @abc.abstractmethod
+    def get(self, index: int) -> Any: ...
+
+    @abc.abstractmethod
+    def clear(self) -> None: ...
+
+
+class HostBucket(Bucket):
+    """A bucket in one NumPy array, for backends that exchange host memory.
+
+    Half-precision gradients are summed in float32: their weighted sum may not fit
+    into their own range.
+    """
+
+    def __init__(self, layout: BucketLayout, backend: HostBackend) -> None:
+        super().__init__(layout)
+        self._backend = backend
+        self._buffer = np.zeros(layout.numel, np.float64 if layout.dtype == "float64" else np.float32)
+        self._filled: set[int] = set()
+
+    def _view(self, index: int) -> np.ndarray:
+        slot = self._slots[index]
+        return self._buffer[slot.offset : slot.offset + slot.numel].reshape(slot.shape)
+
+    def put(self, index: int, gradient: Any, weight: float) -> None:
+        view = self._view(index)
+        if index in self._filled:
+            view += self._backend.to_host(gradient) * self._buffer.dtype.type(weight)
+        else:
+            np.multiply(self._backend.to_host(gradient), self._buffer.dtype.type(weight), out=view)
+            self._filled.add(index)
+
+    def start(self, scale: float) -> None:
+        self._buffer *= self._buffer.dtype.type(scale)
+        self._backend.all_reduce_in_place(self._buffer)
+
+    def wait(self) -> None:
+        """Nothing to wait for: host libraries return when the sum is there."""
+
+    def get(self, index: int) -> Any:
+        return self._backend.from_host(self._view(index).copy(), self.layout.dtype)
+
+    def clear(self) -> None:
+        self._buffer.fill(0)
+        self._filled.clear()
+
+
+class Backend(abc.ABC):
+    """The ranks of a job, and how arrays get from one to another."""
+
+    name: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    # What arrays are here: conversions at the edge, so that the group takes and gives back either kind.
+
+    @abc.abstractmethod
+    def to_native(self, x: Any) -> Any:
+        """Turn a NumPy array or a MindSpore tensor into what this backend exchanges."""
+
+    @abc.abstractmethod
+    def from_native(self, y: Any, like: Any) -> Any:
+        """Turn a result into the kind of array that ``like`` is."""
+
+    @staticmethod
+    def to_host(x: Any) -> np.ndarray:
+        """A NumPy array with ``x``'s values, sharing memory where it can; bfloat16 becomes float32."""
+        if isinstance(x, np.ndarray):
+            return x
+        if dtype_name(x) == "bfloat16":
+            import mindspore
+
+            x = x.astype(mindspore.float32)
+        return x.asnumpy()
+
+    @staticmethod
+    def from_host(x: np.ndarray, dtype: str) -> Any:
+        """A MindSpore tensor of type ``dtype`` that owns ``x``'s memory where the type allows."""
+        import mindspore
+
+        tensor = mindspore.Tensor.from_numpy(np.ascontiguousarray(x)) if x.ndim and x.size else mindspore.Tensor(x)
+        return tensor if dtype_name(tensor) == dtype else tensor.astype(getattr(mindspore, dtype))
+
+    # The primitives of a library.
+
+    @abc.abstractmethod
+    def all_reduce(self, x: Any, op: str) -> Any: ...
+
+    @abc.abstractmethod
+    def broadcast(self, x: Any, src: int) -> Any: ...
+
+    @abc.abstractmethod
+    def all_gather(self, x: Any) -> list[Any]: ...
+
+    @abc.abstractmethod
+    def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+
+    @abc.abstractmethod
+    def send(self, x: Any, dst: int) -> None: ...
+
+    @abc.abstractmethod
+    def recv(self, like: Any, src: int) -> Any: ...
+
+    @abc.abstractmethod
+    def barrier(self) -> None: ...
+
+    @abc.abstractmethod
+    def make_bucket(self, layout: BucketLayout) -> Bucket: ...
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    # What follows from them. A library that has its own, faster one overrides it.
+
+    def broadcast_bytes(self, data: bytes, src: int) -> bytes:
+        return self.all_gather_bytes(data if self.rank == src else b"")[src]
+
+    def reduce_scatter(self, x: Any, op: str) -> Any:
+        return self.all_reduce(x, op)[self.rank]
+
+    def scatter(self, xs: Optional[Sequence[Any]], like: Any, src: int) -> Any:
+        """``xs``, on rank ``src`` only: one array a rank, all shaped like ``like``."""
+        mine = xs if xs is not None else [like] * self.world_size
+        return [self.broadcast(x, src) for x in mine][self.rank]
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
+
+    def broadcast_object(self, obj: Any, src: int) -> Any:
+        data = self.broadcast_bytes(pickle.dumps(obj) if self.rank == src else b"", src)
+        return obj if self.rank == src else pickle.loads(data)
+
+
+class HostBackend(Backend):
+    """A backend whose library exchanges NumPy arrays."""
+
+    @abc.abstractmethod
+    def all_reduce_in_place(self, buffer: np.ndarray) -> None:
+        """Sum a contiguous float32 or float64 array over the ranks."""
+
+    def make_bucket(self, layout: BucketLayout) -> Bucket:
+        return HostBucket(layout, self)
+
+    def to_native(self, x: Any) -> np.ndarray:
+        return np.ascontiguousarray(self.to_host(x)).reshape(x.shape)
+
+    def from_native(self, y: np.ndarray, like: Any) -> Any:
+        return y if isinstance(like, np.ndarray) else self.from_host(y, dtype_name(like))
+
+
+class SingleProcessBackend(HostBackend):
+    """World size 1: every collective gives back what it was given, as a copy."""
+
+    name = "single"
+    rank = local_rank = 0
+    world_size = local_world_size = 1
+
+    def all_reduce(self, x: np.ndarray, op: str) -> np.ndarray:
+        return x.copy()
+
+    def broadcast(self, x: np.ndarray, src: int) -> np.ndarray:
+        return x.copy()
+
+    def all_gather(self, x: np.ndarray) -> list[np.ndarray]:
+        return [x.copy()]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def send(self, x: np.ndarray, dst: int) -> None:
+        raise ValueError("send needs another rank, and this group has one process")
+
+    def recv(self, like: np.ndarray, src: int) -> np.ndarray:
+        raise ValueError("recv needs another rank, and this group has one process")
+
+    def barrier(self) -> None:
+        pass
+
+    def all_reduce_in_place(self, buffer: np.ndarray) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,164 @@
+"""MindSpore's own collectives: HCCL on Ascend, NCCL on GPU, MCCL on CPU. Arrays are MindSpore tensors.
+
+MCCL is the narrowest of the three. What it refuses (or, for float64, gets wrong
+without a word) goes by a path that is exact: the bytes are gathered, and every
+rank reduces them in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from ..bucket import BucketLayout
+from .base import HALF_TYPES, Backend, Bucket, dtype_name, reduce_arrays
+
+_LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
+_REDUCED_NATIVELY = {"float32", "int8", "int16", "int32", "int64"}
+
+
+class MindSporeBackend(Backend):
+    def __init__(self) -> None:
+        import mindspore
+        from mindspore import communication
+
+        # In MindSpore's scheduler process this call serves the job and never returns.
+        communication.init()
+        from mindspore.mint import distributed
+
+        self._ms = mindspore
+        self._communication = communication
+        self._collectives = distributed
+        self.name = _LIBRARY[mindspore.get_context("device_target")]
+        self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
+        self.local_rank = communication.get_local_rank()
+        self.local_world_size = communication.get_local_rank_size()
+
+    def to_native(self, x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return self._ms.Tensor(np.ascontiguousarray(x).reshape(x.shape))
+        return x
+
+    def from_native(self, y: Any, like: Any) -> Any:
+        return y.asnumpy() if isinstance(like, np.ndarray) else y
+
+    def _reduces_natively(self, x: Any) -> bool:
+        # float16 on the wire is what a device is asked for; on CPU, as under MPI, it is summed in float32.
+        return dtype_name(x) in _REDUCED_NATIVELY or (self.name != "mccl" and dtype_name(x) in HALF_TYPES)
+
+    def all_reduce(self, x: Any, op: str) -> Any:
+        if dtype_name(x) in HALF_TYPES and self.name == "mccl":
+            return self.all_reduce(x.astype(self._ms.float32), op).astype(x.dtype)
+        if not self._reduces_natively(x):
+            arrays = [np.frombuffer(data, x.asnumpy().dtype) for data in self.all_gather_bytes(x.asnumpy().tobytes())]
+            return self._ms.Tensor(reduce_arrays(arrays, op).reshape(x.shape))
+        out = x.copy()
+        self._collectives.all_reduce(out, op=op)
+        return out
+
+    def broadcast(self, x: Any, src: int) -> Any:
+        array = x.asnumpy()
+        data = self.broadcast_bytes(array.tobytes(), src) if self.name == "mccl" else None
+        if data is not None:
+            return self._ms.Tensor(np.frombuffer(data, array.dtype).reshape(x.shape).copy())
+        out = x.copy()
+        self._collectives.broadcast(out, src=src)
+        return out
+
+    def all_gather(self, x: Any) -> list[Any]:
+        if self.name == "mccl":
+            array = x.asnumpy()
+            gathered = self.all_gather_bytes(array.tobytes())
+            return [self._ms.Tensor(np.frombuffer(data, array.dtype).reshape(x.shape).copy()) for data in gathered]
+        out = [self._ms.mint.empty_like(x) for _ in range(self.world_size)]
+        self._collectives.all_gather(out, x.contiguous())
+        return out
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        lengths = [int(length.asnumpy()[0]) for length in self._gather_padded(np.array([len(data)], np.int64))]
+        longest = max(lengths)
+        if longest == 0:
+            return [b""] * self.world_size
+        padded = np.zeros(longest, np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        return [part.asnumpy()[:length].tobytes() for part, length in zip(self._gather_padded(padded), lengths)]
+
+    def _gather_padded(self, array: np.ndarray) -> list[Any]:
+        out = [self._ms.Tensor(np.zeros_like(array)) for _ in range(self.world_size)]
+        self._collectives.all_gather(out, self._ms.Tensor(array))
+        return out
+
+    def send(self, x: Any, dst: int) -> None:
+        self._refuse_point_to_point("send")
+        self._collectives.send(x, dst=dst)
+
+    def recv(self, like: Any, src: int) -> Any:
+        self._refuse_point_to_point("recv")
+        out = like.copy()
+        self._collectives.recv(out, src=src)
+        return out
+
+    def _refuse_point_to_point(self, call: str) -> None:
+        if self.name == "mccl":
+            raise NotImplementedError(
+                f"{call} on rank {self.rank}: MindSpore's CPU library (mccl) has no point-to-point calls; "
+                "the mpi backend has them: mindnlp-dp run --backend mpi"
+            )
+
+    def barrier(self) -> None:
+        # mint's own barrier reports an error on CPU, after having worked.
+        self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
+
+    def make_bucket(self, layout: BucketLayout) -> Bucket:
+        return DeviceBucket(layout, self)
+
+    def close(self) -> None:
+        self._communication.release()
+
+
+class DeviceBucket(Bucket):
+    """A bucket of tensors that stay on their device, flattened for the exchange.
+
+    On the wire they have their parameters' type; before that they are weighted and
+    summed in float32, because a sum of half-precision gradients, weighted by samples, may
+    not fit into its own range.
+    """
+
+    def __init__(self, layout: BucketLayout, backend: MindSporeBackend) -> None:
+        super().__init__(layout)
+        import mindspore
+
+        self._ms = mindspore
+        self._backend = backend
+        self._wire_dtype = getattr(mindspore, layout.dtype)
+        self._sum_dtype = mindspore.float32 if layout.dtype in HALF_TYPES else self._wire_dtype
+        self._parts: dict[int, Any] = {}
+        self._result: Optional[Any] = None
+
+    def put(self, index: int, gradient: Any, weight: float) -> None:
+        part = gradient.astype(self._sum_dtype).reshape(-1) * weight
+        self._parts[index] = self._parts[index] + part if index in self._parts else part
+
+    def start(self, scale: float) -> None:
+        parts: Sequence[Any] = [
+            self._parts[slot.index]
+            if slot.index in self._parts
+            else self._ms.ops.zeros((slot.numel,), self._sum_dtype)
+            for slot in self.layout.slots
+        ]
+        flat = self._ms.ops.cat(list(parts)) if len(parts) > 1 else parts[0]
+        self._result = self._backend.all_reduce((flat * scale).astype(self._wire_dtype), "sum")
+
+    def wait(self) -> None:
+        """The device's stream orders what follows behind the exchange."""
+
+    def get(self, index: int) -> Any:
+        slot = self._slots[index]
+        assert self._result is not None, "get before start"
+        return self._result[slot.offset : slot.offset + slot.numel].reshape(slot.shape).copy()
+
+    def clear(self) -> None:
+        self._parts.clear()
+        self._result = None

@@ -1,0 +1,185 @@
+"""The exchange of gradients: from every rank's own to the same weighted mean on all.
+
+Goes in: each rank's gradients, with the weight of the samples behind them. Comes
+out: ``sum_r(weight_r * gradient_r) / sum_r(weight_r)``, the gradient of the whole
+global batch, on every rank. One window may take several micro steps::
+
+    for inputs in window:
+        sync.accumulate(gradients_of(inputs), weight=len(inputs))    # no communication
+    gradients = sync.reduce()                                        # all ranks, once
+
+A rank that had no samples reduces zeros. A parameter that no rank used in the
+window comes out as None, as it would in one process. Frozen parameters are not
+the synchroniser's business: pass those that train.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from .backends.base import HALF_TYPES, dtype_name
+from .bucket import pack_buckets
+from .process_group import ProcessGroup, get_process_group
+from .replicas import check_same_structure
+
+DEFAULT_BUCKET_CAP_MB = 4.0
+
+
+class _Synchronizer:
+    """A window of weighted gradients; subclasses say how they are stored and summed over the ranks.
+
+    Attributes:
+        seconds: time spent in :meth:`reduce` so far, the wait for slower ranks included.
+        num_bytes: bytes of gradients handed to the exchange so far, on this rank.
+    """
+
+    def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
+        self.group = group or get_process_group()
+        named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
+        check_same_structure(named, self.group)
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.total_weight = 0.0
+        self.seconds = 0.0
+        self.num_bytes = 0
+        self._weight = 0.0
+        self._used = np.zeros(len(named), np.float32)
+
+    def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
+        """Accumulate one micro step and reduce: the whole window at once."""
+        self.accumulate(gradients, weight)
+        return self.reduce()
+
+    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
+
+        Raises:
+            ValueError: the number of gradients or a shape is wrong, or the weight is negative or not finite.
+        """
+        if len(gradients) != len(self.parameters):
+            raise ValueError(
+                f"expected {len(self.parameters)} gradients, one a parameter, got {len(gradients)} "
+                f"(rank {self.group.rank})"
+            )
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"a weight must be finite and not negative, got {weight} on rank {self.group.rank}")
+        self._weight += weight
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            expected = tuple(self.parameters[index].shape)
+            if tuple(gradient.shape) != expected:
+                raise ValueError(
+                    f"the gradient of {self.names[index]!r} has shape {tuple(gradient.shape)}, expected {expected} "
+                    f"(rank {self.group.rank})"
+                )
+            self._used[index] = 1
+            self._put(index, gradient, weight)
+
+    def reduce(self) -> list[Optional[Any]]:
+        """Exchange the window and begin a new one; a collective, called by every rank.
+
+        Returns the weighted mean for every parameter, in memory of this rank's own.
+
+        Raises:
+            ValueError: on every rank, when the window weighs nothing on any of them.
+        """
+        began = time.perf_counter()
+        header = self.group.all_reduce(np.concatenate([np.array([self._weight], np.float32), self._used]))
+        self.total_weight = float(header[0])
+        used = header[1:] > 0
+        self._weight = 0.0
+        self._used[:] = 0
+        try:
+            if self.total_weight <= 0:
+                raise ValueError("no rank had a sample in this window: there is no gradient to average")
+            gradients = self._exchange(used, 1.0 / self.total_weight)
+        finally:
+            self._clear()
+            self.seconds += time.perf_counter() - began
+        return gradients
+
+    def _put(self, index: int, gradient: Any, weight: float) -> None:
+        raise NotImplementedError
+
+    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
+        raise NotImplementedError
+
+    def _clear(self) -> None:
+        raise NotImplementedError
+
+
+class NaiveGradientSynchronizer(_Synchronizer):
+    """One all-reduce a parameter: slow, and plainly right. The reference for the bucketed one."""
+
+    def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
+        super().__init__(parameters, group)
+        self._sums: dict[int, Any] = {}
+
+    def _put(self, index: int, gradient: Any, weight: float) -> None:
+        if dtype_name(gradient) in HALF_TYPES:
+            import mindspore
+
+            gradient = gradient.astype(mindspore.float32)
+        self._sums[index] = self._sums[index] + gradient * weight if index in self._sums else gradient * weight
+
+    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
+        import mindspore
+
+        gradients: list[Optional[Any]] = [None] * len(self.parameters)
+        for index in np.flatnonzero(used):
+            dtype = self.parameters[index].dtype
+            mine = self._sums.get(index)
+            if mine is None:
+                wide = mindspore.float32 if dtype_name(self.parameters[index]) in HALF_TYPES else dtype
+                mine = mindspore.ops.zeros(tuple(self.parameters[index].shape), wide)
+            self.num_bytes += mine.nbytes
+            gradients[index] = self.group.all_reduce(mine * scale).astype(dtype)
+        return gradients
+
+    def _clear(self) -> None:
+        self._sums.clear()
+
+
+class GradientSynchronizer(_Synchronizer):
+    """Gradients packed into buckets of ``bucket_cap_mb`` MiB, one all-reduce a bucket.
+
+    Few large messages instead of many small ones; a bucket that no rank used is not sent.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        group: Optional[ProcessGroup] = None,
+        *,
+        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+    ) -> None:
+        super().__init__(parameters, group)
+        shapes = [tuple(p.shape) for p in self.parameters]
+        layouts = pack_buckets(shapes, [dtype_name(p) for p in self.parameters], bucket_cap_mb)
+        self.buckets = [self.group.make_bucket(layout) for layout in layouts]
+        self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.layout.slots}
+
+    def _put(self, index: int, gradient: Any, weight: float) -> None:
+        self._bucket_of[index].put(index, gradient, weight)
+
+    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
+        sent = [bucket for bucket in self.buckets if any(used[slot.index] for slot in bucket.layout.slots)]
+        for bucket in sent:
+            self.num_bytes += bucket.layout.num_bytes
+            bucket.start(scale)
+        gradients: list[Optional[Any]] = [None] * len(self.parameters)
+        for bucket in sent:
+            bucket.wait()
+            for slot in bucket.layout.slots:
+                if used[slot.index]:
+                    gradients[slot.index] = bucket.get(slot.index)
+        return gradients
+
+    def _clear(self) -> None:
+        for bucket in self.buckets:
+            bucket.clear()

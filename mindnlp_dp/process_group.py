@@ -1,0 +1,369 @@
+"""Where the processes meet: the group, and the collectives that everything else calls.
+
+Goes in: the environment that a launcher left. Comes out: one
+:class:`ProcessGroup` a process, with its rank and the world size. This is the one
+module that asks who launched us.
+
+Collectives are functional, take NumPy arrays and MindSpore tensors, and give back
+the kind that they were given. All ranks must call the same ones in the same
+order; ranks that do not agree get an error that shows every rank's call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, TypeVar
+
+import numpy as np
+
+from .backends.base import Backend, Bucket, SingleProcessBackend, dtype_name
+from .bucket import BucketLayout
+
+T = TypeVar("T")
+BACKENDS = ("auto", "single", "mpi", "mindspore")
+_OPS = ("sum", "mean", "max", "min")
+
+_group: Optional[ProcessGroup] = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who started this process: ``"mpirun"``, ``"msrun"`` or ``"none"``, with how many."""
+
+    by: str
+    world_size: int
+
+
+def detect_launch(environ: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables.
+
+    ``mpirun`` comes first: it sets its variables for each process, whereas ``MS_*``
+    may be left over in a shell. ``msrun``, and ``mindnlp-dp run --backend mindspore``,
+    start MindSpore's dynamic cluster, which wants ``MS_ROLE``.
+    """
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if name in environ:
+            return Launch("mpirun", int(environ[name]))
+    if "MS_ROLE" in environ and "MS_WORKER_NUM" in environ:
+        return Launch("msrun", int(environ["MS_WORKER_NUM"]))
+    return Launch("none", 1)
+
+
+def choose_backend(requested: str, launch: Launch, device: str) -> str:
+    """Resolve ``"auto"``: MPI under mpirun on CPU, MindSpore under msrun or on a device, single when alone."""
+    if requested not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if requested == "auto":
+        if launch.by == "none":
+            return "single"
+        return "mpi" if launch.by == "mpirun" and device == "CPU" else "mindspore"
+    if requested == "single" and launch.world_size > 1:
+        raise ValueError(
+            f"backend='single', but {launch.by} started {launch.world_size} processes; they would train "
+            f"{launch.world_size} separate models. Use backend='auto', or start one process"
+        )
+    if requested != "single" and launch.by == "none":
+        raise ValueError(
+            f"backend={requested!r} needs a launcher, and this process was started alone; "
+            f"mindnlp-dp run --nproc 2 --backend {requested} script.py"
+        )
+    return requested
+
+
+def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> ProcessGroup:
+    """Meet the other processes of this job, and return the group of all of them.
+
+    Call it once, before the first tensor is made; later calls return the same group.
+    With ``tune_runtime``, on CPU, threads and dispatch are fitted to the cores of this
+    process (:mod:`mindnlp_dp.runtime`); pass ``False`` to keep MindSpore's own.
+
+    Raises:
+        ValueError: ``backend`` is unknown, contradicts the launcher, or contradicts an earlier call.
+        ImportError: the backend's library is not installed.
+    """
+    global _group
+    if _group is not None:
+        if backend not in ("auto", _group.backend, _group.backend_kind):
+            raise ValueError(f"init_process_group({backend!r}), but the group was started with {_group.backend!r}")
+        return _group
+
+    import mindspore
+
+    # MindNLP reads the same variable when it is imported, which may be later.
+    device = os.environ.get("DEVICE_TARGET")
+    if device in ("CPU", "GPU", "Ascend"):
+        mindspore.set_context(device_target=device)
+    device = mindspore.get_context("device_target")
+
+    kind = choose_backend(backend, detect_launch(os.environ), device)
+    implementation: Backend
+    if kind == "single":
+        implementation = SingleProcessBackend()
+    elif kind == "mpi":
+        from .backends.mpi import MPIBackend
+
+        implementation = MPIBackend()
+    else:
+        from .backends.mindspore import MindSporeBackend
+
+        implementation = MindSporeBackend()
+    if tune_runtime:
+        from .runtime import configure_runtime
+
+        configure_runtime(device, implementation.local_rank, implementation.local_world_size)
+    _group = ProcessGroup(implementation, kind)
+    return _group
+
+
+def get_process_group() -> ProcessGroup:
+    """The group that :func:`init_process_group` made.
+
+    Raises:
+        RuntimeError: there is none yet; under a launcher, every process would train its own model.
+    """
+    if _group is not None:
+        return _group
+    launch = detect_launch(os.environ)
+    among = f", though {launch.by} started {launch.world_size} processes" if launch.world_size > 1 else ""
+    raise RuntimeError(
+        f"no process group{among}; call mindnlp_dp.init_process_group() first, before the model is built"
+    )
+
+
+def destroy_process_group() -> None:
+    """Leave the job. A later :func:`init_process_group` may start another one."""
+    global _group
+    if _group is not None:
+        _group._backend.close()
+        _group = None
+
+
+class ProcessGroup:
+    """All processes of a job.
+
+    Attributes:
+        rank: this process, from 0 to ``world_size - 1``.
+        world_size: how many processes there are.
+        local_rank, local_world_size: the same, counted on this host.
+        backend: the library that moves the bytes: ``"single"``, ``"mpi"``, ``"hccl"``, ``"nccl"`` or ``"mccl"``.
+        is_main: whether this is rank 0, the one that writes and logs.
+    """
+
+    def __init__(self, backend: Backend, kind: str = "single") -> None:
+        self._backend = backend
+        self.backend_kind = kind
+
+    @property
+    def rank(self) -> int:
+        return self._backend.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._backend.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self._backend.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self._backend.local_world_size
+
+    @property
+    def backend(self) -> str:
+        return self._backend.name
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
+
+    # Arrays. Shapes and types are the same on every rank.
+
+    def all_reduce(self, x: Any, op: str = "sum") -> Any:
+        """Reduce elementwise over the ranks; every rank gets the result, shaped like ``x``.
+
+        ``op`` is ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Half precision is summed
+        in float32 on CPU. The ``mean`` of integers or booleans raises TypeError: it would be
+        rounded.
+        """
+        self._check_op(x, op)
+        self._agree("all_reduce", op, _describe(x))
+        if _numel(x) == 0:
+            return x.copy()
+        total = self._backend.all_reduce(self._backend.to_native(x), "sum" if op == "mean" else op)
+        total = self._backend.from_native(total, x)
+        return _divide(total, self.world_size) if op == "mean" else total
+
+    def reduce(self, x: Any, dst: int = 0, op: str = "sum") -> Optional[Any]:
+        """Like :meth:`all_reduce`, but the result is rank ``dst``'s; the others get None."""
+        self._check_rank("dst", dst)
+        result = self.all_reduce(x, op)
+        return result if self.rank == dst else None
+
+    def reduce_scatter(self, x: Any, op: str = "sum") -> Any:
+        """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r``."""
+        if x.ndim == 0 or x.shape[0] != self.world_size:
+            raise ValueError(
+                f"reduce_scatter on rank {self.rank}: expected a first dimension of world_size "
+                f"({self.world_size}), got shape {tuple(x.shape)}"
+            )
+        return self.all_reduce(x, op)[self.rank]
+
+    def broadcast(self, x: Any, src: int = 0) -> Any:
+        """Every rank gets rank ``src``'s ``x``."""
+        self._check_rank("src", src)
+        self._agree("broadcast", f"src={src}", _describe(x))
+        if _numel(x) == 0:
+            return x.copy()
+        return self._backend.from_native(self._backend.broadcast(self._backend.to_native(x), src), x)
+
+    def all_gather(self, x: Any) -> list[Any]:
+        """Every rank gets the list of all ranks' ``x``, in rank order."""
+        self._agree("all_gather", _describe(x))
+        if _numel(x) == 0:
+            return [x.copy() for _ in range(self.world_size)]
+        gathered = self._backend.all_gather(self._backend.to_native(x))
+        return [self._backend.from_native(part, x) for part in gathered]
+
+    def gather(self, x: Any, dst: int = 0) -> Optional[list[Any]]:
+        """Rank ``dst`` gets the list of all ranks' ``x``, in rank order; the others get None."""
+        self._check_rank("dst", dst)
+        gathered = self.all_gather(x)
+        return gathered if self.rank == dst else None
+
+    def scatter(self, xs: Optional[Sequence[Any]], src: int = 0) -> Any:
+        """Rank ``r`` gets ``xs[r]``; only rank ``src`` passes ``xs``, one array a rank, the others None."""
+        self._check_rank("src", src)
+        wrong = None
+        if self.rank == src and (xs is None or len(xs) != self.world_size):
+            wrong = f"expected {self.world_size} arrays, one a rank, got {'None' if xs is None else len(xs)}"
+        self.raise_together(ValueError(wrong) if wrong else None, f"scatter from rank {src}")
+        header = [(tuple(x.shape), dtype_name(x), isinstance(x, np.ndarray)) for x in xs] if xs is not None else None
+        parts = []
+        for shape, dtype, is_numpy in self.broadcast_object(header, src):
+            like = np.zeros(shape, dtype)
+            x = xs[len(parts)] if xs is not None and self.rank == src else like if is_numpy else _tensor(like)
+            parts.append(self.broadcast(x, src))
+        return parts[self.rank]
+
+    def send(self, x: Any, dst: int) -> None:
+        """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it."""
+        self._check_rank("dst", dst)
+        self._backend.send(self._backend.to_native(x), dst)
+
+    def recv(self, like: Any, src: int) -> Any:
+        """Receive an array with the shape and type of ``like`` from rank ``src``."""
+        self._check_rank("src", src)
+        return self._backend.from_native(self._backend.recv(self._backend.to_native(like), src), like)
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        self._agree("barrier")
+        self._backend.barrier()
+
+    # Python objects, through pickle: between the processes of one job only, never from a file.
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Every rank gets rank ``src``'s object."""
+        self._check_rank("src", src)
+        self._agree("broadcast_object", f"src={src}")
+        return self._backend.broadcast_object(obj, src)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Every rank gets the list of all ranks' objects, in rank order."""
+        self._agree("all_gather_object")
+        return self._backend.all_gather_object(obj)
+
+    # What the ranks do as one.
+
+    def call_on_main(self, function: Callable[[], T], doing: str) -> T:
+        """Call ``function`` on rank 0; every rank gets its result, or the same exception."""
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = function()
+            except Exception as caught:  # noqa: BLE001: whatever it is, it goes to every rank
+                error = caught
+        self.raise_together(error, doing)
+        return self.broadcast_object(result)  # type: ignore[return-value]
+
+    def raise_together(self, error: Optional[Exception], doing: str) -> None:
+        """Raise on every rank when any rank brings an error; the lowest such rank's is the cause.
+
+        The rank that failed raises its own error. The others raise the same kind, with the
+        rank and ``doing`` in front, or RuntimeError where that kind cannot be rebuilt.
+        """
+        reports = self.all_gather_object(None if error is None else (type(error), str(error)))
+        if error is not None:
+            raise error
+        for rank, report in enumerate(reports):
+            if report is not None:
+                kind, message = report
+                try:
+                    remote = kind(f"{doing} failed on rank {rank}: {message}")
+                except TypeError:
+                    remote = RuntimeError(f"{doing} failed on rank {rank}: {kind.__name__}: {message}")
+                raise remote
+
+    def make_bucket(self, layout: BucketLayout) -> Bucket:
+        """Memory of the backend's own kind for the gradients of one bucket."""
+        return self._backend.make_bucket(layout)
+
+    # Checks.
+
+    def _check_rank(self, name: str, value: int) -> None:
+        if not 0 <= value < self.world_size:
+            raise ValueError(f"{name} must be a rank from 0 to {self.world_size - 1}, got {value} on rank {self.rank}")
+
+    def _check_op(self, x: Any, op: str) -> None:
+        if op not in _OPS:
+            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r} on rank {self.rank}")
+        if op == "mean" and "float" not in dtype_name(x):
+            raise TypeError(
+                f"the mean of {dtype_name(x)} would be rounded (rank {self.rank}); "
+                "convert to float32 first, or use op='sum' and divide"
+            )
+
+    def _agree(self, call: str, *arguments: str) -> None:
+        """Raise on every rank unless all are making this call, with these arguments.
+
+        Libraries pair mismatched collectives up with each other, or hang. One reduced
+        pair of integers, [h, -h], tells whether all hashes h are the same.
+        """
+        if self.world_size == 1:
+            return
+        mine = f"{call}({', '.join(arguments)})"
+        code = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
+        pair = self._backend.to_native(np.array([code, -code], np.int64))
+        low, high = (int(v) for v in np.asarray(self._backend.to_host(self._backend.all_reduce(pair, "max"))))
+        if low != -high:
+            calls = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(self._backend.all_gather_object(mine)))
+            raise RuntimeError(
+                f"the ranks do not agree on a collective: {calls}. Every rank must make the same calls, "
+                "in the same order, with the same shapes and types"
+            )
+
+
+def _numel(x: Any) -> int:
+    return math.prod(x.shape)
+
+
+def _describe(x: Any) -> str:
+    return f"{dtype_name(x)} of shape {tuple(x.shape)}"
+
+
+def _divide(x: Any, divisor: int) -> Any:
+    return (x / divisor).astype(x.dtype)
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import mindspore
+
+    return mindspore.Tensor(array)

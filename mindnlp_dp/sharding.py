@@ -1,0 +1,134 @@
+"""Which samples a rank reads: arithmetic on indices, nothing else.
+
+Goes in: the number of samples, the batch sizes, a seed. Comes out: for an epoch
+and an update, the indices that each rank's micro steps read. Knows no data sets.
+
+The order of samples is a function of (seed, epoch) alone, cut into global batches;
+a rank takes its slice of every global batch. So any number of ranks reads the
+same sequence, and a run can be taken up at any update by any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def split_evenly(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
+    """Bounds ``(start, stop)`` of one of ``num_parts`` consecutive parts; the first ones are larger by one.
+
+    >>> [split_evenly(5, 3, part) for part in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    small, extra = divmod(num_items, num_parts)
+    start = part * small + min(part, extra)
+    return start, start + small + (part < extra)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """The order of one epoch's samples: int64 of shape ``(num_samples,)``, another one every epoch."""
+    if not shuffle:
+        return np.arange(num_samples)
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+@dataclass(frozen=True)
+class GlobalBatchSampler:
+    """Cuts every epoch into global batches, and every global batch into ranks and micro steps.
+
+    ``uneven`` says what becomes of a last global batch that is not full: ``"keep"``
+    splits it as evenly as it goes (some ranks may get nothing), ``"drop"`` leaves it out.
+
+    Raises:
+        ValueError: a size is not positive, ``uneven`` is unknown, there are no samples, or
+            ``"drop"`` would leave nothing.
+    """
+
+    num_samples: int
+    micro_batch_size: int
+    world_size: int = 1
+    accumulation_steps: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    uneven: str = "keep"
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "world_size", "accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_samples < 1:
+            raise ValueError("the data set is empty: there is nothing to train on")
+        if self.uneven not in ("keep", "drop"):
+            raise ValueError(f"uneven must be 'keep' or 'drop', got {self.uneven!r}")
+        if self.uneven == "drop" and self.num_samples < self.global_batch_size:
+            raise ValueError(
+                f"{self.num_samples} samples are less than one global batch of {self.global_batch_size} "
+                f"(micro_batch_size {self.micro_batch_size} * world_size {self.world_size} * accumulation_steps "
+                f"{self.accumulation_steps}), and uneven='drop' leaves none; use uneven='keep' or smaller batches"
+            )
+
+    @classmethod
+    def from_global_batch_size(
+        cls, num_samples: int, global_batch_size: int, micro_batch_size: int, world_size: int, **options: object
+    ) -> GlobalBatchSampler:
+        """Derive ``accumulation_steps``, so that another number of ranks trains on the same global batches."""
+        return cls(
+            num_samples,
+            micro_batch_size,
+            world_size,
+            accumulation_steps_for(global_batch_size, micro_batch_size, world_size),
+            **options,  # type: ignore[arg-type]
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    @property
+    def num_updates(self) -> int:
+        """Global batches, and so optimizer steps, in an epoch."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full + (rest > 0 and self.uneven == "keep")
+
+    def global_batch(self, epoch: int, update: int) -> np.ndarray:
+        """The indices of one global batch, in order."""
+        return self._cut(epoch_order(self.num_samples, self.seed, epoch, self.shuffle), update)
+
+    def _cut(self, order: np.ndarray, update: int) -> np.ndarray:
+        if not 0 <= update < self.num_updates:
+            raise IndexError(f"update must be from 0 to {self.num_updates - 1}, got {update}")
+        return order[update * self.global_batch_size : (update + 1) * self.global_batch_size]
+
+    def shard_indices(self, rank: int, epoch: int, start: int = 0) -> list[list[np.ndarray]]:
+        """What ``rank`` reads in ``epoch``, from update ``start`` on: one list of micro batches an update.
+
+        Every rank gets the same number of updates and, in each, of micro batches; those of a
+        short last global batch may be smaller than ``micro_batch_size``, or empty.
+        """
+        order = epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
+        return [self._micro_batches(self._cut(order, update), rank) for update in range(start, self.num_updates)]
+
+    def _micro_batches(self, batch: np.ndarray, rank: int) -> list[np.ndarray]:
+        first, last = split_evenly(len(batch), self.world_size, rank)
+        mine = batch[first:last]
+        most = math.ceil(math.ceil(len(batch) / self.world_size) / self.micro_batch_size)
+        return [mine[i * self.micro_batch_size : (i + 1) * self.micro_batch_size] for i in range(most)]
+
+
+def accumulation_steps_for(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
+    """How many micro steps make up a global batch.
+
+    Raises:
+        ValueError: it does not divide; the message names sizes that do.
+    """
+    together = micro_batch_size * world_size
+    if global_batch_size < 1 or global_batch_size % together:
+        above = together * math.ceil(max(global_batch_size, 1) / together)
+        below = above - together
+        raise ValueError(
+            f"global_batch_size ({global_batch_size}) must be divisible by micro_batch_size ({micro_batch_size}) "
+            f"* world_size ({world_size}) = {together}; use {above}" + (f" or {below}" if below else "")
+        )
+    return global_batch_size // together
