@@ -1,0 +1,114 @@
+"""Training arguments that tell the truth about rank and world size.
+
+MindNLP's ``TrainingArguments`` says rank 0 of 1 in every process, so that every
+process logs, saves and deletes the same files. Here these properties ask the
+process group. Batch sizes stay per device; the rest is MindNLP's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindnlp.engine import TrainingArguments
+
+from .gradient_sync import DEFAULT_BUCKET_CAP_MB
+from .process_group import ProcessGroup, get_process_group
+
+
+@dataclass(repr=False)
+class DataParallelArguments(TrainingArguments):
+    """MindNLP's ``TrainingArguments`` for one process of several.
+
+    Of MindNLP's own fields, these steer data parallelism: ``per_device_train_batch_size``
+    is a rank's micro batch; ``dataset_drop_last`` drops a last global batch that is not full
+    instead of splitting it; ``data_seed`` (else ``seed``) fixes the order of the samples.
+    """
+
+    dataset_shuffle: bool = field(
+        default=True,
+        metadata={"help": "Read the training set in another order every epoch, a function of (seed, epoch)."},
+    )
+    bucket_cap_mb: float = field(
+        default=DEFAULT_BUCKET_CAP_MB, metadata={"help": "The size of a gradient bucket, in MiB."}
+    )
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        return get_process_group()
+
+    @property
+    def world_size(self) -> int:
+        return self.process_group.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self.process_group.rank
+
+    @property
+    def local_process_index(self) -> int:
+        return self.process_group.local_rank
+
+    @property
+    def parallel_mode(self) -> str:
+        return "distributed" if self.world_size > 1 else "not_distributed"
+
+    @property
+    def global_train_batch_size(self) -> int:
+        """Samples in an update: micro batch * accumulation steps * ranks."""
+        return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def order_seed(self) -> int:
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @contextlib.contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Run a block on the main process of each host (``local``) or of the job, then on the others."""
+        first = (self.local_process_index if local else self.process_index) == 0
+        if not first:
+            self.process_group.barrier()
+        try:
+            yield
+        finally:
+            if first:
+                self.process_group.barrier()
+
+    def __post_init__(self) -> None:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.auto_find_batch_size and self.world_size > 1:
+            raise ValueError(
+                "auto_find_batch_size with several ranks: each would find its own batch size; "
+                "set per_device_train_batch_size"
+            )
+        super().__post_init__()
+
+
+def upgrade_arguments(args: Any) -> DataParallelArguments:
+    """Turn a plain ``TrainingArguments``, or an instance of a subclass of it, into one that knows its rank.
+
+    The original is left as it is. Raises TypeError for anything else.
+    """
+    if isinstance(args, DataParallelArguments):
+        return args
+    if not isinstance(args, TrainingArguments):
+        raise TypeError(
+            f"args must be a DataParallelArguments, got {type(args).__name__}; "
+            "write args = mindnlp_dp.DataParallelArguments(output_dir=...)"
+        )
+    kind: Any = DataParallelArguments
+    if type(args) is not TrainingArguments:
+        bases = (DataParallelArguments, type(args))
+        kind = dataclass(repr=False)(type(f"DataParallel{type(args).__name__}", bases, {}))
+    upgraded = object.__new__(kind)
+    upgraded.__dict__.update(copy.copy(args.__dict__))
+    for extra in dataclasses.fields(kind):
+        if extra.name not in upgraded.__dict__:
+            upgraded.__dict__[extra.name] = extra.default
+    return upgraded

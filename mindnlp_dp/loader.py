@@ -1,0 +1,280 @@
+"""From a data set to this rank's micro batches.
+
+Goes in: a data set of any kind that MindNLP's users have, and the sizes. Comes
+out: for every update a window, the list of this rank's micro batches, each a dict
+of NumPy arrays, or None where the rank has no rows. Every rank gets the same
+number of windows, with the same number of micro batches.
+
+There are two ways to cut data, by what a source can do:
+
+* **By index.** ``datasets.Dataset``, MindSpore's generator data sets over a source
+  with an index, and any object with ``__len__`` and ``__getitem__``: each rank reads the
+  indices of its shard (:mod:`mindnlp_dp.sharding`).
+* **By rows.** Batched, shuffled, mapped or streaming MindSpore pipelines, and plain
+  iterables, have an order of their own: rank 0 reads them, and the rows of every batch
+  are split among the ranks. A batch of such a pipeline is a *global* micro batch.
+
+A pipeline that was cut by ``num_shards`` is refused: it would be cut twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Callable, Optional
+
+import numpy as np
+
+from .process_group import ProcessGroup
+from .sharding import GlobalBatchSampler, split_evenly
+
+Batch = dict[str, np.ndarray]
+Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+
+
+class IndexedLoader:
+    """Reads this rank's shard of a source with an index."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: GlobalBatchSampler,
+        group: ProcessGroup,
+        collate: Optional[Collator] = None,
+        columns: Optional[Sequence[str]] = None,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self._group = group
+        self._collate = collate or default_collate
+        self._columns = columns
+
+    @property
+    def num_samples(self) -> int:
+        return self.sampler.num_samples
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.sampler.global_batch_size
+
+    def __len__(self) -> int:
+        """Windows in an epoch."""
+        return self.sampler.num_updates
+
+    def windows(self, epoch: int = 0, start: int = 0) -> Iterator[list[Optional[Batch]]]:
+        """This rank's windows of ``epoch``, from update ``start`` on."""
+        for window in self.sampler.shard_indices(self._group.rank, epoch, start):
+            yield [self._read(indices) if len(indices) else None for indices in window]
+
+    def _read(self, indices: np.ndarray) -> Batch:
+        # PyTorch's protocol for reading many rows at once, which datasets.Dataset speaks.
+        if hasattr(self.dataset, "__getitems__"):
+            rows = self.dataset.__getitems__(indices.tolist())
+        else:
+            rows = [self.dataset[int(index)] for index in indices]
+        if rows and not isinstance(rows[0], Mapping):
+            raise TypeError(
+                f"sample {int(indices[0])} is a {type(rows[0]).__name__}, expected a dict of column names and values "
+                f"(rank {self._group.rank})"
+            )
+        if self._columns is not None:
+            rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
+        return as_arrays(self._collate(rows))
+
+
+class PipelineLoader:
+    """Reads a pipeline on rank 0, in its own order, and splits the rows of every batch among the ranks.
+
+    ``open_batches()`` starts an epoch and returns its batches; it is called on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        open_batches: Callable[[], Iterator[Batch]],
+        num_batches: Optional[int],
+        group: ProcessGroup,
+        accumulation_steps: int = 1,
+        *,
+        batch_size: int,
+        uneven: str = "keep",
+    ) -> None:
+        self._open_batches = open_batches
+        self._group = group
+        self._accumulation_steps = accumulation_steps
+        self._uneven = uneven
+        self._num_batches = num_batches
+        self.global_batch_size = batch_size * accumulation_steps
+
+    @property
+    def num_samples(self) -> Optional[int]:
+        """An upper bound where batches may be short; None for a stream."""
+        return None if self._num_batches is None else self._num_batches * (
+            self.global_batch_size // self._accumulation_steps
+        )
+
+    def __len__(self) -> int:
+        """Windows in an epoch; TypeError for a stream of unknown length, as ``len`` of any iterator."""
+        if self._num_batches is None:
+            raise TypeError("this stream has no known length")
+        full, rest = divmod(self._num_batches, self._accumulation_steps)
+        return full + (rest > 0 and self._uneven == "keep")
+
+    def windows(self, epoch: int = 0, start: int = 0) -> Iterator[list[Optional[Batch]]]:
+        """This rank's windows of the pipeline's next epoch; ``start`` windows are read and left out."""
+        batches: Iterator[Batch] = iter(())
+        if self._group.is_main:
+            batches = self._open_batches()
+        for number in itertools.count():
+            window = self._group.call_on_main(
+                lambda: list(itertools.islice(batches, self._accumulation_steps)), "reading the data pipeline"
+            )
+            if not window or (len(window) < self._accumulation_steps and self._uneven == "drop"):
+                return
+            if number >= start:
+                yield [self._my_rows(batch) for batch in window]
+
+    def _my_rows(self, batch: Batch) -> Optional[Batch]:
+        first, last = split_evenly(num_rows(batch), self._group.world_size, self._group.rank)
+        return {name: array[first:last] for name, array in batch.items()} if last > first else None
+
+
+def make_loader(
+    dataset: Any,
+    group: ProcessGroup,
+    micro_batch_size: int,
+    accumulation_steps: int = 1,
+    *,
+    seed: int = 0,
+    shuffle: bool = False,
+    uneven: str = "keep",
+    collate: Optional[Collator] = None,
+    columns: Optional[Sequence[str]] = None,
+) -> IndexedLoader | PipelineLoader:
+    """Choose how to read ``dataset``, by what it can do.
+
+    ``columns`` names those to keep, None keeps all. ``shuffle``, ``seed`` and ``collate`` are for
+    sources with an index; a pipeline brings its own order and batches.
+
+    Raises:
+        ValueError: the pipeline is already cut by ``num_shards``, or there are no samples.
+        TypeError: the data set can neither be indexed nor iterated.
+    """
+    source = indexed_source(dataset)
+    if source is not None:
+        sampler = GlobalBatchSampler(
+            len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven
+        )
+        return IndexedLoader(source, sampler, group, collate, columns)
+    global_micro_batch_size = micro_batch_size * group.world_size
+    if is_mindspore_dataset(dataset):
+        if dataset.is_sharded():
+            raise ValueError(
+                "this pipeline is already cut by num_shards, and would be cut twice: its rows would be split among "
+                f"{group.world_size} ranks once more. Build it without num_shards and shard_id; the trainer shards it"
+            )
+        # A pipeline that the user has batched keeps its batches: they are the global micro batches.
+        pipeline = dataset if dataset.get_batch_size() > 1 or _is_batched(dataset) else dataset.batch(
+            global_micro_batch_size
+        )
+
+        def open_pipeline() -> Iterator[Batch]:
+            for batch in pipeline.create_dict_iterator(num_epochs=1, output_numpy=True):
+                yield {name: array for name, array in batch.items() if columns is None or name in columns}
+
+        num_batches = group.call_on_main(pipeline.get_dataset_size, "counting the data pipeline's batches")
+        return PipelineLoader(
+            open_pipeline,
+            num_batches if num_batches > 0 else None,
+            group,
+            accumulation_steps,
+            batch_size=pipeline.get_batch_size(),
+            uneven=uneven,
+        )
+    if not hasattr(dataset, "__iter__"):
+        raise TypeError(
+            f"a {type(dataset).__name__} is no data set: expected datasets.Dataset, a MindSpore data set, "
+            "an object with __len__ and __getitem__, or an iterable of dicts"
+        )
+
+    def open_iterable() -> Iterator[Batch]:
+        rows = iter(dataset)
+        while chunk := list(itertools.islice(rows, global_micro_batch_size)):
+            if columns is not None:
+                chunk = [{name: value for name, value in row.items() if name in columns} for row in chunk]
+            yield as_arrays((collate or default_collate)(chunk))
+
+    return PipelineLoader(
+        open_iterable, None, group, accumulation_steps, batch_size=global_micro_batch_size, uneven=uneven
+    )
+
+
+def is_mindspore_dataset(dataset: Any) -> bool:
+    import mindspore.dataset
+
+    return isinstance(dataset, mindspore.dataset.Dataset)
+
+
+def _is_batched(dataset: Any) -> bool:
+    from mindspore.dataset import BatchDataset, PaddedBatchDataset
+
+    return isinstance(dataset, (BatchDataset, PaddedBatchDataset)) or any(map(_is_batched, dataset.children))
+
+
+class _GeneratorRows:
+    """The rows of a MindSpore generator data set, by index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._source, self._columns = dataset.source, dataset.column_names
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._source[index]
+        return dict(zip(self._columns, row if isinstance(row, (tuple, list)) else (row,)))
+
+
+def indexed_source(dataset: Any) -> Optional[Any]:
+    """An object with ``__len__`` and ``__getitem__`` that gives ``dataset``'s samples as dicts; None if there is none."""
+    if not is_mindspore_dataset(dataset):
+        return dataset if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else None
+    from mindspore.dataset import GeneratorDataset, RandomSampler, SequentialSampler
+
+    indexed = (
+        isinstance(dataset, GeneratorDataset)
+        and hasattr(dataset.source, "__getitem__")
+        and hasattr(dataset.source, "__len__")
+        and not dataset.num_samples
+        and not dataset.is_sharded()
+        and (dataset.sampler is None or type(dataset.sampler) in (RandomSampler, SequentialSampler))
+    )
+    return _GeneratorRows(dataset) if indexed else None
+
+
+def default_collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
+    """Stack the samples' columns: values of shape ``s`` become arrays of shape ``(rows, *s)``.
+
+    A column ``label`` becomes ``labels``, as models call it. Raises ValueError when shapes differ.
+    """
+    batch: Batch = {}
+    for name in rows[0]:
+        values = [np.asarray(row[name]) for row in rows]
+        if len({value.shape for value in values}) > 1:
+            raise ValueError(
+                f"the samples' {name!r} have different shapes, {values[0].shape} and "
+                f"{next(v.shape for v in values if v.shape != values[0].shape)} among them; "
+                "pad them to one length, or pass a data_collator that does"
+            )
+        batch["labels" if name == "label" and "labels" not in rows[0] else name] = np.stack(values)
+    return batch
+
+
+def as_arrays(batch: Mapping[str, Any]) -> Batch:
+    """NumPy arrays for a collator's result; float64, which is Python's own, becomes float32."""
+    arrays = {name: np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x) for name, x in batch.items()}
+    return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """The number of rows of a batch: the first dimension of its first column that has one."""
+    return next((int(x.shape[0]) for x in batch.values() if getattr(x, "ndim", 0)), 1)

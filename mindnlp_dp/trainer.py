@@ -1,0 +1,238 @@
+"""MindNLP's Trainer, data parallel: the seam between its methods and our stages.
+
+Goes in: a model, arguments, data, as for MindNLP's Trainer. Comes out: the model
+that one process with the whole batch would have trained, on every rank. The loop is
+in :mod:`mindnlp_dp.training_loop`; reading, exchange and evaluation are in their own modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import numpy as np
+from mindnlp.engine import Trainer
+from mindnlp.engine.utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from .arguments import DataParallelArguments, upgrade_arguments
+from .evaluation import OrderedGatherer, to_numpy
+from .gradient_sync import GradientSynchronizer
+from .loader import Batch, Collator, IndexedLoader, PipelineLoader, is_mindspore_dataset, make_loader, num_rows
+from .process_group import get_process_group
+from .replicas import broadcast_parameters
+from .training_loop import run_training_loop
+
+Loader = (IndexedLoader, PipelineLoader)
+
+
+class DataParallelTrainerMixin:
+    """Makes a subclass of MindNLP's ``Trainer`` data parallel::
+
+        class MyTrainer(dp.DataParallelTrainerMixin, Trainer): ...
+
+    Call ``mindnlp_dp.init_process_group()`` before the model is built. Arguments are
+    the Trainer's, and ``data_collator``: a function that makes a batch (a dict of arrays) from a list
+    of samples (dicts); by default they are stacked. Overridden methods such as ``compute_loss``,
+    ``training_step`` and ``prediction_step`` are called as ever, on this rank's part of the batch.
+    """
+
+    args: DataParallelArguments
+    model: Any
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
+    ) -> None:
+        self.group = get_process_group()
+        self.data_collator = data_collator
+        self._synchronizer: Optional[GradientSynchronizer] = None
+        self._in_window = False
+        if args is None:
+            args = DataParallelArguments(output_dir="tmp_trainer")
+        super().__init__(model, upgrade_arguments(args), *rest, **kwargs)  # type: ignore[call-arg]
+        broadcast_parameters(self.model, self.group)
+
+    # Gradients.
+
+    def loss_weight(self, inputs: Any) -> float:
+        """What this micro batch's loss weighs in the mean over ranks and micro steps: its number of samples.
+
+        Override it where the loss is a mean of something else, such as tokens that are not ignored.
+        """
+        return float(num_rows(inputs))
+
+    def update_gradient_by_distributed_type(self, model: Any) -> None:
+        """MindNLP's hook: leave ``all_reduce(grad) / rank_size`` on every parameter that has a gradient.
+
+        A collective; all ranks call it. Within the training loop, which exchanges once an update and
+        weighs by samples, the call that MindNLP makes after every micro step does nothing.
+        """
+        if not self._in_window:
+            self._write_gradients(self.synchronizer(model)(self._read_gradients(model)))
+
+    def synchronizer(self, model: Any) -> GradientSynchronizer:
+        """The exchange for ``model``'s trainable parameters; made anew when they change."""
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        current = self._synchronizer
+        if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
+            self._synchronizer = GradientSynchronizer(trainable, self.group, bucket_cap_mb=self.args.bucket_cap_mb)
+        assert self._synchronizer is not None
+        return self._synchronizer
+
+    def _read_gradients(self, model: Any) -> list[Optional[Any]]:
+        return [p.grad for p in self.synchronizer(model).parameters]
+
+    def _write_gradients(self, gradients: list[Optional[Any]]) -> None:
+        assert self._synchronizer is not None
+        for parameter, gradient in zip(self._synchronizer.parameters, gradients):
+            parameter.grad = gradient
+
+    @contextlib.contextmanager
+    def accumulation_window(self) -> Iterator[None]:
+        """Within it, MindNLP's hook leaves gradients alone: the loop reduces the window at its end."""
+        self._in_window = True
+        try:
+            yield
+        finally:
+            self._in_window = False
+
+    # Training.
+
+    def _inner_training_loop(
+        self,
+        batch_size: Optional[int] = None,
+        args: Any = None,
+        resume_from_checkpoint: Optional[str] = None,
+        ignore_keys_for_eval: Optional[list[str]] = None,
+    ) -> Any:
+        if batch_size is not None:
+            self._train_batch_size = batch_size
+        return run_training_loop(self, resume_from_checkpoint, ignore_keys_for_eval)
+
+    def get_train_dataset(self) -> Any:
+        """A loader of this rank's part of ``train_dataset``."""
+        dataset = self.train_dataset  # type: ignore[attr-defined]
+        if dataset is None:
+            raise ValueError("training needs a train_dataset")
+        return self._make_loader(
+            self._mapped(dataset),
+            self._train_batch_size,
+            self.args.gradient_accumulation_steps,
+            seed=self.args.order_seed,
+            shuffle=self.args.dataset_shuffle,
+            uneven="drop" if self.args.dataset_drop_last else "keep",
+        )
+
+    def _mapped(self, dataset: Any) -> Any:
+        map_fn = self.data_map_fn  # type: ignore[attr-defined]
+        if map_fn is None or not is_mindspore_dataset(dataset):
+            return dataset
+        return dataset.map(
+            map_fn, getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None)
+        )
+
+    def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
+        columns = None
+        if self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
+            columns = list(self._signature_columns)  # type: ignore[attr-defined]
+        return make_loader(
+            dataset,
+            self.group,
+            micro_batch_size,
+            accumulation_steps,
+            collate=self.data_collator,
+            columns=columns,
+            **options,
+        )
+
+    def tensors(self, batch: Batch) -> dict[str, Any]:
+        """A batch as the model takes it."""
+        import mindspore
+
+        return {name: mindspore.Tensor(array) for name, array in batch.items()}
+
+    # Evaluation.
+
+    def get_eval_dataset(self, eval_dataset: Any = None) -> Any:
+        """A loader of this rank's slices of every global evaluation batch, in data set order."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset  # type: ignore[attr-defined]
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset")
+        return self.get_test_dataset(dataset)
+
+    def get_test_dataset(self, test_dataset: Any) -> Any:
+        """The same for :meth:`predict`."""
+        if isinstance(test_dataset, Loader):
+            return test_dataset
+        return self._make_loader(test_dataset, self.args.eval_batch_size)
+
+    def evaluation_loop(
+        self,
+        dataset: Any,
+        description: str,
+        prediction_loss_only: Optional[bool] = None,
+        ignore_keys: Optional[list[str]] = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader; predictions, labels and metrics are the same on every rank."""
+        args, trainer = self.args, self  # type: Any, Any
+        if prediction_loss_only is None:
+            prediction_loss_only = args.prediction_loss_only
+        self.model.set_train(False)
+        trainer.callback_handler.eval_dataset = dataset
+        main_input = getattr(self.model, "main_input_name", "input_ids")
+        rows = OrderedGatherer(self.group, args.eval_accumulation_steps)
+        # Sums over this rank's samples: loss * weight, weight, samples.
+        sums = np.zeros(3, np.float64)
+        for (batch,) in dataset.windows():
+            outputs = None
+            if batch is not None:
+                inputs = self.tensors(batch)
+                weight = self.loss_weight(inputs)
+                loss, logits, labels = trainer.prediction_step(
+                    self.model, dict(inputs), prediction_loss_only, ignore_keys=ignore_keys
+                )
+                if loss is not None:
+                    sums[:2] += float(loss.asnumpy()) * weight, weight
+                sums[2] += num_rows(batch)
+                if logits is not None and self.preprocess_logits_for_metrics is not None:
+                    logits = self.preprocess_logits_for_metrics(logits, labels)
+                seen = batch[main_input] if args.include_inputs_for_metrics else None
+                outputs = {"logits": to_numpy(logits), "labels": to_numpy(labels), "inputs": seen}
+                outputs = {key: value for key, value in outputs.items() if value is not None}
+            rows.add(outputs or None)
+            trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
+        gathered = rows.finish() or {}
+        loss_sum, weight_sum, num_samples = self.group.all_reduce(sums)
+
+        metrics: dict[str, Any] = {}
+        predictions, label_ids = gathered.get("logits"), gathered.get("labels")
+        if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
+            inputs_seen = {"inputs": gathered["inputs"]} if "inputs" in gathered else {}
+            prediction = EvalPrediction(predictions=predictions, label_ids=label_ids, **inputs_seen)
+            metrics = self.group.call_on_main(
+                lambda: denumpify_detensorize(trainer.compute_metrics(prediction)), "compute_metrics"
+            )
+        if weight_sum > 0:
+            metrics["loss"] = float(loss_sum / weight_sum)
+        prefix = f"{metric_key_prefix}_"
+        metrics = {key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()}
+        return EvalLoopOutput(predictions, label_ids, metrics, int(num_samples))
+
+    preprocess_logits_for_metrics: Any
+
+    # Files.
+
+    def _save_checkpoint(self, model: Any, metrics: Any = None) -> None:
+        """Rank 0 writes; the others return when it has, or raise what it raised."""
+        error = None
+        try:
+            super()._save_checkpoint(model, metrics=metrics)  # type: ignore[misc]
+        except Exception as caught:  # noqa: BLE001: every rank must learn of it
+            error = caught
+        self.group.raise_together(error, "saving a checkpoint")
+
+
+class DataParallelTrainer(DataParallelTrainerMixin, Trainer):
+    """MindNLP's ``Trainer``, data parallel."""
