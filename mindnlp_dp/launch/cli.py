@@ -1,0 +1,57 @@
+"""The ``mindnlp-dp`` command: its words, and what a wrong one says."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from .run import LaunchError, run_job
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run a subcommand and return its exit code."""
+    args = _parser().parse_args(argv)
+    return args.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mindnlp-dp", description="Data-parallel training for MindNLP and MindSpore.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="start a script in several processes on this host",
+        description="Start SCRIPT in several processes on this host, show rank 0's output, and end all of them when "
+        "one fails. The exit code is that of the rank that failed.",
+        usage="mindnlp-dp run --nproc N [--backend mpi|mindspore] [--log-dir DIR] SCRIPT [ARGS...]",
+    )
+    run.add_argument("--nproc", type=_positive, required=True, metavar="N", help="number of processes")
+    run.add_argument(
+        "--backend",
+        choices=("mpi", "mindspore"),
+        help="mpi: mpirun, the fast one on CPU; mindspore: HCCL, NCCL or MCCL by device "
+        "(default: mindspore when DEVICE_TARGET is Ascend or GPU, else mpi)",
+    )
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    run.set_defaults(run=_run)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.lstrip("-").isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text}")
+    return int(text)
+
+
+def _run(args: argparse.Namespace) -> int:
+    command = (["-m"] if args.module else []) + [args.script, *args.args]
+    try:
+        return run_job(args.nproc, command, backend=args.backend, log_dir=args.log_dir)
+    except LaunchError as error:
+        print(f"mindnlp-dp run: {error}", file=sys.stderr)
+        return 2

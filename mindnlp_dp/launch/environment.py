@@ -1,0 +1,75 @@
+"""The environment of a job's processes: MindSpore's cluster variables, and none that are stale."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Optional
+
+# What earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale role
+# makes a process of an MPI job wait for a cluster.
+_CLUSTER_VARIABLES = (
+    "MS_ROLE",
+    "MS_WORKER_NUM",
+    "MS_NODE_ID",
+    "MS_SCHED_HOST",
+    "MS_SCHED_PORT",
+    "MS_WORKER_IP",
+    "MS_TOPO_TIMEOUT",
+    "RANK_ID",
+    "RANK_SIZE",
+    "RANK_TABLE_FILE",
+    "DEVICE_ID",
+)
+_MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_")
+TOPOLOGY_TIMEOUT_SECONDS = 120
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what earlier or outer jobs left, and with quiet, unbuffered logs."""
+    cleaned = {
+        name: value
+        for name, value in environ.items()
+        if name not in _CLUSTER_VARIABLES and not name.startswith(_MPI_PREFIXES)
+    }
+    # Errors only: MindSpore's cluster warns many times in every healthy start.
+    cleaned.setdefault("GLOG_v", "3")
+    cleaned["PYTHONUNBUFFERED"] = "1"
+    return cleaned
+
+
+def mpi_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of ``mpirun``, which hands it on to its ranks."""
+    return clean_environment(environ)
+
+
+def cluster_environment(
+    environ: Mapping[str, str], role: str, nproc: int, port: int, rank: Optional[int] = None
+) -> dict[str, str]:
+    """The environment of one process of a MindSpore cluster on this host; see MindSpore's "dynamic cluster"."""
+    environment = clean_environment(environ)
+    environment.update(
+        MS_ROLE=role,
+        MS_WORKER_NUM=str(nproc),
+        MS_SCHED_HOST="127.0.0.1",
+        MS_SCHED_PORT=str(port),
+        MS_TOPO_TIMEOUT=str(TOPOLOGY_TIMEOUT_SECONDS),
+    )
+    if rank is not None:
+        environment.update(MS_NODE_ID=str(rank), RANK_ID=str(rank), RANK_SIZE=str(nproc), DEVICE_ID=str(rank))
+    return environment
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launched_rank(environ: Mapping[str, str]) -> int:
+    """The rank that the launcher gave to this process."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MS_NODE_ID"):
+        if name in environ:
+            return int(environ[name])
+    raise KeyError("this process has no rank; it is started by `mindnlp-dp run`")

