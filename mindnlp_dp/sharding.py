@@ -132,3 +132,12 @@ def accumulation_steps_for(global_batch_size: int, micro_batch_size: int, world_
             f"* world_size ({world_size}) = {together}; use {above}" + (f" or {below}" if below else "")
         )
     return global_batch_size // together
+
+
+def check_every_rank_has_a_sample(num_samples: int, world_size: int) -> None:
+    """Raise ValueError when there are more ranks than training samples: some would never compute anything."""
+    if num_samples < world_size:
+        raise ValueError(
+            f"{num_samples} training samples for {world_size} ranks: every rank needs at least one; "
+            f"start at most {num_samples} processes, or bring more data"
+        )

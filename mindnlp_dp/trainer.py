@@ -21,6 +21,7 @@ from .gradient_sync import GradientSynchronizer
 from .loader import Batch, Collator, IndexedLoader, PipelineLoader, is_mindspore_dataset, make_loader, num_rows
 from .process_group import get_process_group
 from .replicas import broadcast_parameters
+from .sharding import check_every_rank_has_a_sample
 from .training_loop import run_training_loop
 
 Loader = (IndexedLoader, PipelineLoader)
@@ -114,7 +115,7 @@ class DataParallelTrainerMixin:
         dataset = self.train_dataset  # type: ignore[attr-defined]
         if dataset is None:
             raise ValueError("training needs a train_dataset")
-        return self._make_loader(
+        loader = self._make_loader(
             self._mapped(dataset),
             self._train_batch_size,
             self.args.gradient_accumulation_steps,
@@ -122,6 +123,9 @@ class DataParallelTrainerMixin:
             shuffle=self.args.dataset_shuffle,
             uneven="drop" if self.args.dataset_drop_last else "keep",
         )
+        if loader.num_samples is not None:
+            check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)
+        return loader
 
     def _mapped(self, dataset: Any) -> Any:
         map_fn = self.data_map_fn  # type: ignore[attr-defined]

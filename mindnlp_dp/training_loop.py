@@ -50,7 +50,7 @@ class _TrainingLoop:
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self.loader = trainer.get_train_dataset()
         self.timer = TrainingTimer()
-        # Sums over this rank since the last log line, and over the run: loss * weight, weight.
+        # Sums of loss * weight and of weight: over this rank since the last log line, and over all ranks.
         self.loss_since_log = np.zeros(2)
         self.loss_of_run = np.zeros(2)
         self.samples_seen = 0
@@ -251,6 +251,7 @@ class _TrainingLoop:
         trainer.store_flos()
         metrics = {
             "train_runtime": round(time.time() - began, 4),
+            "train_seconds": round(seconds, 4),
             "train_samples_per_second": round(samples / seconds, 3),
             "train_steps_per_second": round(self.updates_done / seconds, 3),
             "gradient_sync_share": round(sync_seconds / seconds, 4),

@@ -10,6 +10,7 @@ would wait for ranks that wait for this one.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -35,15 +36,25 @@ def main() -> None:
     log = os.open(log_dir / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # Registered first, so it runs last: MindSpore's threads report their end after Python's own.
+    atexit.register(_silence)
 
     code = _run(command)
     sys.stdout.flush()
     sys.stderr.flush()
+    if code != 0 and rank != 0:
+        time.sleep(OTHERS_WAIT_SECONDS)
     _write_status(log_dir / f"worker_{rank}.status", code)
     if code != 0:
-        if rank != 0:
-            time.sleep(OTHERS_WAIT_SECONDS)
         os._exit(code)
+
+
+def _silence() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 def _run(command: list[str]) -> int:

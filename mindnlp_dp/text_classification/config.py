@@ -1,0 +1,133 @@
+"""The settings of a job: from a YAML file and from flags; flags win, unknown keys fail."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional, get_type_hints
+
+import yaml
+
+from .examples import InputError
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class FinetuneConfig:
+    """What to train on what, and how. Every field is a key of a config file and a flag."""
+
+    train_file: str = _setting("", "CSV or TSV with a text and a label column (default: CLDR phrases, by language)")
+    test_file: str = _setting("", "the held-out split, in the same form")
+    output_dir: str = _setting("outputs/quickstart", "where the report, the plot and the model go")
+
+    vocab_size: int = _setting(4000, "tokens of the byte-level BPE")
+    max_length: int = _setting(24, "tokens of a text; longer ones are cut")
+    hidden_size: int = _setting(128, "width of the model")
+    num_layers: int = _setting(2, "encoder layers")
+    num_heads: int = _setting(4, "attention heads")
+    intermediate_size: int = _setting(512, "width of the feed-forward layers")
+    dropout: float = _setting(0.0, "dropout in the model")
+
+    num_epochs: float = _setting(2.0, "passes over the training split")
+    max_steps: int = _setting(-1, "stop after so many updates; -1 means num_epochs decides")
+    global_batch_size: int = _setting(128, "samples in an update, over all ranks")
+    micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
+    eval_batch_size: int = _setting(256, "samples of a rank in one evaluation step")
+    learning_rate: float = _setting(2e-3, "peak learning rate, after warm-up")
+    warmup_ratio: float = _setting(0.1, "share of the updates in which the learning rate rises")
+    weight_decay: float = _setting(0.01, "AdamW's")
+    max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm; 0 means never")
+    logging_steps: int = _setting(10, "updates between two log lines")
+    seed: int = _setting(42, "of the weights, the order of the data and dropout")
+    bucket_cap_mb: float = _setting(4.0, "size of a gradient bucket in MiB")
+    tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
+
+
+def parse_config(argv: Optional[Sequence[str]] = None, description: str = "") -> FinetuneConfig:
+    """Settings from ``--config FILE`` and flags.
+
+    Raises:
+        InputError: the file is missing, is no YAML mapping, or holds an unknown key or a value of the wrong
+            type; or a setting is out of range.
+    """
+    parser = argparse.ArgumentParser(description=description, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings below; flags win over it")
+    types = get_type_hints(FinetuneConfig)
+    for setting in dataclasses.fields(FinetuneConfig):
+        parser.add_argument(
+            f"--{setting.name.replace('_', '-')}",
+            type=_boolean if types[setting.name] is bool else types[setting.name],
+            metavar=types[setting.name].__name__.upper(),
+            help=f"{setting.metadata['help']} (default: {setting.default!r})",
+        )
+    flags = vars(parser.parse_args(argv))
+    file = flags.pop("config", None)
+    config = FinetuneConfig(**{**(read_config_file(file) if file else {}), **flags})
+    _check(config)
+    return config
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"expected true or false, got {text}")
+    return text.lower() == "true"
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """The settings in a YAML file, checked against :class:`FinetuneConfig`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            settings = yaml.safe_load(file)
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such config file") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise InputError(f"{path}: expected lines of the form `key: value`")
+    types = get_type_hints(FinetuneConfig)
+    for key, value in settings.items():
+        if key not in types:
+            raise InputError(f"{path}: unknown key {key!r}; known are {', '.join(sorted(types))}")
+        # YAML reads 2e-3 as a string and 2 as an integer.
+        if types[key] is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+            try:
+                settings[key] = value = float(value)
+            except ValueError:
+                pass
+        if type(value) is not types[key]:
+            raise InputError(f"{path}: {key} must be a {types[key].__name__}, got {value!r}")
+    return settings
+
+
+@contextlib.contextmanager
+def as_input_error() -> Iterator[None]:
+    """Tell a ValueError that settings cause (batches that do not divide, too many ranks) as the user's to mend."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _check(config: FinetuneConfig) -> None:
+    if bool(config.train_file) != bool(config.test_file):
+        raise InputError("--train-file and --test-file go together: one trains, the other judges")
+    for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size",
+                 "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
+        if getattr(config, name) < 1:
+            raise InputError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if config.micro_batch_size < 0:
+        raise InputError(f"micro_batch_size must be at least 0, got {config.micro_batch_size}")
+    if config.max_steps == 0 or (config.max_steps < 0 and config.num_epochs <= 0):
+        raise InputError("max_steps or num_epochs must be positive: there is nothing to train")
+    if config.hidden_size % config.num_heads:
+        raise InputError(
+            f"hidden_size ({config.hidden_size}) must be divisible by num_heads ({config.num_heads})"
+        )
+    if config.max_length < 3:
+        raise InputError(f"max_length must be at least 3, for two tokens mark the ends, got {config.max_length}")

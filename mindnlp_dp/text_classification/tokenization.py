@@ -1,0 +1,40 @@
+"""Byte-level BPE, trained on the training split, in RoBERTa's layout.
+
+Goes in: texts. Comes out: ``input_ids`` and ``attention_mask`` of one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.implementations import ByteLevelBPETokenizer
+from tokenizers.processors import RobertaProcessing
+
+# RoBERTa's own numbers: its position embeddings start behind the padding token's.
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+BOS, PAD, EOS = range(3)
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> Tokenizer:
+    """Train a tokenizer that pads and truncates to ``max_length`` tokens."""
+    bpe = ByteLevelBPETokenizer(add_prefix_space=True)
+    bpe.train_from_iterator(
+        texts, vocab_size=vocab_size, min_frequency=2, special_tokens=list(SPECIAL_TOKENS), show_progress=False
+    )
+    tokenizer: Tokenizer = bpe._tokenizer
+    tokenizer.post_processor = RobertaProcessing(("</s>", EOS), ("<s>", BOS))
+    tokenizer.enable_truncation(max_length)
+    tokenizer.enable_padding(pad_id=PAD, pad_token="<pad>", length=max_length)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[dict[str, np.ndarray], int]:
+    """``input_ids`` and ``attention_mask``, int64 of shape (texts, max_length), and how many texts were cut."""
+    encodings = tokenizer.encode_batch(list(texts))
+    columns = {
+        "input_ids": np.array([encoding.ids for encoding in encodings], np.int64),
+        "attention_mask": np.array([encoding.attention_mask for encoding in encodings], np.int64),
+    }
+    return columns, sum(bool(encoding.overflowing) for encoding in encodings)
