@@ -1,0 +1,47 @@
+# Sourced by the other scripts: makes the virtual environment .venv, or takes the one that is there.
+#
+#   ensure_environment EXTRAS      e.g. mpi,quickstart; afterwards its programs are first on PATH
+#
+# PYTHON names the interpreter (default: the first of python3, python3.12 ... python3.9 that fits),
+# VENV the folder (default: .venv beside setup.py).
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-$ROOT/.venv}
+
+_python_fits() {
+  "$1" -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+}
+
+_find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10 python3.9}; do
+    if _python_fits "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "error: Python 3.9 to 3.12 is needed, and ${PYTHON:-python3} is not; set PYTHON=/path/to/python3.11" >&2
+  return 1
+}
+
+ensure_environment() {
+  local extras=$1 stamp python
+  stamp=$VENV/.installed-${extras//,/-}
+  mkdir -p "$(dirname "$VENV")"
+  # One installation at a time, however many scripts were started; the lock ends with the subshell.
+  (
+    flock 9
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(cksum <"$ROOT/setup.py")" ] && [ -x "$VENV/bin/mindnlp-dp" ]; then
+      exit 0
+    fi
+    if [ ! -x "$VENV/bin/python" ]; then
+      python=$(_find_python) || exit 1
+      echo "making a virtual environment in $VENV with $("$python" --version)"
+      "$python" -m venv "$VENV" || exit 1
+    fi
+    echo "installing mindnlp_dp[$extras] and what it needs (about 3 GB; a minute or several)"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$extras]" || exit 1
+    cksum <"$ROOT/setup.py" >"$stamp"
+  ) 9>"$VENV.lock" || return 1
+  export PATH="$VENV/bin:$PATH"
+}
