@@ -14,7 +14,14 @@ EXTRAS = {
     # The quickstart's data (CLDR, through Babel) and its plot.
     "quickstart": ["babel>=2.14,<3", "matplotlib>=3.7,<4"],
     # MindNLP pins pytest 7.2.0 itself.
-    "dev": ["pytest>=7.2,<8", "pytest-timeout>=2.2,<3", "hypothesis>=6.90,<7", "ruff>=0.6", "mypy>=1.10", "types-PyYAML"],
+    "dev": [
+        "pytest>=7.2,<8",
+        "pytest-timeout>=2.2,<3",
+        "hypothesis>=6.90,<7",
+        "ruff>=0.9,<1",
+        "mypy>=1.10,<3",
+        "types-PyYAML>=6",
+    ],
 }
 
 setup(
@@ -37,9 +44,6 @@ setup(
         "pyarrow>=14,<21",
         "packaging",
         "pyyaml>=6,<7",
-        "safetensors",
-        # MindSpore 2.8 imports it and does not ask for it.
-        "setuptools<81",
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mindnlp-dp = mindnlp_dp.launch.cli:main"]},

@@ -76,10 +76,13 @@ def main() -> None:
     print(f"{machine()}; {args.batch} samples a rank, {args.steps} updates, median of {args.repeats}")
     print(f"{'':40}{'samples/s':>10}{'x defaults':>12}{'x tuned':>10}{'sync share':>12}")
     for name in todo:
-        print(f"{name:40}{speed[name]:10.0f}{speed[name] / default:12.2f}{speed[name] / tuned:10.2f}{share[name]:12.3f}")
+        rate = speed[name]
+        print(f"{name:40}{rate:10.0f}{rate / default:12.2f}{rate / tuned:10.2f}{share[name]:12.3f}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{"setting": name, "samples_per_second": speed[name], "gradient_sync_share": share[name]} for name in todo]
+        rows = [
+            {"setting": name, "samples_per_second": speed[name], "gradient_sync_share": share[name]} for name in todo
+        ]
         numbers = {"machine": machine(), "batch_per_rank": args.batch, "steps": args.steps, "rows": rows}
         args.json.write_text(json.dumps(numbers, indent=2) + "\n")
 

@@ -108,8 +108,10 @@ class PipelineLoader:
     @property
     def num_samples(self) -> Optional[int]:
         """An upper bound where batches may be short; None for a stream."""
-        return None if self._num_batches is None else self._num_batches * (
-            self.global_batch_size // self._accumulation_steps
+        return (
+            None
+            if self._num_batches is None
+            else self._num_batches * (self.global_batch_size // self._accumulation_steps)
         )
 
     def __len__(self) -> int:
@@ -173,8 +175,8 @@ def make_loader(
                 f"{group.world_size} ranks once more. Build it without num_shards and shard_id; the trainer shards it"
             )
         # A pipeline that the user has batched keeps its batches: they are the global micro batches.
-        pipeline = dataset if dataset.get_batch_size() > 1 or _is_batched(dataset) else dataset.batch(
-            global_micro_batch_size
+        pipeline = (
+            dataset if dataset.get_batch_size() > 1 or _is_batched(dataset) else dataset.batch(global_micro_batch_size)
         )
 
         def open_pipeline() -> Iterator[Batch]:
@@ -235,7 +237,7 @@ class _GeneratorRows:
 
 
 def indexed_source(dataset: Any) -> Optional[Any]:
-    """An object with ``__len__`` and ``__getitem__`` that gives ``dataset``'s samples as dicts; None if there is none."""
+    """An object with ``__len__`` and ``__getitem__`` that gives ``dataset``'s samples as dicts, if there is one."""
     if not is_mindspore_dataset(dataset):
         return dataset if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else None
     from mindspore.dataset import GeneratorDataset, RandomSampler, SequentialSampler

@@ -245,12 +245,12 @@ class ProcessGroup:
         if self.rank == src and (xs is None or len(xs) != self.world_size):
             wrong = f"expected {self.world_size} arrays, one a rank, got {'None' if xs is None else len(xs)}"
         self.raise_together(ValueError(wrong) if wrong else None, f"scatter from rank {src}")
-        header = [(tuple(x.shape), dtype_name(x), isinstance(x, np.ndarray)) for x in xs] if xs is not None else None
-        parts = []
-        for shape, dtype, is_numpy in self.broadcast_object(header, src):
+        mine = xs if self.rank == src and xs is not None else ()
+        header = [(tuple(x.shape), dtype_name(x), isinstance(x, np.ndarray)) for x in mine]
+        parts: list[Any] = []
+        for index, (shape, dtype, is_numpy) in enumerate(self.broadcast_object(header, src)):
             like = np.zeros(shape, dtype)
-            x = xs[len(parts)] if xs is not None and self.rank == src else like if is_numpy else _tensor(like)
-            parts.append(self.broadcast(x, src))
+            parts.append(self.broadcast(mine[index] if mine else like if is_numpy else _tensor(like), src))
         return parts[self.rank]
 
     def send(self, x: Any, dst: int) -> None:
@@ -289,7 +289,8 @@ class ProcessGroup:
         if self.is_main:
             try:
                 result = function()
-            except Exception as caught:  # noqa: BLE001: whatever it is, it goes to every rank
+            except Exception as caught:  # noqa: BLE001
+                # Whatever it is, it goes to every rank.
                 error = caught
         self.raise_together(error, doing)
         return self.broadcast_object(result)  # type: ignore[return-value]
@@ -344,7 +345,8 @@ class ProcessGroup:
         pair = self._backend.to_native(np.array([code, -code], np.int64))
         low, high = (int(v) for v in np.asarray(self._backend.to_host(self._backend.all_reduce(pair, "max"))))
         if low != -high:
-            calls = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(self._backend.all_gather_object(mine)))
+            everyone = enumerate(self._backend.all_gather_object(mine))
+            calls = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in everyone)
             raise RuntimeError(
                 f"the ranks do not agree on a collective: {calls}. Every rank must make the same calls, "
                 "in the same order, with the same shapes and types"

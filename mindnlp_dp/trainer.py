@@ -131,9 +131,7 @@ class DataParallelTrainerMixin:
         map_fn = self.data_map_fn  # type: ignore[attr-defined]
         if map_fn is None or not is_mindspore_dataset(dataset):
             return dataset
-        return dataset.map(
-            map_fn, getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None)
-        )
+        return dataset.map(map_fn, getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None))
 
     def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
         columns = None
@@ -233,7 +231,8 @@ class DataParallelTrainerMixin:
         error = None
         try:
             super()._save_checkpoint(model, metrics=metrics)  # type: ignore[misc]
-        except Exception as caught:  # noqa: BLE001: every rank must learn of it
+        except Exception as caught:  # noqa: BLE001
+            # Whatever it is, every rank must learn of it.
             error = caught
         self.group.raise_together(error, "saving a checkpoint")
 

@@ -106,7 +106,7 @@ class _TrainingLoop:
         args = self.args
         if not has_length(self.loader):
             if args.max_steps <= 0:
-                raise ValueError(f"the training data has no length, so max_steps must be positive, got {args.max_steps}")
+                raise ValueError(f"the training data has no length, so set max_steps, got {args.max_steps}")
             return None, args.max_steps, sys.maxsize
         per_epoch = len(self.loader)
         if args.max_steps > 0:
@@ -273,4 +273,3 @@ class _TrainingLoop:
             for checkpoint in trainer._sorted_checkpoints(use_mtime=False, output_dir=args.output_dir):
                 if not os.path.samefile(checkpoint, best):
                     shutil.rmtree(checkpoint)
-

@@ -12,14 +12,18 @@ from __future__ import annotations
 import abc
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from ..bucket import BucketLayout
 
-REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+}
 HALF_TYPES = ("float16", "bfloat16")
 
 
@@ -34,7 +38,7 @@ def reduce_arrays(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
     dtype = arrays[0].dtype
     if dtype == np.float16:
         arrays = [array.astype(np.float32) for array in arrays]
-    return np.asarray(functools.reduce(REDUCTIONS[op], arrays)).astype(dtype)
+    return functools.reduce(REDUCTIONS[op], arrays).astype(dtype)
 
 
 class Bucket(abc.ABC):
@@ -76,7 +80,7 @@ class HostBucket(Bucket):
     def __init__(self, layout: BucketLayout, backend: HostBackend) -> None:
         super().__init__(layout)
         self._backend = backend
-        self._buffer = np.zeros(layout.numel, np.float64 if layout.dtype == "float64" else np.float32)
+        self._buffer: np.ndarray = np.zeros(layout.numel, np.float64 if layout.dtype == "float64" else np.float32)
         self._filled: set[int] = set()
 
     def _view(self, index: int) -> np.ndarray:
@@ -92,7 +96,7 @@ class HostBucket(Bucket):
             self._filled.add(index)
 
     def start(self, scale: float) -> None:
-        self._buffer *= self._buffer.dtype.type(scale)
+        np.multiply(self._buffer, self._buffer.dtype.type(scale), out=self._buffer)
         self._backend.all_reduce_in_place(self._buffer)
 
     def wait(self) -> None:

@@ -143,9 +143,7 @@ class DeviceBucket(Bucket):
 
     def start(self, scale: float) -> None:
         parts: Sequence[Any] = [
-            self._parts[slot.index]
-            if slot.index in self._parts
-            else self._ms.ops.zeros((slot.numel,), self._sum_dtype)
+            self._parts[slot.index] if slot.index in self._parts else self._ms.ops.zeros((slot.numel,), self._sum_dtype)
             for slot in self.layout.slots
         ]
         flat = self._ms.ops.cat(list(parts)) if len(parts) > 1 else parts[0]

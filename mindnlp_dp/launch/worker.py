@@ -73,7 +73,8 @@ def _run(command: list[str]) -> int:
             return (leave.code or 0) & 0xFF
         print(leave.code, file=sys.stderr)
         return 1
-    except BaseException as error:  # noqa: BLE001: whatever ended the script, the launcher must hear of it
+    except BaseException as error:  # noqa: BLE001
+        # Whatever ended the script, the launcher must hear of it.
         traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0

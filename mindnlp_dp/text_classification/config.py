@@ -97,10 +97,10 @@ def read_config_file(path: str) -> dict[str, Any]:
         # YAML reads 2e-3 as a string and 2 as an integer.
         if types[key] is float and isinstance(value, (int, str)) and not isinstance(value, bool):
             try:
-                settings[key] = value = float(value)
+                settings[key] = float(value)
             except ValueError:
                 pass
-        if type(value) is not types[key]:
+        if type(settings[key]) is not types[key]:
             raise InputError(f"{path}: {key} must be a {types[key].__name__}, got {value!r}")
     return settings
 
@@ -126,8 +126,6 @@ def _check(config: FinetuneConfig) -> None:
     if config.max_steps == 0 or (config.max_steps < 0 and config.num_epochs <= 0):
         raise InputError("max_steps or num_epochs must be positive: there is nothing to train")
     if config.hidden_size % config.num_heads:
-        raise InputError(
-            f"hidden_size ({config.hidden_size}) must be divisible by num_heads ({config.num_heads})"
-        )
+        raise InputError(f"hidden_size ({config.hidden_size}) must be divisible by num_heads ({config.num_heads})")
     if config.max_length < 3:
         raise InputError(f"max_length must be at least 3, for two tokens mark the ends, got {config.max_length}")

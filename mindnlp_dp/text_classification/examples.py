@@ -18,9 +18,7 @@ TEXT_COLUMNS = ("text", "text_a", "sentence")
 LABEL_COLUMNS = ("label", "category", "intent")
 
 # Many alphabets, and close relatives within one (Danish and Norwegian, Russian, Ukrainian and Bulgarian).
-LANGUAGES = (
-    "ar bg cs da de el en es fa fi fr he hi hu it ja ko nb nl pl pt ro ru sv th tr uk vi zh"
-).split()
+LANGUAGES = ("ar bg cs da de el en es fa fi fr he hi hu it ja ko nb nl pl pt ro ru sv th tr uk vi zh").split()
 HELD_OUT_PERCENT = 10
 
 

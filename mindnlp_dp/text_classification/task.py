@@ -44,7 +44,9 @@ def prepare_task(config: FinetuneConfig) -> TextClassificationTask:
         train, test = cldr_phrases()
     label_names = sorted(set(train.labels))
     if len(label_names) < 2:
-        raise InputError(f"{config.train_file}: all rows have the label {label_names[0]!r}; there is nothing to tell apart")
+        raise InputError(
+            f"{config.train_file}: all rows have the label {label_names[0]!r}; there is nothing to tell apart"
+        )
     tokenizer = train_tokenizer(train.texts, config.vocab_size, config.max_length)
     columns, num_truncated = [], 0
     for split, what in ((train, config.train_file), (test, config.test_file or "the held-out split")):
@@ -84,4 +86,3 @@ def build_roberta(config: FinetuneConfig, vocab_size: int, num_labels: int) -> A
             eos_token_id=EOS,
         )
     )
-
