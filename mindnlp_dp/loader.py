@@ -85,12 +85,12 @@ class IndexedLoader:
 class PipelineLoader:
     """Reads a pipeline on rank 0, in its own order, and splits the rows of every batch among the ranks.
 
-    ``open_batches()`` starts an epoch and returns its batches; it is called on rank 0 only.
+    ``open_batches(epoch)`` starts an epoch and returns its batches; it is called on rank 0 only.
     """
 
     def __init__(
         self,
-        open_batches: Callable[[], Iterator[Batch]],
+        open_batches: Callable[[int], Iterator[Batch]],
         num_batches: Optional[int],
         group: ProcessGroup,
         accumulation_steps: int = 1,
@@ -122,10 +122,10 @@ class PipelineLoader:
         return full + (rest > 0 and self._uneven == "keep")
 
     def windows(self, epoch: int = 0, start: int = 0) -> Iterator[list[Optional[Batch]]]:
-        """This rank's windows of the pipeline's next epoch; ``start`` windows are read and left out."""
+        """This rank's windows of ``epoch``; the first ``start`` ones are read and left out."""
         batches: Iterator[Batch] = iter(())
         if self._group.is_main:
-            batches = self._open_batches()
+            batches = self._open_batches(epoch)
         for number in itertools.count():
             window = self._group.call_on_main(
                 lambda: list(itertools.islice(batches, self._accumulation_steps)), "reading the data pipeline"
@@ -179,8 +179,8 @@ def make_loader(
             dataset if dataset.get_batch_size() > 1 or _is_batched(dataset) else dataset.batch(global_micro_batch_size)
         )
 
-        def open_pipeline() -> Iterator[Batch]:
-            for batch in pipeline.create_dict_iterator(num_epochs=1, output_numpy=True):
+        def open_pipeline(epoch: int) -> Iterator[Batch]:
+            for batch in _seeded_iterator(pipeline, seed, epoch):
                 yield {name: array for name, array in batch.items() if columns is None or name in columns}
 
         num_batches = group.call_on_main(pipeline.get_dataset_size, "counting the data pipeline's batches")
@@ -198,7 +198,7 @@ def make_loader(
             "an object with __len__ and __getitem__, or an iterable of dicts"
         )
 
-    def open_iterable() -> Iterator[Batch]:
+    def open_iterable(epoch: int) -> Iterator[Batch]:
         rows = iter(dataset)
         while chunk := list(itertools.islice(rows, global_micro_batch_size)):
             if columns is not None:
@@ -220,6 +220,22 @@ def _is_batched(dataset: Any) -> bool:
     from mindspore.dataset import BatchDataset, PaddedBatchDataset
 
     return isinstance(dataset, (BatchDataset, PaddedBatchDataset)) or any(map(_is_batched, dataset.children))
+
+
+def _seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[Batch]:
+    """An iterator whose shuffles are a function of (seed, epoch).
+
+    MindSpore's shuffles take the global seed when an iterator is made, and so repeat one order
+    every epoch when a new iterator is made for each, as MindNLP's Trainer does.
+    """
+    from mindspore.dataset import config
+
+    users_own = config.get_seed()
+    config.set_seed(int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0]))
+    try:
+        return pipeline.create_dict_iterator(num_epochs=1, output_numpy=True)
+    finally:
+        config.set_seed(users_own)
 
 
 class _GeneratorRows:

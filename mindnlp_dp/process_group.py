@@ -255,12 +255,12 @@ class ProcessGroup:
 
     def send(self, x: Any, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it."""
-        self._check_rank("dst", dst)
+        self._check_peer("dst", dst)
         self._backend.send(self._backend.to_native(x), dst)
 
     def recv(self, like: Any, src: int) -> Any:
         """Receive an array with the shape and type of ``like`` from rank ``src``."""
-        self._check_rank("src", src)
+        self._check_peer("src", src)
         return self._backend.from_native(self._backend.recv(self._backend.to_native(like), src), like)
 
     def barrier(self) -> None:
@@ -322,6 +322,11 @@ class ProcessGroup:
     def _check_rank(self, name: str, value: int) -> None:
         if not 0 <= value < self.world_size:
             raise ValueError(f"{name} must be a rank from 0 to {self.world_size - 1}, got {value} on rank {self.rank}")
+
+    def _check_peer(self, name: str, value: int) -> None:
+        self._check_rank(name, value)
+        if value == self.rank:
+            raise ValueError(f"{name} must be another rank, got {value} on rank {self.rank} itself")
 
     def _check_op(self, x: Any, op: str) -> None:
         if op not in _OPS:

@@ -148,6 +148,12 @@ class DataParallelTrainerMixin:
             **options,
         )
 
+    def store_flos(self) -> None:
+        """Add the floating point operations since the last call, of all ranks, to the state's."""
+        flos = self.group.all_reduce(np.array([self.current_flos], np.float64))  # type: ignore[has-type]
+        self.state.total_flos += float(flos[0])  # type: ignore[attr-defined]
+        self.current_flos = 0.0
+
     def tensors(self, batch: Batch) -> dict[str, Any]:
         """A batch as the model takes it."""
         import mindspore

@@ -88,11 +88,12 @@ class HostBucket(Bucket):
         return self._buffer[slot.offset : slot.offset + slot.numel].reshape(slot.shape)
 
     def put(self, index: int, gradient: Any, weight: float) -> None:
-        view = self._view(index)
+        view, host, dtype = self._view(index), self._backend.to_host(gradient), self._buffer.dtype
+        # With dtype the product is made in the buffer's precision; NumPy would make it in the gradient's.
         if index in self._filled:
-            view += self._backend.to_host(gradient) * self._buffer.dtype.type(weight)
+            view += np.multiply(host, weight, dtype=dtype)
         else:
-            np.multiply(self._backend.to_host(gradient), self._buffer.dtype.type(weight), out=view)
+            np.multiply(host, weight, out=view, dtype=dtype)
             self._filled.add(index)
 
     def start(self, scale: float) -> None:
@@ -235,10 +236,10 @@ class SingleProcessBackend(HostBackend):
         return [data]
 
     def send(self, x: np.ndarray, dst: int) -> None:
-        raise ValueError("send needs another rank, and this group has one process")
+        raise AssertionError("the group refuses to send to this rank itself")
 
     def recv(self, like: np.ndarray, src: int) -> np.ndarray:
-        raise ValueError("recv needs another rank, and this group has one process")
+        raise AssertionError("the group refuses to receive from this rank itself")
 
     def barrier(self) -> None:
         pass

@@ -1,0 +1,85 @@
+"""Small models and data that several suites train on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+VOCAB_SIZE, LENGTH, NUM_LABELS = 50, 8, 3
+
+
+def tiny_roberta(seed: int = 0, num_layers: int = 1) -> Any:
+    """A RoBERTa classifier without dropout, its weights a function of ``seed``."""
+    from mindnlp.engine.utils import set_seed
+    from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
+
+    set_seed(seed)
+    return RobertaForSequenceClassification(
+        RobertaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=16,
+            num_hidden_layers=num_layers,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=LENGTH + 4,
+            hidden_act="relu",
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=NUM_LABELS,
+        )
+    )
+
+
+class Rows:
+    """``num_samples`` random samples, by index; counts which were read."""
+
+    def __init__(self, num_samples: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.input_ids = rng.integers(5, VOCAB_SIZE, (num_samples, LENGTH))
+        self.labels = rng.integers(0, NUM_LABELS, num_samples)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        return {
+            "input_ids": self.input_ids[index],
+            "attention_mask": np.ones(LENGTH, np.int64),
+            "label": self.labels[index],
+            "row": f"sample {index}",
+        }
+
+
+def train(model: Any, rows: Any, output_dir: Any, trainer_class: Any = None, **settings: Any) -> Any:
+    """Train ``model`` on ``rows`` without noise in the log; returns the trainer."""
+    import mindnlp_dp as dp
+
+    settings = {"num_train_epochs": 1, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, **settings}
+    extra = {name: settings.pop(name) for name in ("eval_dataset", "compute_metrics", "callbacks") if name in settings}
+    args = dp.DataParallelArguments(str(output_dir), **settings)
+    trainer = (trainer_class or dp.DataParallelTrainer)(model, args, train_dataset=rows, **extra)
+    trainer.output = trainer.train()
+    return trainer
+
+
+def weights(model: Any) -> dict[str, np.ndarray]:
+    return {name: p.asnumpy().copy() for name, p in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[Any]:
+    """Within it, this process is a group of its own: what one process would compute."""
+    from mindnlp_dp import process_group
+    from mindnlp_dp.backends.base import SingleProcessBackend
+
+    together = process_group._group
+    process_group._group = process_group.ProcessGroup(SingleProcessBackend())
+    try:
+        yield process_group._group
+    finally:
+        process_group._group = together

@@ -1,0 +1,164 @@
+"""Collectives on arrays that are filled with the rank: the answers have a closed form."""
+
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+
+FLOATS = ["float32", "float16"]
+INTEGERS = ["int8", "int32", "int64"]
+EXACT_PATH = ["float64", "uint8", "int16"]
+KINDS = {"numpy": np.asarray, "tensor": mindspore.Tensor}
+
+
+def ranks(group, dtype="float32", shape=(3, 2)):
+    return np.full(shape, group.rank, dtype)
+
+
+def check(result, expected, like):
+    assert type(result) is type(like)
+    array = result if isinstance(result, np.ndarray) else result.asnumpy()
+    assert array.dtype == np.asarray(expected).dtype
+    np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS + EXACT_PATH)
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_all_reduce(group, op, dtype, kind):
+    n = group.world_size
+    x = KINDS[kind](ranks(group, dtype))
+    expected = {"sum": n * (n - 1) // 2, "max": n - 1, "min": 0}[op]
+    check(group.all_reduce(x, op), np.full((3, 2), expected, dtype), x)
+    check(x, ranks(group, dtype), x)  # the argument is left as it was
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_mean(group, dtype, kind):
+    x = KINDS[kind](ranks(group, dtype))
+    check(group.all_reduce(x, "mean"), np.full((3, 2), (group.world_size - 1) / 2, dtype), x)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, "bool"])
+def test_mean_of_integers_raises(group, dtype):
+    with pytest.raises(TypeError, match=f"the mean of {dtype} would be rounded"):
+        group.all_reduce(ranks(group, dtype), "mean")
+
+
+def test_float16_is_summed_in_float32(group):
+    """Partial sums that float16 would round away: 2048 + 1 is 2048 there."""
+    x = np.array([2048 if group.rank == 0 else 1], np.float16)
+    assert group.all_reduce(x)[0] == np.float16(2048 + group.world_size - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS + EXACT_PATH + ["bool"])
+def test_broadcast_and_gathers(group, dtype, kind):
+    n, last = group.world_size, group.world_size - 1
+    x = KINDS[kind](ranks(group, dtype))
+    check(group.broadcast(x, src=last), np.full((3, 2), last, dtype), x)
+    for rank, part in enumerate(group.all_gather(x)):
+        check(part, np.full((3, 2), rank, dtype), x)
+    gathered = group.gather(x, dst=last)
+    assert (gathered is None) == (group.rank != last)
+    if gathered is not None:
+        check(gathered[0], np.zeros((3, 2), dtype), x)
+        assert len(gathered) == n
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reduce_scatter_and_reduce(group, kind):
+    n = group.world_size
+    rows = np.arange(n, dtype=np.float32)[:, None] + ranks(group, shape=(n, 2))
+    result = group.reduce_scatter(KINDS[kind](rows))
+    check(result, np.full(2, n * group.rank + n * (n - 1) / 2, np.float32), KINDS[kind](rows))
+    reduced = group.reduce(KINDS[kind](ranks(group)), dst=n - 1)
+    assert (reduced is None) == (group.rank != n - 1)
+    with pytest.raises(ValueError, match="expected a first dimension of world_size"):
+        group.reduce_scatter(np.zeros((n + 1, 2), np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scatter(group, kind):
+    last = group.world_size - 1
+    xs = [KINDS[kind](np.full(2, 10 + r, np.int64)) for r in range(group.world_size)]
+    check(group.scatter(xs if group.rank == last else None, src=last), np.full(2, 10 + group.rank), xs[0])
+    with pytest.raises(ValueError, match=f"expected {group.world_size} arrays, one a rank, got 0"):
+        group.scatter([] if group.is_main else None)
+
+
+def test_shapes(group):
+    scalar = np.array(group.rank, np.float32)
+    assert group.all_reduce(scalar).shape == ()
+    empty = np.zeros((0, 4), np.float32)
+    assert group.all_reduce(empty).shape == (0, 4)
+    assert [part.shape for part in group.all_gather(empty)] == [(0, 4)] * group.world_size
+    strided = np.arange(12, dtype=np.float32).reshape(3, 4).T[::2]
+    np.testing.assert_array_equal(group.all_reduce(strided, "max"), strided)
+
+
+def test_send_and_recv(group):
+    if group.world_size == 1:
+        with pytest.raises(ValueError, match="dst must be another rank, got 0 on rank 0 itself"):
+            group.send(np.zeros(1), dst=0)
+        return
+    x = ranks(group)
+    if group.backend == "mccl":
+        with pytest.raises(NotImplementedError, match="the mpi backend has them"):
+            group.send(x, dst=(group.rank + 1) % group.world_size)
+        return
+    # Around the ring: even ranks send first.
+    right, left = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    if group.rank % 2 == 0:
+        group.send(x, dst=right)
+        received = group.recv(x, src=left)
+    else:
+        received = group.recv(x, src=left)
+        group.send(x, dst=right)
+    check(received, np.full((3, 2), left, np.float32), x)
+
+
+def test_objects(group):
+    assert group.all_gather_object({"rank": group.rank}) == [{"rank": r} for r in range(group.world_size)]
+    assert group.broadcast_object(f"from {group.rank}", src=group.world_size - 1) == f"from {group.world_size - 1}"
+    long = "x" * (1000 * (group.rank + 1))
+    assert [len(part) for part in group.all_gather_object(long)] == [1000 * (r + 1) for r in range(group.world_size)]
+    group.barrier()
+
+
+def test_ranks_that_disagree_all_get_the_error(group):
+    if group.world_size == 1:
+        pytest.skip("one rank agrees with itself")
+    shape = (4 if group.is_main else 5,)
+    with pytest.raises(RuntimeError, match=r"rank 0: all_reduce\(sum, float32 of shape \(4,\)\); rank 1: .*\(5,\)"):
+        group.all_reduce(np.zeros(shape, np.float32))
+    with pytest.raises(RuntimeError, match=r"rank 0: barrier\(\); rank 1: broadcast_object\(src=0\)"):
+        group.barrier() if group.is_main else group.broadcast_object(None)
+    assert group.all_reduce(np.ones(1, np.float32))[0] == group.world_size  # and the group still works
+
+
+def test_wrong_arguments(group):
+    with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, got 'avg'"):
+        group.all_reduce(ranks(group), "avg")
+    with pytest.raises(ValueError, match=f"src must be a rank from 0 to {group.world_size - 1}"):
+        group.broadcast(ranks(group), src=group.world_size)
+
+
+def test_call_on_main(group):
+    assert group.call_on_main(lambda: group.rank, "asking") == 0
+
+    def fail():
+        raise KeyError("nothing")
+
+    with pytest.raises(KeyError, match="nothing"):
+        group.call_on_main(fail, "failing")
+
+
+def test_raise_together_names_the_rank(group):
+    last = group.world_size - 1
+    error = OSError("disk full") if group.rank == last else None
+    expected = "disk full" if error else f"saving failed on rank {last}: disk full"
+    with pytest.raises(OSError, match=f"^{expected}$"):
+        group.raise_together(error, "saving")

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+
+import mindnlp_dp as dp
+from mindnlp_dp.replicas import ReplicaMismatchError
+
+SHAPES = [(4, 3), (5,), (2, 2, 2), (1,), (7, 2)]
+SYNCHRONIZERS = {
+    "naive": dp.NaiveGradientSynchronizer,
+    "one bucket": dp.GradientSynchronizer,
+    "many buckets": lambda parameters: dp.GradientSynchronizer(parameters, bucket_cap_mb=64 / 2**20),
+}
+
+
+def parameters(dtype="float32"):
+    return [(f"p{i}", mindspore.Tensor(np.zeros(shape, dtype))) for i, shape in enumerate(SHAPES)]
+
+
+def gradients(rank, micro_step=0, dtype="float32"):
+    rng = np.random.default_rng([rank, micro_step])
+    return [mindspore.Tensor(rng.standard_normal(shape).astype(dtype)) for shape in SHAPES]
+
+
+def weighted_mean(parts):
+    """``parts``: (weight, gradients) pairs of all ranks and micro steps."""
+    total = sum(weight for weight, _ in parts)
+    return [
+        sum(weight * part[i].asnumpy().astype(np.float64) for weight, part in parts) / total for i in range(len(SHAPES))
+    ]
+
+
+@pytest.fixture(params=SYNCHRONIZERS)
+def make(request):
+    return SYNCHRONIZERS[request.param]
+
+
+def test_unweighted_is_all_reduce_over_rank_size(group, make):
+    for result, shape in zip(make(parameters())([mindspore.ops.ones(s) * group.rank for s in SHAPES]), SHAPES):
+        np.testing.assert_array_equal(result.asnumpy(), np.full(shape, (group.world_size - 1) / 2, np.float32))
+
+
+def test_weighted_over_ranks_and_micro_steps(group, make):
+    sync = make(parameters())
+    for micro_step, weight in enumerate([3.0, 0.5 + group.rank]):
+        sync.accumulate(gradients(group.rank, micro_step), weight)
+    result = sync.reduce()
+    parts = [(w, gradients(r, m)) for r in range(group.world_size) for m, w in enumerate([3.0, 0.5 + r])]
+    assert sync.total_weight == sum(weight for weight, _ in parts)
+    for mine, expected in zip(result, weighted_mean(parts)):
+        np.testing.assert_allclose(mine.asnumpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_without_samples_takes_part(group, make):
+    sync = make(parameters())
+    if group.is_main:
+        sync.accumulate(gradients(0), 2.0)
+    for mine, expected in zip(sync.reduce(), gradients(0)):
+        np.testing.assert_allclose(mine.asnumpy(), expected.asnumpy(), rtol=1e-6)
+
+
+def test_windows_are_independent(group, make):
+    sync = make(parameters())
+    first = [g.asnumpy().copy() for g in sync(gradients(group.rank))]
+    sync(gradients(group.rank, 1))
+    for mine, expected in zip(sync(gradients(group.rank)), first):
+        np.testing.assert_array_equal(mine.asnumpy(), expected)
+
+
+def test_results_are_private_memory(group, make):
+    """Clipping writes in place: neither a later window nor another rank may see it."""
+    sync = make(parameters())
+    kept = sync(gradients(group.rank))
+    before = [g.asnumpy().copy() for g in kept]
+    for gradient in sync(gradients(group.rank, 1)):
+        mindspore.ops.assign(gradient, gradient * 100 * (group.rank + 1))
+    group.barrier()
+    for mine, expected in zip(kept, before):
+        np.testing.assert_array_equal(mine.asnumpy(), expected)
+
+
+def test_parameters_used_by_some_ranks_or_by_none(group, make):
+    sync = make(parameters())
+    mine = gradients(group.rank)
+    mine[1] = None
+    if not group.is_main:
+        mine[2] = None
+    result = sync(mine)
+    assert result[1] is None
+    np.testing.assert_allclose(result[2].asnumpy(), gradients(0)[2].asnumpy() / group.world_size, rtol=1e-6)
+
+
+def test_naive_and_bucketed_give_the_same_answer(group):
+    results = [
+        [g.asnumpy() for g in make_one(parameters())(gradients(group.rank), weight=3.0 + group.rank)]
+        for make_one in SYNCHRONIZERS.values()
+    ]
+    for other in results[1:]:
+        for mine, expected in zip(other, results[0]):
+            np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_half_precision_is_weighted_without_overflow(group, make):
+    """Every weighted sum is far beyond float16's 65,504; the mean is not."""
+    sync = make(parameters("float16"))
+    ones = [mindspore.Tensor(np.full(shape, 100.0, np.float16)) for shape in SHAPES]
+    for gradient in sync(ones, weight=4096):
+        assert gradient.dtype == mindspore.float16
+        np.testing.assert_array_equal(gradient.asnumpy(), np.float16(100))
+
+
+def test_errors(group, make):
+    sync = make(parameters())
+    with pytest.raises(ValueError, match="expected 5 gradients, one a parameter, got 1"):
+        sync.accumulate(gradients(0)[:1])
+    with pytest.raises(ValueError, match=r"the gradient of 'p0' has shape \(5,\), expected \(4, 3\)"):
+        sync.accumulate(gradients(0)[1:2] + gradients(0)[1:])
+    with pytest.raises(ValueError, match="a weight must be finite and not negative, got nan"):
+        sync.accumulate(gradients(0), float("nan"))
+    with pytest.raises(ValueError, match="no rank had a sample in this window"):
+        make(parameters()).reduce()
+
+
+def test_ranks_must_synchronise_the_same_parameters(group, make):
+    if group.world_size == 1:
+        pytest.skip("one rank agrees with itself")
+    with pytest.raises(ReplicaMismatchError, match="rank 0 has 'p4' .* which rank 1 lacks"):
+        make(parameters() if group.is_main else parameters()[:-1])
+
+
+def test_bytes_are_counted(group, make):
+    sync = make(parameters())
+    sync(gradients(group.rank))
+    assert sync.num_bytes == 4 * sum(int(np.prod(shape)) for shape in SHAPES)
+    assert sync.seconds > 0

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import nn
+from models import Rows, tiny_roberta, train, weights
+
+import mindnlp_dp as dp
+from mindnlp_dp.replicas import ReplicaMismatchError, replicas_in_sync
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, rank):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.frozen = nn.Parameter(mindspore.Tensor([float(rank)]), requires_grad=False)
+        self.register_buffer("count", mindspore.Tensor([float(rank)]))
+
+
+def test_ranks_seeded_differently_agree_after_the_broadcast_and_after_training(group, tmp_path):
+    model = tiny_roberta(seed=group.rank)
+    assert replicas_in_sync(model) == (group.world_size == 1)
+    dp.broadcast_parameters(model)
+    expected = weights(tiny_roberta(seed=0))
+    for name, weight in weights(model).items():
+        np.testing.assert_array_equal(weight, expected[name])
+
+    model = tiny_roberta(seed=group.rank)
+    trainer = train(model, Rows(21), tmp_path, per_device_train_batch_size=2, seed=5 + group.rank, data_seed=1)
+    assert trainer.replica_digest == dp.assert_replicas_in_sync(model)
+
+
+def test_buffers_and_frozen_parameters_are_rank_0s_too(group):
+    model = WithBuffer(group.rank)
+    dp.broadcast_parameters(model)
+    assert float(model.count) == 0
+    assert float(model.frozen) == 0
+    assert not model.frozen.requires_grad
+    dp.assert_replicas_in_sync(model)
+
+
+def test_the_first_weight_that_differs_is_named_on_every_rank(group):
+    if group.world_size == 1:
+        pytest.skip("one replica agrees with itself")
+    model = WithBuffer(0)
+    dp.broadcast_parameters(model)
+    last = group.world_size - 1
+    if group.rank == last:
+        bias = model.linear.bias.asnumpy().copy()
+        bias[1] += 0.25
+        mindspore.ops.assign(model.linear.bias, mindspore.Tensor(bias))
+    message = rf"'linear.bias' on rank {last} differs from rank 0 \(largest difference 0.25\)"
+    with pytest.raises(ReplicaMismatchError, match=message):
+        dp.assert_replicas_in_sync(model)
+
+
+def test_models_that_differ_by_construction_hang_nobody(group):
+    if group.world_size == 1:
+        pytest.skip("one replica agrees with itself")
+    last = group.world_size - 1
+    width = 4 if group.rank == last else 3
+    with pytest.raises(
+        ReplicaMismatchError,
+        match=rf"rank 0 has 'weight' of shape \(2, 3\) .* where rank {last} has 'weight' of shape \(2, 4\)",
+    ):
+        dp.broadcast_parameters(nn.Linear(width, 2))
+    with pytest.raises(ReplicaMismatchError, match=f"rank 0 has 'bias' .* which rank {last} lacks"):
+        dp.broadcast_parameters(nn.Linear(3, 2, bias=group.rank != last))
+
+
+def test_digest_sees_bits_names_and_types():
+    pairs = [("a", mindspore.Tensor([1.0, 2.0]))]
+    digest = dp.replica_digest(pairs)
+    assert len(digest) == 16
+    assert digest == dp.replica_digest([("a", mindspore.Tensor([1.0, 2.0]))])
+    assert digest != dp.replica_digest([("b", mindspore.Tensor([1.0, 2.0]))])
+    assert digest != dp.replica_digest([("a", mindspore.Tensor([1.0, np.nextafter(np.float32(2), np.float32(3))]))])

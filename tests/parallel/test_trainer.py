@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import os
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.engine import Trainer, TrainerCallback, TrainingArguments
+from mindspore.dataset import GeneratorDataset
+from models import LENGTH, NUM_LABELS, Rows, alone, tiny_roberta, train, weights
+
+import mindnlp_dp as dp
+
+
+def accuracy_and_digest(prediction):
+    return {"accuracy": float(np.mean(prediction.predictions.argmax(-1) == prediction.label_ids))}
+
+
+class MyTrainer(dp.DataParallelTrainerMixin, Trainer):
+    """A user's own Trainer: another loss, and a count of calls."""
+
+    num_steps = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        outputs = model(**inputs)
+        loss = outputs.loss * 2
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model, inputs):
+        self.num_steps += 1
+        return super().training_step(model, inputs)
+
+
+def test_the_hook_called_directly_averages_every_gradient(group, tmp_path):
+    """The contract: all_reduce(grad) / rank_size on every parameter that has a gradient."""
+    model = tiny_roberta()
+    trainer = dp.DataParallelTrainer(model, dp.DataParallelArguments(str(tmp_path)), train_dataset=Rows(4))
+    parameters = dict(model.named_parameters())
+    frozen, unused = "classifier.out_proj.bias", "classifier.dense.bias"
+    parameters[frozen].requires_grad = False
+    for name, parameter in parameters.items():
+        if name not in (frozen, unused):
+            parameter.grad = mindspore.ops.ones_like(parameter) * group.rank
+    trainer.update_gradient_by_distributed_type(model)
+    assert parameters[frozen].grad is None
+    assert parameters[unused].grad is None
+    for name, parameter in parameters.items():
+        if name not in (frozen, unused):
+            np.testing.assert_array_equal(parameter.grad.asnumpy(), np.float32((group.world_size - 1) / 2))
+
+
+def test_frozen_parameters_are_left_alone(group, tmp_path):
+    model = tiny_roberta(seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith("classifier")
+    before = weights(model)
+    train(model, Rows(8), tmp_path, per_device_train_batch_size=2)
+    for name, weight in weights(model).items():
+        assert np.array_equal(weight, before[name]) == (not name.startswith("classifier")), name
+
+
+def test_a_users_own_trainer_and_plain_arguments(group, tmp_path):
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, disable_tqdm=True)
+    trainer = MyTrainer(tiny_roberta(seed=2), args, train_dataset=Rows(4 * group.world_size))
+    output = trainer.train()
+    assert args.world_size == 1  # the user's object is left as it is
+    assert trainer.args.world_size == group.world_size
+    assert trainer.args.process_index == group.rank
+    assert trainer.num_steps == output.global_step == 2
+    dp.assert_replicas_in_sync(trainer.model)
+    with pytest.raises(TypeError, match="args must be a DataParallelArguments, got dict; write args ="):
+        MyTrainer(tiny_roberta(), {}, train_dataset=Rows(4))
+
+
+def test_gradients_are_exchanged_once_an_update(group, tmp_path):
+    class Counting(dp.DataParallelTrainer):
+        num_exchanges = 0
+
+        def _write_gradients(self, gradients):
+            self.num_exchanges += 1
+            super()._write_gradients(gradients)
+
+    trainer = train(
+        tiny_roberta(), Rows(12 * group.world_size), tmp_path, Counting, per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+    )  # fmt: skip
+    assert trainer.state.global_step == trainer.num_exchanges == 2
+
+
+def test_clipping_sees_the_averaged_gradient(group, tmp_path):
+    """Ranks whose own gradients have other norms clip alike: the logged norm is one, and weights agree."""
+    rows = Rows(4 * group.world_size)
+    trainer = train(
+        tiny_roberta(seed=4), rows, tmp_path / "clipped", per_device_train_batch_size=4, max_grad_norm=0.05,
+        logging_steps=1, optim="sgd", dataset_shuffle=False,
+    )  # fmt: skip
+    norms = {row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row}
+    assert len(set(map(tuple, group.all_gather_object(sorted(norms))))) == 1
+    with alone():
+        single = train(
+            tiny_roberta(seed=4), rows, tmp_path, per_device_train_batch_size=4 * group.world_size, max_grad_norm=0.05,
+            logging_steps=1, optim="sgd", dataset_shuffle=False,
+        )  # fmt: skip
+    (norm,) = norms
+    assert norm == pytest.approx(single.state.log_history[0]["grad_norm"], rel=1e-4)
+    assert norm > 0.05  # it was clipped
+
+
+def test_the_whole_data_set_is_read_once_an_epoch(group, tmp_path):
+    trainer = train(tiny_roberta(), Rows(23), tmp_path, per_device_train_batch_size=3, num_train_epochs=2)
+    read = sorted(sum(group.all_gather_object(trainer.train_dataset.read), []))
+    assert read == sorted(list(range(23)) * 2)
+
+
+def test_a_batched_mindspore_pipeline_trains_as_in_one_process(group, tmp_path):
+    """Its batch is the global batch, so the same script means the same training on any number of ranks."""
+    rows = Rows(20)
+
+    def pipeline():
+        columns = ["input_ids", "attention_mask", "labels"]
+        source = [(rows.input_ids[i], np.ones(LENGTH, np.int64), rows.labels[i]) for i in range(len(rows))]
+        return GeneratorDataset(source, columns, shuffle=False).batch(8)
+
+    settings = {"optim": "sgd", "logging_steps": 1}
+    together = train(tiny_roberta(seed=5), pipeline(), tmp_path, **settings)
+    with alone():
+        single = train(tiny_roberta(seed=5), pipeline(), tmp_path, **settings)
+    assert together.state.global_step == 3
+    expected = weights(single.model)
+    for name, weight in weights(together.model).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("n", [1, 3, 17, 32])
+def test_evaluation_sees_every_sample_once_in_order(group, tmp_path, n):
+    model, rows = tiny_roberta(seed=6), Rows(n, seed=9)
+    args = dp.DataParallelArguments(str(tmp_path), per_device_eval_batch_size=2, eval_accumulation_steps=2)
+    trainer = dp.DataParallelTrainer(model, args, eval_dataset=rows, compute_metrics=accuracy_and_digest)
+    rows.read.clear()
+    output = trainer.predict(trainer.eval_dataset)
+    np.testing.assert_array_equal(output.label_ids, rows.labels)
+    assert sorted(sum(group.all_gather_object(trainer.eval_dataset.read), [])) == list(range(n))
+
+    dp.broadcast_parameters(model)
+    model.set_train(False)
+    logits = model(input_ids=mindspore.Tensor(rows.input_ids), attention_mask=mindspore.ops.ones((n, LENGTH), mindspore.int64))
+    np.testing.assert_allclose(output.predictions, logits.logits.asnumpy(), atol=1e-5)
+    assert output.predictions.shape == (n, NUM_LABELS)
+
+    metrics = trainer.evaluate()
+    assert metrics["eval_accuracy"] == np.mean(output.predictions.argmax(-1) == rows.labels)
+    gathered = group.all_gather_object((metrics["eval_loss"], metrics["eval_accuracy"]))
+    assert len(set(gathered)) == 1
+
+
+def test_evaluation_of_several_sets_and_of_a_pipeline(group, tmp_path):
+    rows = Rows(10)
+    pipeline = GeneratorDataset(
+        [(rows.input_ids[i], rows.labels[i]) for i in range(10)], ["input_ids", "labels"], shuffle=False
+    ).batch(4)
+    args = dp.DataParallelArguments(str(tmp_path), per_device_eval_batch_size=2, disable_tqdm=True)
+    trainer = dp.DataParallelTrainer(
+        tiny_roberta(), args, eval_dataset={"rows": rows, "pipeline": pipeline}, compute_metrics=accuracy_and_digest
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_rows_loss"] == pytest.approx(metrics["eval_pipeline_loss"], abs=1e-5)
+    assert metrics["eval_rows_accuracy"] == metrics["eval_pipeline_accuracy"]
+
+
+def test_only_rank_0_writes_and_logs(group, shared_tmp_path):
+    trainer = train(
+        tiny_roberta(), Rows(4 * group.world_size), shared_tmp_path, per_device_train_batch_size=2,
+        save_strategy="steps", save_steps=1, save_total_limit=1,
+    )  # fmt: skip
+    assert trainer.args.should_save == trainer.args.should_log == group.is_main
+    assert trainer.state.is_world_process_zero == group.is_main
+    group.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == ["checkpoint-2"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(group, shared_tmp_path):
+    class NoRoom(dp.DataParallelTrainer):
+        def _save(self, *args, **kwargs):
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left on device"):
+        train(tiny_roberta(), Rows(8), shared_tmp_path, NoRoom, save_strategy="steps", save_steps=1)
+
+
+def test_a_flag_set_on_one_rank_does_not_part_the_ranks(group, tmp_path):
+    """Rank 0 decides: what another rank's callback wants is overruled, and nobody waits for ever."""
+
+    class StopOnLastRank(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = args.process_index == args.world_size - 1
+
+    trainer = train(
+        tiny_roberta(), Rows(6 * group.world_size), tmp_path, per_device_train_batch_size=2, callbacks=[StopOnLastRank()]
+    )
+    assert trainer.state.global_step == (1 if group.world_size == 1 else 3)
+
+
+def test_the_logged_loss_is_the_global_mean(group, tmp_path):
+    rows = Rows(4 * group.world_size)
+    trainer = train(
+        tiny_roberta(seed=8), rows, tmp_path, per_device_train_batch_size=4, logging_steps=1, learning_rate=0.0
+    )
+    with alone():
+        single = train(
+            tiny_roberta(seed=8), rows, tmp_path, per_device_train_batch_size=4 * group.world_size, logging_steps=1,
+            learning_rate=0.0,
+        )  # fmt: skip
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(single.state.log_history[0]["loss"], abs=1.1e-4)
+    assert trainer.output.training_loss == pytest.approx(single.output.training_loss, abs=1e-6)
+    assert trainer.output.metrics["total_flos"] == single.output.metrics["total_flos"]
+
+
+def test_loss_weight_can_be_overridden(group, tmp_path):
+    """A loss that averages tokens: micro batches weigh what they hold, and the result is that of one batch."""
+
+    class ByTokens(dp.DataParallelTrainer):
+        def loss_weight(self, inputs):
+            return float(inputs["attention_mask"].sum())
+
+        def compute_loss(self, model, inputs, return_outputs=False):
+            logits = model(input_ids=inputs["input_ids"]).logits
+            tokens = inputs["attention_mask"].sum(-1).astype(logits.dtype)
+            losses = mindspore.ops.cross_entropy(logits, inputs["labels"].astype(mindspore.int32), reduction="none")
+            return (losses * tokens).sum() / tokens.sum()
+
+    class Lengths(Rows):
+        def __getitem__(self, index):
+            row = super().__getitem__(index)
+            return {**row, "attention_mask": (np.arange(LENGTH) <= index % LENGTH).astype(np.int64)}
+
+    n = 4 * group.world_size
+    together = train(tiny_roberta(seed=1), Lengths(n), tmp_path, ByTokens, per_device_train_batch_size=4, optim="sgd")
+    with alone():
+        single = train(tiny_roberta(seed=1), Lengths(n), tmp_path, ByTokens, per_device_train_batch_size=n, optim="sgd")
+    expected = weights(single.model)
+    for name, weight in weights(together.model).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_more_ranks_than_samples(group, tmp_path):
+    if group.world_size == 1:
+        with pytest.raises(ValueError, match="the data set is empty"):
+            train(tiny_roberta(), Rows(0), tmp_path)
+        return
+    n = group.world_size - 1
+    with pytest.raises(ValueError, match=f"{n} training samples for {n + 1} ranks: every rank needs at least one"):
+        train(tiny_roberta(), Rows(n), tmp_path)
+
+
+def test_resuming_continues_the_same_order(group, shared_tmp_path):
+    rows = Rows(12 * group.world_size)
+    settings = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    whole = train(tiny_roberta(seed=1), rows, shared_tmp_path, **settings)
+    read = whole.train_dataset.read
+    group.barrier()
+
+    args = dp.DataParallelArguments(str(shared_tmp_path), learning_rate=1e-2, disable_tqdm=True, **settings)
+    resumed = dp.DataParallelTrainer(tiny_roberta(seed=2), args, train_dataset=Rows(12 * group.world_size))
+    resumed.train(resume_from_checkpoint=str(shared_tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 5
+    assert resumed.train_dataset.read == read[4:]
+
+
+def test_main_process_first_waits(group, shared_tmp_path):
+    args = dp.DataParallelArguments(str(shared_tmp_path))
+    with args.main_process_first():
+        if group.is_main:
+            (shared_tmp_path / "made").write_text("by rank 0")
+        assert (shared_tmp_path / "made").read_text() == "by rank 0"

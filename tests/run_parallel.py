@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Run the parallel suite as one job a world size, and judge it by each rank's JUnit file.
+
+    python tests/run_parallel.py --launcher mpi --world-size 2 [pytest arguments]
+
+Launchers: ``mpi`` and ``mindspore`` (both through mindnlp-dp run), ``msrun``, and ``mpirun`` by hand.
+A launcher's exit code is no verdict: msrun returns 1 after jobs that went well, and 0 after jobs
+that did not. Every rank must have run the same tests, more than none, and passed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_SECONDS = 900
+
+
+def command(launcher: str, world_size: int, folder: Path, arguments: list[str]) -> list[str]:
+    suite = ["-p", "no:cacheprovider", "-x", "-q", "--rank-junit", str(folder), *arguments]
+    bin_folder = Path(sys.executable).parent
+    if launcher == "msrun":
+        return [
+            str(bin_folder / "msrun"), f"--worker_num={world_size}", f"--local_worker_num={world_size}",
+            f"--master_port={free_port()}", f"--log_dir={folder}", "--join=True", "--cluster_time_out=120",
+            str(bin_folder / "pytest"), *suite,
+        ]  # fmt: skip
+    run = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(world_size), "--log-dir", str(folder)]
+    return [*run, "--backend", launcher, "-m", "pytest", *suite]
+
+
+def free_port() -> int:
+    from mindnlp_dp.launch.environment import free_port
+
+    return free_port()
+
+
+def judge(folder: Path, world_size: int) -> tuple[int, int, int, list[str]]:
+    """Passed, failed, skipped (on rank 0), and what is wrong."""
+    names: list[list[str]] = []
+    wrong: list[str] = []
+    passed = failed = skipped = 0
+    for rank in range(world_size):
+        file = folder / f"rank_{rank}.xml"
+        if not file.exists():
+            wrong.append(f"rank {rank} left no JUnit file: it did not reach its end")
+            continue
+        cases = list(ElementTree.parse(file).iter("testcase"))
+        names.append([f"{case.get('classname')}.{case.get('name')}" for case in cases])
+        bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+        wrong += [f"rank {rank}: {case.get('classname')}.{case.get('name')} failed" for case in bad]
+        if rank == 0:
+            skipped = sum(case.find("skipped") is not None for case in cases)
+            passed, failed = len(cases) - len(bad) - skipped, len(bad)
+    if names and not names[0]:
+        wrong.append("no test was run")
+    if any(others != names[0] for others in names[1:]):
+        wrong.append("the ranks did not run the same tests")
+    return passed, max(failed, bool(wrong)), skipped, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launcher", choices=("mpi", "mindspore", "msrun"), required=True)
+    parser.add_argument("--world-size", type=int, required=True)
+    args, rest = parser.parse_known_args()
+
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "GLOG_v": "3"}
+    folder = Path(tempfile.mkdtemp(prefix="mindnlp-dp-parallel-"))
+    job = command(args.launcher, args.world_size, folder, rest or [str(ROOT / "tests" / "parallel")])
+    process = subprocess.Popen(
+        job, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        output = process.communicate(timeout=TIMEOUT_SECONDS)[0].decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = f"{process.communicate()[0].decode(errors='replace')}\nended after {TIMEOUT_SECONDS} s"
+    passed, failed, skipped, wrong = judge(folder, args.world_size)
+    if wrong:
+        print(output[-20000:])
+        for log in sorted(folder.glob("worker_*.log")):
+            print(f"--- {log.name} ends:\n{log.read_text(errors='replace')[-4000:]}")
+        print("\n".join(wrong))
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{args.launcher}, world size {args.world_size}: {passed} passed, {failed} failed, {skipped} skipped")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
