@@ -10,7 +10,6 @@ would wait for ranks that wait for this one.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import runpy
@@ -36,8 +35,6 @@ def main() -> None:
     log = os.open(log_dir / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    # Registered first, so it runs last: MindSpore's threads report their end after Python's own.
-    atexit.register(_silence)
 
     code = _run(command)
     sys.stdout.flush()
@@ -47,11 +44,12 @@ def main() -> None:
     _write_status(log_dir / f"worker_{rank}.status", code)
     if code != 0:
         os._exit(code)
+    _silence_libraries()
 
 
-def _silence() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+def _silence_libraries() -> None:
+    """From here on only Python writes to the log: MindSpore's threads report their end there."""
+    sys.stdout = sys.stderr = open(os.dup(1), "w", buffering=1, encoding="utf-8")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from models import Rows, alone, tiny_roberta, train, weights
 
 GLOBAL_BATCH = 8
@@ -43,7 +44,9 @@ def test_half_the_batch_on_two_is_the_whole_batch_on_one(group, tmp_path, optim,
     moved = max(np.abs(expected[name] - start[name]).max() for name in start)
     assert moved > 100 * tolerance  # training did something that the tolerance does not hide
     for name, weight in weights(together.model).items():
-        limit = NUM_STEPS * LEARNING_RATE if name.endswith("attention.self.key.bias") and optim == "adamw" else tolerance
+        limit = (
+            NUM_STEPS * LEARNING_RATE if name.endswith("attention.self.key.bias") and optim == "adamw" else tolerance
+        )
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=limit, err_msg=name)
 
     for mine, theirs in zip(together.state.log_history, single.state.log_history):

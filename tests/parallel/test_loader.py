@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from models import Rows
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 
 from mindnlp_dp.loader import IndexedLoader, PipelineLoader, make_loader
+from models import Rows
 
 
 def rows_read(loader, epoch=0, start=0):

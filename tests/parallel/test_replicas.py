@@ -4,10 +4,10 @@ import mindspore
 import numpy as np
 import pytest
 from mindnlp.core import nn
-from models import Rows, tiny_roberta, train, weights
 
 import mindnlp_dp as dp
 from mindnlp_dp.replicas import ReplicaMismatchError, replicas_in_sync
+from models import Rows, tiny_roberta, train, weights
 
 
 class WithBuffer(nn.Module):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from mindnlp.engine import Trainer, TrainerCallback, TrainingArguments
 from mindspore.dataset import GeneratorDataset
-from models import LENGTH, NUM_LABELS, Rows, alone, tiny_roberta, train, weights
 
 import mindnlp_dp as dp
+from models import LENGTH, NUM_LABELS, Rows, alone, tiny_roberta, train, weights
 
 
 def accuracy_and_digest(prediction):
@@ -143,7 +143,9 @@ def test_evaluation_sees_every_sample_once_in_order(group, tmp_path, n):
 
     dp.broadcast_parameters(model)
     model.set_train(False)
-    logits = model(input_ids=mindspore.Tensor(rows.input_ids), attention_mask=mindspore.ops.ones((n, LENGTH), mindspore.int64))
+    logits = model(
+        input_ids=mindspore.Tensor(rows.input_ids), attention_mask=mindspore.ops.ones((n, LENGTH), mindspore.int64)
+    )
     np.testing.assert_allclose(output.predictions, logits.logits.asnumpy(), atol=1e-5)
     assert output.predictions.shape == (n, NUM_LABELS)
 
@@ -195,7 +197,11 @@ def test_a_flag_set_on_one_rank_does_not_part_the_ranks(group, tmp_path):
             control.should_training_stop = args.process_index == args.world_size - 1
 
     trainer = train(
-        tiny_roberta(), Rows(6 * group.world_size), tmp_path, per_device_train_batch_size=2, callbacks=[StopOnLastRank()]
+        tiny_roberta(),
+        Rows(6 * group.world_size),
+        tmp_path,
+        per_device_train_batch_size=2,
+        callbacks=[StopOnLastRank()],
     )
     assert trainer.state.global_step == (1 if group.world_size == 1 else 3)
 

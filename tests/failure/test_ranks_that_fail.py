@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from conftest import BACKENDS, TIMEOUT_SECONDS, processes_of
+
+HEAD = """
+import os, signal, sys, time
+import mindnlp_dp as dp
+"""
+FAIL_AT_START = """
+if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("MS_NODE_ID"))) == 1:
+    raise OSError("no such device")
+"""
+INIT = """
+group = dp.init_process_group()
+print(f"rank {group.rank} of {group.world_size} is here", flush=True)
+"""
+WAIT = """
+group.barrier()
+print("never reached")
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_that_goes_well(launch, backend):
+    job = launch(HEAD + INIT + "group.barrier()\nprint('bye', sys.argv[1:], __name__)\n", "a", "--b", backend=backend)
+    assert (job.exit_code, job.output) == (0, "rank 0 of 2 is here\nbye ['a', '--b'] __main__\n")
+    assert (job.log_dir / "worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_exception_on_one_rank_ends_the_others_who_wait_for_it(launch, backend):
+    job = launch(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT, backend=backend)
+    assert job.exit_code == 1
+    assert "rank 1 of 2 failed with exit code 1" in job.output
+    assert "ValueError: boom" in job.output  # rank 1's log is shown, for rank 0 has nothing to say
+    assert "never reached" not in job.output
+    assert "runpy" not in job.output  # the traceback begins in the user's script
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_exit_code_is_the_failing_ranks(launch, backend):
+    job = launch(HEAD + INIT + "if group.rank == 0: sys.exit(7)\n" + WAIT, backend=backend)
+    assert job.exit_code == 7
+    assert "rank 0 of 2 failed with exit code 7" in job.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_is_killed(launch, backend):
+    job = launch(HEAD + INIT + "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT, backend=backend)
+    assert job.exit_code == 128 + signal.SIGKILL
+    assert "rank 1 of 2 was killed by signal 9" in job.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
+    job = launch(HEAD + FAIL_AT_START + INIT + WAIT, backend=backend)
+    assert job.exit_code == 1
+    assert "rank 1 of 2 failed" in job.output
+    assert "OSError: no such device" in job.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stale_cluster_variables_do_no_harm(launch, backend):
+    stale = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "8", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "1"}
+    job = launch(HEAD + INIT + "group.barrier()\n", backend=backend, **stale)
+    assert (job.exit_code, job.output) == (0, "rank 0 of 2 is here\n")
+
+
+def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
+    """Without our launcher, too: the MPI backend aborts the job."""
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT)
+    mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    done = subprocess.run(
+        [mpirun, *root, "--oversubscribe", "-n", "2", sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert done.returncode != 0
+    assert "ValueError: boom" in done.stdout
+    assert "never reached" not in done.stdout
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + INIT + "(open(f'here_{group.rank}', 'w')).close()\ntime.sleep(600)\n")
+    log_dir = tmp_path / "logs"
+    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend]
+    launcher = subprocess.Popen(
+        [*command, "--log-dir", str(log_dir), str(script)], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not all((tmp_path / f"here_{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline, "the ranks never started"
+        time.sleep(0.1)
+    launcher.send_signal(number)
+    assert launcher.wait(TIMEOUT_SECONDS) == 130
+    _, alive = psutil.wait_procs(processes_of(log_dir), timeout=10)
+    assert not alive
+
+
+def test_mpirun_missing(monkeypatch, capsys, tmp_path):
+    from mindnlp_dp.launch.cli import main
+
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["run", "--nproc", "2", "--backend", "mpi", str(script)]) == 2
+    assert capsys.readouterr().err == (
+        'mindnlp-dp run: mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore\n'
+    )

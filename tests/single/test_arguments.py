@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from mindnlp.engine import TrainingArguments
+
+import mindnlp_dp as dp
+from mindnlp_dp.arguments import upgrade_arguments
+
+
+@dataclass
+class MyArguments(TrainingArguments):
+    flavour: str = "plain"
+
+
+@pytest.fixture(autouse=True)
+def group():
+    return dp.init_process_group()
+
+
+def test_plain_arguments_are_upgraded(tmp_path):
+    plain = TrainingArguments(str(tmp_path), learning_rate=0.5, warmup_steps=3)
+    upgraded = upgrade_arguments(plain)
+    assert type(upgraded) is dp.DataParallelArguments
+    assert (upgraded.learning_rate, upgraded.warmup_steps, upgraded.dataset_shuffle) == (0.5, 3, True)
+    assert upgraded.world_size == 1
+    assert upgrade_arguments(upgraded) is upgraded
+
+
+def test_a_subclass_keeps_its_fields(tmp_path):
+    upgraded = upgrade_arguments(MyArguments(str(tmp_path), flavour="own"))
+    assert isinstance(upgraded, MyArguments)
+    assert isinstance(upgraded, dp.DataParallelArguments)
+    assert upgraded.flavour == "own"
+    assert upgraded.bucket_cap_mb == 4
+    assert "flavour" in upgraded.to_dict()
+
+
+def test_global_batch_size(tmp_path):
+    args = dp.DataParallelArguments(str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=3)
+    assert args.global_train_batch_size == 12
+
+
+def test_errors(tmp_path):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps must be at least 1, got 0"):
+        dp.DataParallelArguments(str(tmp_path), gradient_accumulation_steps=0)
+    with pytest.raises(TypeError, match="args must be a DataParallelArguments, got str"):
+        upgrade_arguments("out")

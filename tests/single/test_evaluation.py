@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mindnlp_dp.evaluation import OrderedGatherer, accuracy, concatenate
+
+
+class TwoRanks:
+    """A fake group: rank 1 computed what rank 0 did, plus 100."""
+
+    num_calls = 0
+
+    def all_gather_object(self, steps):
+        self.num_calls += 1
+        return [steps, [None if step is None else step + 100 for step in steps]]
+
+
+def test_steps_are_put_into_data_set_order():
+    group = TwoRanks()
+    gatherer = OrderedGatherer(group, gather_every=2)
+    for step in ([0, 1], [4, 5], [8]):
+        gatherer.add(np.array(step))
+    assert gatherer.finish().tolist() == [0, 1, 100, 101, 4, 5, 104, 105, 8, 108]
+    assert group.num_calls == 2
+
+
+def test_ranks_without_rows_and_nothing_at_all():
+    gatherer = OrderedGatherer(TwoRanks())
+    gatherer.add(None)
+    assert gatherer.finish() is None
+    gatherer = OrderedGatherer(TwoRanks(), gather_every=1)
+    gatherer.add(np.array([1]))
+    gatherer.add(None)
+    assert gatherer.finish().tolist() == [1, 101]
+
+
+def test_rows_of_different_lengths_are_padded():
+    parts = [np.ones((1, 2)), np.zeros((2, 3))]
+    assert concatenate(parts).tolist() == [[1, 1, -100], [0, 0, 0], [0, 0, 0]]
+    assert concatenate([np.ones((1, 1, 2)), np.ones((1, 2, 2))]).shape == (2, 2, 2)
+
+
+def test_nested_outputs():
+    parts = [{"a": (np.array([1]), np.array([[2.0]]))}, {"a": (np.array([3]), np.array([[4.0]]))}]
+    joined = concatenate(parts)
+    assert joined["a"][0].tolist() == [1, 3]
+    assert joined["a"][1].tolist() == [[2.0], [4.0]]
+
+
+def test_accuracy():
+    assert accuracy(np.array([[1, 2], [3, 0], [0, 1]]), np.array([1, 0, 0])) == pytest.approx(2 / 3)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindnlp_dp.runtime import seeded, split_cores, step_seed
+
+
+def test_split_cores_literally():
+    assert split_cores([0, 1], 2, 1) == (1,)
+    assert [split_cores([0, 1, 2, 3, 4], 2, i) for i in range(2)] == [(0, 1, 2), (3, 4)]
+    assert [split_cores([3, 5], 3, i) for i in range(3)] == [(3,), (5,), (3,)]
+
+
+@given(num_cores=st.integers(1, 40), num_processes=st.integers(1, 12))
+def test_split_cores_uses_every_core_once_when_there_are_enough(num_cores, num_processes):
+    blocks = [split_cores(range(num_cores), num_processes, i) for i in range(num_processes)]
+    assert all(blocks)
+    if num_processes <= num_cores:
+        assert sum(blocks, ()) == tuple(range(num_cores))
+
+
+def test_step_seeds_differ_and_are_fixed():
+    seeds = {step_seed(42, r, s, m) for r in range(4) for s in range(50) for m in range(4)}
+    assert len(seeds) == 800
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert step_seed(42, 1, 2, 3) == 583234721  # a resumed run replays it, in a later version too
+
+
+def test_seeded_replays_dropout_and_keeps_numpys_state():
+    from mindspore import Tensor, ops
+
+    x = Tensor(np.ones(1000, np.float32))
+
+    def draw(seed):
+        with seeded(seed):
+            return ops.dropout(x, 0.5).asnumpy()
+
+    np.random.seed(7)
+    expected = np.random.rand(3)
+    np.random.seed(7)
+    first, other, again = draw(1), draw(2), draw(1)
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    np.testing.assert_array_equal(np.random.rand(3), expected)
+
+
+CONFIGURE = """
+import json, os, sys
+from mindnlp_dp.runtime import configure_runtime
+import mindspore
+if "own" in sys.argv:
+    mindspore.device_context.cpu.op_tuning.threads_num(3)
+settings = configure_runtime(sys.argv[1], local_rank=int(sys.argv[2]), local_world_size=int(sys.argv[3]))
+print(json.dumps([list(settings.cores), settings.operator_threads, settings.synchronous_dispatch,
+                  sorted(os.sched_getaffinity(0))]))
+"""
+
+
+def configure(*arguments, cores=None):
+    """What configure_runtime does in a new process, where nothing has been set yet."""
+    bind = (lambda: os.sched_setaffinity(0, cores)) if cores else None
+    done = subprocess.run(
+        [sys.executable, "-c", CONFIGURE, *arguments], capture_output=True, text=True, preexec_fn=bind, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_rank_gets_its_share_of_the_cores_and_a_thread_for_each():
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) != os.cpu_count() or len(cores) < 2:
+        pytest.skip("needs two cores that this process may use")
+    mine = list(split_cores(cores, 2, 1))
+    assert configure("CPU", "1", "2") == [mine, len(mine), True, mine]
+
+
+def test_a_bound_process_stays_bound_with_one_thread():
+    core = min(os.sched_getaffinity(0))
+    assert configure("CPU", "1", "2", cores=[core]) == [[core], 1, True, [core]]
+
+
+def test_the_users_own_threads_win():
+    assert configure("CPU", "0", "1", "own")[1] is None
+
+
+def test_devices_are_not_touched():
+    cores = sorted(os.sched_getaffinity(0))
+    assert configure("Ascend", "0", "2") == [cores, None, False, cores]

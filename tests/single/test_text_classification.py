@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
+from mindnlp_dp.text_classification.examples import (
+    LANGUAGES,
+    Examples,
+    InputError,
+    cldr_phrases,
+    label_ids,
+    read_examples,
+)
+from mindnlp_dp.text_classification.report import in_place_of, plot_history, summary
+from mindnlp_dp.text_classification.task import prepare_task
+from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
+
+
+def write(path, text):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def test_a_csv_with_commas_quotes_and_line_breaks(tmp_path):
+    path = write(tmp_path / "a.csv", 'text,category\n"one, ""two""\nthree",x\n\nfour,y\n')
+    assert read_examples(path) == Examples(['one, "two"\nthree', "four"], ["x", "y"])
+
+
+def test_a_tsv_with_the_label_in_front(tmp_path):
+    path = write(tmp_path / "a.tsv", b"\xef\xbb\xbflabel\ttext_a\n0\tgood day\n")
+    assert read_examples(path) == Examples(["good day"], ["0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,label\na,b,c\n", r"a.csv, line 2: 3 fields, but the header has 2"),
+        ("a.csv", 'text,label\n"a\nb",x\nc\n', r"a.csv, line 4: 1 fields, but the header has 2"),
+        ("a.csv", "text,label\n ,x\n", "a.csv, line 2: the text is empty"),
+        ("a.csv", "text,label\na,\n", "a.csv, line 2: the label is empty"),
+        ("a.csv", "text,label\n", "a.csv: there are no rows below the header"),
+        ("a.csv", "", "a.csv, line 1: no text column; expected one named text or text_a or sentence, found nothing"),
+        (
+            "a.csv",
+            "text,topic\na,b\n",
+            "no label column; expected one named label or category or intent, found text, topic",
+        ),
+        ("a.csv", 'text,label\na,"b\n', "a.csv, line 2: unexpected end of data"),
+        ("a.csv", b"text,label\n\xff,x\n", "a.csv: not UTF-8 at byte 11"),
+        ("a.txt", "text,label\n", "a.txt: expected a file that ends in .csv or .tsv"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
+    with pytest.raises(InputError, match=message):
+        read_examples(write(tmp_path / name, content))
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    with pytest.raises(InputError, match="none.csv: there is no such file"):
+        read_examples(str(tmp_path / "none.csv"))
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(InputError, match="is a folder, expected a file"):
+        read_examples(str(tmp_path / "folder.csv"))
+
+
+def test_an_unknown_label_is_named_with_its_row():
+    assert label_ids(["b", "a"], ["a", "b"], "test.csv") == [1, 0]
+    with pytest.raises(InputError, match=r"test.csv, row 2: the label 'c' does not occur in the training split"):
+        label_ids(["a", "c"], ["a", "b"], "test.csv")
+
+
+def test_cldr_phrases():
+    train, test = cldr_phrases()
+    assert (train, test) == cldr_phrases()
+    assert set(train.labels) == set(test.labels) == set(LANGUAGES)
+    assert len(LANGUAGES) == 29
+    assert not set(train.texts) & set(test.texts)
+    assert len(set(train.texts)) == len(train.texts) == len(train.labels)
+    assert 0.08 < len(test) / (len(train) + len(test)) < 0.12
+    assert dict(zip(train.texts + test.texts, train.labels + test.labels))["Deutschland"] == "de"
+
+
+def test_tokens_have_robertas_layout():
+    texts = ["the red house", "the green house", "the red tree", "the green tree"] * 5
+    tokenizer = train_tokenizer(texts, vocab_size=300, max_length=6)
+    columns, truncated = encode(tokenizer, ["the red house", "the unseen words of a long text"])
+    assert columns["input_ids"].shape == columns["attention_mask"].shape == (2, 6)
+    assert columns["input_ids"].dtype == np.int64
+    short, mask = columns["input_ids"][0], columns["attention_mask"][0]
+    assert short[0] == BOS
+    assert short[mask.sum() - 1] == EOS
+    assert (short[mask == 0] == PAD).all()
+    assert truncated == 1
+
+
+def test_tokenizer_and_splits_are_deterministic():
+    first, second = prepare_task(FinetuneConfig()), prepare_task(FinetuneConfig())
+    assert first.tokenizer_json == second.tokenizer_json
+    for name in ("input_ids", "attention_mask", "labels"):
+        np.testing.assert_array_equal(first.train[name], second.train[name])
+        np.testing.assert_array_equal(first.test[name], second.test[name])
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = write(tmp_path / "c.yaml", "num_epochs: 7\nlearning_rate: 3e-4\ntune_runtime: false\n")
+    config = parse_config(["--config", path, "--num-epochs", "1.5"])
+    assert (config.num_epochs, config.learning_rate, config.tune_runtime, config.seed) == (1.5, 3e-4, False, 42)
+    assert parse_config(["--config", path, "--num-epochs", "2"]).num_epochs == 2.0  # a flag that equals a default
+    assert parse_config([]) == FinetuneConfig()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("epochs: 3\n", "unknown key 'epochs'; known are bucket_cap_mb, dropout"),
+        ("num_epochs: many\n", "num_epochs must be a float, got 'many'"),
+        ("seed: true\n", "seed must be a int, got True"),
+        ("- a\n", "expected lines of the form `key: value`"),
+        ("a: [\n", "is not YAML"),
+        ("hidden_size: 10\nnum_heads: 4\n", r"hidden_size \(10\) must be divisible by num_heads \(4\)"),
+        ("num_epochs: 0\n", "max_steps or num_epochs must be positive"),
+        ("global_batch_size: 0\n", "global_batch_size must be at least 1, got 0"),
+        ("train_file: a.csv\n", "--train-file and --test-file go together"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):
+    with pytest.raises(InputError, match=message):
+        parse_config(["--config", write(tmp_path / "c.yaml", content)])
+
+
+def test_every_shipped_config_is_valid(pytestconfig):
+    configs = sorted((pytestconfig.rootpath / "configs").glob("*.yaml"))
+    assert configs
+    for path in configs:
+        parse_config(["--config", str(path)])
+        head = path.read_text()
+        assert all(word in head for word in ("# command", "# hardware", "# time", "# result", "# run")), path
+
+
+def test_files_are_complete_or_not_there(tmp_path):
+    target = tmp_path / "out" / "report.json"
+    with pytest.raises(RuntimeError), in_place_of(target) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert list(target.parent.iterdir()) == []
+    for text in ("first", "second"):
+        with in_place_of(target) as temporary:
+            temporary.write_text(text)
+    assert target.read_text() == "second"
+    for name in ("old", "new"):
+        with in_place_of(tmp_path / "model") as temporary:
+            temporary.mkdir()
+            (temporary / name).write_text(name)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_plot_and_summary(tmp_path):
+    history = [
+        {"loss": 2.0, "step": 10},
+        {"loss": 1.0, "step": 20},
+        {"eval_loss": 1.5, "eval_accuracy": 0.5, "step": 20},
+    ]
+    plot_history(history, tmp_path / "plot.png", "2 x mpi")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    report = {
+        "world_size": 2, "backend": "mpi", "train_samples_per_second": 800.4, "steps": 20, "global_batch_size": 8,
+        "train_seconds": 1.0, "gradient_sync_share": 0.031, "eval_accuracy": 0.5, "eval_loss": 1.5, "eval_samples": 9,
+        "num_labels": 3, "replicas_in_sync": True, "replica_digest": "0123456789abcdef",
+    }  # fmt: skip
+    text = summary(json.loads(json.dumps(report)), tmp_path)
+    assert "gradient sync     3.1 % of the training time" in text
+    assert "replicas in sync  yes, digest 0123456789abcdef" in text
+
+
+def test_every_setting_has_a_help_text():
+    assert all(setting.metadata["help"] for setting in dataclasses.fields(FinetuneConfig))
