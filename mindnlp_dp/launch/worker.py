@@ -49,7 +49,8 @@ def main() -> None:
 
 def _silence_libraries() -> None:
     """From here on only Python writes to the log: MindSpore's threads report their end there."""
-    sys.stdout = sys.stderr = open(os.dup(1), "w", buffering=1, encoding="utf-8")
+    # Open until the process ends: handlers that run at exit may still write.
+    sys.stdout = sys.stderr = open(os.dup(1), "w", buffering=1, encoding="utf-8")  # noqa: SIM115
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
