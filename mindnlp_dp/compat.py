@@ -167,6 +167,34 @@ def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
             os.environ["MS_ALLOC_CONF"] = users_own
 
 
+# Versions: MindSpore 2.7+. Cause: MindNLP obeys DEVICE_TARGET through set_context, which warns that it is
+# deprecated in favour of set_device.
+# Goes when: MindNLP calls set_device.
+@_around("mindnlp")
+def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
+    obey_device_target()
+    target = os.environ.pop("DEVICE_TARGET", None)
+    try:
+        yield
+    finally:
+        if target is not None:
+            os.environ["DEVICE_TARGET"] = target
+            module.DEVICE_TARGET = target  # type: ignore[attr-defined]
+
+
+def obey_device_target() -> str:
+    """Switch MindSpore to the device that DEVICE_TARGET names, if it does; return the device in use.
+
+    DEVICE_TARGET is MindNLP's variable: CPU, GPU or Ascend.
+    """
+    import mindspore
+
+    target = os.environ.get("DEVICE_TARGET")
+    if target in ("CPU", "GPU", "Ascend") and target != mindspore.get_context("device_target"):
+        mindspore.set_device(target)
+    return str(mindspore.get_context("device_target"))
+
+
 # Versions: MindSpore 2.7+ on CPU. Cause: Tensor.repeat has no CPU kernel there, and MindNLP's evaluation
 # loop repeats the loss of a batch with it.
 # Goes when: Tensor.repeat works on CPU.

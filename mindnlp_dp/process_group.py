@@ -22,6 +22,7 @@ import numpy as np
 
 from .backends.base import Backend, Bucket, SingleProcessBackend, dtype_name
 from .bucket import BucketLayout
+from .compat import obey_device_target
 
 T = TypeVar("T")
 BACKENDS = ("auto", "single", "mpi", "mindspore")
@@ -91,14 +92,8 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> P
             raise ValueError(f"init_process_group({backend!r}), but the group was started with {_group.backend!r}")
         return _group
 
-    import mindspore
-
-    # MindNLP reads the same variable when it is imported, which may be later.
-    device = os.environ.get("DEVICE_TARGET")
-    if device in ("CPU", "GPU", "Ascend"):
-        mindspore.set_context(device_target=device)
-    device = mindspore.get_context("device_target")
-
+    # MindNLP obeys DEVICE_TARGET when it is imported, which may be later.
+    device = obey_device_target()
     kind = choose_backend(backend, detect_launch(os.environ), device)
     implementation: Backend
     if kind == "single":
