@@ -79,6 +79,11 @@ class DataParallelArguments(TrainingArguments):
                 self.process_group.barrier()
 
     def __post_init__(self) -> None:
+        self._join_group()
+        super().__post_init__()
+
+    def _join_group(self) -> None:
+        """Check what several ranks make of these settings, and take over the local rank."""
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -87,7 +92,7 @@ class DataParallelArguments(TrainingArguments):
                 "auto_find_batch_size with several ranks: each would find its own batch size; "
                 "set per_device_train_batch_size"
             )
-        super().__post_init__()
+        self.local_rank = self.local_process_index
 
 
 def upgrade_arguments(args: Any) -> DataParallelArguments:
@@ -111,4 +116,5 @@ def upgrade_arguments(args: Any) -> DataParallelArguments:
     for extra in dataclasses.fields(kind):
         if extra.name not in upgraded.__dict__:
             upgraded.__dict__[extra.name] = extra.default
+    upgraded._join_group()
     return upgraded

@@ -69,7 +69,8 @@ class _Synchronizer:
             raise ValueError(f"a weight must be finite and not negative, got {weight} on rank {self.group.rank}")
         self._weight += weight
         for index, gradient in enumerate(gradients):
-            if gradient is None:
+            # A weight of zero adds nothing, not even zero times NaN.
+            if gradient is None or weight == 0:
                 continue
             expected = tuple(self.parameters[index].shape)
             if tuple(gradient.shape) != expected:

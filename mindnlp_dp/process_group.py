@@ -209,7 +209,7 @@ class ProcessGroup:
                 f"reduce_scatter on rank {self.rank}: expected a first dimension of world_size "
                 f"({self.world_size}), got shape {tuple(x.shape)}"
             )
-        return self.all_reduce(x, op)[self.rank]
+        return self.all_reduce(x, op)[self.rank : self.rank + 1].reshape(x.shape[1:])
 
     def broadcast(self, x: Any, src: int = 0) -> Any:
         """Every rank gets rank ``src``'s ``x``."""
@@ -362,7 +362,9 @@ def _describe(x: Any) -> str:
 
 
 def _divide(x: Any, divisor: int) -> Any:
-    return (x / divisor).astype(x.dtype)
+    mean = (x / divisor).astype(x.dtype)
+    # NumPy makes a number of an array without dimensions.
+    return np.asarray(mean) if isinstance(x, np.ndarray) else mean
 
 
 def _tensor(array: np.ndarray) -> Any:

@@ -176,6 +176,9 @@ class _TrainingLoop:
         trainer, args = self.trainer, self.args
         inputs = trainer.tensors(batch)
         weight = trainer.loss_weight(inputs)
+        if weight == 0:
+            # Nothing in it counts, such as a batch of nothing but ignored tokens, whose mean loss is 0 / 0.
+            return
         with seeded(step_seed(args.seed, self.group.rank, trainer.state.global_step, micro_step)):
             loss = trainer.training_step(trainer.model, inputs)
         self.synchronizer.accumulate(trainer._read_gradients(trainer.model), weight)

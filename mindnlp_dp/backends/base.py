@@ -13,7 +13,7 @@ import abc
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -164,6 +164,9 @@ class Backend(abc.ABC):
     def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
 
     @abc.abstractmethod
+    def broadcast_bytes(self, data: bytes, src: int) -> bytes: ...
+
+    @abc.abstractmethod
     def send(self, x: Any, dst: int) -> None: ...
 
     @abc.abstractmethod
@@ -178,18 +181,7 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None: ...
 
-    # What follows from them. A library that has its own, faster one overrides it.
-
-    def broadcast_bytes(self, data: bytes, src: int) -> bytes:
-        return self.all_gather_bytes(data if self.rank == src else b"")[src]
-
-    def reduce_scatter(self, x: Any, op: str) -> Any:
-        return self.all_reduce(x, op)[self.rank]
-
-    def scatter(self, xs: Optional[Sequence[Any]], like: Any, src: int) -> Any:
-        """``xs``, on rank ``src`` only: one array a rank, all shaped like ``like``."""
-        mine = xs if xs is not None else [like] * self.world_size
-        return [self.broadcast(x, src) for x in mine][self.rank]
+    # What follows from them.
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
@@ -234,6 +226,9 @@ class SingleProcessBackend(HostBackend):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
+
+    def broadcast_bytes(self, data: bytes, src: int) -> bytes:
+        return data
 
     def send(self, x: np.ndarray, dst: int) -> None:
         raise AssertionError("the group refuses to send to this rank itself")

@@ -52,43 +52,59 @@ class MindSporeBackend(Backend):
         if dtype_name(x) in HALF_TYPES and self.name == "mccl":
             return self.all_reduce(x.astype(self._ms.float32), op).astype(x.dtype)
         if not self._reduces_natively(x):
-            arrays = [np.frombuffer(data, x.asnumpy().dtype) for data in self.all_gather_bytes(x.asnumpy().tobytes())]
-            return self._ms.Tensor(reduce_arrays(arrays, op).reshape(x.shape))
+            array = x.asnumpy()
+            parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
+            return self._ms.Tensor(reduce_arrays(parts, op).reshape(array.shape))
         out = x.copy()
         self._collectives.all_reduce(out, op=op)
         return out
 
     def broadcast(self, x: Any, src: int) -> Any:
+        if self.name != "mccl":
+            out = x.copy()
+            self._collectives.broadcast(out, src=src)
+            return out
         array = x.asnumpy()
-        data = self.broadcast_bytes(array.tobytes(), src) if self.name == "mccl" else None
-        if data is not None:
-            return self._ms.Tensor(np.frombuffer(data, array.dtype).reshape(x.shape).copy())
-        out = x.copy()
-        self._collectives.broadcast(out, src=src)
-        return out
+        return self._from_bytes(self._broadcast_uint8(_as_bytes(array), src), array)
 
     def all_gather(self, x: Any) -> list[Any]:
-        if self.name == "mccl":
-            array = x.asnumpy()
-            gathered = self.all_gather_bytes(array.tobytes())
-            return [self._ms.Tensor(np.frombuffer(data, array.dtype).reshape(x.shape).copy()) for data in gathered]
-        out = [self._ms.mint.empty_like(x) for _ in range(self.world_size)]
-        self._collectives.all_gather(out, x.contiguous())
-        return out
+        if self.name != "mccl":
+            out = [self._ms.mint.empty_like(x) for _ in range(self.world_size)]
+            self._collectives.all_gather(out, x.contiguous())
+            return out
+        array = x.asnumpy()
+        return [self._from_bytes(part, array) for part in self._gather(_as_bytes(array))]
+
+    # MCCL moves every type as its bytes. All ranks' arrays are of one length here.
+
+    def _from_bytes(self, data: np.ndarray, like: np.ndarray) -> Any:
+        return self._ms.Tensor(data.view(like.dtype).reshape(like.shape).copy())
+
+    def _broadcast_uint8(self, array: np.ndarray, src: int) -> np.ndarray:
+        out = self._ms.Tensor(array.copy())
+        self._collectives.broadcast(out, src=src)
+        return out.asnumpy()
+
+    def _gather(self, array: np.ndarray) -> list[np.ndarray]:
+        out = [self._ms.Tensor(np.zeros_like(array)) for _ in range(self.world_size)]
+        self._collectives.all_gather(out, self._ms.Tensor(array))
+        return [part.asnumpy() for part in out]
+
+    # Byte strings may differ in length.
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        lengths = [int(length.asnumpy()[0]) for length in self._gather_padded(np.array([len(data)], np.int64))]
+        lengths = [int(length[0]) for length in self._gather(np.array([len(data)], np.int64))]
         longest = max(lengths)
         if longest == 0:
             return [b""] * self.world_size
         padded = np.zeros(longest, np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
-        return [part.asnumpy()[:length].tobytes() for part, length in zip(self._gather_padded(padded), lengths)]
+        return [part[:length].tobytes() for part, length in zip(self._gather(padded), lengths)]
 
-    def _gather_padded(self, array: np.ndarray) -> list[Any]:
-        out = [self._ms.Tensor(np.zeros_like(array)) for _ in range(self.world_size)]
-        self._collectives.all_gather(out, self._ms.Tensor(array))
-        return out
+    def broadcast_bytes(self, data: bytes, src: int) -> bytes:
+        length = int(self._gather(np.array([len(data)], np.int64))[src][0])
+        mine = np.frombuffer(data, np.uint8) if self.rank == src else np.zeros(length, np.uint8)
+        return self._broadcast_uint8(mine, src).tobytes() if length else b""
 
     def send(self, x: Any, dst: int) -> None:
         self._refuse_point_to_point("send")
@@ -116,6 +132,10 @@ class MindSporeBackend(Backend):
 
     def close(self) -> None:
         self._communication.release()
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 class DeviceBucket(Bucket):

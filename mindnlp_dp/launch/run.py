@@ -65,7 +65,7 @@ def run_job(
     with _interruptible(), open(log_dir / "launcher.log", "wb") as launcher_log:
         processes = start(nproc, worker, log_dir, launcher_log)
         try:
-            ended = _watch(processes, log_dir)
+            ended = _watch(processes, log_dir, nproc)
         except KeyboardInterrupt:
             print("interrupted: ending all ranks", file=sys.stderr)
             return 128 + signal.SIGINT
@@ -123,13 +123,15 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
 # Watching.
 
 
-def _watch(processes: list[_Process], log_dir: Path) -> list[_Process]:
+def _watch(processes: list[_Process], log_dir: Path, nproc: int) -> list[_Process]:
     """Show rank 0's log until all processes have ended, or one has failed; return those that have ended."""
     working = [process for process in processes if not process.serves]
     shown = 0
     while True:
         ended = [process for process in working if process.popen.poll() is not None]
-        failed = any(p.rank is not None and _exit_code(p, log_dir) != 0 for p in ended)
+        failed = any(status["exit_code"] != 0 for status in _statuses(log_dir, nproc).values()) or any(
+            process.rank is not None and _exit_code(process, log_dir) != 0 for process in ended
+        )
         shown = _show(log_dir / "worker_0.log", shown)
         if not failed and len(ended) < len(working):
             time.sleep(POLL_SECONDS)
@@ -195,6 +197,11 @@ def _status(log_dir: Path, rank: int) -> Optional[dict[str, float]]:
         return None
 
 
+def _statuses(log_dir: Path, nproc: int) -> dict[int, dict[str, float]]:
+    """How the ranks that have said so ended."""
+    return {rank: status for rank in range(nproc) if (status := _status(log_dir, rank)) is not None}
+
+
 def _exit_code(process: _Process, log_dir: Path) -> int:
     assert process.rank is not None
     status = _status(log_dir, process.rank)
@@ -204,7 +211,7 @@ def _exit_code(process: _Process, log_dir: Path) -> int:
 
 def _find_failure(ended: list[_Process], log_dir: Path, nproc: int) -> Optional[Failure]:
     """The rank that failed first: by its own word; else the one whose process ended by itself, and badly."""
-    statuses = {rank: status for rank in range(nproc) if (status := _status(log_dir, rank)) is not None}
+    statuses = _statuses(log_dir, nproc)
     failed = {rank: status for rank, status in statuses.items() if status["exit_code"] != 0}
     if failed:
         rank = min(failed, key=lambda r: failed[r]["time"])

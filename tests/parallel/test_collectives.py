@@ -91,7 +91,11 @@ def test_scatter(group, kind):
 
 def test_shapes(group):
     scalar = np.array(group.rank, np.float32)
-    assert group.all_reduce(scalar).shape == ()
+    for result in (group.all_reduce(scalar), group.all_reduce(scalar, "mean"), group.broadcast(scalar)):
+        assert isinstance(result, np.ndarray)
+        assert result.shape == ()
+    row = group.reduce_scatter(np.arange(group.world_size, dtype=np.float32))
+    assert (row.shape, float(row)) == ((), group.rank * group.world_size)
     empty = np.zeros((0, 4), np.float32)
     assert group.all_reduce(empty).shape == (0, 4)
     assert [part.shape for part in group.all_gather(empty)] == [(0, 4)] * group.world_size

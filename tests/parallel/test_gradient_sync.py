@@ -61,6 +61,13 @@ def test_a_rank_without_samples_takes_part(group, make):
         np.testing.assert_allclose(mine.asnumpy(), expected.asnumpy(), rtol=1e-6)
 
 
+def test_a_weight_of_zero_keeps_nan_out(group, make):
+    sync = make(parameters())
+    sync.accumulate([mindspore.ops.ones(shape) * float("nan") for shape in SHAPES], weight=0)
+    for gradient in sync([mindspore.ops.ones(shape) for shape in SHAPES]):
+        np.testing.assert_array_equal(gradient.asnumpy(), 1)
+
+
 def test_windows_are_independent(group, make):
     sync = make(parameters())
     first = [g.asnumpy().copy() for g in sync(gradients(group.rank))]

@@ -42,6 +42,12 @@ def test_global_batch_size(tmp_path):
     assert args.global_train_batch_size == 12
 
 
+def test_upgraded_arguments_are_checked_too(tmp_path, group, monkeypatch):
+    monkeypatch.setattr(type(group), "world_size", 2)
+    with pytest.raises(ValueError, match="auto_find_batch_size with several ranks"):
+        upgrade_arguments(TrainingArguments(str(tmp_path), auto_find_batch_size=True))
+
+
 def test_errors(tmp_path):
     with pytest.raises(ValueError, match="gradient_accumulation_steps must be at least 1, got 0"):
         dp.DataParallelArguments(str(tmp_path), gradient_accumulation_steps=0)
