@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Optional
 
+import mindspore
 import numpy as np
 from mindnlp.engine import Trainer
 from mindnlp.engine.utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
@@ -69,7 +70,8 @@ class DataParallelTrainerMixin:
         weighs by samples, the call that MindNLP makes after every micro step does nothing.
         """
         if not self._in_window:
-            self._write_gradients(self.synchronizer(model)(self._read_gradients(model)))
+            synchronizer = self.synchronizer(model)
+            self._write_gradients(synchronizer([parameter.grad for parameter in synchronizer.parameters]))
 
     def synchronizer(self, model: Any) -> GradientSynchronizer:
         """The exchange for ``model``'s trainable parameters; made anew when they change."""
@@ -79,9 +81,6 @@ class DataParallelTrainerMixin:
             self._synchronizer = GradientSynchronizer(trainable, self.group, bucket_cap_mb=self.args.bucket_cap_mb)
         assert self._synchronizer is not None
         return self._synchronizer
-
-    def _read_gradients(self, model: Any) -> list[Optional[Any]]:
-        return [p.grad for p in self.synchronizer(model).parameters]
 
     def _write_gradients(self, gradients: list[Optional[Any]]) -> None:
         assert self._synchronizer is not None
@@ -156,8 +155,6 @@ class DataParallelTrainerMixin:
 
     def tensors(self, batch: Batch) -> dict[str, Any]:
         """A batch as the model takes it."""
-        import mindspore
-
         return {name: mindspore.Tensor(array) for name, array in batch.items()}
 
     # Evaluation.
@@ -183,11 +180,18 @@ class DataParallelTrainerMixin:
         ignore_keys: Optional[list[str]] = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the model over a loader; predictions, labels and metrics are the same on every rank."""
+        """Run the model over a loader; predictions, labels and metrics are the same on every rank.
+
+        ``compute_metrics`` is called on rank 0, which tells the others what it returned, or raised.
+        """
         args, trainer = self.args, self  # type: Any, Any
         if prediction_loss_only is None:
             prediction_loss_only = args.prediction_loss_only
+        if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+            self.model = self.model.to(dtype=mindspore.float16 if args.fp16_full_eval else mindspore.bfloat16)
         self.model.set_train(False)
+        if args.past_index >= 0:
+            trainer._past = None
         trainer.callback_handler.eval_dataset = dataset
         main_input = getattr(self.model, "main_input_name", "input_ids")
         rows = OrderedGatherer(self.group, args.eval_accumulation_steps)

@@ -181,7 +181,7 @@ class _TrainingLoop:
             return
         with seeded(step_seed(args.seed, self.group.rank, trainer.state.global_step, micro_step)):
             loss = trainer.training_step(trainer.model, inputs)
-        self.synchronizer.accumulate(trainer._read_gradients(trainer.model), weight)
+        self.synchronizer.accumulate([parameter.grad for parameter in self.synchronizer.parameters], weight)
         trainer.model.zero_grad()
         # training_step returns its part of the window's mean, by MindNLP's contract.
         value = float(loss.asnumpy()) * args.gradient_accumulation_steps
