@@ -1,8 +1,7 @@
 """Where the processes meet: the group, and the collectives that everything else calls.
 
-Goes in: the environment that a launcher left. Comes out: one
-:class:`ProcessGroup` a process, with its rank and the world size. This is the one
-module that asks who launched us.
+Goes in: a backend, chosen by who launched us (:mod:`mindnlp_dp.rendezvous`). Comes
+out: one :class:`ProcessGroup` a process, with its rank and the world size.
 
 Collectives are functional, take NumPy arrays and MindSpore tensors, and give back
 the kind that they were given. All ranks must call the same ones in the same
@@ -14,65 +13,20 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
 import numpy as np
 
-from .backends.base import Backend, Bucket, SingleProcessBackend, dtype_name
+from .backends.base import Backend, Bucket, dtype_name
 from .bucket import BucketLayout
 from .compat import obey_device_target
+from .rendezvous import choose_backend, detect_launch, make_backend
 
 T = TypeVar("T")
-BACKENDS = ("auto", "single", "mpi", "mindspore")
 _OPS = ("sum", "mean", "max", "min")
 
 _group: Optional[ProcessGroup] = None
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Who started this process: ``"mpirun"``, ``"msrun"`` or ``"none"``, with how many."""
-
-    by: str
-    world_size: int
-
-
-def detect_launch(environ: Mapping[str, str]) -> Launch:
-    """Read the launcher's variables.
-
-    ``mpirun`` comes first: it sets its variables for each process, whereas ``MS_*``
-    may be left over in a shell. ``msrun``, and ``mindnlp-dp run --backend mindspore``,
-    start MindSpore's dynamic cluster, which wants ``MS_ROLE``.
-    """
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if name in environ:
-            return Launch("mpirun", int(environ[name]))
-    if "MS_ROLE" in environ and "MS_WORKER_NUM" in environ:
-        return Launch("msrun", int(environ["MS_WORKER_NUM"]))
-    return Launch("none", 1)
-
-
-def choose_backend(requested: str, launch: Launch, device: str) -> str:
-    """Resolve ``"auto"``: MPI under mpirun on CPU, MindSpore under msrun or on a device, single when alone."""
-    if requested not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
-    if requested == "auto":
-        if launch.by == "none":
-            return "single"
-        return "mpi" if launch.by == "mpirun" and device == "CPU" else "mindspore"
-    if requested == "single" and launch.world_size > 1:
-        raise ValueError(
-            f"backend='single', but {launch.by} started {launch.world_size} processes; they would train "
-            f"{launch.world_size} separate models. Use backend='auto', or start one process"
-        )
-    if requested != "single" and launch.by == "none":
-        raise ValueError(
-            f"backend={requested!r} needs a launcher, and this process was started alone; "
-            f"mindnlp-dp run --nproc 2 --backend {requested} script.py"
-        )
-    return requested
 
 
 def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> ProcessGroup:
@@ -95,17 +49,7 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> P
     # MindNLP obeys DEVICE_TARGET when it is imported, which may be later.
     device = obey_device_target()
     kind = choose_backend(backend, detect_launch(os.environ), device)
-    implementation: Backend
-    if kind == "single":
-        implementation = SingleProcessBackend()
-    elif kind == "mpi":
-        from .backends.mpi import MPIBackend
-
-        implementation = MPIBackend()
-    else:
-        from .backends.mindspore import MindSporeBackend
-
-        implementation = MindSporeBackend()
+    implementation = make_backend(kind)
     if tune_runtime:
         from .runtime import configure_runtime
 
@@ -130,7 +74,7 @@ def get_process_group() -> ProcessGroup:
 
 
 def destroy_process_group() -> None:
-    """Leave the job. A later :func:`init_process_group` may start another one."""
+    """Leave the job."""
     global _group
     if _group is not None:
         _group._backend.close()

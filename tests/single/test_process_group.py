@@ -4,7 +4,7 @@ import pytest
 
 import mindnlp_dp as dp
 from mindnlp_dp import process_group
-from mindnlp_dp.process_group import Launch, choose_backend, detect_launch
+from mindnlp_dp.rendezvous import Launch, choose_backend, detect_launch
 
 ALONE, MPIRUN, MSRUN = Launch("none", 1), Launch("mpirun", 2), Launch("msrun", 2)
 STALE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}
