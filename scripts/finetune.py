@@ -79,6 +79,7 @@ def train(
         compute_metrics=lambda p: {"accuracy": accuracy(p.predictions, p.label_ids)},
     )
     trainer.model.config.id2label = dict(enumerate(task.label_names))
+    trainer.model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
     if group.is_main and task.num_truncated:
         print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
     output = trainer.train()

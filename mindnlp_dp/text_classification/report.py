@@ -37,7 +37,8 @@ def write_results(folder: Path, report: dict[str, Any], save_model: Callable[[st
     with in_place_of(folder / MODEL_FOLDER) as model_folder:
         save_model(str(model_folder))
     with in_place_of(folder / PLOT_FILE) as plot:
-        plot_history(report["history"], plot, f"{report['world_size']} x {report['backend']}")
+        title = "{num_labels} labels; {world_size} ranks over {backend}, {global_batch_size} samples an update"
+        plot_history(report["history"], plot, title.format_map(report))
     with in_place_of(folder / REPORT_FILE) as file:
         file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -78,7 +79,7 @@ def plot_history(history: list[dict[str, float]], path: Path, title: str) -> Non
     for step, value in zip(*series("eval_accuracy")):
         right.annotate(f"{value:.3f}", (step, value), textcoords="offset points", xytext=(0, 7), ha="center")
     right.set(xlabel="update", ylabel="share of the held-out samples", ylim=(0, 1.05), title="accuracy")
-    right.set_xlim(0, None)
+    right.set_xlim(0, right.get_xlim()[1] * 1.05)
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
