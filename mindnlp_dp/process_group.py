@@ -25,6 +25,10 @@ from .rendezvous import choose_backend, detect_launch, make_backend
 
 T = TypeVar("T")
 _OPS = ("sum", "mean", "max", "min")
+_TYPES = (
+    "float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64",
+    "uint8", "uint16", "uint32", "uint64", "bool",
+)  # fmt: skip
 
 _group: Optional[ProcessGroup] = None
 
@@ -123,21 +127,27 @@ class ProcessGroup:
     def __repr__(self) -> str:
         return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
 
-    # Arrays. Shapes and types are the same on every rank.
+    # Arrays: NumPy arrays or MindSpore tensors of any real type, any shape and any layout in memory. Shapes
+    # and types are the same on every rank.
 
     def all_reduce(self, x: Any, op: str = "sum") -> Any:
         """Reduce elementwise over the ranks; every rank gets the result, shaped like ``x``.
 
         ``op`` is ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Half precision is summed
-        in float32 on CPU. The ``mean`` of integers or booleans raises TypeError: it would be
-        rounded.
+        in float32 on CPU. Of booleans, ``sum`` and ``max`` are "any", ``min`` is "all". The ``mean`` of
+        integers or booleans raises TypeError: it would be rounded.
         """
+        x = self._checked(x)
+        total = self._reduced("all_reduce", x, op)
+        return x.copy() if total is None else self._backend.from_native(total, x)
+
+    def _reduced(self, call: str, x: Any, op: str) -> Optional[Any]:
+        """The reduction as the backend's own kind of array; None for an empty ``x``."""
         self._check_op(x, op)
-        self._agree("all_reduce", op, _describe(x))
+        self._agree(call, op, _describe(x))
         if _numel(x) == 0:
-            return x.copy()
+            return None
         total = self._backend.all_reduce(self._backend.to_native(x), "sum" if op == "mean" else op)
-        total = self._backend.from_native(total, x)
         return _divide(total, self.world_size) if op == "mean" else total
 
     def reduce(self, x: Any, dst: int = 0, op: str = "sum") -> Optional[Any]:
@@ -148,15 +158,20 @@ class ProcessGroup:
 
     def reduce_scatter(self, x: Any, op: str = "sum") -> Any:
         """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r``."""
+        x = self._checked(x)
         if x.ndim == 0 or x.shape[0] != self.world_size:
             raise ValueError(
                 f"reduce_scatter on rank {self.rank}: expected a first dimension of world_size "
                 f"({self.world_size}), got shape {tuple(x.shape)}"
             )
-        return self.all_reduce(x, op)[self.rank : self.rank + 1].reshape(x.shape[1:])
+        total = self._reduced("reduce_scatter", x, op)
+        if total is None:
+            return x.copy()[self.rank]
+        return self._backend.from_native(total[self.rank : self.rank + 1].reshape(x.shape[1:]), x)
 
     def broadcast(self, x: Any, src: int = 0) -> Any:
         """Every rank gets rank ``src``'s ``x``."""
+        x = self._checked(x)
         self._check_rank("src", src)
         self._agree("broadcast", f"src={src}", _describe(x))
         if _numel(x) == 0:
@@ -165,6 +180,7 @@ class ProcessGroup:
 
     def all_gather(self, x: Any) -> list[Any]:
         """Every rank gets the list of all ranks' ``x``, in rank order."""
+        x = self._checked(x)
         self._agree("all_gather", _describe(x))
         if _numel(x) == 0:
             return [x.copy() for _ in range(self.world_size)]
@@ -184,21 +200,23 @@ class ProcessGroup:
         if self.rank == src and (xs is None or len(xs) != self.world_size):
             wrong = f"expected {self.world_size} arrays, one a rank, got {'None' if xs is None else len(xs)}"
         self.raise_together(ValueError(wrong) if wrong else None, f"scatter from rank {src}")
-        mine = xs if self.rank == src and xs is not None else ()
+        mine = [self._checked(x) for x in xs] if self.rank == src and xs is not None else []
         header = [(tuple(x.shape), dtype_name(x), isinstance(x, np.ndarray)) for x in mine]
         parts: list[Any] = []
         for index, (shape, dtype, is_numpy) in enumerate(self.broadcast_object(header, src)):
-            like = np.zeros(shape, dtype)
-            parts.append(self.broadcast(mine[index] if mine else like if is_numpy else _tensor(like), src))
+            like = mine[index] if mine else _zeros(shape, dtype, is_numpy)
+            parts.append(self.broadcast(like, src))
         return parts[self.rank]
 
     def send(self, x: Any, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it."""
+        x = self._checked(x)
         self._check_peer("dst", dst)
         self._backend.send(self._backend.to_native(x), dst)
 
     def recv(self, like: Any, src: int) -> Any:
         """Receive an array with the shape and type of ``like`` from rank ``src``."""
+        like = self._checked(like)
         self._check_peer("src", src)
         return self._backend.from_native(self._backend.recv(self._backend.to_native(like), src), like)
 
@@ -276,6 +294,18 @@ class ProcessGroup:
                 "convert to float32 first, or use op='sum' and divide"
             )
 
+    def _checked(self, x: Any) -> Any:
+        """``x``, a NumPy number as an array without dimensions; TypeError for what no backend can move."""
+        if isinstance(x, np.generic):
+            x = np.asarray(x)
+        if not hasattr(x, "dtype") or dtype_name(x) not in _TYPES:
+            what = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
+            raise TypeError(
+                f"expected a NumPy array or a MindSpore tensor of {', '.join(_TYPES)}; got {what} on rank {self.rank}. "
+                "Other things travel with broadcast_object and all_gather_object"
+            )
+        return x
+
     def _agree(self, call: str, *arguments: str) -> None:
         """Raise on every rank unless all are making this call, with these arguments.
 
@@ -311,7 +341,13 @@ def _divide(x: Any, divisor: int) -> Any:
     return np.asarray(mean) if isinstance(x, np.ndarray) else mean
 
 
-def _tensor(array: np.ndarray) -> Any:
+def _zeros(shape: tuple[int, ...], dtype: str, is_numpy: bool) -> Any:
+    if is_numpy:
+        if dtype == "bfloat16":
+            import ml_dtypes  # registers the type with NumPy; a bfloat16 array cannot have come from elsewhere
+
+            return np.zeros(shape, ml_dtypes.bfloat16)
+        return np.zeros(shape, dtype)
     import mindspore
 
-    return mindspore.Tensor(array)
+    return mindspore.ops.zeros(shape, getattr(mindspore, "bool_" if dtype == "bool" else dtype))

@@ -34,11 +34,8 @@ def dtype_name(x: Any) -> str:
 
 
 def reduce_arrays(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
-    """Reduce in rank order, half precision in float32: every rank computes the same bits."""
-    dtype = arrays[0].dtype
-    if dtype == np.float16:
-        arrays = [array.astype(np.float32) for array in arrays]
-    return functools.reduce(REDUCTIONS[op], arrays).astype(dtype)
+    """Reduce in rank order, so that every rank computes the same bits."""
+    return functools.reduce(REDUCTIONS[op], arrays)
 
 
 class Bucket(abc.ABC):
@@ -132,10 +129,14 @@ class Backend(abc.ABC):
 
     @staticmethod
     def to_host(x: Any) -> np.ndarray:
-        """A NumPy array with ``x``'s values, sharing memory where it can; bfloat16 becomes float32."""
+        """A NumPy array with ``x``'s values, sharing memory where it can.
+
+        bfloat16 becomes float32, which holds all of its values: neither NumPy nor MPI knows it.
+        """
+        is_bfloat16 = dtype_name(x) == "bfloat16"
         if isinstance(x, np.ndarray):
-            return x
-        if dtype_name(x) == "bfloat16":
+            return x.astype(np.float32) if is_bfloat16 else x
+        if is_bfloat16:
             import mindspore
 
             x = x.astype(mindspore.float32)
@@ -205,7 +206,7 @@ class HostBackend(Backend):
         return np.ascontiguousarray(self.to_host(x)).reshape(x.shape)
 
     def from_native(self, y: np.ndarray, like: Any) -> Any:
-        return y if isinstance(like, np.ndarray) else self.from_host(y, dtype_name(like))
+        return y.astype(like.dtype, copy=False) if isinstance(like, np.ndarray) else self.from_host(y, dtype_name(like))
 
 
 class SingleProcessBackend(HostBackend):

@@ -38,11 +38,13 @@ class MindSporeBackend(Backend):
 
     def to_native(self, x: Any) -> Any:
         if isinstance(x, np.ndarray):
-            return self._ms.Tensor(np.ascontiguousarray(x).reshape(x.shape))
-        return x
+            return self._ms.Tensor(np.ascontiguousarray(self.to_host(x)).reshape(x.shape))
+        return x.astype(self._ms.float32) if dtype_name(x) == "bfloat16" and self.name == "mccl" else x
 
     def from_native(self, y: Any, like: Any) -> Any:
-        return y.asnumpy() if isinstance(like, np.ndarray) else y
+        if isinstance(like, np.ndarray):
+            return y.asnumpy().astype(like.dtype, copy=False)
+        return y if y.dtype == like.dtype else y.astype(like.dtype)
 
     def _reduces_natively(self, x: Any) -> bool:
         # float16 on the wire is what a device is asked for; on CPU, as under MPI, it is summed in float32.
@@ -54,7 +56,7 @@ class MindSporeBackend(Backend):
         if not self._reduces_natively(x):
             array = x.asnumpy()
             parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
-            return self._ms.Tensor(reduce_arrays(parts, op).reshape(array.shape))
+            return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
         out = x.copy()
         self._collectives.all_reduce(out, op=op)
         return out

@@ -62,9 +62,9 @@ class MPIBackend(HostBackend):
         return out
 
     def all_gather(self, x: np.ndarray) -> list[np.ndarray]:
-        out = np.empty((self.world_size, *x.shape), x.dtype)
+        out = np.empty((self.world_size, x.size), x.dtype)
         self._comm.Allgather([x, self._mpi.BYTE], [out, self._mpi.BYTE])
-        return list(out)
+        return [part.reshape(x.shape) for part in out]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self._comm.allgather(data)

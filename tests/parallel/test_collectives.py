@@ -1,4 +1,4 @@
-"""Collectives on arrays that are filled with the rank: the answers have a closed form."""
+"""Collectives on arrays that are filled with the rank: the answers have a closed form. Types: test_types.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import mindspore
 import numpy as np
 import pytest
 
-FLOATS = ["float32", "float16"]
-INTEGERS = ["int8", "int32", "int64"]
-EXACT_PATH = ["float64", "uint8", "int16"]
 KINDS = {"numpy": np.asarray, "tensor": mindspore.Tensor}
 
 
@@ -24,47 +21,26 @@ def check(result, expected, like):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", FLOATS + INTEGERS + EXACT_PATH)
-@pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_all_reduce(group, op, dtype, kind):
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
+def test_all_reduce(group, op, kind):
     n = group.world_size
-    x = KINDS[kind](ranks(group, dtype))
-    expected = {"sum": n * (n - 1) // 2, "max": n - 1, "min": 0}[op]
-    check(group.all_reduce(x, op), np.full((3, 2), expected, dtype), x)
-    check(x, ranks(group, dtype), x)  # the argument is left as it was
+    x = KINDS[kind](ranks(group))
+    expected = {"sum": n * (n - 1) / 2, "mean": (n - 1) / 2, "max": n - 1, "min": 0}[op]
+    check(group.all_reduce(x, op), np.full((3, 2), expected, np.float32), x)
+    check(x, ranks(group), x)  # the argument is left as it was
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_mean(group, dtype, kind):
-    x = KINDS[kind](ranks(group, dtype))
-    check(group.all_reduce(x, "mean"), np.full((3, 2), (group.world_size - 1) / 2, dtype), x)
-
-
-@pytest.mark.parametrize("dtype", [*INTEGERS, "bool"])
-def test_mean_of_integers_raises(group, dtype):
-    with pytest.raises(TypeError, match=f"the mean of {dtype} would be rounded"):
-        group.all_reduce(ranks(group, dtype), "mean")
-
-
-def test_float16_is_summed_in_float32(group):
-    """Partial sums that float16 would round away: 2048 + 1 is 2048 there."""
-    x = np.array([2048 if group.rank == 0 else 1], np.float16)
-    assert group.all_reduce(x)[0] == np.float16(2048 + group.world_size - 1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", FLOATS + INTEGERS + EXACT_PATH + ["bool"])
-def test_broadcast_and_gathers(group, dtype, kind):
+def test_broadcast_and_gathers(group, kind):
     n, last = group.world_size, group.world_size - 1
-    x = KINDS[kind](ranks(group, dtype))
-    check(group.broadcast(x, src=last), np.full((3, 2), last, dtype), x)
+    x = KINDS[kind](ranks(group))
+    check(group.broadcast(x, src=last), np.full((3, 2), last, np.float32), x)
     for rank, part in enumerate(group.all_gather(x)):
-        check(part, np.full((3, 2), rank, dtype), x)
+        check(part, np.full((3, 2), rank, np.float32), x)
     gathered = group.gather(x, dst=last)
     assert (gathered is None) == (group.rank != last)
     if gathered is not None:
-        check(gathered[0], np.zeros((3, 2), dtype), x)
+        check(gathered[0], np.zeros((3, 2), np.float32), x)
         assert len(gathered) == n
 
 

@@ -1,0 +1,179 @@
+"""The type matrix: every collective, every type, both kinds of array, shapes of every sort, on every backend.
+
+What one rank holds is a function of the rank, so the expected result is computed from all ranks' inputs
+with NumPy, in float64 or in integers.
+"""
+
+from __future__ import annotations
+
+import mindspore
+import ml_dtypes
+import numpy as np
+import pytest
+
+FLOATS = ["float64", "float32", "float16", "bfloat16"]
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8"]
+TYPES = [*FLOATS, *INTEGERS, "bool"]
+SHAPES = {"matrix": (3, 2), "one element": (1,), "scalar": (), "empty": (0, 4)}
+KINDS = ["numpy", "tensor", "strided numpy"]
+
+
+def numpy_type(dtype):
+    return np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def held_by(rank, dtype, shape):
+    """What ``rank`` holds: small values, exact in every type; signs and parities differ by rank and element."""
+    values = np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) + rank)
+    if dtype == "bool":
+        return np.asarray(values % 2 == 0)
+    if dtype.startswith("uint"):
+        return values.astype(dtype)
+    return np.asarray(values * (-1) ** rank).astype(numpy_type(dtype))
+
+
+def as_kind(array, kind):
+    if kind == "tensor":
+        if array.dtype == ml_dtypes.bfloat16:
+            return mindspore.Tensor(array.astype(np.float32)).astype(mindspore.bfloat16)
+        return mindspore.Tensor(array)
+    if kind == "strided numpy" and array.ndim:
+        return np.repeat(array, 2, axis=0)[::2]
+    return array
+
+
+def as_numpy(x):
+    if isinstance(x, np.ndarray):
+        return x
+    if x.dtype == mindspore.bfloat16:
+        return x.astype(mindspore.float32).asnumpy().astype(ml_dtypes.bfloat16)
+    return x.asnumpy()
+
+
+def check(result, expected, like):
+    assert type(result) is type(like)
+    assert result.dtype == like.dtype
+    assert tuple(result.shape) == tuple(expected.shape)
+    np.testing.assert_array_equal(as_numpy(result), expected.astype(as_numpy(like).dtype))
+
+
+REDUCERS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def reduced(group, dtype, shape, op):
+    wide = {"bool": bool, "float64": np.float64}.get(dtype, np.float64 if "float" in dtype else np.int64)
+    parts = [held_by(rank, dtype, shape).astype(wide) for rank in range(group.world_size)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = REDUCERS["sum" if op == "mean" else op](total, part)
+    return np.asarray(total / group.world_size if op == "mean" else total)
+
+
+every_array = pytest.mark.parametrize("kind", KINDS)
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+every_type = pytest.mark.parametrize("dtype", TYPES)
+
+
+@every_array
+@every_shape
+@every_type
+def test_reductions(group, dtype, shape, kind):
+    x = as_kind(held_by(group.rank, dtype, shape), kind)
+    for op in ["sum", "max", "min"] + (["mean"] if dtype in FLOATS else []):
+        expected = reduced(group, dtype, shape, op)
+        check(group.all_reduce(x, op), expected, x)
+        result = group.reduce(x, dst=group.world_size - 1, op=op)
+        assert (result is None) == (group.rank != group.world_size - 1)
+        if result is not None:
+            check(result, expected, x)
+
+
+@every_array
+@every_shape
+@every_type
+def test_movements(group, dtype, shape, kind):
+    n, last = group.world_size, group.world_size - 1
+    x = as_kind(held_by(group.rank, dtype, shape), kind)
+    check(group.broadcast(x, src=last), held_by(last, dtype, shape), x)
+    for rank, part in enumerate(group.all_gather(x)):
+        check(part, held_by(rank, dtype, shape), x)
+    gathered = group.gather(x, dst=last)
+    assert (gathered is None) == (group.rank != last)
+    if gathered is not None:
+        check(gathered[0], held_by(0, dtype, shape), x)
+    everything = [as_kind(held_by(10 + rank, dtype, shape), kind) for rank in range(n)]
+    check(
+        group.scatter(everything if group.rank == last else None, src=last), held_by(10 + group.rank, dtype, shape), x
+    )
+
+
+@every_array
+@every_type
+def test_reduce_scatter(group, dtype, kind):
+    shape = (group.world_size, 2)
+    x = as_kind(held_by(group.rank, dtype, shape), kind)
+    for op in ["sum", "max", "min"] + (["mean"] if dtype in FLOATS else []):
+        check(group.reduce_scatter(x, op), reduced(group, dtype, shape, op)[group.rank], x)
+
+
+@every_array
+@every_shape
+@every_type
+def test_point_to_point(group, dtype, shape, kind):
+    if group.world_size == 1:
+        pytest.skip("one rank has nobody to send to")
+    x = as_kind(held_by(group.rank, dtype, shape), kind)
+    right, left = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+    if group.backend == "mccl":
+        with pytest.raises(NotImplementedError, match="the mpi backend has them: mindnlp-dp run --backend mpi"):
+            group.send(x, dst=right)
+        with pytest.raises(NotImplementedError, match=f"recv on rank {group.rank}: MindSpore's CPU library"):
+            group.recv(x, src=left)
+        return
+    if group.rank == 0:
+        group.send(x, dst=right)
+        received = group.recv(x, src=left)
+    else:
+        received = group.recv(x, src=left)
+        group.send(x, dst=right)
+    check(received, held_by(left, dtype, shape), x)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, "bool"])
+def test_the_mean_of_integers_raises(group, dtype):
+    with pytest.raises(TypeError, match=f"the mean of {dtype} would be rounded"):
+        group.all_reduce(held_by(0, dtype, (2,)), "mean")
+
+
+def test_a_numpy_number_is_an_array_without_dimensions(group):
+    result = group.all_reduce(np.float32(group.rank), "max")
+    assert isinstance(result, np.ndarray)
+    assert (result.shape, result.dtype, float(result)) == ((), np.float32, group.world_size - 1)
+
+
+def test_float64_keeps_all_of_its_digits(group):
+    """MCCL's own reduction of float64 is silently wrong; float32 would lose the small part."""
+    x = np.array([1.0 + group.rank * 2.0**-50])
+    n = group.world_size
+    assert group.all_reduce(x)[0] == n + n * (n - 1) / 2 * 2.0**-50
+
+
+def test_int64_keeps_all_of_its_digits(group):
+    x = np.array([2**60 + group.rank, -(2**60) - group.rank])
+    assert group.all_reduce(x, "max").tolist() == [2**60 + group.world_size - 1, -(2**60)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_summed_in_float32_and_rounded_once(group, dtype):
+    """256 + 1 + 1 + ... in bfloat16 would stay 256."""
+    big = {"float16": 2048, "bfloat16": 256}[dtype]
+    x = np.array([big if group.rank == 0 else 1]).astype(numpy_type(dtype))
+    expected = np.float32(big + group.world_size - 1).astype(numpy_type(dtype))
+    assert group.all_reduce(x)[0] == expected
+
+
+def test_what_is_no_array_of_a_known_type_is_refused(group):
+    with pytest.raises(TypeError, match=r"expected a NumPy array or a MindSpore tensor of float64, .*; got complex64"):
+        group.all_reduce(np.zeros(2, np.complex64))
+    with pytest.raises(TypeError, match="got list on rank"):
+        group.broadcast([1, 2])
