@@ -249,6 +249,30 @@ def _parameter_grad(module: types.ModuleType) -> Iterator[None]:
         module.Parameter.grad = None
 
 
+# Versions: MindNLP 0.4.1. Cause: its own Trainer exchanges no gradients, so that each of several processes
+# trains a model of its own, and says nothing.
+# Goes when: MindNLP's Trainer is data parallel itself.
+@_around("mindnlp.engine.trainer.base")
+def _refuse_the_stock_trainer_in_several_processes(module: types.ModuleType) -> Iterator[None]:
+    yield
+    from .rendezvous import detect_launch
+
+    stock_train = module.Trainer.train
+
+    @functools.wraps(stock_train)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launch = detect_launch(os.environ)
+        if launch.world_size > 1 and not getattr(self, "is_data_parallel", False):
+            raise RuntimeError(
+                f"{launch.by} started {launch.world_size} processes, and MindNLP's own Trainer would train "
+                f"{launch.world_size} separate models; call mindnlp_dp.init_process_group() and use "
+                "mindnlp_dp.DataParallelTrainer (for a Trainer of your own: mindnlp_dp.DataParallelTrainerMixin)"
+            )
+        return stock_train(self, *args, **kwargs)
+
+    module.Trainer.train = train
+
+
 # Versions: MindNLP 0.4.1. Cause: with MULTI_NPU=true this module starts communication, draws a random seed
 # for each process and has load_dataset shard, all at import; init_process_group() and the Trainer do that here.
 # Goes when: importing MindNLP has no side effects.

@@ -25,10 +25,10 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
+from .data_source import Batch, check_same_samples, indexed_source, is_batched, is_mindspore_dataset, seeded_iterator
 from .process_group import ProcessGroup
 from .sharding import GlobalBatchSampler, split_evenly
 
-Batch = dict[str, np.ndarray]
 Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
@@ -163,6 +163,7 @@ def make_loader(
     """
     source = indexed_source(dataset)
     if source is not None:
+        check_same_samples(source, group)
         sampler = GlobalBatchSampler(
             len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven
         )
@@ -176,11 +177,11 @@ def make_loader(
             )
         # A pipeline that the user has batched keeps its batches: they are the global micro batches.
         pipeline = (
-            dataset if dataset.get_batch_size() > 1 or _is_batched(dataset) else dataset.batch(global_micro_batch_size)
+            dataset if dataset.get_batch_size() > 1 or is_batched(dataset) else dataset.batch(global_micro_batch_size)
         )
 
         def open_pipeline(epoch: int) -> Iterator[Batch]:
-            for batch in _seeded_iterator(pipeline, seed, epoch):
+            for batch in seeded_iterator(pipeline, seed, epoch):
                 yield {name: array for name, array in batch.items() if columns is None or name in columns}
 
         num_batches = group.call_on_main(pipeline.get_dataset_size, "counting the data pipeline's batches")
@@ -208,65 +209,6 @@ def make_loader(
     return PipelineLoader(
         open_iterable, None, group, accumulation_steps, batch_size=global_micro_batch_size, uneven=uneven
     )
-
-
-def is_mindspore_dataset(dataset: Any) -> bool:
-    import mindspore.dataset
-
-    return isinstance(dataset, mindspore.dataset.Dataset)
-
-
-def _is_batched(dataset: Any) -> bool:
-    from mindspore.dataset import BatchDataset, PaddedBatchDataset
-
-    return isinstance(dataset, (BatchDataset, PaddedBatchDataset)) or any(map(_is_batched, dataset.children))
-
-
-def _seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[Batch]:
-    """An iterator whose shuffles are a function of (seed, epoch).
-
-    MindSpore's shuffles take the global seed when an iterator is made, and so repeat one order
-    every epoch when a new iterator is made for each, as MindNLP's Trainer does.
-    """
-    from mindspore.dataset import config
-
-    users_own = config.get_seed()
-    config.set_seed(int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0]))
-    try:
-        return pipeline.create_dict_iterator(num_epochs=1, output_numpy=True)
-    finally:
-        config.set_seed(users_own)
-
-
-class _GeneratorRows:
-    """The rows of a MindSpore generator data set, by index."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._source, self._columns = dataset.source, dataset.column_names
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self._source[index]
-        return dict(zip(self._columns, row if isinstance(row, (tuple, list)) else (row,)))
-
-
-def indexed_source(dataset: Any) -> Optional[Any]:
-    """An object with ``__len__`` and ``__getitem__`` that gives ``dataset``'s samples as dicts, if there is one."""
-    if not is_mindspore_dataset(dataset):
-        return dataset if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else None
-    from mindspore.dataset import GeneratorDataset, RandomSampler, SequentialSampler
-
-    indexed = (
-        isinstance(dataset, GeneratorDataset)
-        and hasattr(dataset.source, "__getitem__")
-        and hasattr(dataset.source, "__len__")
-        and not dataset.num_samples
-        and not dataset.is_sharded()
-        and (dataset.sampler is None or type(dataset.sampler) in (RandomSampler, SequentialSampler))
-    )
-    return _GeneratorRows(dataset) if indexed else None
 
 
 def default_collate(rows: Sequence[Mapping[str, Any]]) -> Batch:

@@ -31,6 +31,8 @@ _TYPES = (
 )  # fmt: skip
 
 _group: Optional[ProcessGroup] = None
+# Whether this process ever joined a job; stays so when it has left.
+was_started = False
 
 
 def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> ProcessGroup:
@@ -44,7 +46,7 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> P
         ValueError: ``backend`` is unknown, contradicts the launcher, or contradicts an earlier call.
         ImportError: the backend's library is not installed.
     """
-    global _group
+    global _group, was_started
     if _group is not None:
         if backend not in ("auto", _group.backend, _group.backend_kind):
             raise ValueError(f"init_process_group({backend!r}), but the group was started with {_group.backend!r}")
@@ -59,6 +61,7 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> P
 
         configure_runtime(device, implementation.local_rank, implementation.local_world_size)
     _group = ProcessGroup(implementation, kind)
+    was_started = True
     return _group
 
 

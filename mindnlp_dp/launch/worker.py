@@ -44,6 +44,12 @@ def main() -> None:
     _write_status(log_dir / f"worker_{rank}.status", code)
     if code != 0:
         os._exit(code)
+    if nproc > 1 and not _met_the_others():
+        print(
+            f"warning: this script never called mindnlp_dp.init_process_group(): {nproc} processes did the same work, "
+            "each for itself",
+            file=sys.stderr,
+        )
     _silence_libraries()
 
 
@@ -85,6 +91,17 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
+
+
+def _met_the_others() -> bool:
+    """Whether the script joined a job, by us, by mpi4py or by MindSpore itself."""
+    ours = sys.modules.get("mindnlp_dp.process_group")
+    management = sys.modules.get("mindspore.communication.management")
+    return (
+        (ours is not None and ours.was_started)
+        or "mpi4py.MPI" in sys.modules
+        or (management is not None and management.GlobalComm.INITED)
+    )
 
 
 def _write_status(path: Path, code: int) -> None:
