@@ -50,12 +50,11 @@ def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> No
     check_same_structure(weights, group)
     if group.world_size == 1:
         return
-    import mindspore
-
     for _, weight in weights:
         if weight.size:
             received = group.broadcast(weight, src=0)
-            weight.set_data(received) if hasattr(weight, "set_data") else mindspore.ops.assign(weight, received)
+            # assign_value, and not ops.assign, for a buffer may be a view (BERT's position_ids is one).
+            weight.set_data(received) if hasattr(weight, "set_data") else weight.assign_value(received)
 
 
 def check_same_structure(weights: Iterable[tuple[str, Any]], group: ProcessGroup) -> None:

@@ -22,10 +22,16 @@ def _setting(default: Any, text: str) -> Any:
 class FinetuneConfig:
     """What to train on what, and how. Every field is a key of a config file and a flag."""
 
-    train_file: str = _setting("", "CSV or TSV with a text and a label column (default: CLDR phrases, by language)")
+    train_file: str = _setting("", "CSV, TSV or JSON lines with texts and labels; empty: CLDR phrases, by language")
     test_file: str = _setting("", "the held-out split, in the same form")
+    dataset: str = _setting("", "instead of files: a data set's hub name, or a folder that `datasets` can read")
+    train_split: str = _setting("train", "of the data set")
+    test_split: str = _setting("test", "of the data set, held out")
+    text_column: str = _setting("", "empty: the one named text, text_a or sentence")
+    label_column: str = _setting("", "empty: the one named label, category or intent")
     output_dir: str = _setting("outputs/quickstart", "where the report, the plot and the model go")
 
+    model: str = _setting("tiny", "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder")
     vocab_size: int = _setting(4000, "tokens of the byte-level BPE")
     max_length: int = _setting(24, "tokens of a text; longer ones are cut")
     hidden_size: int = _setting(128, "width of the model")
@@ -117,6 +123,8 @@ def as_input_error() -> Iterator[None]:
 def _check(config: FinetuneConfig) -> None:
     if bool(config.train_file) != bool(config.test_file):
         raise InputError("--train-file and --test-file go together: one trains, the other judges")
+    if config.train_file and config.dataset:
+        raise InputError("--train-file and --dataset are two sources of data; choose one")
     for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size",
                  "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
         if getattr(config, name) < 1:

@@ -1,25 +1,20 @@
-"""Labelled texts: from files, or from CLDR.
+"""Labelled texts from files: CSV, TSV and JSON lines.
 
-Goes in: a CSV or TSV file, or nothing. Comes out: texts with their labels, in an
-order that depends on the data alone.
+Goes in: a file. Comes out: its texts with their labels, in its order.
 """
 
 from __future__ import annotations
 
 import csv
-import hashlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Callable, Optional, TextIO
 
 TEXT_COLUMNS = ("text", "text_a", "sentence")
 LABEL_COLUMNS = ("label", "category", "intent")
-
-# Many alphabets, and close relatives within one (Danish and Norwegian, Russian, Ukrainian and Bulgarian).
-LANGUAGES = ("ar bg cs da de el en es fa fi fr he hi hu it ja ko nb nl pl pt ro ru sv th tr uk vi zh").split()
-HELD_OUT_PERCENT = 10
+LONGEST_REASON = 120
 
 
 class InputError(ValueError):
@@ -37,20 +32,31 @@ class Examples:
         return len(self.texts)
 
 
-def read_examples(path: str) -> Examples:
-    """Read a CSV or TSV file (by its ending) with a header that names a text and a label column.
+@dataclass(frozen=True)
+class Columns:
+    """The names of the text and the label column; empty means: find them by their usual names."""
+
+    text: str = ""
+    label: str = ""
+
+
+USUAL_COLUMNS = Columns()
+
+
+def read_examples(path: str, columns: Columns = USUAL_COLUMNS) -> Examples:
+    """Read a file, by its ending: .csv or .tsv with a header, or .jsonl or .json with one object a line.
 
     Raises:
-        InputError: there is no such file, it is not UTF-8, no column fits, a line has another
+        InputError: there is no such file, it is not UTF-8, no column fits, a line is malformed, has another
             number of fields or an empty one, or there are no rows; with the line's number.
     """
-    delimiters = {".csv": ",", ".tsv": "\t"}
-    suffix = Path(path).suffix.lower()
-    if suffix not in delimiters:
-        raise InputError(f"{path}: expected a file that ends in .csv or .tsv")
+    readers = {".csv": _delimited(","), ".tsv": _delimited("\t"), ".jsonl": _json_lines, ".json": _json_lines}
+    reader = readers.get(Path(path).suffix.lower())
+    if reader is None:
+        raise InputError(f"{path}: expected a file that ends in {', '.join(readers)}")
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            return _parse(file, path, delimiters[suffix])
+            return collect(reader(file, path), columns, path)
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file") from None
     except IsADirectoryError:
@@ -61,23 +67,52 @@ def read_examples(path: str) -> Examples:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}; convert it with iconv -t UTF-8") from None
 
 
-def _parse(file: TextIO, path: str, delimiter: str) -> Examples:
-    rows = _rows(csv.reader(file, delimiter=delimiter, strict=True), path)
-    _, header = next(rows, (0, []))
-    text_column = _find_column(header, TEXT_COLUMNS, "text", path)
-    label_column = _find_column(header, LABEL_COLUMNS, "label", path)
+def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, what: str) -> Examples:
+    """Texts and labels from ``(line, row)`` pairs, rows being dicts of one shape."""
     examples = Examples([], [])
+    names: Optional[tuple[str, str]] = None
     for line, row in rows:
-        if len(row) != len(header):
-            raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}")
-        for name, column in (("text", text_column), ("label", label_column)):
-            if not row[column].strip():
-                raise InputError(f"{path}, line {line}: the {name} is empty")
-        examples.texts.append(row[text_column])
-        examples.labels.append(row[label_column].strip())
+        if names is None:
+            names = (
+                _find_column(list(row), columns.text, TEXT_COLUMNS, "text", what),
+                _find_column(list(row), columns.label, LABEL_COLUMNS, "label", what),
+            )
+        for name, kind, values in zip(names, ("text", "label"), (examples.texts, examples.labels)):
+            value = row.get(name)
+            if value is None or not str(value).strip():
+                raise InputError(f"{what}, line {line}: the {kind} is empty")
+            values.append(str(value) if kind == "text" else str(value).strip())
     if not examples.texts:
-        raise InputError(f"{path}: there are no rows below the header")
+        raise InputError(f"{what}: there are no rows below the header")
     return examples
+
+
+def _delimited(delimiter: str) -> Callable[[TextIO, str], Iterator[tuple[int, Mapping[str, Any]]]]:
+    def read(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        rows = _rows(csv.reader(file, delimiter=delimiter, strict=True), path)
+        line, header = next(rows, (1, []))
+        if not header:
+            raise InputError(f"{path}, line 1: the header is missing")
+        header = [name.strip() for name in header]
+        for line, row in rows:
+            if len(row) != len(header):
+                raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}")
+            yield line, dict(zip(header, row))
+
+    return read
+
+
+def _json_lines(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for line, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}, line {line}: {error.msg}; expected one JSON object a line") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, line {line}: expected a JSON object, got {text.strip()[:40]}")
+        yield line, row
 
 
 def _rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[int, list[str]]]:
@@ -94,13 +129,19 @@ def _rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[int, list[st
             yield line, row
 
 
-def _find_column(header: Sequence[str], names: Sequence[str], what: str, path: str) -> int:
-    lowered = [name.strip().lower() for name in header]
-    for name in names:
-        if name in lowered:
-            return lowered.index(name)
-    found = ", ".join(header) or "nothing"
-    raise InputError(f"{path}, line 1: no {what} column; expected one named {' or '.join(names)}, found {found}")
+def _find_column(header: Sequence[str], given: str, usual: Sequence[str], kind: str, what: str) -> str:
+    by_name = {name.strip().lower(): name for name in header}
+    for name in [given] if given else usual:
+        if name.lower() in by_name:
+            return by_name[name.lower()]
+    expected = f"there is none named {given}" if given else f"expected one named {' or '.join(usual)}"
+    raise InputError(f"{what}: no {kind} column; {expected}, found {', '.join(header)}; name it with --{kind}-column")
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says: libraries' messages go on for pages."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {said[:LONGEST_REASON]}{'...' if len(said) > LONGEST_REASON else ''}"
 
 
 def label_ids(labels: Sequence[str], names: Sequence[str], what: str) -> list[int]:
@@ -110,42 +151,3 @@ def label_ids(labels: Sequence[str], names: Sequence[str], what: str) -> list[in
         if label not in number:
             raise InputError(f"{what}, row {row}: the label {label!r} does not occur in the training split")
     return [number[label] for label in labels]
-
-
-def cldr_phrases() -> tuple[Examples, Examples]:
-    """Short phrases and their language: a training and a held-out split that need no download.
-
-    The phrases are CLDR's names of territories, languages, scripts, currencies and cities in 29
-    languages, as Babel carries them (https://cldr.unicode.org). One that occurs in several
-    languages is left out. A hash of the phrase decides on its split.
-    """
-    try:
-        from babel import Locale
-    except ImportError:
-        raise InputError(
-            'the quickstart\'s data comes with Babel; pip install "mindnlp-dp[quickstart]", or pass --train-file '
-            "and --test-file"
-        ) from None
-    languages_of: defaultdict[str, set[str]] = defaultdict(set)
-    for language in LANGUAGES:
-        for phrase in _names(Locale(language)):
-            languages_of[phrase].add(language)
-    splits = {True: Examples([], []), False: Examples([], [])}
-    for phrase in sorted(languages_of):
-        if len(languages_of[phrase]) == 1:
-            split = splits[_hash(phrase) % 100 < HELD_OUT_PERCENT]
-            split.texts.append(phrase)
-            split.labels.extend(languages_of[phrase])
-    return splits[False], splits[True]
-
-
-def _names(locale: object) -> Iterator[str]:
-    for kind in ("territories", "languages", "scripts", "currencies"):
-        yield from getattr(locale, kind).values()
-    for zone in locale.time_zones.values():  # type: ignore[attr-defined]
-        if "city" in zone:
-            yield zone["city"]
-
-
-def _hash(phrase: str) -> int:
-    return int.from_bytes(hashlib.blake2b(phrase.encode(), digest_size=8).digest(), "big")

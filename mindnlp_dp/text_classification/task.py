@@ -1,60 +1,92 @@
 """The data and the model of a job, ready for a Trainer.
 
 Goes in: the settings. Comes out: a training and a held-out split as arrays, the
-names of the labels and the tokenizer (made once, on rank 0), and a RoBERTa to train.
+names of the labels and the tokenizer (made once, on rank 0), and a model to train.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from . import hub, pretrained
+from .cldr import cldr_phrases
 from .config import FinetuneConfig
-from .examples import InputError, cldr_phrases, label_ids, read_examples
+from .examples import Columns, Examples, InputError, label_ids, read_examples
 from .tokenization import BOS, EOS, PAD, encode, train_tokenizer
+
+FROM_SCRATCH = "tiny"
 
 
 @dataclass(frozen=True)
 class TextClassificationTask:
-    """Both splits as columns (``input_ids``, ``attention_mask``, ``labels``), and what their numbers mean."""
+    """Both splits as columns (``input_ids``, ``attention_mask``, ``labels``, ...), and what their numbers mean.
+
+    ``tokenizer_json`` is the tokenizer that was trained here; empty for a pretrained model, which has its own.
+    """
 
     train: dict[str, np.ndarray]
     test: dict[str, np.ndarray]
     label_names: list[str]
-    tokenizer_json: str
     num_truncated: int
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_str(self.tokenizer_json)
+    tokenizer_json: str = ""
 
 
 def prepare_task(config: FinetuneConfig) -> TextClassificationTask:
     """Read, split and tokenise the data.
 
     Raises:
-        InputError: a file, or the data in it, is wrong.
+        InputError: a file, a data set or a tokenizer cannot be had, or the data in it is wrong.
     """
-    if config.train_file:
-        train, test = read_examples(config.train_file), read_examples(config.test_file)
-    else:
-        train, test = cldr_phrases()
+    train, test, train_name, test_name = _read(config)
     label_names = sorted(set(train.labels))
     if len(label_names) < 2:
-        raise InputError(
-            f"{config.train_file}: all rows have the label {label_names[0]!r}; there is nothing to tell apart"
+        raise InputError(f"{train_name}: all rows have the label {label_names[0]!r}; there is nothing to tell apart")
+    # Before the longest part of the work, so that a mistake in the held-out split is told at once.
+    labels = [
+        np.array(label_ids(split.labels, label_names, name), np.int64)
+        for split, name in ((train, train_name), (test, test_name))
+    ]
+    tokenizer_json = ""
+    if config.model == FROM_SCRATCH:
+        trained = train_tokenizer(train.texts, config.vocab_size, config.max_length)
+        tokenizer_json = trained.to_str()
+        encoded = [encode(trained, split.texts) for split in (train, test)]
+    else:
+        pretrained_tokenizer = pretrained.load_tokenizer(config.model)
+        encoded = [pretrained.encode(pretrained_tokenizer, split.texts, config.max_length) for split in (train, test)]
+    (train_columns, train_truncated), (test_columns, test_truncated) = encoded
+    train_columns["labels"], test_columns["labels"] = labels
+    return TextClassificationTask(
+        train_columns, test_columns, label_names, train_truncated + test_truncated, tokenizer_json
+    )
+
+
+def _read(config: FinetuneConfig) -> tuple[Examples, Examples, str, str]:
+    """Both splits, and what to call them in a message."""
+    columns = Columns(config.text_column, config.label_column)
+    if config.dataset:
+        train, test = (
+            hub.load_examples(config.dataset, split, columns) for split in (config.train_split, config.test_split)
         )
-    tokenizer = train_tokenizer(train.texts, config.vocab_size, config.max_length)
-    columns, num_truncated = [], 0
-    for split, what in ((train, config.train_file), (test, config.test_file or "the held-out split")):
-        arrays, truncated = encode(tokenizer, split.texts)
-        arrays["labels"] = np.array(label_ids(split.labels, label_names, what), np.int64)
-        columns.append(arrays)
-        num_truncated += truncated
-    return TextClassificationTask(columns[0], columns[1], label_names, tokenizer.to_str(), num_truncated)
+        return train, test, f"{config.dataset} ({config.train_split})", f"{config.dataset} ({config.test_split})"
+    if config.train_file:
+        train, test = (read_examples(path, columns) for path in (config.train_file, config.test_file))
+        return train, test, config.train_file, config.test_file
+    train, test = cldr_phrases()
+    return train, test, "the training split", "the held-out split"
+
+
+def save_tokenizer(config: FinetuneConfig, task: TextClassificationTask, folder: str) -> None:
+    """Write the tokenizer beside the model."""
+    if task.tokenizer_json:
+        Tokenizer.from_str(task.tokenizer_json).save(str(Path(folder) / "tokenizer.json"))
+    else:
+        pretrained.load_tokenizer(config.model).save_pretrained(folder)
 
 
 def as_dataset(columns: dict[str, np.ndarray]) -> Any:
@@ -62,6 +94,18 @@ def as_dataset(columns: dict[str, np.ndarray]) -> Any:
     from datasets import Dataset
 
     return Dataset.from_dict(columns).with_format("numpy")
+
+
+def build_model(config: FinetuneConfig, task: TextClassificationTask) -> Any:
+    """The classifier to train; InputError when a pretrained one cannot be had."""
+    num_labels = len(task.label_names)
+    if config.model == FROM_SCRATCH:
+        model = build_roberta(config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), num_labels)
+    else:
+        model = pretrained.load_classifier(config.model, num_labels, config.max_length)
+    model.config.id2label = dict(enumerate(task.label_names))
+    model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
+    return model
 
 
 def build_roberta(config: FinetuneConfig, vocab_size: int, num_labels: int) -> Any:

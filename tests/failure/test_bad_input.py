@@ -82,23 +82,6 @@ def test_results_that_cannot_be_written_leave_no_half(launch, tmp_path):
     assert not [name for name in os.listdir(output) if name.startswith(".")]
 
 
-@pytest.mark.parametrize(
-    ("environ", "arguments", "message"),
-    [
-        ({"WORKER_NUM": "0"}, [], "error: WORKER_NUM must be at least 1, got '0'"),
-        ({"WORKER_NUM": "two"}, [], "error: WORKER_NUM must be at least 1, got 'two'"),
-        ({"DEVICE": "TPU"}, [], "error: DEVICE must be Ascend, GPU or CPU, got 'TPU'"),
-        ({"DEVICE": "CPU"}, ["nowhere.py"], "error: the script nowhere.py does not exist"),
-    ],
-)
-def test_the_msrun_script_checks_its_variables(environ, arguments, message):
-    script = ROOT / "scripts" / "launch_msrun.sh"
-    done = subprocess.run(
-        ["bash", str(script), *arguments], env={**os.environ, **environ}, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (2, f"{message}\n")
-
-
 def test_the_scripts_say_which_python_they_need():
     done = subprocess.run(
         ["bash", "-c", f"source {ROOT}/scripts/environment.sh && ensure_environment mpi"],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import mindspore
 import numpy as np
 import pytest
-from mindnlp.core import nn
+from mindnlp.core import nn, ops
 
 import mindnlp_dp as dp
 from mindnlp_dp.replicas import ReplicaMismatchError, replicas_in_sync
@@ -16,6 +16,8 @@ class WithBuffer(nn.Module):
         self.linear = nn.Linear(3, 2)
         self.frozen = nn.Parameter(mindspore.Tensor([float(rank)]), requires_grad=False)
         self.register_buffer("count", mindspore.Tensor([float(rank)]))
+        # A view, as BERT's position_ids is.
+        self.register_buffer("positions", ops.arange(rank, rank + 3).expand((2, -1)))
 
 
 def test_ranks_seeded_differently_agree_after_the_broadcast_and_after_training(group, tmp_path):
@@ -35,6 +37,7 @@ def test_buffers_and_frozen_parameters_are_rank_0s_too(group):
     model = WithBuffer(group.rank)
     dp.broadcast_parameters(model)
     assert float(model.count) == 0
+    assert model.positions.asnumpy().tolist() == [[0, 1, 2]] * 2
     assert float(model.frozen) == 0
     assert not model.frozen.requires_grad
     dp.assert_replicas_in_sync(model)

@@ -6,15 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
-from mindnlp_dp.text_classification.examples import (
-    LANGUAGES,
-    Examples,
-    InputError,
-    cldr_phrases,
-    label_ids,
-    read_examples,
-)
+from mindnlp_dp.text_classification.examples import Columns, Examples, InputError, label_ids, read_examples
+from mindnlp_dp.text_classification.hub import load_examples
 from mindnlp_dp.text_classification.report import in_place_of, plot_history, summary
 from mindnlp_dp.text_classification.task import prepare_task
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
@@ -43,20 +38,62 @@ def test_a_tsv_with_the_label_in_front(tmp_path):
         ("a.csv", "text,label\n ,x\n", "a.csv, line 2: the text is empty"),
         ("a.csv", "text,label\na,\n", "a.csv, line 2: the label is empty"),
         ("a.csv", "text,label\n", "a.csv: there are no rows below the header"),
-        ("a.csv", "", "a.csv, line 1: no text column; expected one named text or text_a or sentence, found nothing"),
-        (
-            "a.csv",
-            "text,topic\na,b\n",
-            "no label column; expected one named label or category or intent, found text, topic",
-        ),
+        ("a.csv", "", "a.csv, line 1: the header is missing"),
+        ("a.csv", "topic,label\na,b\n", "no text column; expected one named text or text_a or sentence, found topic"),
+        ("a.csv", "text,topic\na,b\n", "no label column; .* found text, topic; name it with --label-column"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl, line 2: .* expected one JSON object a line"),
+        ("a.jsonl", '["a", 1]\n', r"a.jsonl, line 1: expected a JSON object, got \["),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', "a.jsonl, line 2: the label is empty"),
         ("a.csv", 'text,label\na,"b\n', "a.csv, line 2: unexpected end of data"),
         ("a.csv", b"text,label\n\xff,x\n", "a.csv: not UTF-8 at byte 11"),
-        ("a.txt", "text,label\n", "a.txt: expected a file that ends in .csv or .tsv"),
+        ("a.txt", "text,label\n", "a.txt: expected a file that ends in .csv, .tsv, .jsonl, .json"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message):
         read_examples(write(tmp_path / name, content))
+
+
+def test_json_lines_and_columns_by_name(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"Question": "why?", "answer": 3}\n\n{"Question": "how?", "answer": 0}\n')
+    assert read_examples(path, Columns("question", "answer")) == Examples(["why?", "how?"], ["3", "0"])
+    with pytest.raises(InputError, match="no text column; there is none named text_b, found Question, answer"):
+        read_examples(path, Columns("text_b", "answer"))
+
+
+def saved_dataset(folder):
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+
+    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["bad", "good"])})
+    rows = {"sentence": ["poor", "fine"], "label": [0, 1]}
+    dataset = Dataset.from_dict(rows, features=features)
+    DatasetDict(train=dataset, validation=dataset).save_to_disk(str(folder))
+    return str(folder)
+
+
+def test_a_saved_data_set_with_named_labels(tmp_path):
+    folder = saved_dataset(tmp_path / "saved")
+    assert load_examples(folder, "validation") == Examples(["poor", "fine"], ["bad", "good"])
+    with pytest.raises(InputError, match="has no split test; it has train, validation"):
+        load_examples(folder, "test")
+
+
+def test_a_folder_of_files_is_a_data_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        write(tmp_path / "data" / f"{split}.csv", f"text,label\n{split} text,x\nother,y\n")
+    assert load_examples(str(tmp_path / "data"), "test") == Examples(["test text", "other"], ["x", "y"])
+
+
+def test_a_hub_name_without_a_network_gives_one_sentence(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match=r"^the data set nobody/nothing \(train\) cannot .* without a network"):
+        load_examples("nobody/nothing", "train")
 
 
 def test_a_missing_file_and_a_folder(tmp_path):
@@ -116,7 +153,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("epochs: 3\n", "unknown key 'epochs'; known are bucket_cap_mb, dropout"),
+        ("epochs: 3\n", "unknown key 'epochs'; known are bucket_cap_mb, dataset, dropout"),
         ("num_epochs: many\n", "num_epochs must be a float, got 'many'"),
         ("seed: true\n", "seed must be a int, got True"),
         ("- a\n", "expected lines of the form `key: value`"),
@@ -125,6 +162,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         ("num_epochs: 0\n", "max_steps or num_epochs must be positive"),
         ("global_batch_size: 0\n", "global_batch_size must be at least 1, got 0"),
         ("train_file: a.csv\n", "--train-file and --test-file go together"),
+        ("train_file: a.csv\ntest_file: b.csv\ndataset: c\n", "are two sources of data; choose one"),
     ],
 )
 def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):

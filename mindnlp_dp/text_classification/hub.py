@@ -1,0 +1,61 @@
+"""Labelled texts from a data hub, or from a folder that ``datasets`` can read.
+
+Goes in: the name of a data set. Comes out: texts with their labels. Offline, a
+name that is not in the cache gives one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .examples import USUAL_COLUMNS, Columns, Examples, InputError, collect, first_line
+
+
+def load_examples(name: str, split: str, columns: Columns = USUAL_COLUMNS) -> Examples:
+    """A split of the data set ``name``: a hub name, a folder of files, or one that ``save_to_disk`` wrote.
+
+    Raises:
+        InputError: it cannot be had, has no such split, or no column fits.
+    """
+    dataset = _load(name, split)
+    features = dataset.features
+
+    def rows() -> Iterator[tuple[int, Mapping[str, Any]]]:
+        for number, row in enumerate(dataset, 1):
+            # A ClassLabel is a number with a name.
+            yield (
+                number,
+                {
+                    key: features[key].int2str(value) if hasattr(features[key], "int2str") and value >= 0 else value
+                    for key, value in row.items()
+                },
+            )
+
+    return collect(rows(), columns, f"{name} ({split})")
+
+
+def _load(name: str, split: str) -> Any:
+    import datasets
+    import huggingface_hub
+
+    datasets.disable_progress_bars()
+    # Every attempt to reach the hub is reported there; the last one is ours to tell.
+    huggingface_hub.utils.logging.set_verbosity_error()
+    try:
+        if Path(name, "dataset_dict.json").exists() or Path(name, "state.json").exists():
+            saved = datasets.load_from_disk(name)
+            splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+            if split not in splits:
+                raise InputError(f"{name} has no split {split}; it has {', '.join(splits)}")
+            return splits[split]
+        return datasets.load_dataset(name, split=split)
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        # Hub, network, cache and file format each fail in ways of their own; a user needs the first line.
+        raise InputError(
+            f"the data set {name} ({split}) cannot be loaded: {first_line(error)}; without a network pass "
+            "a folder that has it, or --train-file and --test-file"
+        ) from None

@@ -1,0 +1,58 @@
+"""A pretrained encoder and its tokenizer, from a model hub or a folder.
+
+Goes in: a name or a folder, texts. Comes out: token columns, and a classifier
+whose head is new. RoBERTa, BERT, or whatever else MindNLP's Auto classes know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .examples import InputError, first_line
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of the model ``name``; InputError when it cannot be had."""
+    from mindnlp.transformers import AutoTokenizer
+
+    return _from_pretrained(AutoTokenizer, name, "tokenizer")
+
+
+def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[str, np.ndarray], int]:
+    """Token columns, int64 of shape (texts, max_length), and how many texts were cut."""
+    lengths = [len(ids) for ids in tokenizer(list(texts))["input_ids"]]
+    encoded = tokenizer(list(texts), padding="max_length", truncation=True, max_length=max_length)
+    columns = {name: np.array(encoded[name], np.int64) for name in list(encoded)}
+    return columns, sum(length > max_length for length in lengths)
+
+
+def load_classifier(name: str, num_labels: int, max_length: int) -> Any:
+    """The model ``name`` with a new head for ``num_labels`` classes.
+
+    Raises:
+        InputError: it cannot be had, or takes fewer than ``max_length`` tokens.
+    """
+    from mindnlp.transformers import AutoModelForSequenceClassification
+
+    model = _from_pretrained(AutoModelForSequenceClassification, name, "model", num_labels=num_labels)
+    positions = getattr(model.config, "max_position_embeddings", max_length)
+    # RoBERTa counts positions from behind its padding token's number.
+    if "roberta" in model.config.model_type:
+        positions -= model.config.pad_token_id + 1
+    if max_length > positions:
+        raise InputError(f"max_length ({max_length}) is more than the {positions} tokens that {name} takes")
+    return model
+
+
+def _from_pretrained(auto_class: Any, name: str, what: str, **options: Any) -> Any:
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except Exception as error:  # noqa: BLE001
+        # Hub, network, cache and file format each fail in ways of their own; a user needs the first line.
+        raise InputError(
+            f"the {what} {name} cannot be loaded: {first_line(error)}; without a network pass a folder "
+            "that has it, or --model tiny"
+        ) from None

@@ -1,0 +1,57 @@
+# Sourced by the msrun scripts: mistakes that msrun answers with a hang or a stack get one sentence here.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+check_device() {
+  case $DEVICE in Ascend | GPU | CPU) ;; *) fail "DEVICE must be Ascend, GPU or CPU, got '$DEVICE'" ;; esac
+}
+
+# check_count NAME [LEAST]: the variable NAME holds a number of at least LEAST (default 1).
+check_count() {
+  local value=${!1} least=${2:-1}
+  case $value in '' | *[!0-9]*) fail "$1 must be at least $least, got '$value'" ;; esac
+  [ "$value" -ge "$least" ] || fail "$1 must be at least $least, got '$value'"
+}
+
+# check_workers NUMBER: this host has a device for each of its workers.
+check_workers() {
+  local visible count
+  case $DEVICE in
+    CPU) return ;;
+    Ascend) visible=${ASCEND_RT_VISIBLE_DEVICES-unset} count=$(ls -d /dev/davinci[0-9]* 2>/dev/null | wc -l) ;;
+    GPU) visible=${CUDA_VISIBLE_DEVICES-unset} count=$(ls -d /dev/nvidia[0-9]* 2>/dev/null | wc -l) ;;
+  esac
+  if [ "$visible" != unset ]; then
+    count=$(tr ',' '\n' <<<"$visible" | grep -c '[^ ]' || true)
+  fi
+  [ "$1" -le "$count" ] || fail "$1 workers, but this host has $count $DEVICE devices to use;" \
+    "start at most that many, or try DEVICE=CPU"
+}
+
+check_script() {
+  [ -f "$1" ] || fail "the script $1 does not exist"
+}
+
+# Nobody may listen where the processes are to meet: msrun would hang, or join a stranger's job.
+check_port() {
+  check_count MASTER_PORT
+  if (exec 3<>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; then
+    fail "port $MASTER_PORT is in use; set MASTER_PORT to another one, such as $((MASTER_PORT + 100))"
+  fi
+}
+
+# Finds msrun, drops what an earlier job left in the shell, and passes the device on.
+prepare_environment() {
+  if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$ROOT/.venv/bin/msrun" ]; then
+    PATH=$ROOT/.venv/bin:$PATH
+  fi
+  command -v msrun >/dev/null || fail "msrun was not found; pip install mindspore, or activate its environment"
+  unset MS_ROLE MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT MS_WORKER_NUM MS_WORKER_IP RANK_ID RANK_SIZE RANK_TABLE_FILE DEVICE_ID
+  export DEVICE_TARGET=$DEVICE GLOG_v=${GLOG_v:-3} PYTHONUNBUFFERED=1
+  mkdir -p "$LOG_DIR"
+}

