@@ -20,6 +20,7 @@ import importlib.util
 import os
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
@@ -152,6 +153,14 @@ def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
     yield
 
 
+# Versions: MindNLP 0.4.1. Cause: every tokenizer that is loaded warns about a default of its own.
+# Goes when: MindNLP has decided on clean_up_tokenization_spaces.
+@_around("mindnlp")
+def _quiet_tokenizers(module: types.ModuleType) -> Iterator[None]:
+    warnings.filterwarnings("ignore", message="`clean_up_tokenization_spaces` was not set", category=FutureWarning)
+    yield
+
+
 # Versions: MindNLP 0.4.1. Cause: it sets MS_ALLOC_CONF for Ascend on every machine; on CPU MindSpore reports
 # the setting on the terminal of every process, and has no use for it.
 # Goes when: MindNLP sets it on Ascend only.
@@ -221,7 +230,7 @@ def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: mindspore._c_expression.pyboost_empty takes its
-# arguments one by one now; MindNLP passes one list.
+# arguments one by one now; MindNLP passes one list. mint.empty, its public name, asks for an Ascend in 2.7.0.
 # Goes when: mindnlp.core.ops.empty works without.
 @_around("mindnlp.core.ops.creation")
 def _empty(module: types.ModuleType) -> Iterator[None]:
@@ -229,11 +238,11 @@ def _empty(module: types.ModuleType) -> Iterator[None]:
     import mindspore
 
     def empty(*size: Any, dtype: Any = None, device: Any = None) -> Any:
-        """Return an uninitialised tensor of shape ``size``."""
+        """Return a tensor of shape ``size``; its values are nobody's business, and zero."""
         if isinstance(size[0], (tuple, list)):
             size = tuple(size[0])
         dtype = module.get_default_dtype() if dtype is None else dtype
-        return mindspore.mint.empty(size, dtype=dtype, device=device)
+        return mindspore.ops.zeros(size, dtype)
 
     if Version(mindspore.__version__) >= Version("2.7.0"):
         module.empty = empty  # type: ignore[attr-defined]
