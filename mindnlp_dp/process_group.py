@@ -11,6 +11,7 @@ order; ranks that do not agree get an error that shows every rank's call.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import math
 import os
 from collections.abc import Sequence
@@ -207,8 +208,7 @@ class ProcessGroup:
         header = [(tuple(x.shape), dtype_name(x), isinstance(x, np.ndarray)) for x in mine]
         parts: list[Any] = []
         for index, (shape, dtype, is_numpy) in enumerate(self.broadcast_object(header, src)):
-            like = mine[index] if mine else _zeros(shape, dtype, is_numpy)
-            parts.append(self.broadcast(like, src))
+            parts.append(self.broadcast(mine[index] if mine else self._zeros(shape, dtype, is_numpy), src))
         return parts[self.rank]
 
     def send(self, x: Any, dst: int) -> None:
@@ -277,6 +277,13 @@ class ProcessGroup:
         """Memory of the backend's own kind for the gradients of one bucket."""
         return self._backend.make_bucket(layout)
 
+    def _zeros(self, shape: tuple[int, ...], dtype: str, is_numpy: bool) -> Any:
+        zeros = np.zeros(shape, np.float32 if dtype == "bfloat16" else dtype)
+        if not is_numpy:
+            return self._backend.from_host(zeros, dtype)
+        # NumPy learns bfloat16 from ml_dtypes, and a bfloat16 array cannot have come from elsewhere.
+        return zeros.astype(importlib.import_module("ml_dtypes").bfloat16) if dtype == "bfloat16" else zeros
+
     # Checks.
 
     def _check_rank(self, name: str, value: int) -> None:
@@ -342,15 +349,3 @@ def _divide(x: Any, divisor: int) -> Any:
     mean = (x / divisor).astype(x.dtype)
     # NumPy makes a number of an array without dimensions.
     return np.asarray(mean) if isinstance(x, np.ndarray) else mean
-
-
-def _zeros(shape: tuple[int, ...], dtype: str, is_numpy: bool) -> Any:
-    if is_numpy:
-        if dtype == "bfloat16":
-            import ml_dtypes  # registers the type with NumPy; a bfloat16 array cannot have come from elsewhere
-
-            return np.zeros(shape, ml_dtypes.bfloat16)
-        return np.zeros(shape, dtype)
-    import mindspore
-
-    return mindspore.ops.zeros(shape, getattr(mindspore, "bool_" if dtype == "bool" else dtype))
