@@ -1,8 +1,8 @@
 """MindSpore's own collectives: HCCL on Ascend, NCCL on GPU, MCCL on CPU. Arrays are MindSpore tensors.
 
-MCCL is the narrowest of the three. What it refuses (or, for float64, gets wrong
-without a word) goes by a path that is exact: the bytes are gathered, and every
-rank reduces them in rank order.
+MCCL is the narrowest of the three. What it refuses, or gets wrong without a word
+(float64; large int64 in MindSpore 2.7), goes by a path that is exact: the bytes are
+gathered, and every rank reduces them in rank order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..bucket import BucketLayout
 from .base import HALF_TYPES, Backend, Bucket, dtype_name, reduce_arrays
 
 _LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
-_REDUCED_NATIVELY = {"float32", "int8", "int16", "int32", "int64"}
+_DEVICES_REDUCE = {"float32", "float16", "bfloat16", "int8", "int32", "int64"}
 
 
 class MindSporeBackend(Backend):
@@ -47,8 +47,7 @@ class MindSporeBackend(Backend):
         return y if y.dtype == like.dtype else y.astype(like.dtype)
 
     def _reduces_natively(self, x: Any) -> bool:
-        # float16 on the wire is what a device is asked for; on CPU, as under MPI, it is summed in float32.
-        return dtype_name(x) in _REDUCED_NATIVELY or (self.name != "mccl" and dtype_name(x) in HALF_TYPES)
+        return dtype_name(x) == "float32" if self.name == "mccl" else dtype_name(x) in _DEVICES_REDUCE
 
     def all_reduce(self, x: Any, op: str) -> Any:
         if dtype_name(x) in HALF_TYPES and self.name == "mccl":
