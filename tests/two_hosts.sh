@@ -13,10 +13,8 @@ if [ "$(id -u)" -ne 0 ] || ! command -v ip >/dev/null; then
   echo "skipped: two network namespaces need root and iproute2 (apt-get install iproute2)"
   exit 0
 fi
-# A path without symbolic links: mpirun starts its daemons by it.
 source "$ROOT/scripts/environment.sh"
-[ -x "$VENV/bin/mindnlp-dp" ] || { echo "error: run scripts/quickstart.sh first; it makes $VENV" >&2; exit 1; }
-export PATH="$VENV/bin:$PATH"
+ensure_environment mpi,quickstart
 
 # Names of this run's own, so that two runs do not meet.
 tag=$$
@@ -33,7 +31,10 @@ cleanup() {
 }
 trap cleanup EXIT
 
-ip netns add "$first"
+if ! ip netns add "$first" 2>"$work/no"; then
+  echo "skipped: this machine grants no network namespaces ($(cat "$work/no"))"
+  exit 0
+fi
 ip netns add "$second"
 ip link add "vA$tag" netns "$first" type veth peer name "vB$tag" netns "$second"
 for side in "$first vA$tag 1" "$second vB$tag 2"; do
