@@ -64,7 +64,7 @@ def judge(folder: Path, world_size: int) -> tuple[int, int, int, list[str]]:
         wrong.append("no test was run")
     if any(others != names[0] for others in names[1:]):
         wrong.append("the ranks did not run the same tests")
-    return passed, max(failed, bool(wrong)), skipped, wrong
+    return passed, max(failed, int(bool(wrong))), skipped, wrong
 
 
 def main() -> int:
