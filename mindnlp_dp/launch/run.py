@@ -27,6 +27,8 @@ from .environment import cluster_environment, find_mpirun, free_port, mpi_enviro
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
+# How long some ranks may have finished before the others' silence is worth a word.
+PATIENCE_SECONDS = 30.0
 TAIL_LINES = 15
 
 
@@ -127,10 +129,14 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
 def _watch(processes: list[_Process], log_dir: Path, nproc: int) -> list[_Process]:
     """Show rank 0's log until all processes have ended, or one has failed; return those that have ended."""
     working = [process for process in processes if not process.serves]
-    shown = 0
+    shown, patient = 0, True
     while True:
         ended = [process for process in working if process.popen.poll() is not None]
-        failed = any(status["exit_code"] != 0 for status in _statuses(log_dir, nproc).values()) or any(
+        statuses = _statuses(log_dir, nproc)
+        if patient and statuses and time.time() - min(s["time"] for s in statuses.values()) > PATIENCE_SECONDS:
+            patient = False
+            _mention_stragglers(sorted(statuses), nproc)
+        failed = any(status["exit_code"] != 0 for status in statuses.values()) or any(
             process.rank is not None and _exit_code(process, log_dir) != 0 for process in ended
         )
         shown = _show(log_dir / "worker_0.log", shown)
@@ -142,6 +148,17 @@ def _watch(processes: list[_Process], log_dir: Path, nproc: int) -> list[_Proces
             time.sleep(2 * POLL_SECONDS)
         _show(log_dir / "worker_0.log", shown)
         return ended
+
+
+def _mention_stragglers(finished: list[int], nproc: int) -> None:
+    """Some ranks are done and others are not: they may be writing files, or waiting for ever."""
+    running = [rank for rank in range(nproc) if rank not in finished]
+    if running:
+        print(
+            f"ranks {finished} finished {PATIENCE_SECONDS:.0f} s ago, ranks {running} have not. If they wait for the "
+            "others they wait for ever: every rank must make the same collective calls. Ctrl-C ends the job",
+            file=sys.stderr,
+        )
 
 
 def _show(log: Path, offset: int) -> int:

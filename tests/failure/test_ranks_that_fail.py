@@ -113,6 +113,16 @@ def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
     assert not alive
 
 
+def test_a_rank_that_others_may_wait_for_in_vain_is_mentioned(tmp_path, monkeypatch, capsys):
+    from mindnlp_dp.launch import run
+
+    monkeypatch.setattr(run, "PATIENCE_SECONDS", 1.0)
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + INIT + "if group.rank == 0: time.sleep(4)\n")
+    assert run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs") == 0
+    assert "ranks [1] finished 1 s ago, ranks [0] have not" in capsys.readouterr().err
+
+
 def test_mpirun_missing(monkeypatch, capsys, tmp_path):
     from mindnlp_dp.launch.cli import main
 
