@@ -20,14 +20,20 @@ check_count() {
 
 # check_workers NUMBER: this host has a device for each of its workers.
 check_workers() {
-  local visible count
+  local visible cards count
   case $DEVICE in
     CPU) return ;;
-    Ascend) visible=${ASCEND_RT_VISIBLE_DEVICES-unset} count=$(ls -d /dev/davinci[0-9]* 2>/dev/null | wc -l) ;;
-    GPU) visible=${CUDA_VISIBLE_DEVICES-unset} count=$(ls -d /dev/nvidia[0-9]* 2>/dev/null | wc -l) ;;
+    Ascend) visible=${ASCEND_RT_VISIBLE_DEVICES-unset} cards=(/dev/davinci[0-9]*) ;;
+    GPU) visible=${CUDA_VISIBLE_DEVICES-unset} cards=(/dev/nvidia[0-9]*) ;;
   esac
   if [ "$visible" != unset ]; then
-    count=$(tr ',' '\n' <<<"$visible" | grep -c '[^ ]' || true)
+    IFS=, read -ra cards <<<"$visible"
+    count=${#cards[@]}
+  elif [ -e "${cards[0]}" ]; then
+    count=${#cards[@]}
+  else
+    # The pattern stands for itself: no file fits.
+    count=0
   fi
   [ "$1" -le "$count" ] || fail "$1 workers, but this host has $count $DEVICE devices to use;" \
     "start at most that many, or try DEVICE=CPU"

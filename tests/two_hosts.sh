@@ -44,11 +44,13 @@ for side in "$first vA$tag 1" "$second vB$tag 2"; do
   ip -n "$name" link set lo up
 done
 
-# enter NAMESPACE COMMAND...: run a command on that host, under a host name of its own.
+# enter NAMESPACE COMMAND...: run a command on that host, under a host name and on a core of its own.
+cores=($(python -c 'import os; c = sorted(os.sched_getaffinity(0)); print(c[0], c[-1])'))
 enter() {
-  local name=$1
+  local name=$1 core=${cores[0]}
   shift
-  ip netns exec "$name" unshare --uts bash -c 'hostname "$0"; exec "$@"' "$name" "$@"
+  [ "$name" = "$first" ] || core=${cores[1]}
+  ip netns exec "$name" unshare --uts taskset -c "$core" bash -c 'hostname "$0"; exec "$@"' "$name" "$@"
 }
 
 report() {
@@ -78,7 +80,7 @@ cat >"$work/agent" <<AGENT
 # Called as ssh is: HOST COMMAND...
 while [[ \$1 == -* ]]; do shift; done
 shift
-exec ip netns exec $second unshare --uts bash -c 'hostname $second; exec bash -c "\$*"' agent "\$@"
+exec ip netns exec $second unshare --uts taskset -c ${cores[1]} bash -c 'hostname $second; exec bash -c "\$*"' agent "\$@"
 AGENT
 chmod +x "$work/agent"
 job=("$ROOT/scripts/finetune.py" --config "$config" --output-dir "$work/mpirun")

@@ -149,6 +149,11 @@ HOSTS = {"MASTER_ADDR": "127.0.0.1", "NNODES": "2", "NODE_RANK": "0", "DEVICE": 
             "launch_msrun.sh", {"DEVICE": "Ascend", "ASCEND_RT_VISIBLE_DEVICES": ""},
             "2 workers, but this host has 0 Ascend devices to use; start at most that many, or try DEVICE=CPU",
         ),
+        pytest.param(
+            "launch_msrun.sh", {"DEVICE": "Ascend"},
+            "2 workers, but this host has 0 Ascend devices to use; start at most that many, or try DEVICE=CPU",
+            marks=pytest.mark.skipif(os.path.exists("/dev/davinci0"), reason="there are Ascend NPUs here"),
+        ),
         (
             "launch_msrun_multi_node.sh", {**HOSTS, "MASTER_ADDR": ""},
             "MASTER_ADDR is not set; see the head of scripts/launch_msrun_multi_node.sh",
