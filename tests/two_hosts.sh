@@ -14,7 +14,7 @@ if [ "$(id -u)" -ne 0 ] || ! command -v ip >/dev/null; then
   exit 0
 fi
 source "$ROOT/scripts/environment.sh"
-ensure_environment mpi,quickstart
+ensure_environment mpi,quickstart,dev
 
 # Names of this run's own, so that two runs do not meet.
 tag=$$
