@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mindnlp.engine.utils import set_seed
 
 import mindnlp_dp as dp
 from mindnlp_dp.text_classification.config import FinetuneConfig
@@ -57,8 +58,9 @@ def test_it_trains_and_is_saved_with_its_tokenizer(folder, tmp_path):
         model=folder, train_file=str(tmp_path / "train.csv"), test_file=str(tmp_path / "test.csv"), max_length=12
     )
     task = prepare_task(config)
+    set_seed(0)
     args = dp.DataParallelArguments(
-        str(tmp_path), max_steps=6, learning_rate=2e-4, per_device_train_batch_size=12, disable_tqdm=True
+        str(tmp_path), max_steps=12, learning_rate=5e-4, per_device_train_batch_size=12, disable_tqdm=True
     )
     trainer = dp.DataParallelTrainer(build_model(config, task), args, train_dataset=as_dataset(task.train))
     before = trainer.evaluate(as_dataset(task.test))["eval_loss"]
