@@ -36,7 +36,7 @@ ensure_environment() {
     fi
     if [ ! -x "$VENV/bin/python" ]; then
       python=$(_find_python) || exit 1
-      echo "making a virtual environment in $VENV with $("$python" --version)"
+      echo "making a virtual environment in ${VENV#"$PWD"/} with $("$python" --version)"
       "$python" -m venv "$VENV" || exit 1
     fi
     echo "installing mindnlp_dp[$extras] and what it needs (about 3 GB; a minute or several)"

@@ -54,7 +54,7 @@ def summary(report: dict[str, Any], folder: Path) -> str:
         "evaluation": f"accuracy {report['eval_accuracy']:.4f}, loss {report['eval_loss']:.4f} "
         f"on {report['eval_samples']} held-out samples, {report['num_labels']} labels",
         "replicas in sync": f"{'yes' if report['replicas_in_sync'] else 'NO'}, digest {report['replica_digest']}",
-        "written to": folder,
+        "written to": folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder,
     }
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
 
