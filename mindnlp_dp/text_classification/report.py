@@ -6,6 +6,7 @@ there at all: each is written beside its place and moved into it.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import tempfile
@@ -33,12 +34,15 @@ def in_place_of(path: Path) -> Iterator[Path]:
 
 
 def write_results(folder: Path, report: dict[str, Any], save_model: Callable[[str], None]) -> None:
-    """Write the model, the plot and, last, the report."""
+    """Write the model, the plot (where matplotlib is installed) and, last, the report."""
     with in_place_of(folder / MODEL_FOLDER) as model_folder:
         save_model(str(model_folder))
-    with in_place_of(folder / PLOT_FILE) as plot:
-        title = "{num_labels} labels; {world_size} ranks over {backend}, {global_batch_size} samples an update"
-        plot_history(report["history"], plot, title.format_map(report))
+    if importlib.util.find_spec("matplotlib") is None:
+        print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"')
+    else:
+        with in_place_of(folder / PLOT_FILE) as plot:
+            title = "{num_labels} labels; {world_size} ranks over {backend}, {global_batch_size} samples an update"
+            plot_history(report["history"], plot, title.format_map(report))
     with in_place_of(folder / REPORT_FILE) as file:
         file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

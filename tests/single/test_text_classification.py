@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
 from mindnlp_dp.text_classification.examples import Columns, Examples, InputError, label_ids, read_examples
 from mindnlp_dp.text_classification.hub import load_examples
-from mindnlp_dp.text_classification.report import in_place_of, plot_history, summary
+from mindnlp_dp.text_classification.report import in_place_of, plot_history, summary, write_results
 from mindnlp_dp.text_classification.task import prepare_task
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
 
@@ -213,6 +214,13 @@ def test_plot_and_summary(tmp_path):
     text = summary(json.loads(json.dumps(report)), tmp_path)
     assert "gradient sync     3.1 % of the training time" in text
     assert "replicas in sync  yes, digest 0123456789abcdef" in text
+
+
+def test_without_matplotlib_everything_else_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    write_results(tmp_path / "out", {"history": []}, lambda folder: Path(folder).mkdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model", "report.json"]
+    assert "no plot was drawn" in capsys.readouterr().out
 
 
 def test_every_setting_has_a_help_text():
