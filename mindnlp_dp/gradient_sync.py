@@ -15,6 +15,7 @@ the synchroniser's business: pass those that train.
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
@@ -29,7 +30,7 @@ from .replicas import check_same_structure
 DEFAULT_BUCKET_CAP_MB = 4.0
 
 
-class _Synchronizer:
+class _Synchronizer(abc.ABC):
     """A window of weighted gradients; subclasses say how they are stored and summed over the ranks.
 
     Attributes:
@@ -104,14 +105,14 @@ class _Synchronizer:
             self.seconds += time.perf_counter() - began
         return gradients
 
-    def _put(self, index: int, gradient: Any, weight: float) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _put(self, index: int, gradient: Any, weight: float) -> None: ...
 
-    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]: ...
 
-    def _clear(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _clear(self) -> None: ...
 
 
 class NaiveGradientSynchronizer(_Synchronizer):

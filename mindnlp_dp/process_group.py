@@ -10,10 +10,10 @@ order; ranks that do not agree get an error that shows every rank's call.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 import os
+import pickle
 from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
@@ -21,16 +21,11 @@ import numpy as np
 
 from .backends.base import Backend, Bucket, dtype_name
 from .bucket import BucketLayout
+from .collective_checks import check_agreement, check_op, check_peer, check_rank, checked_array, describe
 from .compat import obey_device_target
 from .rendezvous import choose_backend, detect_launch, make_backend
 
 T = TypeVar("T")
-_OPS = ("sum", "mean", "max", "min")
-_TYPES = (
-    "float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64",
-    "uint8", "uint16", "uint32", "uint64", "bool",
-)  # fmt: skip
-
 _group: Optional[ProcessGroup] = None
 # Whether this process ever joined a job; stays so when it has left.
 was_started = False
@@ -141,14 +136,14 @@ class ProcessGroup:
         in float32 on CPU. Of booleans, ``sum`` and ``max`` are "any", ``min`` is "all". The ``mean`` of
         integers or booleans raises TypeError: it would be rounded.
         """
-        x = self._checked(x)
+        x = checked_array(x, self.rank)
         total = self._reduced("all_reduce", x, op)
         return x.copy() if total is None else self._backend.from_native(total, x)
 
     def _reduced(self, call: str, x: Any, op: str) -> Optional[Any]:
         """The reduction as the backend's own kind of array; None for an empty ``x``."""
-        self._check_op(x, op)
-        self._agree(call, op, _describe(x))
+        check_op(x, op, self.rank)
+        check_agreement(self._backend, call, op, describe(x))
         if _numel(x) == 0:
             return None
         total = self._backend.all_reduce(self._backend.to_native(x), "sum" if op == "mean" else op)
@@ -156,13 +151,13 @@ class ProcessGroup:
 
     def reduce(self, x: Any, dst: int = 0, op: str = "sum") -> Optional[Any]:
         """Like :meth:`all_reduce`, but the result is rank ``dst``'s; the others get None."""
-        self._check_rank("dst", dst)
+        check_rank("dst", dst, self)
         result = self.all_reduce(x, op)
         return result if self.rank == dst else None
 
     def reduce_scatter(self, x: Any, op: str = "sum") -> Any:
         """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r``."""
-        x = self._checked(x)
+        x = checked_array(x, self.rank)
         if x.ndim == 0 or x.shape[0] != self.world_size:
             raise ValueError(
                 f"reduce_scatter on rank {self.rank}: expected a first dimension of world_size "
@@ -175,17 +170,17 @@ class ProcessGroup:
 
     def broadcast(self, x: Any, src: int = 0) -> Any:
         """Every rank gets rank ``src``'s ``x``."""
-        x = self._checked(x)
-        self._check_rank("src", src)
-        self._agree("broadcast", f"src={src}", _describe(x))
+        x = checked_array(x, self.rank)
+        check_rank("src", src, self)
+        check_agreement(self._backend, "broadcast", f"src={src}", describe(x))
         if _numel(x) == 0:
             return x.copy()
         return self._backend.from_native(self._backend.broadcast(self._backend.to_native(x), src), x)
 
     def all_gather(self, x: Any) -> list[Any]:
         """Every rank gets the list of all ranks' ``x``, in rank order."""
-        x = self._checked(x)
-        self._agree("all_gather", _describe(x))
+        x = checked_array(x, self.rank)
+        check_agreement(self._backend, "all_gather", describe(x))
         if _numel(x) == 0:
             return [x.copy() for _ in range(self.world_size)]
         gathered = self._backend.all_gather(self._backend.to_native(x))
@@ -193,18 +188,18 @@ class ProcessGroup:
 
     def gather(self, x: Any, dst: int = 0) -> Optional[list[Any]]:
         """Rank ``dst`` gets the list of all ranks' ``x``, in rank order; the others get None."""
-        self._check_rank("dst", dst)
+        check_rank("dst", dst, self)
         gathered = self.all_gather(x)
         return gathered if self.rank == dst else None
 
     def scatter(self, xs: Optional[Sequence[Any]], src: int = 0) -> Any:
         """Rank ``r`` gets ``xs[r]``; only rank ``src`` passes ``xs``, one array a rank, the others None."""
-        self._check_rank("src", src)
+        check_rank("src", src, self)
         wrong = None
         if self.rank == src and (xs is None or len(xs) != self.world_size):
             wrong = f"expected {self.world_size} arrays, one a rank, got {'None' if xs is None else len(xs)}"
         self.raise_together(ValueError(wrong) if wrong else None, f"scatter from rank {src}")
-        mine = [self._checked(x) for x in xs] if self.rank == src and xs is not None else []
+        mine = [checked_array(x, self.rank) for x in xs] if self.rank == src and xs is not None else []
         header = [(tuple(x.shape), dtype_name(x), isinstance(x, np.ndarray)) for x in mine]
         parts: list[Any] = []
         for index, (shape, dtype, is_numpy) in enumerate(self.broadcast_object(header, src)):
@@ -213,32 +208,32 @@ class ProcessGroup:
 
     def send(self, x: Any, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it."""
-        x = self._checked(x)
-        self._check_peer("dst", dst)
+        x = checked_array(x, self.rank)
+        check_peer("dst", dst, self)
         self._backend.send(self._backend.to_native(x), dst)
 
     def recv(self, like: Any, src: int) -> Any:
         """Receive an array with the shape and type of ``like`` from rank ``src``."""
-        like = self._checked(like)
-        self._check_peer("src", src)
+        like = checked_array(like, self.rank)
+        check_peer("src", src, self)
         return self._backend.from_native(self._backend.recv(self._backend.to_native(like), src), like)
 
     def barrier(self) -> None:
         """Return when every rank is here."""
-        self._agree("barrier")
+        check_agreement(self._backend, "barrier")
         self._backend.barrier()
 
     # Python objects, through pickle: between the processes of one job only, never from a file.
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Every rank gets rank ``src``'s object."""
-        self._check_rank("src", src)
-        self._agree("broadcast_object", f"src={src}")
+        check_rank("src", src, self)
+        check_agreement(self._backend, "broadcast_object", f"src={src}")
         return self._backend.broadcast_object(obj, src)
 
     def all_gather_object(self, obj: T) -> list[T]:
         """Every rank gets the list of all ranks' objects, in rank order."""
-        self._agree("all_gather_object")
+        check_agreement(self._backend, "all_gather_object")
         return self._backend.all_gather_object(obj)
 
     # What the ranks do as one.
@@ -261,7 +256,7 @@ class ProcessGroup:
         The rank that failed raises its own error. The others raise the same kind, with the
         rank and ``doing`` in front, or RuntimeError where that kind cannot be rebuilt.
         """
-        reports = self.all_gather_object(None if error is None else (type(error), str(error)))
+        reports = self.all_gather_object(None if error is None else (_kind(error), str(error)))
         if error is not None:
             raise error
         for rank, report in enumerate(reports):
@@ -284,65 +279,18 @@ class ProcessGroup:
         # NumPy learns bfloat16 from ml_dtypes, and a bfloat16 array cannot have come from elsewhere.
         return zeros.astype(importlib.import_module("ml_dtypes").bfloat16) if dtype == "bfloat16" else zeros
 
-    # Checks.
 
-    def _check_rank(self, name: str, value: int) -> None:
-        if not 0 <= value < self.world_size:
-            raise ValueError(f"{name} must be a rank from 0 to {self.world_size - 1}, got {value} on rank {self.rank}")
-
-    def _check_peer(self, name: str, value: int) -> None:
-        self._check_rank(name, value)
-        if value == self.rank:
-            raise ValueError(f"{name} must be another rank, got {value} on rank {self.rank} itself")
-
-    def _check_op(self, x: Any, op: str) -> None:
-        if op not in _OPS:
-            raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r} on rank {self.rank}")
-        if op == "mean" and "float" not in dtype_name(x):
-            raise TypeError(
-                f"the mean of {dtype_name(x)} would be rounded (rank {self.rank}); "
-                "convert to float32 first, or use op='sum' and divide"
-            )
-
-    def _checked(self, x: Any) -> Any:
-        """``x``, a NumPy number as an array without dimensions; TypeError for what no backend can move."""
-        if isinstance(x, np.generic):
-            x = np.asarray(x)
-        if not hasattr(x, "dtype") or dtype_name(x) not in _TYPES:
-            what = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
-            raise TypeError(
-                f"expected a NumPy array or a MindSpore tensor of {', '.join(_TYPES)}; got {what} on rank {self.rank}. "
-                "Other things travel with broadcast_object and all_gather_object"
-            )
-        return x
-
-    def _agree(self, call: str, *arguments: str) -> None:
-        """Raise on every rank unless all are making this call, with these arguments.
-
-        Libraries pair mismatched collectives up with each other, or hang. One reduced
-        pair of integers, [h, -h], tells whether all hashes h are the same.
-        """
-        if self.world_size == 1:
-            return
-        mine = f"{call}({', '.join(arguments)})"
-        code = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
-        pair = self._backend.to_native(np.array([code, -code], np.int64))
-        low, high = (int(v) for v in np.asarray(self._backend.to_host(self._backend.all_reduce(pair, "max"))))
-        if low != -high:
-            everyone = enumerate(self._backend.all_gather_object(mine))
-            calls = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in everyone)
-            raise RuntimeError(
-                f"the ranks do not agree on a collective: {calls}. Every rank must make the same calls, "
-                "in the same order, with the same shapes and types"
-            )
+def _kind(error: Exception) -> type[Exception]:
+    """The type of an error, if it can travel: one that is defined inside a function cannot."""
+    try:
+        pickle.dumps(type(error))
+    except (pickle.PicklingError, AttributeError):
+        return RuntimeError
+    return type(error)
 
 
 def _numel(x: Any) -> int:
     return math.prod(x.shape)
-
-
-def _describe(x: Any) -> str:
-    return f"{dtype_name(x)} of shape {tuple(x.shape)}"
 
 
 def _divide(x: Any, divisor: int) -> Any:

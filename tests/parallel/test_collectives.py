@@ -136,6 +136,15 @@ def test_call_on_main(group):
         group.call_on_main(fail, "failing")
 
 
+def test_an_error_that_cannot_travel_still_reaches_every_rank(group):
+    class LocalError(Exception):
+        pass
+
+    error = LocalError("lost") if group.rank == group.world_size - 1 else None
+    with pytest.raises(LocalError if error else RuntimeError, match="lost"):
+        group.raise_together(error, "looking")
+
+
 def test_raise_together_names_the_rank(group):
     last = group.world_size - 1
     error = OSError("disk full") if group.rank == last else None
