@@ -53,10 +53,6 @@ class IndexedLoader:
     def num_samples(self) -> int:
         return self.sampler.num_samples
 
-    @property
-    def global_batch_size(self) -> int:
-        return self.sampler.global_batch_size
-
     def __len__(self) -> int:
         """Windows in an epoch."""
         return self.sampler.num_updates
@@ -103,16 +99,12 @@ class PipelineLoader:
         self._accumulation_steps = accumulation_steps
         self._uneven = uneven
         self._num_batches = num_batches
-        self.global_batch_size = batch_size * accumulation_steps
+        self._batch_size = batch_size
 
     @property
     def num_samples(self) -> Optional[int]:
         """An upper bound where batches may be short; None for a stream."""
-        return (
-            None
-            if self._num_batches is None
-            else self._num_batches * (self.global_batch_size // self._accumulation_steps)
-        )
+        return None if self._num_batches is None else self._num_batches * self._batch_size
 
     def __len__(self) -> int:
         """Windows in an epoch; TypeError for a stream of unknown length, as ``len`` of any iterator."""

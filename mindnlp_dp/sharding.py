@@ -69,19 +69,6 @@ class GlobalBatchSampler:
                 f"{self.accumulation_steps}), and uneven='drop' leaves none; use uneven='keep' or smaller batches"
             )
 
-    @classmethod
-    def from_global_batch_size(
-        cls, num_samples: int, global_batch_size: int, micro_batch_size: int, world_size: int, **options: object
-    ) -> GlobalBatchSampler:
-        """Derive ``accumulation_steps``, so that another number of ranks trains on the same global batches."""
-        return cls(
-            num_samples,
-            micro_batch_size,
-            world_size,
-            accumulation_steps_for(global_batch_size, micro_batch_size, world_size),
-            **options,  # type: ignore[arg-type]
-        )
-
     @property
     def global_batch_size(self) -> int:
         return self.micro_batch_size * self.accumulation_steps * self.world_size
@@ -92,15 +79,6 @@ class GlobalBatchSampler:
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full + (rest > 0 and self.uneven == "keep")
 
-    def global_batch(self, epoch: int, update: int) -> np.ndarray:
-        """The indices of one global batch, in order."""
-        return self._cut(epoch_order(self.num_samples, self.seed, epoch, self.shuffle), update)
-
-    def _cut(self, order: np.ndarray, update: int) -> np.ndarray:
-        if not 0 <= update < self.num_updates:
-            raise IndexError(f"update must be from 0 to {self.num_updates - 1}, got {update}")
-        return order[update * self.global_batch_size : (update + 1) * self.global_batch_size]
-
     def shard_indices(self, rank: int, epoch: int, start: int = 0) -> list[list[np.ndarray]]:
         """What ``rank`` reads in ``epoch``, from update ``start`` on: one list of micro batches an update.
 
@@ -108,7 +86,11 @@ class GlobalBatchSampler:
         short last global batch may be smaller than ``micro_batch_size``, or empty.
         """
         order = epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
-        return [self._micro_batches(self._cut(order, update), rank) for update in range(start, self.num_updates)]
+        size = self.global_batch_size
+        return [
+            self._micro_batches(order[update * size : (update + 1) * size], rank)
+            for update in range(start, self.num_updates)
+        ]
 
     def _micro_batches(self, batch: np.ndarray, rank: int) -> list[np.ndarray]:
         first, last = split_evenly(len(batch), self.world_size, rank)

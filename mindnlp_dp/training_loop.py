@@ -75,8 +75,6 @@ class _TrainingLoop:
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer._globalstep_last_logged = trainer.state.global_step
-        # The sums of an earlier call to train() are not this one's.
-        trainer._total_loss_scalar = 0.0
 
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler

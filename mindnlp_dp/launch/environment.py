@@ -41,11 +41,6 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return cleaned
 
 
-def mpi_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of ``mpirun``, which hands it on to its ranks."""
-    return clean_environment(environ)
-
-
 def cluster_environment(
     environ: Mapping[str, str], role: str, nproc: int, port: int, rank: Optional[int] = None
 ) -> dict[str, str]:

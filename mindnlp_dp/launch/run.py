@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, Optional
 
 from .devices import too_many_workers
-from .environment import cluster_environment, find_mpirun, free_port, mpi_environment
+from .environment import clean_environment, cluster_environment, find_mpirun, free_port
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
@@ -100,7 +100,7 @@ def _start_mpi(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> l
     options = ["-n", str(nproc), "--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    return [_Process(_popen([mpirun, *options, *worker], mpi_environment(os.environ), log), None)]
+    return [_Process(_popen([mpirun, *options, *worker], clean_environment(os.environ), log), None)]
 
 
 def _start_cluster(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> list[_Process]:

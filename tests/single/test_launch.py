@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mindnlp_dp.launch.cli import main
-from mindnlp_dp.launch.environment import cluster_environment, free_port, launched_rank, mpi_environment
+from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port, launched_rank
 
 STALE = {
     "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8", "MS_NODE_ID": "5", "RANK_ID": "5",
@@ -16,7 +16,7 @@ STALE = {
 
 
 def test_stale_variables_are_left_out():
-    environment = mpi_environment({**STALE, "HOME": "/root", "GLOG_v": "1"})
+    environment = clean_environment({**STALE, "HOME": "/root", "GLOG_v": "1"})
     assert environment == {"HOME": "/root", "GLOG_v": "1", "PYTHONUNBUFFERED": "1"}
 
 
