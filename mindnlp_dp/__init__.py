@@ -10,7 +10,7 @@ set of weights, cut the data, take a step, exchange gradients, evaluate::
 
 Names are resolved at first use (PEP 562), so that the launcher starts without
 paying for MindSpore's import. The one thing that happens at import is the
-registration of the hook in :mod:`mindnlp_dp.compat`.
+registration of the patches in :mod:`mindnlp_dp.compat`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import compat
+from . import compat as compat  # registers its patches
+from . import import_hook
 
 __version__ = "0.1.0"
 
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from .trainer import DataParallelTrainer as DataParallelTrainer
     from .trainer import DataParallelTrainerMixin as DataParallelTrainerMixin
 
-compat.install_import_hook()
+import_hook.install_import_hook()
 
 
 def __getattr__(name: str) -> Any:

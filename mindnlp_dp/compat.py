@@ -11,20 +11,19 @@ that it belongs to is executed, what stands behind runs after.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import importlib.abc
 import importlib.metadata
-import importlib.util
 import os
 import sys
 import types
 import warnings
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any
 
 from packaging.version import Version
+
+from .import_hook import around
 
 MINDNLP_VERSIONS = ("0.4.1",)
 MINDSPORE_AT_LEAST, MINDSPORE_BELOW = "2.5.0", "2.9.0"
@@ -32,9 +31,6 @@ WORKING_PAIRS = (
     "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.8.x (tried on CPU), and is accepted with 2.5 and 2.6 "
     '(not tried here); pip install "mindspore==2.8.0" "mindnlp==0.4.1"'
 )
-
-Patch = Callable[[types.ModuleType], Iterator[None]]
-_PATCHES: dict[str, list[Callable[[types.ModuleType], contextlib.AbstractContextManager[None]]]] = {}
 
 
 class UnsupportedVersionsError(ImportError):
@@ -54,53 +50,9 @@ def check_versions(mindnlp: str, mindspore: str) -> None:
         )
 
 
-def install_import_hook() -> None:
-    """Have the patches applied when ``mindnlp`` is imported. Safe to call twice."""
-    if any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
-        return
-    if "mindnlp" in sys.modules:
-        raise ImportError(
-            "mindnlp was imported before mindnlp_dp, too late for its patches; write `import mindnlp_dp` first"
-        )
-    sys.meta_path.insert(0, _PatchingFinder())
-
-
-class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Finds modules as usual, and wraps the execution of those that have patches."""
-
-    def find_spec(self, fullname: str, path: Any, target: Optional[types.ModuleType] = None) -> Any:
-        if fullname not in _PATCHES:
-            return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                # The loader keeps its type, so that inspect and pkgutil still know it.
-                execute = spec.loader.exec_module
-                spec.loader.exec_module = functools.partial(_exec_patched, execute)  # type: ignore[method-assign]
-                return spec
-        return None
-
-
-def _exec_patched(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
-    with contextlib.ExitStack() as stack:
-        for patch in _PATCHES[module.__name__]:
-            stack.enter_context(patch(module))
-        execute(module)
-
-
-def _around(module_name: str) -> Callable[[Patch], Patch]:
-    def register(patch: Patch) -> Patch:
-        _PATCHES.setdefault(module_name, []).append(contextlib.contextmanager(patch))
-        return patch
-
-    return register
-
-
 # Versions: all. Cause: the pair decides whether anything below can work.
 # Goes when: MindNLP pins the MindSpore versions that it runs on.
-@_around("mindnlp")
+@around("mindnlp")
 def _refuse_unknown_pairs(module: types.ModuleType) -> Iterator[None]:
     check_versions(importlib.metadata.version("mindnlp"), importlib.metadata.version("mindspore"))
     yield
@@ -109,7 +61,7 @@ def _refuse_unknown_pairs(module: types.ModuleType) -> Iterator[None]:
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindNLP reads mindspore.common._stub_tensor.StubTensor as
 # an attribute, but `import mindspore` no longer loads that module, and releases without it are announced.
 # Goes when: MindNLP no longer uses StubTensor.
-@_around("mindnlp")
+@around("mindnlp")
 def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
     import mindspore
 
@@ -126,7 +78,7 @@ def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
 # Versions: MindSpore 2.7+. Cause: mindspore.dtype_to_nptype logs a deprecation warning at every call,
 # and MindNLP's attention masks call it in every forward pass.
 # Goes when: MindNLP stops calling it.
-@_around("mindnlp")
+@around("mindnlp")
 def _quiet_dtype_to_nptype(module: types.ModuleType) -> Iterator[None]:
     import mindspore
 
@@ -139,7 +91,7 @@ def _quiet_dtype_to_nptype(module: types.ModuleType) -> Iterator[None]:
 # Versions: MindSpore 2.7+. Cause: Tensor.data_sync warns at every call, and MindNLP's initialisers call it once
 # for each weight. asnumpy() waits for the device just the same.
 # Goes when: MindNLP stops calling it.
-@_around("mindnlp")
+@around("mindnlp")
 def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
     import mindspore
 
@@ -155,7 +107,7 @@ def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
 
 # Versions: MindNLP 0.4.1. Cause: every tokenizer that is loaded warns about a default of its own.
 # Goes when: MindNLP has decided on clean_up_tokenization_spaces.
-@_around("mindnlp")
+@around("mindnlp")
 def _quiet_tokenizers(module: types.ModuleType) -> Iterator[None]:
     warnings.filterwarnings("ignore", message="`clean_up_tokenization_spaces` was not set", category=FutureWarning)
     yield
@@ -164,7 +116,7 @@ def _quiet_tokenizers(module: types.ModuleType) -> Iterator[None]:
 # Versions: MindNLP 0.4.1. Cause: it sets MS_ALLOC_CONF for Ascend on every machine; on CPU MindSpore reports
 # the setting on the terminal of every process, and has no use for it.
 # Goes when: MindNLP sets it on Ascend only.
-@_around("mindnlp")
+@around("mindnlp")
 def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
     users_own = os.environ.get("MS_ALLOC_CONF")
     yield
@@ -179,7 +131,7 @@ def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
 # Versions: MindSpore 2.7+. Cause: MindNLP obeys DEVICE_TARGET through set_context, which warns that it is
 # deprecated in favour of set_device.
 # Goes when: MindNLP calls set_device.
-@_around("mindnlp")
+@around("mindnlp")
 def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
     obey_device_target()
     target = os.environ.pop("DEVICE_TARGET", None)
@@ -207,7 +159,7 @@ def obey_device_target() -> str:
 # Versions: MindSpore 2.7+ on CPU. Cause: Tensor.repeat has no CPU kernel there, and MindNLP's evaluation
 # loop repeats the loss of a batch with it.
 # Goes when: Tensor.repeat works on CPU.
-@_around("mindnlp")
+@around("mindnlp")
 def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
     import mindspore
     from mindspore import ops
@@ -232,7 +184,7 @@ def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: mindspore._c_expression.pyboost_empty takes its
 # arguments one by one now; MindNLP passes one list. mint.empty, its public name, asks for an Ascend in 2.7.0.
 # Goes when: mindnlp.core.ops.empty works without.
-@_around("mindnlp.core.ops.creation")
+@around("mindnlp.core.ops.creation")
 def _empty(module: types.ModuleType) -> Iterator[None]:
     yield
     import mindspore
@@ -251,17 +203,39 @@ def _empty(module: types.ModuleType) -> Iterator[None]:
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: Tensor lost its class attribute `grad`, and MindNLP
 # reads `param.grad is None` before it has set one.
 # Goes when: MindNLP's Parameter defines `grad`.
-@_around("mindnlp.core.nn.parameter")
+@around("mindnlp.core.nn.parameter")
 def _parameter_grad(module: types.ModuleType) -> Iterator[None]:
     yield
     if not hasattr(module.Parameter, "grad"):
         module.Parameter.grad = None
 
 
+# Versions: MindNLP 0.4.1. Cause: an Adam or AdamW that loads its state makes float32 tensors of its step counts, and
+# then computes the powers of its betas in float32, where one that never stopped computes them in float64: their
+# weights part in the last bits.
+# Goes when: they leave step counts as they were saved.
+@around("mindnlp.core.optim.adam")
+@around("mindnlp.core.optim.adamw")
+def _adam_step_counts(module: types.ModuleType) -> Iterator[None]:
+    yield
+    optimizer = module.AdamW if hasattr(module, "AdamW") else module.Adam
+    stock_setstate = optimizer.__setstate__
+
+    @functools.wraps(stock_setstate)
+    def setstate(self: Any, state: Any) -> None:
+        counts = {id(entry): entry.get("step") for entry in state.get("state", {}).values() if isinstance(entry, dict)}
+        stock_setstate(self, state)
+        for entry in self.state.values():
+            if isinstance(counts.get(id(entry)), int):
+                entry["step"] = counts[id(entry)]
+
+    optimizer.__setstate__ = setstate
+
+
 # Versions: MindNLP 0.4.1. Cause: its own Trainer exchanges no gradients, so that each of several processes
 # trains a model of its own, and says nothing.
 # Goes when: MindNLP's Trainer is data parallel itself.
-@_around("mindnlp.engine.trainer.base")
+@around("mindnlp.engine.trainer.base")
 def _refuse_the_stock_trainer_in_several_processes(module: types.ModuleType) -> Iterator[None]:
     yield
     from .rendezvous import detect_launch
@@ -285,7 +259,7 @@ def _refuse_the_stock_trainer_in_several_processes(module: types.ModuleType) -> 
 # Versions: MindNLP 0.4.1. Cause: with MULTI_NPU=true this module starts communication, draws a random seed
 # for each process and has load_dataset shard, all at import; init_process_group() and the Trainer do that here.
 # Goes when: importing MindNLP has no side effects.
-@_around("mindnlp.accelerate.utils.constants")
+@around("mindnlp.accelerate.utils.constants")
 def _no_distributed_start_at_import(module: types.ModuleType) -> Iterator[None]:
     import numpy as np
 

@@ -14,7 +14,19 @@ import numpy as np
 
 from .process_group import ProcessGroup
 
-Batch = dict[str, np.ndarray]
+
+class Batch(dict[str, np.ndarray]):
+    """Columns of a batch by their names, and which samples of the data set its rows are.
+
+    Attributes:
+        indices: int64 of shape ``(rows,)``; in a pipeline, which has no index, the rows' numbers in its order.
+    """
+
+    def __init__(self, columns: Mapping[str, np.ndarray], indices: np.ndarray) -> None:
+        super().__init__(columns)
+        self.indices = indices
+
+
 # How many samples are compared among the ranks before they are trusted to hold the same data.
 NUM_PROBES = 8
 
@@ -31,7 +43,7 @@ def is_batched(dataset: Any) -> bool:
     return isinstance(dataset, (BatchDataset, PaddedBatchDataset)) or any(map(is_batched, dataset.children))
 
 
-def seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[Batch]:
+def seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[dict[str, np.ndarray]]:
     """An iterator whose shuffles are a function of (seed, epoch).
 
     MindSpore's shuffles take the global seed when an iterator is made, and so repeat one order

@@ -18,6 +18,32 @@ PADDING = -100
 GATHER_EVERY = 16
 
 
+class EvaluationRun:
+    """One pass over a data set: outputs of all samples, their mean loss, their number.
+
+    ``add`` is called by every rank once a global batch, ``finish`` at the end.
+    """
+
+    def __init__(self, group: ProcessGroup, gather_every: Optional[int] = None) -> None:
+        self._group = group
+        self._rows = OrderedGatherer(group, gather_every)
+        # Over this rank's samples: loss * weight, weight, samples.
+        self._sums = np.zeros(3, np.float64)
+
+    def add(self, outputs: Any, num_samples: int = 0, loss: Optional[float] = None, weight: float = 0.0) -> None:
+        """What this rank computed of a global batch; None and 0 where it had no rows."""
+        if loss is not None and weight > 0:
+            self._sums[:2] += loss * weight, weight
+        self._sums[2] += num_samples
+        self._rows.add(outputs)
+
+    def finish(self) -> tuple[Any, Optional[float], int]:
+        """Outputs in data set order (None when nobody had any), mean loss (None when there was none), samples."""
+        outputs = self._rows.finish()
+        loss, weight, samples = self._group.all_reduce(self._sums)
+        return outputs, float(loss / weight) if weight > 0 else None, int(samples)
+
+
 class OrderedGatherer:
     """Collects what the ranks computed, step by step, and puts it into data set order.
 

@@ -34,6 +34,8 @@ class _Synchronizer(abc.ABC):
     """A window of weighted gradients; subclasses say how they are stored and summed over the ranks.
 
     Attributes:
+        total_weight: of the last window that was reduced, over all ranks.
+        num_skipped: micro steps of that window that some rank left out with :meth:`skip`.
         seconds: time spent in :meth:`reduce` so far, the wait for slower ranks included.
         num_bytes: bytes of gradients handed to the exchange so far, on this rank.
     """
@@ -45,9 +47,11 @@ class _Synchronizer(abc.ABC):
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.total_weight = 0.0
+        self.num_skipped = 0
         self.seconds = 0.0
         self.num_bytes = 0
         self._weight = 0.0
+        self._skipped = 0
         self._used = np.zeros(len(named), np.float32)
 
     def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
@@ -82,22 +86,30 @@ class _Synchronizer(abc.ABC):
             self._used[index] = 1
             self._put(index, gradient, weight)
 
+    def skip(self) -> None:
+        """Leave a micro step out, such as one whose loss is no number; all ranks learn how many there were."""
+        self._skipped += 1
+
     def reduce(self) -> list[Optional[Any]]:
         """Exchange the window and begin a new one; a collective, called by every rank.
 
-        Returns the weighted mean for every parameter, in memory of this rank's own.
+        Returns the weighted mean for every parameter, in memory of this rank's own; nothing but None
+        when every micro step that any rank had was skipped.
 
         Raises:
             ValueError: on every rank, when the window weighs nothing on any of them.
         """
         began = time.perf_counter()
-        header = self.group.all_reduce(np.concatenate([np.array([self._weight], np.float32), self._used]))
-        self.total_weight = float(header[0])
-        used = header[1:] > 0
-        self._weight = 0.0
+        mine = np.array([self._weight, self._skipped], np.float32)
+        header = self.group.all_reduce(np.concatenate([mine, self._used]))
+        self.total_weight, self.num_skipped = float(header[0]), int(header[1])
+        used = header[2:] > 0
+        self._weight, self._skipped = 0.0, 0
         self._used[:] = 0
         try:
             if self.total_weight <= 0:
+                if self.num_skipped:
+                    return [None] * len(self.parameters)
                 raise ValueError("no rank had a sample in this window: there is no gradient to average")
             gradients = self._exchange(used, 1.0 / self.total_weight)
         finally:

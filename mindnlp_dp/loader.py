@@ -2,7 +2,7 @@
 
 Goes in: a data set of any kind that MindNLP's users have, and the sizes. Comes
 out: for every update a window, the list of this rank's micro batches, each a dict
-of NumPy arrays, or None where the rank has no rows. Every rank gets the same
+of NumPy arrays (:class:`~mindnlp_dp.data_source.Batch`), or None where the rank has no rows. Every rank gets the same
 number of windows, with the same number of micro batches.
 
 There are two ways to cut data, by what a source can do:
@@ -29,6 +29,7 @@ from .data_source import Batch, check_same_samples, indexed_source, is_batched, 
 from .process_group import ProcessGroup
 from .sharding import GlobalBatchSampler, split_evenly
 
+Columns = dict[str, np.ndarray]
 Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
@@ -53,6 +54,11 @@ class IndexedLoader:
     def num_samples(self) -> int:
         return self.sampler.num_samples
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in an update, over all ranks."""
+        return self.sampler.global_batch_size
+
     def __len__(self) -> int:
         """Windows in an epoch."""
         return self.sampler.num_updates
@@ -75,7 +81,7 @@ class IndexedLoader:
             )
         if self._columns is not None:
             rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
-        return as_arrays(self._collate(rows))
+        return Batch(as_arrays(self._collate(rows)), indices)
 
 
 class PipelineLoader:
@@ -86,7 +92,7 @@ class PipelineLoader:
 
     def __init__(
         self,
-        open_batches: Callable[[int], Iterator[Batch]],
+        open_batches: Callable[[int], Iterator[Columns]],
         num_batches: Optional[int],
         group: ProcessGroup,
         accumulation_steps: int = 1,
@@ -102,6 +108,11 @@ class PipelineLoader:
         self._batch_size = batch_size
 
     @property
+    def global_batch_size(self) -> int:
+        """Samples in an update, over all ranks."""
+        return self._batch_size * self._accumulation_steps
+
+    @property
     def num_samples(self) -> Optional[int]:
         """An upper bound where batches may be short; None for a stream."""
         return None if self._num_batches is None else self._num_batches * self._batch_size
@@ -114,22 +125,35 @@ class PipelineLoader:
         return full + (rest > 0 and self._uneven == "keep")
 
     def windows(self, epoch: int = 0, start: int = 0) -> Iterator[list[Optional[Batch]]]:
-        """This rank's windows of ``epoch``; the first ``start`` ones are read and left out."""
-        batches: Iterator[Batch] = iter(())
+        """This rank's windows of ``epoch``; the first ``start`` ones are read, now, and left out."""
+        windows = self._windows(epoch)
+        for _ in itertools.islice(windows, start):
+            pass
+        return windows
+
+    def _windows(self, epoch: int) -> Iterator[list[Optional[Batch]]]:
+        batches: Iterator[Columns] = iter(())
         if self._group.is_main:
             batches = self._open_batches(epoch)
-        for number in itertools.count():
+        rows_read = 0
+        while True:
             window = self._group.call_on_main(
                 lambda: list(itertools.islice(batches, self._accumulation_steps)), "reading the data pipeline"
             )
             if not window or (len(window) < self._accumulation_steps and self._uneven == "drop"):
                 return
-            if number >= start:
-                yield [self._my_rows(batch) for batch in window]
+            mine = []
+            for columns in window:
+                mine.append(self._my_rows(columns, rows_read))
+                rows_read += num_rows(columns)
+            yield mine
 
-    def _my_rows(self, batch: Batch) -> Optional[Batch]:
-        first, last = split_evenly(num_rows(batch), self._group.world_size, self._group.rank)
-        return {name: array[first:last] for name, array in batch.items()} if last > first else None
+    def _my_rows(self, columns: Columns, rows_before: int) -> Optional[Batch]:
+        first, last = split_evenly(num_rows(columns), self._group.world_size, self._group.rank)
+        if first == last:
+            return None
+        rows = {name: array[first:last] for name, array in columns.items()}
+        return Batch(rows, np.arange(rows_before + first, rows_before + last))
 
 
 def make_loader(
@@ -172,7 +196,7 @@ def make_loader(
             dataset if dataset.get_batch_size() > 1 or is_batched(dataset) else dataset.batch(global_micro_batch_size)
         )
 
-        def open_pipeline(epoch: int) -> Iterator[Batch]:
+        def open_pipeline(epoch: int) -> Iterator[Columns]:
             for batch in seeded_iterator(pipeline, seed, epoch):
                 yield {name: array for name, array in batch.items() if columns is None or name in columns}
 
@@ -191,7 +215,7 @@ def make_loader(
             "an object with __len__ and __getitem__, or an iterable of dicts"
         )
 
-    def open_iterable(epoch: int) -> Iterator[Batch]:
+    def open_iterable(epoch: int) -> Iterator[Columns]:
         rows = iter(dataset)
         while chunk := list(itertools.islice(rows, global_micro_batch_size)):
             if columns is not None:
@@ -203,12 +227,12 @@ def make_loader(
     )
 
 
-def default_collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
+def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
     """Stack the samples' columns: values of shape ``s`` become arrays of shape ``(rows, *s)``.
 
     A column ``label`` becomes ``labels``, as models call it. Raises ValueError when shapes differ.
     """
-    batch: Batch = {}
+    batch: Columns = {}
     for name in rows[0]:
         values = [np.asarray(row[name]) for row in rows]
         if len({value.shape for value in values}) > 1:
@@ -221,7 +245,7 @@ def default_collate(rows: Sequence[Mapping[str, Any]]) -> Batch:
     return batch
 
 
-def as_arrays(batch: Mapping[str, Any]) -> Batch:
+def as_arrays(batch: Mapping[str, Any]) -> Columns:
     """NumPy arrays for a collator's result; float64, which is Python's own, becomes float32."""
     arrays = {name: np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x) for name, x in batch.items()}
     return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}

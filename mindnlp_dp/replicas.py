@@ -38,6 +38,14 @@ def named_weights(model: Any) -> list[tuple[str, Any]]:
     return [(name, w) for name, w in pairs if w is not None and not (id(w) in seen or seen.add(id(w)))]  # type: ignore[func-returns-value]
 
 
+def all_names(model: Any) -> dict[str, Any]:
+    """Every name of every parameter and buffer, those that share one tensor too."""
+    if not hasattr(model, "named_parameters"):
+        return dict(named_weights(model))
+    pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: weight for name, weight in pairs if weight is not None}
+
+
 def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> None:
     """Give every rank rank 0's parameters and buffers, in place.
 
@@ -52,9 +60,13 @@ def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> No
         return
     for _, weight in weights:
         if weight.size:
-            received = group.broadcast(weight, src=0)
-            # assign_value, and not ops.assign, for a buffer may be a view (BERT's position_ids is one).
-            weight.set_data(received) if hasattr(weight, "set_data") else weight.assign_value(received)
+            set_weight(weight, group.broadcast(weight, src=0))
+
+
+def set_weight(weight: Any, value: Any) -> None:
+    """Overwrite a parameter or buffer with a tensor of its own shape and type."""
+    # assign_value, and not ops.assign, for a buffer may be a view (BERT's position_ids is one).
+    weight.set_data(value) if hasattr(weight, "set_data") else weight.assign_value(value)
 
 
 def check_same_structure(weights: Iterable[tuple[str, Any]], group: ProcessGroup) -> None:

@@ -11,7 +11,9 @@ same sequence, and a run can be taken up at any update by any number of ranks.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from typing import Optional
 
 import numpy as np
 
@@ -99,6 +101,21 @@ class GlobalBatchSampler:
         return [mine[i * self.micro_batch_size : (i + 1) * self.micro_batch_size] for i in range(most)]
 
 
+def plan_updates(updates_per_epoch: Optional[int], num_epochs: float, max_steps: int = -1) -> tuple[int, int]:
+    """How many updates a run makes, and in how many epochs it begins: ``max_steps`` wins over ``num_epochs``.
+
+    ``updates_per_epoch`` is None for a stream, whose epochs nobody can count. Raises ValueError for a stream
+    without ``max_steps``.
+    """
+    if updates_per_epoch is None:
+        if max_steps <= 0:
+            raise ValueError(f"the training data has no length, so set max_steps, got {max_steps}")
+        return max_steps, sys.maxsize
+    if max_steps > 0:
+        return max_steps, math.ceil(max_steps / updates_per_epoch)
+    return math.ceil(num_epochs * updates_per_epoch), math.ceil(num_epochs)
+
+
 def accumulation_steps_for(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """How many micro steps make up a global batch.
 
@@ -114,6 +131,27 @@ def accumulation_steps_for(global_batch_size: int, micro_batch_size: int, world_
             f"* world_size ({world_size}) = {together}; use {above}" + (f" or {below}" if below else "")
         )
     return global_batch_size // together
+
+
+def accumulation_steps_to_keep(global_batch_size: int, per_micro_step: int, world_size: int) -> int:
+    """How many micro steps keep a given global batch, when all ranks together take ``per_micro_step`` samples in one.
+
+    Raises:
+        ValueError: they do not divide it; the message says what does.
+    """
+    if global_batch_size % per_micro_step == 0:
+        return global_batch_size // per_micro_step
+    share, rest = divmod(global_batch_size, world_size)
+    if rest:
+        possible = [n for n in range(1, 2 * world_size) if global_batch_size % n == 0]
+        way_out = f"start {' or '.join(map(str, possible[-2:]))} processes"
+    else:
+        sizes = [size for size in range(share, 0, -1) if share % size == 0]
+        way_out = f"use per_device_train_batch_size {' or '.join(map(str, sizes[:3]))}"
+    raise ValueError(
+        f"the global batch of {global_batch_size} samples cannot be kept by {world_size} ranks whose micro batches "
+        f"hold {per_micro_step} samples together; {way_out}"
+    )
 
 
 def check_every_rank_has_a_sample(num_samples: int, world_size: int) -> None:

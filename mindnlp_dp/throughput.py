@@ -9,6 +9,10 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import numpy as np
+
+from .process_group import ProcessGroup
+
 
 class TrainingTimer:
     """A stopwatch that runs while training does.
@@ -41,3 +45,17 @@ class TrainingTimer:
             yield
         finally:
             self.start()
+
+
+def speed_metrics(
+    group: ProcessGroup, seconds: float, num_samples: int, num_updates: int, sync_seconds: float
+) -> dict[str, float]:
+    """A run's speed from what each rank counted: samples are added up, seconds averaged. A collective."""
+    samples, total_seconds, total_sync = group.all_reduce(np.array([num_samples, seconds, sync_seconds], np.float64))
+    mean_seconds = max(total_seconds / group.world_size, 1e-9)
+    return {
+        "train_seconds": round(mean_seconds, 4),
+        "train_samples_per_second": round(samples / mean_seconds, 3),
+        "train_steps_per_second": round(num_updates / mean_seconds, 3),
+        "gradient_sync_share": round(total_sync / group.world_size / mean_seconds, 4),
+    }

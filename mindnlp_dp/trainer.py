@@ -8,23 +8,39 @@ in :mod:`mindnlp_dp.training_loop`; reading, exchange and evaluation are in thei
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Optional
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Optional, Union
 
 import mindspore
 import numpy as np
 from mindnlp.engine import Trainer
+from mindnlp.engine.trainer.base import TRAINER_STATE_NAME
 from mindnlp.engine.utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+from mindnlp.transformers import PreTrainedModel
 
 from .arguments import DataParallelArguments, upgrade_arguments
+from .checkpoint import (
+    MODEL_FILES,
+    checkpoint_path,
+    checkpoints_in,
+    load_checkpoint,
+    newest_checkpoint,
+    read_weights,
+    remove_old_checkpoints,
+    remove_unfinished_checkpoints,
+    save_checkpoint,
+    write_weights,
+)
 from .data_source import Batch, is_mindspore_dataset
-from .evaluation import OrderedGatherer, to_numpy
+from .evaluation import EvaluationRun, to_numpy
 from .gradient_sync import GradientSynchronizer
 from .loader import Collator, IndexedLoader, PipelineLoader, make_loader, num_rows
 from .process_group import get_process_group
 from .replicas import broadcast_parameters
 from .sharding import check_every_rank_has_a_sample
-from .training_loop import run_training_loop
+from .training_loop import TrainingLoop, run_training_loop
 
 Loader = (IndexedLoader, PipelineLoader)
 
@@ -43,6 +59,9 @@ class DataParallelTrainerMixin:
     is_data_parallel = True
     args: DataParallelArguments
     model: Any
+    state: Any
+    tokenizer: Any
+    training_loop: TrainingLoop
 
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
@@ -100,6 +119,29 @@ class DataParallelTrainerMixin:
 
     # Training.
 
+    def train(
+        self,
+        resume_from_checkpoint: Union[str, bool, None] = None,
+        ignore_keys_for_eval: Optional[list[str]] = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train; every rank calls it, and returns the same ``TrainOutput``.
+
+        ``resume_from_checkpoint`` is a checkpoint's folder, or True for the newest complete one in ``output_dir``. Only
+        rank 0 reads it. Damaged ones are passed over with a warning.
+
+        Raises:
+            CheckpointError: the checkpoint is not complete, there is none, or it is not one of this model.
+            ValueError: it cannot be taken up with this data, or by this number of ranks.
+            FloatingPointError: a loss or a gradient is no number, and ``logging_nan_inf_filter`` is False.
+        """
+        if self.args.should_save:
+            remove_unfinished_checkpoints(Path(self.args.output_dir))
+        self._resume_from = self.group.call_on_main(
+            lambda: self._find_checkpoint(resume_from_checkpoint), "looking for a checkpoint"
+        )
+        return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
+
     def _inner_training_loop(
         self,
         batch_size: Optional[int] = None,
@@ -109,7 +151,10 @@ class DataParallelTrainerMixin:
     ) -> Any:
         if batch_size is not None:
             self._train_batch_size = batch_size
-        return run_training_loop(self, resume_from_checkpoint, ignore_keys_for_eval)
+        checkpoint = None
+        if self._resume_from is not None:
+            checkpoint = load_checkpoint(Path(self._resume_from), self.model, self.group)
+        return run_training_loop(self, checkpoint, ignore_keys_for_eval)
 
     def get_train_dataset(self) -> Any:
         """A loader of this rank's part of ``train_dataset``."""
@@ -152,7 +197,7 @@ class DataParallelTrainerMixin:
     def store_flos(self) -> None:
         """Add the floating point operations since the last call, of all ranks, to the state's."""
         flos = self.group.all_reduce(np.array([self.current_flos], np.float64))  # type: ignore[has-type]
-        self.state.total_flos += float(flos[0])  # type: ignore[attr-defined]
+        self.state.total_flos += float(flos[0])
         self.current_flos = 0.0
 
     def tensors(self, batch: Batch) -> dict[str, Any]:
@@ -196,29 +241,26 @@ class DataParallelTrainerMixin:
             trainer._past = None
         trainer.callback_handler.eval_dataset = dataset
         main_input = getattr(self.model, "main_input_name", "input_ids")
-        rows = OrderedGatherer(self.group, args.eval_accumulation_steps)
-        # Sums over this rank's samples: loss * weight, weight, samples.
-        sums = np.zeros(3, np.float64)
+        evaluation = EvaluationRun(self.group, args.eval_accumulation_steps)
         for (batch,) in dataset.windows():
-            outputs = None
-            if batch is not None:
+            if batch is None:
+                evaluation.add(None)
+            else:
                 inputs = self.tensors(batch)
                 weight = self.loss_weight(inputs)
                 loss, logits, labels = trainer.prediction_step(
                     self.model, dict(inputs), prediction_loss_only, ignore_keys=ignore_keys
                 )
-                if loss is not None:
-                    sums[:2] += float(loss.asnumpy()) * weight, weight
-                sums[2] += num_rows(batch)
                 if logits is not None and self.preprocess_logits_for_metrics is not None:
                     logits = self.preprocess_logits_for_metrics(logits, labels)
                 seen = batch[main_input] if args.include_inputs_for_metrics else None
                 outputs = {"logits": to_numpy(logits), "labels": to_numpy(labels), "inputs": seen}
                 outputs = {key: value for key, value in outputs.items() if value is not None}
-            rows.add(outputs or None)
+                mean_loss = None if loss is None else float(loss.asnumpy())
+                evaluation.add(outputs or None, len(batch.indices), mean_loss, weight)
             trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
-        gathered = rows.finish() or {}
-        loss_sum, weight_sum, num_samples = self.group.all_reduce(sums)
+        gathered, mean_loss, num_samples = evaluation.finish()
+        gathered = gathered or {}
 
         metrics: dict[str, Any] = {}
         predictions, label_ids = gathered.get("logits"), gathered.get("labels")
@@ -228,25 +270,93 @@ class DataParallelTrainerMixin:
             metrics = self.group.call_on_main(
                 lambda: denumpify_detensorize(trainer.compute_metrics(prediction)), "compute_metrics"
             )
-        if weight_sum > 0:
-            metrics["loss"] = float(loss_sum / weight_sum)
+        if mean_loss is not None:
+            metrics["loss"] = mean_loss
         prefix = f"{metric_key_prefix}_"
         metrics = {key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()}
-        return EvalLoopOutput(predictions, label_ids, metrics, int(num_samples))
+        return EvalLoopOutput(predictions, label_ids, metrics, num_samples)
 
     preprocess_logits_for_metrics: Any
 
-    # Files.
+    # Checkpoints.
 
-    def _save_checkpoint(self, model: Any, metrics: Any = None) -> None:
-        """Rank 0 writes; the others return when it has, or raise what it raised."""
-        error = None
-        try:
-            super()._save_checkpoint(model, metrics=metrics)  # type: ignore[misc]
-        except Exception as caught:  # noqa: BLE001
-            # Whatever it is, every rank must learn of it.
-            error = caught
-        self.group.raise_together(error, "saving a checkpoint")
+    def _find_checkpoint(self, wanted: Union[str, bool, None]) -> Optional[str]:
+        folder = Path(self.args.output_dir)
+        if wanted is True:
+            return str(newest_checkpoint(folder, lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2)))
+        if wanted:
+            return wanted
+        there = checkpoints_in(folder)
+        if there and self.args.save_strategy != "no":
+            warnings.warn(
+                f"{folder} holds {there[-1].name} of an earlier run, and this one begins anew; to go on from there "
+                "call train(resume_from_checkpoint=True), to keep both give this run an output_dir of its own",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return None
+
+    def data_settings(self, loader: Any) -> dict[str, Any]:
+        """What the order of the samples is a function of, and dropout; a run that is resumed must have the same."""
+        args = self.args
+        return {
+            "num_samples": loader.num_samples,
+            "seed": args.seed,
+            "data_seed": args.order_seed,
+            "dataset_shuffle": args.dataset_shuffle,
+            "dataset_drop_last": args.dataset_drop_last,
+        }
+
+    def _save_checkpoint(self, model: Any, metrics: Optional[dict[str, float]] = None) -> None:
+        """Write the run as it stands; one rank writes, the others return when it has, or raise what it raised."""
+        args, state = self.args, self.state
+        folder = Path(args.output_dir)
+        path = checkpoint_path(folder, state.global_step)
+        if metrics is not None and args.metric_for_best_model is not None:
+            value = self.metric_to_watch(metrics)
+            is_better = np.greater if args.greater_is_better else np.less
+            if state.best_metric is None or state.best_model_checkpoint is None or is_better(value, state.best_metric):
+                state.best_metric, state.best_model_checkpoint = value, str(path)
+        self.store_flos()
+        run = self.training_loop.state()
+
+        def write_model(folder: Path) -> None:
+            self.save_model(str(folder), _internal_call=True)  # type: ignore[attr-defined]
+            if not any(folder.glob(MODEL_FILES)):
+                write_weights(model, folder)
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+        save_checkpoint(path, None if args.save_only_model else run, write_model, self.group, args.should_save)
+        if args.should_save:
+            keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
+            remove_old_checkpoints(folder, args.save_total_limit, keep)
+
+    def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        if isinstance(self.model, PreTrainedModel):
+            super()._save(str(folder), state_dict)  # type: ignore[misc]
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(self.model, "peft_config"):
+            # Adapters and their configuration, as PeftModel.from_pretrained reads them.
+            self.model.save_pretrained(str(folder))
+        else:
+            write_weights(self.model, folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(str(folder))
+
+    def metric_to_watch(self, metrics: Mapping[str, float]) -> float:
+        """The metric that decides on the best model and the learning rate: ``metric_for_best_model``."""
+        name = self.args.metric_for_best_model
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ValueError(f"metric_for_best_model is {name}, which is not among the metrics: {', '.join(metrics)}")
+        return metrics[name]
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        self.group.call_on_main(lambda: read_weights(self.model, best), "loading the best model")
+        broadcast_parameters(self.model, self.group)
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):

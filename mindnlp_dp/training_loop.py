@@ -11,144 +11,214 @@ One update, on every rank::
        │           └ next …
        └── reduce ── clip ── optimizer ── scheduler ── callbacks ── log, evaluate, save
            (1 all-reduce a bucket)                       (decisions are rank 0's)
+
+It stands for ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
+0.4.1 (engine/trainer/base.py, lines 886 to 1239 and 1526 to 1581).
 """
 
 from __future__ import annotations
 
+import copy
 import math
-import os
-import shutil
-import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 from mindnlp.core import nn, optim
 from mindnlp.engine.callbacks import TrainerState
-from mindnlp.engine.trainer.base import TRAINER_STATE_NAME
 from mindnlp.engine.utils import TrainOutput, has_length
 
+from .checkpoint import remove_old_checkpoints
+from .losses import BadLoss, LossMeter, settle_bad_losses, settle_bad_norm
 from .replicas import assert_replicas_in_sync, broadcast_parameters
+from .run_state import Position, Run, check_same_data
 from .runtime import seeded, step_seed
-from .throughput import TrainingTimer
+from .sharding import accumulation_steps_to_keep, plan_updates
+from .throughput import TrainingTimer, speed_metrics
 
 _CONTROL_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 def run_training_loop(
-    trainer: Any, resume_from_checkpoint: Optional[str] = None, ignore_keys_for_eval: Optional[list[str]] = None
+    trainer: Any, checkpoint: Optional[dict[str, Any]] = None, ignore_keys_for_eval: Optional[list[str]] = None
 ) -> TrainOutput:
-    """Train ``trainer.model``; every rank calls this, and every rank returns the same."""
-    return _TrainingLoop(trainer, ignore_keys_for_eval).run(resume_from_checkpoint)
+    """Train ``trainer.model``; every rank calls this, and every rank returns the same.
+
+    ``checkpoint`` is what :meth:`TrainingLoop.state` returned in the run that is taken up, on every rank; the
+    model has its weights already, on rank 0 at least.
+    """
+    trainer.training_loop = TrainingLoop(trainer, checkpoint, ignore_keys_for_eval)
+    return trainer.training_loop.run()
 
 
-class _TrainingLoop:
-    def __init__(self, trainer: Any, ignore_keys_for_eval: Optional[list[str]]) -> None:
+class TrainingLoop:
+    """One call of ``train()``; every method is called by every rank."""
+
+    def __init__(
+        self, trainer: Any, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
+    ) -> None:
         self.trainer = trainer
-        self.args = trainer.args
         self.group = trainer.group
+        self.checkpoint = checkpoint
         self.ignore_keys_for_eval = ignore_keys_for_eval
-        self.loader = trainer.get_train_dataset()
+        self.loader = self._open_data()
+        # Opening the data may have set other accumulation steps.
+        self.args = trainer.args
+        self.position = Position()
         self.timer = TrainingTimer()
-        # Sums of loss * weight and of weight: over this rank since the last log line, and over all ranks.
-        self.loss_since_log = np.zeros(2)
-        self.loss_of_run = np.zeros(2)
+        self.losses = LossMeter(self.group)
+        self.bad_losses: list[BadLoss] = []
         self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
 
     # Before.
 
-    def run(self, resume_from_checkpoint: Optional[str]) -> TrainOutput:
-        trainer, args = self.trainer, self.args
-        updates_per_epoch, max_steps, num_epochs = self._plan()
-        broadcast_parameters(trainer.model, self.group)
+    def _open_data(self) -> Any:
+        """The loader; when a run is taken up, with its global batch, whatever the number of ranks is now."""
+        trainer, saved = self.trainer, self.checkpoint
+        loader = trainer.get_train_dataset()
+        if saved is None or trainer.args.ignore_data_skip:
+            return loader
+        check_same_data(trainer.data_settings(loader), saved["data"])
+        if loader.global_batch_size != saved["global_batch_size"]:
+            per_micro_step = loader.global_batch_size // trainer.args.gradient_accumulation_steps
+            trainer.args = copy.copy(trainer.args)
+            trainer.args.gradient_accumulation_steps = accumulation_steps_to_keep(
+                saved["global_batch_size"], per_micro_step, self.group.world_size
+            )
+            if self.group.is_main:
+                print(
+                    f"resuming with the checkpoint's global batch of {saved['global_batch_size']} samples: "
+                    f"gradient_accumulation_steps is {trainer.args.gradient_accumulation_steps}"
+                )
+            loader = trainer.get_train_dataset()
+        return loader
 
+    def run(self) -> TrainOutput:
+        trainer, args = self.trainer, self.args
+        self.updates_per_epoch = len(self.loader) if has_length(self.loader) else None
+        max_steps, num_epochs = plan_updates(self.updates_per_epoch, args.num_train_epochs, args.max_steps)
+        broadcast_parameters(trainer.model, self.group)
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler = None
             trainer._created_lr_scheduler = False
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        trainer.state = self._initial_state(resume_from_checkpoint, max_steps)
-        trainer._load_optimizer_and_scheduler(resume_from_checkpoint)
-        trainer.state.max_steps = max_steps
-        trainer.state.num_train_epochs = num_epochs
-        trainer.state.is_local_process_zero = trainer.is_local_process_zero()
-        trainer.state.is_world_process_zero = trainer.is_world_process_zero()
-        trainer._globalstep_last_logged = trainer.state.global_step
-
+        trainer.state = TrainerState()
+        trainer._globalstep_last_logged = 0
+        is_over = self.checkpoint is not None and self._restore(self.checkpoint, max_steps)
+        state = trainer.state
+        state.train_batch_size = trainer._train_batch_size
+        state.max_steps, state.num_train_epochs = max_steps, num_epochs
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        state.epoch = state.epoch or 0
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            interval = getattr(args, name)
+            if interval is not None:
+                # Below 1 it is a share of the whole run.
+                setattr(state, name, math.ceil(max_steps * interval) if interval < 1 else interval)
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         handler.train_dataset = self.loader
-
-        # A stream is one endless epoch.
-        epochs_done, position = divmod(trainer.state.global_step, updates_per_epoch or sys.maxsize)
-        if args.ignore_data_skip:
-            position = 0
 
         began = time.time()
         self.synchronizer = trainer.synchronizer(trainer.model)
         sync_seconds_before = self.synchronizer.seconds
         self.timer.start()
-        trainer.control = handler.on_train_begin(args, trainer.state, trainer.control)
+        trainer.control = handler.on_train_begin(args, state, trainer.control)
         self._agree_on_control()
-        for epoch in range(epochs_done, num_epochs):
-            self._run_epoch(epoch, position if epoch == epochs_done else 0, updates_per_epoch or max_steps)
-            if trainer.control.should_training_stop:
-                break
+        while not is_over and self.position.epoch < num_epochs:
+            self._run_epoch()
+            is_over = trainer.control.should_training_stop
+            self.position = Position(self.position.epoch + 1)
         self.timer.stop()
         self.sync_seconds = self.synchronizer.seconds - sync_seconds_before
         return self._finish(began)
 
-    def _plan(self) -> tuple[Optional[int], int, int]:
-        """Updates in an epoch (None for a stream), updates in all, epochs."""
-        args = self.args
-        if not has_length(self.loader):
-            if args.max_steps <= 0:
-                raise ValueError(f"the training data has no length, so set max_steps, got {args.max_steps}")
-            return None, args.max_steps, sys.maxsize
-        per_epoch = len(self.loader)
-        if args.max_steps > 0:
-            return per_epoch, args.max_steps, math.ceil(args.max_steps / per_epoch)
-        return per_epoch, math.ceil(args.num_train_epochs * per_epoch), math.ceil(args.num_train_epochs)
+    # What a checkpoint holds, and how it is taken up.
 
-    def _initial_state(self, checkpoint: Optional[str], max_steps: int) -> TrainerState:
-        state = TrainerState()
-        state_file = os.path.join(checkpoint, TRAINER_STATE_NAME) if checkpoint is not None else ""
-        if os.path.isfile(state_file):
-            state = TrainerState.load_from_json(state_file)
-        state.train_batch_size = self.trainer._train_batch_size
-        for name in ("logging_steps", "eval_steps", "save_steps"):
-            interval = getattr(self.args, name)
-            if interval is not None:
-                # Below 1 it is a share of the whole run.
-                setattr(state, name, math.ceil(max_steps * interval) if interval < 1 else interval)
-        state.epoch = state.epoch or 0
-        return state
+    def _run_parts(self) -> Run:
+        trainer = self.trainer
+        return Run(
+            self.group, trainer.model, trainer.optimizer, trainer.lr_scheduler, self.losses,
+            trainer.callback_handler.callbacks,
+        )  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        """All that this run consists of, besides the model's weights; the same on every rank."""
+        trainer = self.trainer
+        return {
+            **self._run_parts().state(),
+            "data": trainer.data_settings(self.loader),
+            "global_batch_size": self.loader.global_batch_size,
+            "position": asdict(self.position),
+            "flags": {flag: getattr(trainer.control, flag) for flag in _CONTROL_FLAGS},
+            "trainer_state": asdict(trainer.state),
+            "last_logged": trainer._globalstep_last_logged,
+            "grad_norm": self.grad_norm,
+        }
+
+    def _restore(self, saved: dict[str, Any], max_steps: int) -> bool:
+        """Take a run up; True when it had come to its end. What a begin would undo waits for its end."""
+        trainer = self.trainer
+        self._run_parts().restore(saved)
+        trainer.state = TrainerState(**saved["trainer_state"])
+        trainer._globalstep_last_logged = saved["last_logged"]
+        self.grad_norm = saved["grad_norm"]
+        position, step = Position(**saved["position"]), trainer.state.global_step
+        self.position = position.where_to_go_on()
+        if self.args.ignore_data_skip:
+            self.position.update = 0
+        # Whoever gives a finished run more steps wants it to go on; a stop before its last step stands.
+        saved["flags"]["should_training_stop"] &= step < trainer.state.max_steps
+        return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= max_steps)
+
+    def _restore_what_begins_undo(self) -> None:
+        """Random states and stops: callbacks that begin, and reading up to the position, change them."""
+        saved, self.checkpoint = self.checkpoint, None
+        if saved is not None:
+            self._run_parts().restore_random_state(saved)
+            if not saved["position"]["ending_epoch"]:
+                for flag in ("should_training_stop", "should_epoch_stop"):
+                    setattr(self.trainer.control, flag, saved["flags"][flag])
 
     # An epoch.
 
-    def _run_epoch(self, epoch: int, start: int, updates_in_epoch: int) -> None:
-        trainer, args = self.trainer, self.args
+    def _run_epoch(self) -> None:
+        trainer, args, position = self.trainer, self.args, self.position
         if args.past_index >= 0:
             trainer._past = None
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
-        updates_before = self.updates_done
-        for update, window in enumerate(self.loader.windows(epoch, start), start):
+        windows = self.loader.windows(position.epoch, position.update)
+        self._restore_what_begins_undo()
+        while not self._stops():
+            window = next(windows, None)
+            if window is None:
+                position.epoch_done = True
+                break
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
             self._update(window)
             self.updates_done += 1
+            position.update += 1
             trainer.state.global_step += 1
-            trainer.state.epoch = epoch + (update + 1) / updates_in_epoch
+            trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
             trainer.control = trainer.callback_handler.on_step_end(args, trainer.state, trainer.control)
             self._log_evaluate_save()
-            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
-                break
-        if self.updates_done == updates_before:
+        if position.epoch_done and position.update == 0:
             if self.group.is_main:
-                print(f"epoch {epoch} holds no more batches; training stops at step {trainer.state.global_step}")
+                print(f"epoch {position.epoch} holds no batches; training stops at step {trainer.state.global_step}")
             trainer.control.should_training_stop = True
+        position.ending_epoch = True
+        position.epoch_done |= trainer.control.should_epoch_stop or position.update == self.updates_per_epoch
         trainer.control = trainer.callback_handler.on_epoch_end(args, trainer.state, trainer.control)
         self._log_evaluate_save()
+
+    def _stops(self) -> bool:
+        control, state = self.trainer.control, self.trainer.state
+        return control.should_epoch_stop or control.should_training_stop or state.global_step >= state.max_steps
 
     def _update(self, window: list[Any]) -> None:
         """One optimizer step from this rank's micro batches of one global batch."""
@@ -161,32 +231,43 @@ class _TrainingLoop:
                 if micro_step + 1 < len(window):
                     trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
         trainer._write_gradients(self.synchronizer.reduce())
-
-        if args.max_grad_norm is not None and args.max_grad_norm > 0:
-            norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), args.max_grad_norm)
-            self.grad_norm = float(norm.asnumpy())
-        trainer.optimizer.step()
+        if self.synchronizer.num_skipped:
+            settle_bad_losses(self.bad_losses, self.group, go_on=args.logging_nan_inf_filter)
+            self.bad_losses.clear()
+        if self.synchronizer.total_weight > 0 and self._clip():
+            trainer.optimizer.step()
         if not isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
             trainer.lr_scheduler.step()
         trainer.model.zero_grad()
 
     def _micro_step(self, batch: Any, micro_step: int) -> None:
-        trainer, args = self.trainer, self.args
+        trainer, args, step = self.trainer, self.args, self.trainer.state.global_step
         inputs = trainer.tensors(batch)
         weight = trainer.loss_weight(inputs)
         if weight == 0:
             # Nothing in it counts, such as a batch of nothing but ignored tokens, whose mean loss is 0 / 0.
             return
-        with seeded(step_seed(args.seed, self.group.rank, trainer.state.global_step, micro_step)):
+        with seeded(step_seed(args.seed, self.group.rank, step, micro_step)):
             loss = trainer.training_step(trainer.model, inputs)
-        self.synchronizer.accumulate([parameter.grad for parameter in self.synchronizer.parameters], weight)
-        trainer.model.zero_grad()
         # training_step returns its part of the window's mean, by MindNLP's contract.
         value = float(loss.asnumpy()) * args.gradient_accumulation_steps
-        if math.isfinite(value) or not args.logging_nan_inf_filter:
-            self.loss_since_log += value * weight, weight
-        self.samples_seen += len(next(iter(batch.values())))
+        self.samples_seen += len(batch.indices)
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        if math.isfinite(value):
+            self.synchronizer.accumulate([parameter.grad for parameter in self.synchronizer.parameters], weight)
+            self.losses.add(value, weight)
+        else:
+            self.synchronizer.skip()
+            self.bad_losses.append(BadLoss(value, self.group.rank, step, tuple(batch.indices.tolist())))
+        trainer.model.zero_grad()
+
+    def _clip(self) -> bool:
+        """Clip the averaged gradient; False, on every rank alike, when it is no number and must not be applied."""
+        if not self.args.max_grad_norm or self.args.max_grad_norm < 0:
+            return True
+        norm = nn.utils.clip_grad_norm_(self.trainer.model.parameters(), self.args.max_grad_norm)
+        self.grad_norm = float(norm.asnumpy())
+        return settle_bad_norm(self.grad_norm, self.trainer.state.global_step, go_on=self.args.logging_nan_inf_filter)
 
     # Between updates.
 
@@ -208,17 +289,15 @@ class _TrainingLoop:
                 if trainer.control.should_evaluate:
                     metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
                     self._step_plateau_scheduler(metrics)
+                    self._agree_on_control()
                 if trainer.control.should_save:
                     trainer._save_checkpoint(trainer.model, metrics=metrics)
                     trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
-            self._agree_on_control()
+                    self._agree_on_control()
 
     def _log_loss(self) -> None:
         trainer = self.trainer
-        total, weight = self.group.all_reduce(self.loss_since_log)
-        self.loss_of_run += total, weight
-        self.loss_since_log[:] = 0
-        logs = {"loss": round(total / weight, 4) if weight else float("nan")}
+        logs = {"loss": round(self.losses.mean_since_log(), 4)}
         if self.grad_norm is not None:
             logs["grad_norm"] = self.grad_norm
         logs["learning_rate"] = trainer._get_learning_rate()
@@ -229,8 +308,7 @@ class _TrainingLoop:
     def _step_plateau_scheduler(self, metrics: dict[str, float]) -> None:
         trainer = self.trainer
         if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
-            name = self.args.metric_for_best_model
-            trainer.lr_scheduler.step(metrics[name if name.startswith("eval_") else f"eval_{name}"])
+            trainer.lr_scheduler.step(trainer.metric_to_watch(metrics))
 
     # After.
 
@@ -243,34 +321,17 @@ class _TrainingLoop:
             trainer._load_best_model()
             digest = assert_replicas_in_sync(trainer.model, self.group)
 
-        total, weight = self.loss_of_run + self.group.all_reduce(self.loss_since_log)
-        train_loss = float(total / weight) if weight else float("nan")
-        samples, seconds, sync_seconds = self.group.all_reduce(
-            np.array([self.samples_seen, self.timer.seconds, self.sync_seconds])
-        )
-        seconds, sync_seconds = seconds / self.group.world_size, sync_seconds / self.group.world_size
+        train_loss = self.losses.mean_of_run()
+        speed = speed_metrics(self.group, self.timer.seconds, self.samples_seen, self.updates_done, self.sync_seconds)
         trainer.store_flos()
-        metrics = {
-            "train_runtime": round(time.time() - began, 4),
-            "train_seconds": round(seconds, 4),
-            "train_samples_per_second": round(samples / seconds, 3),
-            "train_steps_per_second": round(self.updates_done / seconds, 3),
-            "gradient_sync_share": round(sync_seconds / seconds, 4),
-            "total_flos": state.total_flos,
-            "train_loss": train_loss,
-        }
+        metrics = {"train_runtime": round(time.time() - began, 4), **speed, "total_flos": state.total_flos}
+        metrics["train_loss"] = train_loss
         trainer.is_in_train = False
         trainer.log(dict(metrics))
-        self._delete_all_but_best()
+        if args.should_save and state.best_model_checkpoint is not None and args.save_total_limit == 1:
+            remove_old_checkpoints(Path(args.output_dir), 1, keep=[Path(state.best_model_checkpoint)])
         trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
         if trainer.neftune_noise_alpha is not None:
             trainer._deactivate_neftune(trainer.model)
         trainer.replica_digest = digest
         return TrainOutput(state.global_step, train_loss, metrics)
-
-    def _delete_all_but_best(self) -> None:
-        trainer, args, best = self.trainer, self.args, self.trainer.state.best_model_checkpoint
-        if args.should_save and best is not None and args.save_total_limit == 1:
-            for checkpoint in trainer._sorted_checkpoints(use_mtime=False, output_dir=args.output_dir):
-                if not os.path.samefile(checkpoint, best):
-                    shutil.rmtree(checkpoint)

@@ -11,26 +11,30 @@ import numpy as np
 VOCAB_SIZE, LENGTH, NUM_LABELS = 50, 8, 3
 
 
-def tiny_roberta(seed: int = 0, num_layers: int = 1) -> Any:
-    """A RoBERTa classifier without dropout, its weights a function of ``seed``."""
+def tiny_config(num_layers: int = 1, dropout: float = 0.0) -> Any:
+    from mindnlp.transformers import RobertaConfig
+
+    return RobertaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=LENGTH + 4,
+        hidden_act="relu",
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=NUM_LABELS,
+    )
+
+
+def tiny_roberta(seed: int = 0, num_layers: int = 1, dropout: float = 0.0) -> Any:
+    """A RoBERTa classifier, its weights a function of ``seed``."""
     from mindnlp.engine.utils import set_seed
-    from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
+    from mindnlp.transformers import RobertaForSequenceClassification
 
     set_seed(seed)
-    return RobertaForSequenceClassification(
-        RobertaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=16,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=LENGTH + 4,
-            hidden_act="relu",
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=NUM_LABELS,
-        )
-    )
+    return RobertaForSequenceClassification(tiny_config(num_layers, dropout))
 
 
 class Rows:
@@ -59,14 +63,19 @@ class Rows:
 
 
 def train(model: Any, rows: Any, output_dir: Any, trainer_class: Any = None, **settings: Any) -> Any:
-    """Train ``model`` on ``rows`` without noise in the log; returns the trainer."""
+    """Train ``model`` on ``rows`` without noise in the log; returns the trainer.
+
+    ``settings`` are training arguments, the trainer's own arguments, and ``resume``.
+    """
     import mindnlp_dp as dp
 
     settings = {"num_train_epochs": 1, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, **settings}
-    extra = {name: settings.pop(name) for name in ("eval_dataset", "compute_metrics", "callbacks") if name in settings}
+    resume = settings.pop("resume", None)
+    names = ("eval_dataset", "compute_metrics", "callbacks", "data_collator", "optimizers")
+    extra = {name: settings.pop(name) for name in names if name in settings}
     args = dp.DataParallelArguments(str(output_dir), **settings)
     trainer = (trainer_class or dp.DataParallelTrainer)(model, args, train_dataset=rows, **extra)
-    trainer.output = trainer.train()
+    trainer.output = trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 

@@ -8,29 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..files import in_place_of
+
 REPORT_FILE, PLOT_FILE, MODEL_FOLDER = "report.json", "training.png", "model"
-
-
-@contextmanager
-def in_place_of(path: Path) -> Iterator[Path]:
-    """Write a file or folder under a temporary name beside ``path``; it replaces ``path`` when the block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    workspace = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        temporary = workspace / path.name
-        yield temporary
-        if temporary.is_dir() and path.exists():
-            path.rename(workspace / "old")
-        temporary.replace(path)
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
 
 
 def write_results(folder: Path, report: dict[str, Any], save_model: Callable[[str], None]) -> None:

@@ -1,0 +1,155 @@
+"""What a run consists of besides its weights, as plain data, and a run set back to it.
+
+Goes in: the optimizer, the scheduler, the loss so far, the callbacks, how far the data was
+read. Comes out: trees of plain data (:mod:`mindnlp_dp.state_tree`) for a checkpoint; and, when a
+run is taken up, the same objects as they were. All ranks call these functions, and those
+that restore get the same tree on every rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .losses import LossMeter
+from .process_group import ProcessGroup
+from .replicas import assert_replicas_in_sync, replica_digest
+
+# MindNLP's EarlyStoppingCallback counts in it, and has no other way to tell its state.
+_COUNTER = "early_stopping_patience_counter"
+
+
+@dataclass
+class Position:
+    """How far the data has been read, and what is being done.
+
+    ``update`` counts the updates of ``epoch`` that are done. ``epoch_done`` says that the epoch was read to its end,
+    or is to be left; ``ending_epoch`` that its last evaluation and checkpoint have begun.
+    """
+
+    epoch: int = 0
+    update: int = 0
+    epoch_done: bool = False
+    ending_epoch: bool = False
+
+    def where_to_go_on(self) -> Position:
+        """Where a run begins that was saved here: behind an epoch whose end was saved, else in the midst of it."""
+        if self.ending_epoch and self.epoch_done:
+            return Position(self.epoch + 1)
+        return Position(self.epoch, self.update)
+
+
+@dataclass
+class Run:
+    """The parts of a run that a checkpoint must hold."""
+
+    group: ProcessGroup
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    losses: LossMeter
+    callbacks: Iterable[Any] = ()
+
+    def state(self) -> dict[str, Any]:
+        """Their state, the same on every rank.
+
+        Raises:
+            ReplicaMismatchError: the ranks' weights differ, so that no checkpoint can hold them.
+        """
+        return {
+            "world_size": self.group.world_size,
+            "digest": assert_replicas_in_sync(self.model, self.group),
+            "optimizer": {"parameters": self._parameter_names(), **self.optimizer.state_dict()},
+            "scheduler": self.scheduler.state_dict(),
+            "callbacks": callback_states(self.callbacks),
+            "ranks": self.group.all_gather_object({"random": random_state(), "losses": self.losses.state()}),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over a saved state; the model has its weights already.
+
+        Random states are for :meth:`restore_random_state`, when everything that draws is set up.
+
+        Raises:
+            ValueError: the model is not the one that was saved, or the optimizer updates other parameters.
+        """
+        digest = replica_digest(self.model)
+        if digest != saved["digest"]:
+            raise ValueError(
+                f"the model is not the one that was saved: with the checkpoint's weights its digest is {digest}, and "
+                f"was {saved['digest']}; frozen weights and buffers must be those of the run that is resumed"
+            )
+        mine, theirs = self._parameter_names(), saved["optimizer"]["parameters"]
+        if mine != theirs:
+            ours, others = (sum(map(len, groups)) for groups in (mine, theirs))
+            raise ValueError(
+                f"the saved optimizer updates {others} parameters in {len(theirs)} groups, this one {ours} in "
+                f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
+            )
+        self.optimizer.load_state_dict({k: v for k, v in saved["optimizer"].items() if k != "parameters"})
+        self.scheduler.load_state_dict(saved["scheduler"])
+        load_callback_states(self.callbacks, saved["callbacks"])
+        self.losses.load_states([rank["losses"] for rank in saved["ranks"]])
+
+    def restore_random_state(self, saved: Mapping[str, Any]) -> None:
+        """Set this rank's generators; left alone where the number of ranks is another one."""
+        if saved["world_size"] == self.group.world_size:
+            set_random_state(saved["ranks"][self.group.rank]["random"])
+
+    def _parameter_names(self) -> list[list[str]]:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [[names.get(id(p), "?") for p in group["params"]] for group in self.optimizer.param_groups]
+
+
+def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    """Raise ValueError unless two descriptions of the data, and of its order, are the same."""
+    differences = [f"{key} was {then.get(key)} and is {now[key]}" for key in now if now[key] != then.get(key)]
+    if differences:
+        raise ValueError(
+            f"the checkpoint's data cannot be taken up where it was left: {'; '.join(differences)}. Resume with what "
+            "it was trained with, or begin the epoch anew with ignore_data_skip=True"
+        )
+
+
+def random_state() -> dict[str, Any]:
+    """This process's state of Python's and NumPy's generators.
+
+    MindSpore's is not among them: it is a function of the step (:func:`mindnlp_dp.runtime.step_seed`).
+    """
+    version, words, gauss = random.getstate()
+    return {"python": (version, np.array(words, np.uint32), gauss), "numpy": np.random.get_state(legacy=False)}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(state["numpy"])
+
+
+def callback_states(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
+    """The state of every callback that has one: by ``state_dict()``, or an early stopper's patience."""
+    states = []
+    for callback in callbacks:
+        if hasattr(callback, "state_dict"):
+            states.append((type(callback).__name__, callback.state_dict()))
+        elif hasattr(callback, _COUNTER):
+            states.append((type(callback).__name__, getattr(callback, _COUNTER)))
+    return states
+
+
+def load_callback_states(callbacks: Iterable[Any], states: Iterable[tuple[str, Any]]) -> None:
+    """Give every callback the first saved state of its class that is left; one without keeps its own."""
+    left = list(states)
+    for callback in callbacks:
+        match = next((entry for entry in left if entry[0] == type(callback).__name__), None)
+        if match is None:
+            continue
+        left.remove(match)
+        if hasattr(callback, "load_state_dict"):
+            callback.load_state_dict(match[1])
+        else:
+            setattr(callback, _COUNTER, match[1])

@@ -1,0 +1,275 @@
+"""A run that was stopped anywhere and taken up again ends as one that never stopped: weights, losses, decisions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from mindnlp.core import optim
+from mindnlp.engine import EarlyStoppingCallback, TrainerCallback
+
+import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import CheckpointError
+from mindnlp_dp.loader import default_collate
+from models import LENGTH, Rows, alone, tiny_roberta, train, weights
+
+NUM_SAMPLES = 37
+# Three epochs of five updates, the last of each short; dropout on; two micro steps an update.
+SETTINGS = {
+    "num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "warmup_steps": 3,
+    "lr_scheduler_type": "cosine", "logging_steps": 3, "save_strategy": "steps", "save_steps": 2,
+}  # fmt: skip
+NUM_STEPS = 15
+
+
+class Stop(TrainerCallback):
+    """What a crash at ``step`` looks like from within: an exception on every rank."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def settings_for(group, **more):
+    # Eight samples an update on any number of ranks up to four.
+    return {**SETTINGS, "per_device_train_batch_size": 4 // group.world_size, **more}
+
+
+def run(folder, group, rows=None, *, stop_at=None, dropout=0.2, seed=3, **more):
+    callbacks = [*more.pop("callbacks", []), *([Stop(stop_at)] if stop_at else [])]
+    settings = settings_for(group, **more)
+    return train(
+        tiny_roberta(seed=seed, dropout=dropout), rows or Rows(NUM_SAMPLES), folder, callbacks=callbacks, **settings
+    )
+
+
+def stopped_and_resumed(folder, group, stop_at, **more):
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, group, stop_at=stop_at, **more)
+    group.barrier()
+    # Other initial weights: all must come from the checkpoint.
+    return run(folder, group, seed=4, resume=True, **more)
+
+
+def history(trainer):
+    """The log without what a clock measured."""
+    timed = ("runtime", "seconds", "per_second", "share")
+    rows = [{k: v for k, v in row.items() if not k.endswith(timed)} for row in trainer.state.log_history]
+    return json.loads(json.dumps(rows))
+
+
+def assert_same_run(resumed, whole):
+    for name, weight in weights(whole.model).items():
+        np.testing.assert_array_equal(weights(resumed.model)[name], weight, err_msg=name)
+    assert resumed.replica_digest == whole.replica_digest
+    assert history(resumed) == history(whole)
+    assert resumed.state.global_step == whole.state.global_step
+    assert resumed.output.training_loss == whole.output.training_loss
+
+
+@pytest.fixture(scope="module")
+def whole(group, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole"), group)
+
+
+# In an epoch, at its last step, at the first of the next, before the first log line is due, at the last step.
+@pytest.mark.parametrize("stop_at", [3, 5, 6, 8, 13, 15])
+def test_a_stopped_run_ends_like_one_that_was_not(group, shared_tmp_path, whole, stop_at):
+    assert whole.state.global_step == NUM_STEPS
+    resumed = stopped_and_resumed(shared_tmp_path, group, stop_at)
+    assert_same_run(resumed, whole)
+
+
+def test_stopped_again_and_again(group, shared_tmp_path, whole):
+    for stop_at in (3, 5, 9, 12):
+        with pytest.raises(KeyboardInterrupt):
+            run(shared_tmp_path, group, stop_at=stop_at, resume=True if stop_at > 3 else None)
+        group.barrier()
+    assert_same_run(run(shared_tmp_path, group, resume=True), whole)
+
+
+def test_a_finished_run_is_not_trained_further(group, shared_tmp_path, whole):
+    finished = run(shared_tmp_path, group, save_steps=5)
+    group.barrier()
+    again = run(shared_tmp_path, group, save_steps=5, seed=4, resume=True)
+    assert again.replica_digest == finished.replica_digest == whole.replica_digest
+
+
+def test_more_epochs_than_the_finished_run_had(group, shared_tmp_path):
+    constant = {"lr_scheduler_type": "constant", "save_strategy": "epoch"}
+    long = run(shared_tmp_path / "long", group, **constant)
+    run(shared_tmp_path / "short", group, **{**constant, "num_train_epochs": 2})
+    group.barrier()
+    longer = run(shared_tmp_path / "short", group, seed=4, resume=True, **constant)
+    assert longer.replica_digest == long.replica_digest
+
+
+def test_numpys_and_pythons_generators_go_on_where_they_were(group, shared_tmp_path):
+    """A collator that masks at random draws what it would have drawn."""
+
+    def masking(rows):
+        batch = default_collate([{k: v for k, v in row.items() if k != "row"} for row in rows])
+        batch["input_ids"][np.random.rand(*batch["input_ids"].shape) < 0.3] = 4
+        return batch
+
+    whole = run(shared_tmp_path / "whole", group, data_collator=masking)
+    resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, 8, data_collator=masking)
+    assert_same_run(resumed, whole)
+
+
+def test_an_iterable_that_draws_at_random(group, shared_tmp_path):
+    """What is read again up to the position must not move the generators."""
+
+    class Noisy:
+        def __iter__(self):
+            rows = Rows(30)
+            for index in range(30):
+                ids = np.where(np.random.rand(LENGTH) < 0.3, 4, rows[index]["input_ids"])
+                yield {"input_ids": ids, "label": rows[index]["label"]}
+
+    more = {"rows": Noisy(), "max_steps": 9, "save_steps": 1}
+    whole = run(shared_tmp_path / "whole", group, **more)
+    resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, 6, **more)
+    assert_same_run(resumed, whole)
+
+
+def deciding(group):
+    """A run whose course depends on its evaluations: the plateau scheduler, the best model, an early stop."""
+
+    class Deciding(dp.DataParallelTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0, factor=0.5)
+            self._created_lr_scheduler = True
+            return self.lr_scheduler
+
+    return {
+        "trainer_class": Deciding, "eval_dataset": Rows(20, seed=5), "evaluation_strategy": "epoch",
+        "save_strategy": "epoch", "num_train_epochs": 8, "load_best_model_at_end": True,
+        "metric_for_best_model": "loss", "greater_is_better": False, "dropout": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stop_at", [7, 12, 16])
+def test_decisions_go_on_where_they_were(group, shared_tmp_path, stop_at):
+    def callbacks():
+        return [EarlyStoppingCallback(early_stopping_patience=3)]
+
+    whole = run(shared_tmp_path / "whole", group, callbacks=callbacks(), **deciding(group))
+    resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, stop_at, callbacks=callbacks(), **deciding(group))
+    assert_same_run(resumed, whole)
+    assert 15 < whole.state.global_step < 40  # it was stopped early, and not before it was resumed
+    assert resumed.state.best_metric == whole.state.best_metric
+    rates = {row["learning_rate"] for row in whole.state.log_history if "learning_rate" in row}
+    assert len(rates) > 1  # the plateau was seen
+
+
+def test_an_early_stop_stands(group, shared_tmp_path):
+    """Killed between the checkpoint of the stop and the end, a run does not begin to train again."""
+
+    class StopAt4(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = control.should_save = state.global_step == 4
+
+    class Silent(TrainerCallback):
+        pass
+
+    stopped = run(shared_tmp_path, group, callbacks=[StopAt4()])
+    group.barrier()
+    again = run(shared_tmp_path, group, callbacks=[Silent()], seed=4, resume=True)
+    assert again.state.global_step == stopped.state.global_step == 4
+    assert again.replica_digest == stopped.replica_digest
+
+
+def test_an_epoch_that_a_callback_ends(group, shared_tmp_path):
+    """Then updates and epochs are no multiples of each other."""
+
+    class ThreeAnEpoch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step % 3 == 0
+
+    whole = run(shared_tmp_path / "whole", group, callbacks=[ThreeAnEpoch()], save_steps=1)
+    assert whole.state.global_step == 9
+    resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, 5, callbacks=[ThreeAnEpoch()], save_steps=1)
+    assert_same_run(resumed, whole)
+
+
+def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, shared_tmp_path, capsys):
+    rows = Rows(NUM_SAMPLES)
+    whole = run(shared_tmp_path / "whole", group, rows, dropout=0.0, optim="sgd")
+    with pytest.raises(KeyboardInterrupt):
+        run(shared_tmp_path / "stopped", group, rows, dropout=0.0, optim="sgd", stop_at=8)
+    group.barrier()
+    with alone() as single:
+        mine = shared_tmp_path / f"alone_{group.rank}"
+        shutil.copytree(shared_tmp_path / "stopped", mine)
+        # Two samples in a micro step, as on four ranks: four steps, where two ranks made two.
+        resumed = run(mine, single, rows, dropout=0.0, optim="sgd", resume=True, per_device_train_batch_size=2)
+    assert resumed.args.gradient_accumulation_steps == 4
+    assert "resuming with the checkpoint's global batch of 8 samples: gradient_accumulation_steps is 4" in (
+        capsys.readouterr().out
+    )
+    for name, weight in weights(whole.model).items():
+        np.testing.assert_allclose(weights(resumed.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
+    losses, expected = ([row["loss"] for row in t.state.log_history if "loss" in row] for t in (resumed, whole))
+    assert losses == pytest.approx(expected, abs=1.1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": Rows(NUM_SAMPLES + 1)}, "num_samples was 37 and is 38"),
+        ({"data_seed": 5}, "data_seed was 42 and is 5"),
+        ({"dataset_shuffle": False}, "dataset_shuffle was True and is False"),
+        ({"per_device_train_batch_size": 3}, "global batch of 8 samples cannot be kept by .* use per_device_train"),
+        ({"optim": "sgd"}, None),
+    ],
+)  # fmt: skip
+def test_a_run_that_cannot_be_taken_up_exactly_says_why(group, shared_tmp_path, change, message):
+    run(shared_tmp_path, group, max_steps=2)
+    group.barrier()
+    if message is None:  # another optimizer reads the state, and leaves what it does not know
+        run(shared_tmp_path, group, max_steps=2, resume=True, **change)
+        return
+    with pytest.raises(ValueError, match=message):
+        run(shared_tmp_path, group, max_steps=4, resume=True, **change)
+    if "data_seed" in change:
+        run(shared_tmp_path, group, max_steps=4, resume=True, ignore_data_skip=True, **change)
+
+
+def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
+    run(shared_tmp_path, group, max_steps=6)
+    group.barrier()
+    if group.is_main:
+        damaged = shared_tmp_path / "checkpoint-6" / "state.safetensors"
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        (shared_tmp_path / "checkpoint-4" / "model.safetensors").unlink()
+    group.barrier()
+    if group.is_main:
+        with pytest.warns(RuntimeWarning) as caught:
+            resumed = run(shared_tmp_path, group, max_steps=2, resume=True)
+        text = "\n".join(str(warning.message) for warning in caught)
+        assert "checkpoint-6 is damaged: state.safetensors has" in text
+        assert "checkpoint-4 is damaged: model.safetensors is missing; it is passed over" in text
+    else:
+        resumed = run(shared_tmp_path, group, max_steps=2, resume=True)
+    assert resumed.state.global_step == 2
+
+    with pytest.raises(CheckpointError, match="checkpoint-6 is damaged: state.safetensors has"):
+        run(shared_tmp_path, group, resume=str(shared_tmp_path / "checkpoint-6"))
+    with pytest.raises(CheckpointError, match="no complete checkpoint in"):
+        run(shared_tmp_path / "none", group, resume=True)
+
+
+def test_a_new_run_in_an_old_folder_is_warned(group, shared_tmp_path):
+    run(shared_tmp_path, group, max_steps=2)
+    group.barrier()
+    if group.is_main:
+        with pytest.warns(RuntimeWarning, match="holds checkpoint-2 of an earlier run, and this one begins anew"):
+            run(shared_tmp_path, group, max_steps=2)
+    else:
+        run(shared_tmp_path, group, max_steps=2)
