@@ -18,7 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import compat as compat  # registers its patches
+from . import compat as compat
+from . import compat_quiet as compat_quiet
 from . import import_hook
 
 __version__ = "0.1.0"

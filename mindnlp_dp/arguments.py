@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from mindnlp.engine import TrainingArguments
 from .gradient_sync import DEFAULT_BUCKET_CAP_MB
 from .process_group import ProcessGroup, get_process_group
 
+# What MindNLP's TrainingArguments take, and its Trainer never looks at.
+_WITHOUT_EFFECT = ("fp16", "bf16", "group_by_length")
+
 
 @dataclass(repr=False)
 class DataParallelArguments(TrainingArguments):
@@ -26,7 +30,13 @@ class DataParallelArguments(TrainingArguments):
 
     Of MindNLP's own fields, these steer data parallelism: ``per_device_train_batch_size``
     is a rank's micro batch; ``dataset_drop_last`` drops a last global batch that is not full
-    instead of splitting it; ``data_seed`` (else ``seed``) fixes the order of the samples.
+    instead of splitting it; ``data_seed`` (else ``seed``) fixes the order of the samples;
+    ``logging_nan_inf_filter`` says what becomes of a micro batch whose loss is NaN or infinite, on all ranks alike: it
+    is reported and left out of log and update (True), or training stops with the report (False);
+    ``log_on_each_node`` and ``save_on_each_node`` make the first rank of every host one that logs, or writes.
+
+    Raises:
+        ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or ``recompute``.
     """
 
     dataset_shuffle: bool = field(
@@ -92,6 +102,11 @@ class DataParallelArguments(TrainingArguments):
                 "auto_find_batch_size with several ranks: each would find its own batch size; "
                 "set per_device_train_batch_size"
             )
+        if self.recompute:
+            raise ValueError("recompute: MindNLP 0.4.1 cannot recompute activations; use smaller micro batches")
+        for name in _WITHOUT_EFFECT:
+            if getattr(self, name):
+                warnings.warn(f"{name} has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=4)
         self.local_rank = self.local_process_index
 
 

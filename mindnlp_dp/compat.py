@@ -3,7 +3,7 @@
 Goes in: the import of ``mindnlp``. Comes out: the same packages, patched where
 this pair of versions needs it. Nothing is patched before ``mindnlp`` is
 imported, and nothing that works already: each patch looks whether its defect is
-there. This is the one module that changes other people's code.
+there. With :mod:`mindnlp_dp.compat_quiet`, this is the one module that changes other people's code.
 
 A patch is a generator: what stands before its ``yield`` runs before the module
 that it belongs to is executed, what stands behind runs after.
@@ -17,7 +17,6 @@ import importlib.metadata
 import os
 import sys
 import types
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,59 +72,6 @@ def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
         stub.StubTensor = type("StubTensor", (), {})  # type: ignore[attr-defined]
         sys.modules[name] = mindspore.common._stub_tensor = stub
     yield
-
-
-# Versions: MindSpore 2.7+. Cause: mindspore.dtype_to_nptype logs a deprecation warning at every call,
-# and MindNLP's attention masks call it in every forward pass.
-# Goes when: MindNLP stops calling it.
-@around("mindnlp")
-def _quiet_dtype_to_nptype(module: types.ModuleType) -> Iterator[None]:
-    import mindspore
-
-    quiet = getattr(mindspore.common.dtype, "_dtype_to_nptype", None)
-    if quiet is not None:
-        mindspore.dtype_to_nptype = mindspore.common.dtype.dtype_to_nptype = quiet
-    yield
-
-
-# Versions: MindSpore 2.7+. Cause: Tensor.data_sync warns at every call, and MindNLP's initialisers call it once
-# for each weight. asnumpy() waits for the device just the same.
-# Goes when: MindNLP stops calling it.
-@around("mindnlp")
-def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
-    import mindspore
-
-    if Version(mindspore.__version__) >= Version("2.7.0"):
-
-        def data_sync(self: Any, wait: bool = True) -> None:
-            """Wait until this tensor's value is on the host."""
-            self.asnumpy()
-
-        mindspore.Tensor.data_sync = data_sync
-    yield
-
-
-# Versions: MindNLP 0.4.1. Cause: every tokenizer that is loaded warns about a default of its own.
-# Goes when: MindNLP has decided on clean_up_tokenization_spaces.
-@around("mindnlp")
-def _quiet_tokenizers(module: types.ModuleType) -> Iterator[None]:
-    warnings.filterwarnings("ignore", message="`clean_up_tokenization_spaces` was not set", category=FutureWarning)
-    yield
-
-
-# Versions: MindNLP 0.4.1. Cause: it sets MS_ALLOC_CONF for Ascend on every machine; on CPU MindSpore reports
-# the setting on the terminal of every process, and has no use for it.
-# Goes when: MindNLP sets it on Ascend only.
-@around("mindnlp")
-def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
-    users_own = os.environ.get("MS_ALLOC_CONF")
-    yield
-    import mindspore
-
-    if mindspore.get_context("device_target") == "CPU":
-        os.environ.pop("MS_ALLOC_CONF", None)
-        if users_own is not None:
-            os.environ["MS_ALLOC_CONF"] = users_own
 
 
 # Versions: MindSpore 2.7+. Cause: MindNLP obeys DEVICE_TARGET through set_context, which warns that it is
@@ -210,26 +156,91 @@ def _parameter_grad(module: types.ModuleType) -> Iterator[None]:
         module.Parameter.grad = None
 
 
-# Versions: MindNLP 0.4.1. Cause: an Adam or AdamW that loads its state makes float32 tensors of its step counts, and
-# then computes the powers of its betas in float32, where one that never stopped computes them in float64: their
-# weights part in the last bits.
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: a Parameter made of mindspore's initializer(...), which gets its
+# memory later, loses what it should hold, and updates in place never reach it.
+# Goes when: MindNLP's Parameter gives such a tensor its memory itself.
+@around("mindnlp.core.nn.parameter")
+def _parameter_of_an_initializer(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_init = module.Parameter.__init__
+
+    @functools.wraps(stock_init)
+    def init(self: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
+        if getattr(input_data, "has_init", False):
+            input_data = input_data.init_data()
+        stock_init(self, input_data, *args, **kwargs)
+
+    module.Parameter.__init__ = init
+
+
+# Versions: MindNLP 0.4.1. Cause: the deep copy of a Parameter shares the original's memory, so that training a copy
+# (the head beside a LoRA, a teacher, an average) trains the original.
+# Goes when: copy.deepcopy of a Parameter copies.
+@around("mindnlp.core.nn.parameter")
+def _deep_copies(module: types.ModuleType) -> Iterator[None]:
+    yield
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        copied = module.Parameter(self.copy(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    module.Parameter.__deepcopy__ = deepcopy
+
+
+# Versions: MindNLP 0.4.1. Cause: tying weights assigns a slice of the output bias to that bias, which is from then
+# on a view that optimizers update in vain: the bias of every tied language model stays as it is initialised.
+# Goes when: tie_weights leaves a bias alone that has its length already.
+@around("mindnlp.transformers.modeling_utils")
+def _tied_bias(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_tie = module.PreTrainedModel._tie_or_clone_weights
+
+    @functools.wraps(stock_tie)
+    def tie(self: Any, output_embeddings: Any, input_embeddings: Any) -> None:
+        stock_tie(self, output_embeddings, input_embeddings)
+        bias = getattr(output_embeddings, "bias", None)
+        if bias is not None:
+            bias.assign_value(bias.copy())
+
+    module.PreTrainedModel._tie_or_clone_weights = tie
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: importing MindNLP renames types (Float32 becomes mindspore.float32),
+# and its adapter files then name types that MindSpore's load_checkpoint does not know.
+# Goes when: PeftModel.from_pretrained reads what PeftModel.save_pretrained wrote.
+@around("mindnlp.peft.utils.save_and_load")
+def _types_in_adapter_files(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_list = module.get_data_list
+
+    @functools.wraps(stock_list)
+    def get_data_list(param_dict: Any) -> Any:
+        entries = stock_list(param_dict)
+        for entry in entries.values():
+            name = entry[1].rpartition(".")[2].rstrip("_").capitalize()
+            entry[1] = name.replace("Uint", "UInt").replace("Bfloat", "BFloat")
+        return entries
+
+    module.get_data_list = get_data_list  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1. Cause: an AdamW that loads its state makes float32 tensors of its step counts, and then
+# computes the powers of its betas in float32, where one that never stopped computes them in float64: their weights
+# part in the last bits. An Adam that loads its state dies of a KeyError.
 # Goes when: they leave step counts as they were saved.
 @around("mindnlp.core.optim.adam")
 @around("mindnlp.core.optim.adamw")
-def _adam_step_counts(module: types.ModuleType) -> Iterator[None]:
+def _adam_that_loads_its_state(module: types.ModuleType) -> Iterator[None]:
     yield
-    optimizer = module.AdamW if hasattr(module, "AdamW") else module.Adam
-    stock_setstate = optimizer.__setstate__
 
-    @functools.wraps(stock_setstate)
     def setstate(self: Any, state: Any) -> None:
-        counts = {id(entry): entry.get("step") for entry in state.get("state", {}).values() if isinstance(entry, dict)}
-        stock_setstate(self, state)
-        for entry in self.state.values():
-            if isinstance(counts.get(id(entry)), int):
-                entry["step"] = counts[id(entry)]
+        module.Optimizer.__setstate__(self, state)
+        for group in self.param_groups:
+            group.setdefault("amsgrad", False)
+            group.setdefault("maximize", False)
 
-    optimizer.__setstate__ = setstate
+    (module.AdamW if hasattr(module, "AdamW") else module.Adam).__setstate__ = setstate
 
 
 # Versions: MindNLP 0.4.1. Cause: its own Trainer exchanges no gradients, so that each of several processes

@@ -70,6 +70,7 @@ class DataParallelTrainerMixin:
         self.data_collator = data_collator
         self._synchronizer: Optional[GradientSynchronizer] = None
         self._in_window = False
+        self.current_tokens = 0
         if args is None:
             args = DataParallelArguments(output_dir="tmp_trainer")
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)  # type: ignore[call-arg]
@@ -195,10 +196,12 @@ class DataParallelTrainerMixin:
         )
 
     def store_flos(self) -> None:
-        """Add the floating point operations since the last call, of all ranks, to the state's."""
-        flos = self.group.all_reduce(np.array([self.current_flos], np.float64))  # type: ignore[has-type]
-        self.state.total_flos += float(flos[0])
-        self.current_flos = 0.0
+        """Add the floating point operations and tokens since the last call, of all ranks, to the state's."""
+        mine = np.array([self.current_flos, self.current_tokens], np.float64)  # type: ignore[has-type]
+        flos, tokens = self.group.all_reduce(mine)
+        self.state.total_flos += float(flos)
+        self.state.num_input_tokens_seen += int(tokens)
+        self.current_flos, self.current_tokens = 0.0, 0
 
     def tensors(self, batch: Batch) -> dict[str, Any]:
         """A batch as the model takes it."""

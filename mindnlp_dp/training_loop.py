@@ -127,6 +127,7 @@ class TrainingLoop:
         began = time.time()
         self.synchronizer = trainer.synchronizer(trainer.model)
         sync_seconds_before = self.synchronizer.seconds
+        self.tokens_before = state.num_input_tokens_seen
         self.timer.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
         self._agree_on_control()
@@ -253,6 +254,8 @@ class TrainingLoop:
         value = float(loss.asnumpy()) * args.gradient_accumulation_steps
         self.samples_seen += len(batch.indices)
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        if args.include_num_input_tokens_seen or args.include_tokens_per_second:
+            trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
         if math.isfinite(value):
             self.synchronizer.accumulate([parameter.grad for parameter in self.synchronizer.parameters], weight)
             self.losses.add(value, weight)
@@ -324,6 +327,9 @@ class TrainingLoop:
         train_loss = self.losses.mean_of_run()
         speed = speed_metrics(self.group, self.timer.seconds, self.samples_seen, self.updates_done, self.sync_seconds)
         trainer.store_flos()
+        if args.include_tokens_per_second:
+            tokens = state.num_input_tokens_seen - self.tokens_before
+            speed["train_tokens_per_second"] = round(tokens / max(speed["train_seconds"], 1e-9), 3)
         metrics = {"train_runtime": round(time.time() - began, 4), **speed, "total_flos": state.total_flos}
         metrics["train_loss"] = train_loss
         trainer.is_in_train = False

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from mindnlp_dp.compat import UnsupportedVersionsError, check_versions
+from models import tiny_config
 
 
 def run(code, **environ):
@@ -120,3 +121,67 @@ assert mindspore.dtype_to_nptype(mindspore.float32) is np.float32
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
+
+
+def test_parameters_that_are_initialised_later_are_trained():
+    import mindspore
+    from mindnlp.core import nn, ops
+    from mindspore.common.initializer import initializer
+
+    parameter = nn.Parameter(initializer("ones", 3))
+    assert parameter.asnumpy().tolist() == [1, 1, 1]
+    zero = mindspore.Tensor(0.0)
+    gradient = ops.ones_like(parameter)
+    ops.optim.raw_sgd(parameter, gradient, mindspore.Tensor(0.5), 0.0, 0.0, False, gradient * 0, zero, gradient)
+    assert parameter.asnumpy().tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_an_optimizer_that_loads_its_state_computes_as_before(name):
+    import mindspore
+    from mindnlp.core import nn, optim
+
+    def steps(load_after):
+        parameter = nn.Parameter(mindspore.Tensor([0.1, -0.2, 0.3]))
+        optimizer = getattr(optim, name)([parameter], lr=0.01)
+        for step in range(6):
+            if step == load_after:
+                state = optimizer.state_dict()
+                optimizer = getattr(optim, name)([parameter], lr=0.01)
+                optimizer.load_state_dict(state)
+            parameter.grad = mindspore.Tensor([0.1, -0.3, 0.7]) * (step + 1)
+            optimizer.step()
+        return parameter.asnumpy().tolist()
+
+    assert steps(load_after=3) == steps(load_after=None)
+
+
+def test_the_bias_of_a_tied_output_is_trained():
+    import mindspore
+    from mindnlp.core import ops
+    from mindnlp.transformers import RobertaForMaskedLM
+
+    bias = RobertaForMaskedLM(tiny_config()).lm_head.decoder.bias
+    ones, zero = ops.ones_like(bias), mindspore.Tensor(0.0)
+    ops.optim.raw_sgd(bias, ones, mindspore.Tensor(0.5), 0.0, 0.0, False, ones * 0, zero, ones)
+    assert set(bias.asnumpy().tolist()) == {-0.5}
+
+
+def test_a_deep_copy_of_a_model_has_weights_of_its_own():
+    import copy
+
+    import mindspore
+    from mindnlp.core import nn, ops
+
+    linear = nn.Linear(2, 2)
+    linear.tied, linear.bias.requires_grad = linear.weight, False
+    copied = copy.deepcopy(linear)
+    assert copied.tied is copied.weight
+    assert not copied.bias.requires_grad
+    before, ones = linear.weight.asnumpy().copy(), ops.ones_like(linear.weight)
+    assert (copied.weight.asnumpy() == before).all()
+    ops.optim.raw_sgd(
+        copied.weight, ones, mindspore.Tensor(0.5), 0.0, 0.0, False, ones * 0, mindspore.Tensor(0.0), ones
+    )
+    assert (linear.weight.asnumpy() == before).all()
+    assert (copied.weight.asnumpy() == before - 0.5).all()

@@ -1,0 +1,112 @@
+"""A loss that is no number, on one rank: reported, and left out or the end, on all ranks alike."""
+
+from __future__ import annotations
+
+import warnings
+
+import mindspore
+import numpy as np
+import pytest
+
+import mindnlp_dp as dp
+from models import Rows, alone, tiny_roberta, train, weights
+
+POISON = 4  # a token that Rows never draws
+
+
+class Poisoned(dp.DataParallelTrainer):
+    """Its loss is no number for a micro batch that holds a sample beginning with POISON."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        loss = super().compute_loss(model, inputs)
+        bad = bool((inputs["input_ids"][:, 0] == POISON).any())
+        return loss * mindspore.Tensor(float("nan") if bad else 1.0)
+
+
+def poisoned_rows(n, *samples):
+    rows = Rows(n)
+    rows.input_ids[list(samples), 0] = POISON
+    return rows
+
+
+SETTINGS = {"optim": "sgd", "learning_rate": 0.1, "dataset_shuffle": False, "logging_steps": 1, "max_grad_norm": 0.0}
+
+
+def test_it_is_left_out_of_the_update_and_of_the_log(group, tmp_path):
+    size = group.world_size
+    # Updates of 4 * size samples; of the second, the last rank's micro batch holds the poisoned sample.
+    bad = 8 * size - 2
+    rows = poisoned_rows(12 * size, bad)
+    with pytest.warns(RuntimeWarning) as caught:
+        together = train(tiny_roberta(seed=1), rows, tmp_path, Poisoned, per_device_train_batch_size=4, **SETTINGS)
+    texts = [str(warning.message) for warning in caught]
+    samples = ", ".join(map(str, range(8 * size - 4, 8 * size)))
+    expected = f"the loss of samples {samples} is nan at step 1 on rank {size - 1}"
+    assert any(expected in text and "left out of the update and of the log" in text for text in texts), texts
+    assert together.state.global_step == 3
+    assert all(np.isfinite(weight).all() for weight in weights(together.model).values())
+    assert all(np.isfinite(row["loss"]) for row in together.state.log_history[:3] if size > 1)
+    dp.assert_replicas_in_sync(together.model)
+
+    # One process whose micro batches are cut as the ranks' were.
+    with alone(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        single = train(
+            tiny_roberta(seed=1), rows, tmp_path, Poisoned, per_device_train_batch_size=4,
+            gradient_accumulation_steps=size, **SETTINGS,
+        )  # fmt: skip
+    for name, weight in weights(single.model).items():
+        np.testing.assert_allclose(weights(together.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
+    assert together.output.training_loss == pytest.approx(single.output.training_loss, abs=1e-6)
+
+
+def test_it_stops_all_ranks(group, tmp_path):
+    rows = poisoned_rows(8 * group.world_size, 8 * group.world_size - 1)
+    message = f"is nan at step 1 on rank {group.world_size - 1}; look at these samples"
+    with pytest.raises(FloatingPointError, match=message):
+        train(
+            tiny_roberta(), rows, tmp_path, Poisoned, per_device_train_batch_size=4, logging_nan_inf_filter=False,
+            **SETTINGS,
+        )  # fmt: skip
+
+
+def test_an_update_of_nothing_but_bad_losses_changes_no_weight(group, tmp_path):
+    n = 4 * group.world_size
+    rows = poisoned_rows(n, *range(n))
+    before = weights(tiny_roberta(seed=2))
+    with pytest.warns(RuntimeWarning, match="is nan at step 0 on rank 0"):
+        trainer = train(tiny_roberta(seed=2), rows, tmp_path, Poisoned, per_device_train_batch_size=4, **SETTINGS)
+    assert trainer.state.global_step == 1
+    assert np.isnan(trainer.state.log_history[0]["loss"])
+    for name, weight in weights(trainer.model).items():
+        np.testing.assert_array_equal(weight, before[name], err_msg=name)
+
+
+class Overflowing(dp.DataParallelTrainer):
+    """Finite losses whose gradient is not."""
+
+    def compute_loss(self, model, inputs, return_outputs=False):
+        loss = super().compute_loss(model, inputs)
+        return loss * 3e38 * 0.1 if self.state.global_step == 1 else loss
+
+
+def test_a_gradient_that_is_no_number(group, tmp_path):
+    settings = {**SETTINGS, "max_grad_norm": 1.0, "per_device_train_batch_size": 4}
+    rows = Rows(12 * group.world_size)
+    with pytest.warns(RuntimeWarning, match="averaged gradient is inf at step 1.*this update is left out"):
+        trainer = train(tiny_roberta(), rows, tmp_path, Overflowing, **settings)
+    assert trainer.state.global_step == 3
+    assert all(np.isfinite(weight).all() for weight in weights(trainer.model).values())
+    with pytest.raises(FloatingPointError, match="the norm of the averaged gradient is inf at step 1"):
+        train(tiny_roberta(), rows, tmp_path, Overflowing, logging_nan_inf_filter=False, **settings)
+
+
+def test_rows_of_a_pipeline_are_named_by_their_number(group, tmp_path):
+    class Stream:
+        def __iter__(self):
+            rows = poisoned_rows(8 * group.world_size, 8 * group.world_size - 1)
+            return ({"input_ids": rows[i]["input_ids"], "label": rows[i]["label"]} for i in range(len(rows)))
+
+    last = 8 * group.world_size - 1
+    with pytest.warns(RuntimeWarning, match=f"the loss of samples .*{last} is nan at step 1 on rank"):
+        train(tiny_roberta(), Stream(), tmp_path, Poisoned, per_device_train_batch_size=4, max_steps=2, **SETTINGS)

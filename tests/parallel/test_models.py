@@ -1,0 +1,192 @@
+"""Models that are trained in part, share weights, or weigh their loss by other things than samples."""
+
+from __future__ import annotations
+
+import os
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.transformers import RobertaForMaskedLM
+
+import mindnlp_dp as dp
+from mindnlp_dp.replicas import all_names
+from models import LENGTH, Rows, alone, tiny_config, tiny_roberta, train, weights
+
+SETTINGS = {"optim": "sgd", "learning_rate": 1e-1, "logging_steps": 1}
+
+
+def together_and_alone(group, folder, build, rows, trainer_class=None, **more):
+    """The same run on all ranks and in one process with the whole batch, which must end alike."""
+    settings = {**SETTINGS, **more}
+    together = train(build(), rows, folder, trainer_class, per_device_train_batch_size=4, **settings)
+    with alone():
+        settings["per_device_train_batch_size"] = 4 * group.world_size
+        single = train(build(), rows, folder / "alone", trainer_class, **settings)
+    assert together.state.global_step == single.state.global_step > 1
+    expected, before = weights(single.model), weights(build())
+    assert any(np.abs(expected[name] - before[name]).max() > 1e-3 for name in before)
+    for name, weight in weights(together.model).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=4e-6, err_msg=name)
+    for mine, theirs in zip(together.state.log_history, single.state.log_history):
+        assert mine.get("loss") == pytest.approx(theirs.get("loss"), abs=1.1e-4)
+    return together, single
+
+
+def test_parameters_that_a_step_uses_on_some_ranks_only(group, tmp_path):
+    """A micro batch without a label 0 never touches the head for label 0."""
+
+    class TwoHeads(dp.DataParallelTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            labels = inputs["labels"].asnumpy()
+            hidden = model.roberta(inputs["input_ids"])[0]
+            losses = []
+            for row, label in enumerate(labels):
+                head = model.classifier.dense if label == 0 else model.classifier.out_proj
+                losses.append((head(hidden[row, 0]) ** 2).mean())
+            return sum(losses) / len(losses)
+
+    rows = Rows(8 * group.world_size + 3)
+    rows.labels[:] = 1
+    rows.labels[::7] = 0  # one sample of a global batch, at most
+    together_and_alone(group, tmp_path, lambda: tiny_roberta(seed=1), rows, TwoHeads)
+
+
+def test_label_smoothing(group, tmp_path):
+    rows = Rows(8 * group.world_size)
+    smooth, _ = together_and_alone(group, tmp_path, lambda: tiny_roberta(seed=1), rows, label_smoothing_factor=0.3)
+    plain = train(tiny_roberta(seed=1), rows, tmp_path, per_device_train_batch_size=4, **SETTINGS)
+    assert plain.output.training_loss != smooth.output.training_loss
+
+
+class MaskedRows(Rows):
+    """Masked words to guess: from none of them to seven a sample, so that micro batches weigh differently."""
+
+    def __getitem__(self, index):
+        ids = self.input_ids[index]
+        masked = np.arange(LENGTH) < index % LENGTH
+        return {"input_ids": np.where(masked, 4, ids), "labels": np.where(masked, ids, -100)}
+
+
+class ByMaskedTokens(dp.DataParallelTrainer):
+    def loss_weight(self, inputs):
+        return float((inputs["labels"] != -100).sum())
+
+
+def masked_lm(seed=1):
+    from mindnlp.engine.utils import set_seed
+
+    set_seed(seed)
+    return RobertaForMaskedLM(tiny_config())
+
+
+def test_a_loss_that_averages_tokens_and_tied_weights(group, tmp_path):
+    """RoBERTa's masked language model: its mean leaves out ignored tokens, its decoder is its embedding."""
+    together, single = together_and_alone(group, tmp_path, masked_lm, MaskedRows(8 * group.world_size), ByMaskedTokens)
+    tied = all_names(together.model)
+    assert tied["lm_head.decoder.weight"] is tied["roberta.embeddings.word_embeddings.weight"]
+    rows = MaskedRows(8 * group.world_size + 1, seed=3)
+    loss = together.evaluate(rows)["eval_loss"]
+    with alone():
+        assert single.evaluate(rows)["eval_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_tied_weights_are_resumed(group, shared_tmp_path):
+    settings = {**SETTINGS, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
+    rows = MaskedRows(12 * group.world_size)
+    whole = train(masked_lm(), rows, shared_tmp_path, ByMaskedTokens, **settings)
+    group.barrier()
+    first = str(shared_tmp_path / "checkpoint-1")
+    resumed = train(
+        masked_lm(seed=2),
+        rows,
+        shared_tmp_path,
+        ByMaskedTokens,
+        resume=first,
+        **settings,
+    )
+    assert resumed.replica_digest == whole.replica_digest
+    tied = all_names(resumed.model)
+    assert tied["lm_head.decoder.weight"] is tied["roberta.embeddings.word_embeddings.weight"]
+
+
+def with_lora(base_seed=1):
+    from mindnlp.peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"], lora_dropout=0.1)
+    return get_peft_model(tiny_roberta(seed=base_seed), settings)
+
+
+def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared_tmp_path):
+    from mindnlp.peft import PeftModel
+
+    rows = Rows(12 * group.world_size)
+    settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
+    before = weights(with_lora())
+    whole = train(with_lora(), rows, shared_tmp_path, **settings)
+    for name, weight in weights(whole.model).items():
+        trained = "lora_" in name or "modules_to_save" in name
+        assert np.array_equal(weight, before[name]) != trained, name
+    group.barrier()
+    checkpoint = shared_tmp_path / "checkpoint-1"
+    assert os.path.getsize(checkpoint / "model.safetensors") < 10_000  # the base model is not in it
+    resumed = train(with_lora(), rows, shared_tmp_path, resume=str(checkpoint), **settings)
+    assert resumed.replica_digest == whole.replica_digest
+    with pytest.raises(ValueError, match="the model is not the one that was saved"):
+        train(with_lora(base_seed=2), rows, shared_tmp_path, resume=str(checkpoint), **settings)
+
+    loaded = PeftModel.from_pretrained(tiny_roberta(seed=1), str(shared_tmp_path / "checkpoint-3"))
+    for name, weight in weights(loaded).items():
+        np.testing.assert_array_equal(weight, weights(whole.model)[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "all frozen but one"])
+def test_frozen_parameters_take_no_part_in_the_checkpoint_of_the_optimizer(group, shared_tmp_path, kind):
+    def build(seed=1):
+        model = tiny_roberta(seed=seed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = name == "classifier.out_proj.bias" if "all" in kind else "layer.0" not in name
+        return model
+
+    settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
+    whole = train(build(), Rows(12 * group.world_size), shared_tmp_path, **settings)
+    group.barrier()
+    first = str(shared_tmp_path / "checkpoint-1")
+    resumed = train(
+        build(seed=2),
+        Rows(12 * group.world_size),
+        shared_tmp_path,
+        resume=first,
+        **settings,
+    )
+    assert resumed.replica_digest == whole.replica_digest
+    if kind == "frozen":
+        with pytest.raises(ValueError, match="the saved optimizer updates .* parameters in .* freeze and group them"):
+            train(tiny_roberta(), Rows(12 * group.world_size), shared_tmp_path, resume=True, **settings)
+
+
+def test_a_plain_module_with_buffers(group, shared_tmp_path):
+    """No PreTrainedModel: its running statistics are part of a checkpoint."""
+    from mindnlp.core import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(50, 4)
+            self.out = nn.Linear(4, 3)
+            self.register_buffer("calls", mindspore.Tensor(np.zeros(1, np.float32)))
+
+        def forward(self, input_ids, labels=None):
+            if self.training:
+                self.calls.assign_value(self.calls + 1)
+            logits = self.out(self.embedding(input_ids).mean(1))
+            return mindspore.ops.cross_entropy(logits, labels.astype(mindspore.int32)), logits
+
+    rows = Rows(12 * group.world_size)
+    settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
+    whole = train(Net(), rows, shared_tmp_path, **settings)
+    assert whole.model.calls.asnumpy().tolist() == [3]
+    group.barrier()
+    first = str(shared_tmp_path / "checkpoint-1")
+    resumed = train(Net(), rows, shared_tmp_path, resume=first, **settings)
+    assert resumed.replica_digest == whole.replica_digest

@@ -1,0 +1,316 @@
+"""Checkpoints as files: complete or refused, and nothing in them runs code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import mindnlp_dp as dp
+from mindnlp_dp import checkpoint
+from mindnlp_dp.checkpoint import (
+    CheckpointError,
+    check_checkpoint,
+    checkpoint_path,
+    checkpoints_in,
+    newest_checkpoint,
+    read_state,
+    read_weights,
+    remove_old_checkpoints,
+    remove_unfinished_checkpoints,
+    write_checkpoint,
+    write_weights,
+)
+from mindnlp_dp.run_state import random_state, set_random_state
+from mindnlp_dp.state_tree import PackedState, pack_state, unpack_state
+from models import Rows, tiny_config, tiny_roberta, train, weights
+
+
+@pytest.fixture(autouse=True)
+def group():
+    return dp.init_process_group()
+
+
+def write(path, state=None):
+    packed = pack_state({"step": 1} if state is None else state)
+    write_checkpoint(path, packed, lambda folder: (folder / "model.safetensors").write_bytes(b"weights"))
+
+
+# Trees.
+
+numbers = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text()
+types = st.sampled_from(["float32", "float64", "float16", "int64", "uint32", "bool"])
+arrays = hnp.arrays(types, hnp.array_shapes(min_dims=0, min_side=0))
+trees = st.recursive(
+    numbers | arrays,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text(), inner)
+        | st.dictionaries(st.integers(), inner)
+    ),
+    max_leaves=12,
+)
+
+
+def assert_equal(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_equal(x, y)
+    elif isinstance(a, np.ndarray):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(a, b)
+    else:
+        assert a == b
+
+
+@given(trees)
+def test_a_tree_comes_back_from_a_file_as_it_was(tmp_path_factory, tree):
+    path = tmp_path_factory.mktemp("c") / "checkpoint-1"
+    write(path, {"tree": tree})
+    assert_equal(unpack_state(read_state(path))["tree"], tree)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool_"])
+def test_tensors_keep_their_type_and_values(tmp_path, dtype):
+    import mindspore
+
+    largest = 2.5e20 if dtype in ("float32", "bfloat16") else 3.0
+    tensor = mindspore.Tensor(np.array([[0.0, 1.0, largest]]), getattr(mindspore, dtype))
+    write(tmp_path / "checkpoint-1", {"t": tensor, "scalar": mindspore.Tensor(2.5)})
+    back = unpack_state(read_state(tmp_path / "checkpoint-1"))
+    assert back["t"].dtype == tensor.dtype
+    assert back["scalar"].shape == ()
+    assert (back["t"].astype(mindspore.float32).asnumpy() == tensor.astype(mindspore.float32).asnumpy()).all()
+
+
+def test_what_would_need_pickle_is_refused_with_its_place():
+    with pytest.raises(TypeError, match="'optimizer/state/0' is a set, which a checkpoint cannot hold"):
+        pack_state({"optimizer": {"state": [{1, 2}]}})
+    with pytest.raises(TypeError, match="'value' is a function"):
+        pack_state(lambda: 0)
+
+
+def test_generators_are_set_back(tmp_path):
+    random.gauss(0, 1), np.random.standard_normal()  # half of a pair is kept by each
+    write(tmp_path / "checkpoint-1", random_state())
+    drawn = random.random(), random.gauss(0, 1), np.random.standard_normal(3).tolist()
+    set_random_state(unpack_state(read_state(tmp_path / "checkpoint-1")))
+    assert (random.random(), random.gauss(0, 1), np.random.standard_normal(3).tolist()) == drawn
+
+
+# Folders.
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
+    train(tiny_roberta(), Rows(8), tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    files = sorted(path for path in (tmp_path / "checkpoint-1").iterdir())
+    assert [path.name for path in files] == [
+        "checkpoint.json", "config.json", "model.safetensors", "state.safetensors", "trainer_state.json",
+    ]  # fmt: skip
+    for path in files:
+        with pytest.raises(pickle.UnpicklingError):
+            pickle.loads(path.read_bytes())
+
+
+def test_plain_mindnlp_loads_a_checkpoints_weights(tmp_path):
+    from mindnlp.transformers import RobertaForSequenceClassification
+
+    trainer = train(tiny_roberta(), Rows(8), tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    loaded = RobertaForSequenceClassification.from_pretrained(str(tmp_path / "checkpoint-1"))
+    for name, weight in weights(loaded).items():
+        np.testing.assert_array_equal(weight, weights(trainer.model)[name], err_msg=name)
+
+
+def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path):
+    write(tmp_path / "checkpoint-1", {"n": 1})
+
+    def fail(folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_checkpoint(tmp_path / "checkpoint-1", PackedState(None), fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert unpack_state(read_state(tmp_path / "checkpoint-1")) == {"n": 1}
+
+
+@pytest.mark.parametrize("moment", ["while it writes", "between the two renames"])
+def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, moment):
+    """SIGKILL, in a process of its own; what it left is cleaned up by the next run."""
+    script = f"""
+        import os, signal, sys
+        from pathlib import Path
+        from mindnlp_dp import checkpoint, files
+        from mindnlp_dp.state_tree import pack_state
+
+        def die(*args):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        path = Path(sys.argv[1]) / "checkpoint-3"
+        checkpoint.write_checkpoint(path, pack_state({{"n": 1}}), lambda f: (f / "model.safetensors").write_bytes(b"1"))
+        if {moment == "while it writes"}:
+            write_model = lambda f: ((f / "model.safetensors").write_bytes(b"half"), die())
+        else:
+            write_model = lambda f: (f / "model.safetensors").write_bytes(b"2")
+            rename = Path.replace
+            Path.replace = die
+        checkpoint.write_checkpoint(path, pack_state({{"n": 2}}), write_model)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)])
+    assert done.returncode == -signal.SIGKILL
+    remove_unfinished_checkpoints(tmp_path)
+    assert os.listdir(tmp_path) == ["checkpoint-3"]
+    assert unpack_state(read_state(tmp_path / "checkpoint-3")) == {"n": 1}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda c: (c / "checkpoint.json").unlink(), "has no checkpoint.json, so no run can be resumed from it"),
+        (lambda c: cut(c / "checkpoint.json"), "checkpoint.json is damaged: JSONDecodeError"),
+        (lambda c: (c / "checkpoint.json").write_text("[]"), "checkpoint.json is damaged: TypeError"),
+        (lambda c: (c / "checkpoint.json").write_text('{"files": {}, "format": 99}'), "is of format 99"),
+        (lambda c: cut(c / "state.safetensors"), "state.safetensors has .* bytes, .* were written"),
+        (lambda c: flip(c / "state.safetensors"), "state.safetensors is not what was written, its hash differs"),
+        (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
+    ],
+)
+def test_every_kind_of_damage_is_named_and_passed_over(tmp_path, harm, message):
+    write(tmp_path / "checkpoint-9", {"a": np.ones(3)})
+    write(tmp_path / "checkpoint-10", {"a": np.ones(3)})
+    harm(tmp_path / "checkpoint-10")
+    with pytest.raises(CheckpointError, match=message):
+        check_checkpoint(tmp_path / "checkpoint-10")
+    warned = []
+    assert newest_checkpoint(tmp_path, warned.append) == tmp_path / "checkpoint-9"
+    assert len(warned) == 1
+    assert "checkpoint-10" in warned[0]
+
+
+def test_checkpoints_are_ordered_by_step_and_other_names_are_left_alone(tmp_path):
+    for step in (2, 10, 9):
+        write(checkpoint_path(tmp_path, step))
+    (tmp_path / "checkpoint-x").mkdir()
+    (tmp_path / "checkpoint-11").write_text("a file")
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
+    assert checkpoints_in(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep", "left"),
+    [
+        (None, [], [1, 2, 3, 4]), (0, [], [1, 2, 3, 4]), (9, [], [1, 2, 3, 4]), (2, [], [3, 4]), (1, [4], [4]),
+        (2, [1, 4], [1, 4]), (1, [2, 4], [2, 4]), (3, [1], [1, 3, 4]), (1, [1], [1]),
+    ],
+)  # fmt: skip
+def test_old_checkpoints_are_removed(tmp_path, limit, keep, left):
+    for step in (1, 2, 3, 4):
+        write(checkpoint_path(tmp_path, step))
+    remove_old_checkpoints(tmp_path, limit, [checkpoint_path(tmp_path, step) for step in keep])
+    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+
+
+# Weights.
+
+
+def plain_module():
+    from mindnlp.core import nn
+    from mindspore import Tensor
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.register_buffer("running", Tensor(np.random.rand(2).astype(np.float32)))
+
+    return Net()
+
+
+def tied_model():
+    from mindnlp.transformers import RobertaForMaskedLM
+
+    return RobertaForMaskedLM(tiny_config())
+
+
+def cell():
+    from mindspore import nn
+
+    return nn.SequentialCell(nn.Dense(3, 2), nn.BatchNorm1d(2))
+
+
+@pytest.mark.parametrize("build", [plain_module, tied_model, cell, tiny_roberta])
+def test_weights_of_any_kind_of_model(tmp_path, build):
+    model, other = build(), build()
+    for _, weight in checkpoint.named_weights(other):
+        weight.assign_value(weight * 0 + 3)
+    write_weights(model, tmp_path)
+    read_weights(other, tmp_path)
+    assert dp.replica_digest(other) == dp.replica_digest(model)
+
+
+def test_weights_in_several_files(tmp_path):
+    model, other = tiny_roberta(seed=1, num_layers=2), tiny_roberta(seed=2, num_layers=2)
+    model.save_pretrained(str(tmp_path), max_shard_size="5KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    read_weights(other, tmp_path)
+    assert dp.replica_digest(other) == dp.replica_digest(model)
+    next(tmp_path.glob("model-00001*")).unlink()
+    with pytest.raises(CheckpointError, match="does not hold '.*', which the model trains"):
+        read_weights(other, tmp_path)
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    (tmp_path / "two").mkdir()
+    write_weights(tiny_roberta(num_layers=2), tmp_path / "two")
+    with pytest.raises(CheckpointError, match="holds 'roberta.encoder.layer.1.*', which the model does not have"):
+        read_weights(tiny_roberta(num_layers=1), tmp_path / "two")
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        read_weights(tiny_roberta(), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors is damaged"):
+        read_weights(tiny_roberta(), tmp_path)
+
+
+def test_save_only_model_leaves_a_model_and_nothing_to_resume_from(tmp_path):
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    train(tiny_roberta(), Rows(8), tmp_path, **settings)
+    assert sorted(os.listdir(tmp_path / "checkpoint-1")) == ["config.json", "model.safetensors", "trainer_state.json"]
+    with pytest.raises(CheckpointError, match="saved with save_only_model"):
+        train(tiny_roberta(), Rows(8), tmp_path, resume=True, **settings)
+
+
+def test_the_manifest_is_json_that_anyone_can_read(tmp_path):
+    train(tiny_roberta(), Rows(8), tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    manifest = json.loads(Path(tmp_path / "checkpoint-2" / "checkpoint.json").read_text())
+    assert manifest["state"]["position"] == {"epoch": 1, "update": 1, "epoch_done": False, "ending_epoch": False}
+    assert manifest["state"]["global_batch_size"] == 8
+    assert set(manifest["files"]) == {"config.json", "model.safetensors", "state.safetensors", "trainer_state.json"}
