@@ -1,0 +1,184 @@
+"""Whatever steers training is the same on every rank: best model, early stop, learning rate, steps, fractions."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from mindnlp.core import optim
+from mindnlp.engine import EarlyStoppingCallback, TrainerCallback
+
+import mindnlp_dp as dp
+from models import Rows, alone, tiny_roberta, train, weights
+
+EVERY_EPOCH = {"evaluation_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 6, "dataset_shuffle": True}
+
+
+def same_on_every_rank(group, value):
+    values = group.all_gather_object(value)
+    assert all(other == values[0] for other in values), values
+    return values[0]
+
+
+class Scores:
+    """A metric that follows a script; on other ranks than 0 it would say something else, if anybody asked."""
+
+    def __init__(self, group, scores):
+        self.scores = iter(scores if group.is_main else np.random.rand(100))
+
+    def __call__(self, prediction):
+        return {"score": next(self.scores)}
+
+
+def test_the_best_model_is_everybodys_and_loaded_at_the_end(group, shared_tmp_path):
+    trainer = train(
+        tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
+        compute_metrics=Scores(group, [0.1, 0.7, 0.3, 0.7, 0.2, 0.6]), per_device_train_batch_size=4,
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True, save_total_limit=2,
+        **EVERY_EPOCH,
+    )  # fmt: skip
+    assert same_on_every_rank(group, (trainer.state.best_metric, trainer.state.best_model_checkpoint)) == (
+        0.7, str(shared_tmp_path / "checkpoint-4"),
+    )  # fmt: skip
+    group.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == ["checkpoint-12", "checkpoint-4"]  # the last one and the best
+    from mindnlp.transformers import RobertaForSequenceClassification
+
+    best = RobertaForSequenceClassification.from_pretrained(str(shared_tmp_path / "checkpoint-4"))
+    for name, weight in weights(best).items():
+        np.testing.assert_array_equal(weights(trainer.model)[name], weight, err_msg=name)
+    dp.assert_replicas_in_sync(trainer.model)
+
+
+def test_only_the_best_is_left_with_a_limit_of_one(group, shared_tmp_path):
+    train(
+        tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
+        compute_metrics=Scores(group, [0.1, 0.7, 0.3, 0.5, 0.2, 0.6]), per_device_train_batch_size=4,
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True, save_total_limit=1,
+        **EVERY_EPOCH,
+    )  # fmt: skip
+    group.barrier()
+    assert os.listdir(shared_tmp_path) == ["checkpoint-4"]
+
+
+def test_early_stopping(group, shared_tmp_path):
+    trainer = train(
+        tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
+        compute_metrics=Scores(group, [0.1, 0.7, 0.3, 0.5]), per_device_train_batch_size=4,
+        load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)], **EVERY_EPOCH,
+    )  # fmt: skip
+    assert same_on_every_rank(group, trainer.state.global_step) == 8
+
+
+def test_the_learning_rate_follows_one_metric(group, shared_tmp_path):
+    class Plateau(dp.DataParallelTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, mode="max", patience=0, factor=0.5)
+            self._created_lr_scheduler = True
+            return self.lr_scheduler
+
+    trainer = train(
+        tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, Plateau, eval_dataset=Rows(5),
+        compute_metrics=Scores(group, [0.1, 0.7, 0.3, 0.8, 0.2, 0.9]), per_device_train_batch_size=4, logging_steps=1,
+        metric_for_best_model="score", greater_is_better=True, **EVERY_EPOCH,
+    )  # fmt: skip
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row][::2]
+    assert same_on_every_rank(group, rates) == pytest.approx([0.01, 0.01, 0.01, 0.005, 0.005, 0.0025])
+
+
+def test_a_metric_that_is_not_there(group, shared_tmp_path):
+    with pytest.raises(ValueError, match="eval_f1, which is not among the metrics: eval_score"):
+        train(
+            tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
+            compute_metrics=Scores(group, [0.1]), metric_for_best_model="f1", **EVERY_EPOCH,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop", "should_save", "should_evaluate"])
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_flag_that_a_callback_sets_on_one_rank(group, shared_tmp_path, flag, rank):
+    """Rank 0's counts, on all ranks; another rank's does not, and nobody waits for ever."""
+
+    class SetsIt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if args.process_index == range(args.world_size)[rank]:
+                setattr(control, flag, state.global_step == 1)
+
+    trainer = train(
+        tiny_roberta(), Rows(12 * group.world_size), shared_tmp_path, callbacks=[SetsIt()], eval_dataset=Rows(3),
+        per_device_train_batch_size=4, num_train_epochs=2,
+    )  # fmt: skip
+    group.barrier()
+    counts = rank == 0 or group.world_size == 1
+    steps = {"should_training_stop": 1, "should_epoch_stop": 4}
+    assert same_on_every_rank(group, trainer.state.global_step) == (steps.get(flag, 6) if counts else 6)
+    assert os.path.exists(shared_tmp_path / "checkpoint-1") == (flag == "should_save" and counts)
+    evaluated = any("eval_loss" in row for row in trainer.state.log_history)
+    assert evaluated == (flag == "should_evaluate" and counts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_train_epochs": 1.5}, (8, 1.6, 18 + 12)),
+        ({"num_train_epochs": 0.25}, (2, 0.4, 8)),
+        ({"max_steps": 7}, (7, 1.4, 18 + 8)),
+        ({"num_train_epochs": 2, "dataset_drop_last": True}, (8, 2.0, 16 + 16)),
+    ],
+)
+def test_updates_are_global_and_epochs_may_be_fractions(group, tmp_path, settings, expected):
+    steps, epoch, num_read = expected
+    rows = Rows(18)
+    settings = {"logging_steps": 0.25, "warmup_ratio": 0.5, "optim": "sgd", **settings}
+    together = train(tiny_roberta(), rows, tmp_path, per_device_train_batch_size=4 // group.world_size, **settings)
+    assert together.state.global_step == steps
+    assert together.state.epoch == pytest.approx(epoch)
+    with alone():
+        single = train(tiny_roberta(), rows, tmp_path, per_device_train_batch_size=4, **settings)
+    rates, alone_rates = ([row.get("learning_rate") for row in t.state.log_history] for t in (together, single))
+    assert rates == alone_rates
+    assert len([rate for rate in rates if rate is not None]) >= 2
+    assert sum(group.all_gather_object(len(together.train_dataset.read))) == num_read
+
+
+def test_a_stream_is_trained_for_max_steps_and_read_again_when_it_ends(group, tmp_path):
+    rows = Rows(10)
+    opened = []
+
+    class Stream:
+        def __iter__(self):
+            opened.append(1)
+            return ({"input_ids": rows[i]["input_ids"], "label": rows[i]["label"]} for i in range(10))
+
+    settings = {"max_steps": 5, "optim": "sgd", "logging_steps": 1}
+    together = train(tiny_roberta(), Stream(), tmp_path, per_device_train_batch_size=4 // group.world_size, **settings)
+    assert together.state.global_step == 5
+    assert sum(opened) == (2 if group.is_main else 0)  # three batches an opening, and only rank 0 reads
+    with alone():
+        single = train(tiny_roberta(), Stream(), tmp_path, per_device_train_batch_size=4, **settings)
+    for name, weight in weights(together.model).items():
+        np.testing.assert_allclose(weight, weights(single.model)[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_a_stream_that_fails_fails_on_every_rank(group, tmp_path):
+    class Stream:
+        def __iter__(self):
+            rows = Rows(10)
+            yield from ({"input_ids": rows[i]["input_ids"], "label": rows[i]["label"]} for i in range(6))
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(tiny_roberta(), Stream(), tmp_path, per_device_train_batch_size=1, max_steps=20)
+
+
+def test_tokens_are_counted_over_all_ranks(group, tmp_path):
+    trainer = train(
+        tiny_roberta(), Rows(12), tmp_path, per_device_train_batch_size=4 // group.world_size, logging_steps=1,
+        include_num_input_tokens_seen=True, include_tokens_per_second=True,
+    )  # fmt: skip
+    seen = [row["num_input_tokens_seen"] for row in trainer.state.log_history]
+    assert seen == [32, 64, 96, 96]
+    metrics = trainer.output.metrics
+    assert metrics["train_tokens_per_second"] == pytest.approx(96 / metrics["train_seconds"], rel=1e-2)

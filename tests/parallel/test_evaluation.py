@@ -1,0 +1,127 @@
+"""Evaluation of outputs of every form: tuples, rows of other lengths, more ranks than samples, gathered in chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mindnlp.engine.utils import set_seed
+from mindnlp.transformers import RobertaForSequenceClassification, RobertaForTokenClassification
+
+import mindnlp_dp as dp
+from mindnlp_dp import evaluation
+from models import NUM_LABELS, Rows, alone, tiny_config, tiny_roberta
+
+
+def evaluated(model, rows, folder, trainer_class=dp.DataParallelTrainer, **settings):
+    extra = {name: settings.pop(name) for name in ("compute_metrics", "data_collator") if name in settings}
+    args = dp.DataParallelArguments(str(folder), disable_tqdm=True, **settings)
+    return trainer_class(model, args, eval_dataset=rows, **extra)
+
+
+class Sentences:
+    """Samples of different lengths, a label for every token."""
+
+    def __init__(self, n):
+        rng = np.random.default_rng(1)
+        self.rows = []
+        for _ in range(n):
+            length = int(rng.integers(1, 9))
+            self.rows.append((rng.integers(5, 50, length), rng.integers(0, NUM_LABELS, length)))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        ids, labels = self.rows[index]
+        return {"input_ids": ids, "labels": labels}
+
+
+def pad(rows):
+    width = max(len(row["input_ids"]) for row in rows)
+
+    def padded(name, value):
+        return np.stack([np.pad(row[name], (0, width - len(row[name])), constant_values=value) for row in rows])
+
+    return {
+        "input_ids": padded("input_ids", 1),
+        "attention_mask": (padded("input_ids", 1) != 1).astype(np.int64),
+        "labels": padded("labels", -100),
+    }
+
+
+class ByTokens(dp.DataParallelTrainer):
+    def loss_weight(self, inputs):
+        return float((inputs["labels"] != -100).sum())
+
+
+@pytest.mark.parametrize("n", [1, 5, 23])
+def test_rows_of_other_lengths(group, tmp_path, n):
+    """Every micro batch is padded to its own longest row; together they are padded to the longest of all."""
+    set_seed(1)
+    model, sentences = RobertaForTokenClassification(tiny_config()), Sentences(n)
+    settings = {"per_device_eval_batch_size": 2, "data_collator": pad, "eval_accumulation_steps": 2}
+    output = evaluated(model, sentences, tmp_path, ByTokens, **settings).predict(sentences)
+    longest = max(len(ids) for ids, _ in sentences.rows)
+    assert output.predictions.shape == (n, longest, NUM_LABELS)
+    with alone():
+        expected = evaluated(model, sentences, tmp_path, ByTokens, **settings).predict(sentences)
+    for row, (ids, labels) in enumerate(sentences.rows):
+        size = len(ids)
+        np.testing.assert_array_equal(output.label_ids[row, :size], labels)
+        assert (output.label_ids[row, size:] == -100).all()
+        np.testing.assert_allclose(output.predictions[row, :size], expected.predictions[row, :size], atol=1e-5)
+    assert output.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_outputs_that_are_tuples_of_tuples(group, tmp_path, n):
+    config = tiny_config(num_layers=2)
+    config.output_hidden_states = True
+    set_seed(2)
+    model, rows = RobertaForSequenceClassification(config), Rows(n)
+    output = evaluated(model, rows, tmp_path, per_device_eval_batch_size=2).predict(rows)
+    with alone():
+        expected = evaluated(model, rows, tmp_path, per_device_eval_batch_size=8).predict(rows)
+    logits, hidden = output.predictions
+    assert logits.shape == (n, NUM_LABELS)
+    assert [layer.shape for layer in hidden] == [(n, 8, 16)] * 3
+    np.testing.assert_allclose(logits, expected.predictions[0], atol=1e-5)
+    for mine, theirs in zip(hidden, expected.predictions[1]):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_predictions_without_labels(group, tmp_path):
+    class Unlabelled(Rows):
+        def __getitem__(self, index):
+            return {"input_ids": self.input_ids[index]}
+
+    rows = Unlabelled(7)
+    output = evaluated(tiny_roberta(), rows, tmp_path, per_device_eval_batch_size=2).predict(rows)
+    assert output.predictions.shape == (7, NUM_LABELS)
+    assert output.label_ids is None
+    assert "test_loss" not in output.metrics
+
+
+def test_outputs_travel_in_chunks(group, tmp_path, monkeypatch):
+    """What is on its way at once does not grow with the data set, and every chunk is whole global batches."""
+    chunks = []
+    gather = evaluation.OrderedGatherer._gather
+
+    def counting(self):
+        chunks.append(len(self._steps))
+        gather(self)
+
+    monkeypatch.setattr(evaluation.OrderedGatherer, "_gather", counting)
+    rows = Rows(20 * group.world_size)
+    trainer = evaluated(tiny_roberta(), rows, tmp_path, per_device_eval_batch_size=2, eval_accumulation_steps=3)
+    assert len(trainer.predict(rows).label_ids) == len(rows)
+    assert chunks == [3, 3, 3, 1]
+
+
+def test_metrics_that_fail_fail_on_every_rank(group, tmp_path):
+    def metrics(prediction):
+        raise KeyError("no such class")
+
+    trainer = evaluated(tiny_roberta(), Rows(4), tmp_path, compute_metrics=metrics)
+    with pytest.raises(KeyError, match="no such class"):
+        trainer.evaluate()
