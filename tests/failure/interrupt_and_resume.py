@@ -1,0 +1,158 @@
+"""Stop a job at random, again and again, and see whether it ends as one that nobody stopped.
+
+    python tests/failure/interrupt_and_resume.py --stops 100 --kills 50
+
+``--stops``: a rank dies behind a random update. ``--kills``: SIGKILL at a random moment, while training, evaluating or
+saving (the model is larger there, and saved after every update). After each, the newest checkpoint must be complete;
+at the end of every run weights and losses must be those of the run without stops, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from interruptible import NUM_STEPS
+
+from mindnlp_dp.checkpoint import check_checkpoint, checkpoints_in
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_SECONDS = 120
+STOPS_IN_A_RUN = 5
+LARGE = ("--hidden-size", "384")
+BACKEND: list[str] = []
+
+
+class Job:
+    """One life of the job, in ``folder``."""
+
+    def __init__(self, folder: Path, arguments: tuple[str, ...]) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        for pid in folder.glob("pid_*"):
+            pid.unlink()
+        command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(folder / "logs")]
+        self.process = subprocess.Popen(
+            [*command, *BACKEND, str(HERE / "interruptible.py"), str(folder), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE.parent.parent}"},
+        )  # fmt: skip
+
+    def finish(self) -> str:
+        output, _ = self.process.communicate(timeout=TIMEOUT_SECONDS)
+        return output
+
+    def wait_until_it_trains(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(list(self.folder.glob("pid_*"))) < 2:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the job never began to train:\n{self.finish()}")
+            time.sleep(0.01)
+
+    def kill_rank(self, rank: int) -> None:
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int((self.folder / f"pid_{rank}").read_text()), signal.SIGKILL)
+
+    def result(self) -> dict:
+        output, file = self.finish(), self.folder / "result.json"
+        assert file.exists(), f"the run did not come to its end:\n{output}"
+        return json.loads(file.read_text())
+
+
+@dataclass
+class Whole:
+    """A run that nobody stopped."""
+
+    result: dict
+    seconds: float
+
+
+def run_without_stops(folder: Path, *arguments: str) -> Whole:
+    job = Job(folder, arguments)
+    job.wait_until_it_trains()
+    began = time.monotonic()
+    return Whole(job.result(), time.monotonic() - began)
+
+
+def check_newest(folder: Path) -> None:
+    found = checkpoints_in(folder)
+    if found:
+        check_checkpoint(found[-1])
+
+
+def stop_at_random(folder: Path, rng: random.Random, num_stops: int, whole: Whole) -> None:
+    """One run, a rank of which dies behind random updates, in rising order."""
+    for step in sorted(rng.sample(range(1, NUM_STEPS + 1), num_stops)):
+        rank = rng.randrange(2)
+        Job(folder, ("--stop-at", str(step), "--on-rank", str(rank))).finish()
+        assert not (folder / "result.json").exists(), f"nothing stopped rank {rank} at step {step}"
+        check_newest(folder)
+    assert Job(folder, ()).result() == whole.result
+
+
+def kill_at_random(folder: Path, rng: random.Random, num_kills: int, whole: Whole) -> tuple[int, int]:
+    """One run, killed ``num_kills`` times. Returns the kills that hit a training job, and those that hit a save."""
+    hits = saves = 0
+    for _ in range(num_kills):
+        job = Job(folder, LARGE)
+        job.wait_until_it_trains()
+        # A part of a run at a time, so that it takes several kills to its end.
+        time.sleep(rng.uniform(0, whole.seconds / 3))
+        # Mostly the rank that writes.
+        job.kill_rank(0 if rng.random() < 0.8 else 1)
+        job.finish()
+        if (folder / "result.json").exists():
+            break
+        hits += 1
+        saves += any(folder.glob(".checkpoint-*"))
+        check_newest(folder)
+    assert Job(folder, LARGE).result() == whole.result
+    return hits, saves
+
+
+def main(argv: Optional[list[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stops", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--backend", choices=["mpi", "mindspore"], default="mpi")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    rng, root = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="interrupt-"))
+    BACKEND[:] = ["--backend", options.backend]
+    began = time.monotonic()
+
+    done = 0
+    whole = run_without_stops(root / "whole") if options.stops else None
+    while done < options.stops:
+        count = min(STOPS_IN_A_RUN, options.stops - done)
+        stop_at_random(root / f"stopped_{done}", rng, count, whole)
+        shutil.rmtree(root / f"stopped_{done}")
+        done += count
+        print(f"{done} of {options.stops} stops: {whole.result['digest']} every time", flush=True)
+    hits = saves = runs = 0
+    whole = run_without_stops(root / "whole_large", *LARGE) if options.kills else None
+    while hits < options.kills:
+        folder = root / f"killed_{runs}"
+        more, while_saving = kill_at_random(folder, rng, min(STOPS_IN_A_RUN, options.kills - hits), whole)
+        shutil.rmtree(folder)
+        hits, saves, runs = hits + more, saves + while_saving, runs + 1
+        digest = whole.result["digest"]
+        print(f"{hits} of {options.kills} kills, {saves} of them in a save: {digest} every time", flush=True)
+    shutil.rmtree(root)
+    print(f"every run ended as one that was not stopped; {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

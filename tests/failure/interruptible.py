@@ -1,0 +1,74 @@
+"""A training job that somebody stops: dropout, accumulation, evaluations, checkpoints; taken up where it was left.
+
+    mindnlp-dp run --nproc 2 tests/failure/interruptible.py FOLDER [--stop-at STEP] [--on-rank R] [--hidden-size N]
+
+Every rank writes its process id to FOLDER/pid_R when training begins; at the end rank 0 writes the digest of the
+weights and the losses to FOLDER/result.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+import mindnlp_dp as dp
+
+NUM_STEPS = 21
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--stop-at", type=int, default=0)
+    parser.add_argument("--on-rank", type=int, default=0)
+    parser.add_argument("--hidden-size", type=int, default=16)
+    options = parser.parse_args()
+    group = dp.init_process_group()
+
+    from mindnlp.engine import TrainerCallback
+    from mindnlp.engine.utils import set_seed
+    from mindnlp.transformers import RobertaForSequenceClassification
+
+    from models import Rows, tiny_config
+
+    class Watched(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            (options.folder / f"pid_{group.rank}").write_text(str(os.getpid()))
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == options.stop_at and group.rank == options.on_rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    config = tiny_config(num_layers=2, dropout=0.2)
+    config.hidden_size, config.intermediate_size = options.hidden_size, 2 * options.hidden_size
+    # Other weights in every life: those of a checkpoint must win.
+    set_seed(1 if not options.folder.joinpath("pid_0").exists() else os.getpid())
+    args = dp.DataParallelArguments(
+        str(options.folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=3,
+        learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=4, logging_steps=2, evaluation_strategy="steps",
+        eval_steps=5, save_strategy="steps", save_steps=1 if options.hidden_size > 16 else 3, save_total_limit=2,
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = dp.DataParallelTrainer(
+        RobertaForSequenceClassification(config), args, train_dataset=Rows(51), eval_dataset=Rows(9, seed=1),
+        callbacks=[Watched()],
+    )  # fmt: skip
+
+    def was_begun() -> bool:
+        return any(options.folder.glob("checkpoint-*")) or any(options.folder.glob(".checkpoint-*/old"))
+
+    resume = group.call_on_main(was_begun, "looking for checkpoints")
+    group.barrier()
+    output = trainer.train(resume_from_checkpoint=True if resume else None)
+    assert output.global_step == NUM_STEPS
+    if group.is_main:
+        losses = [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history[:-1]]
+        result = {"digest": trainer.replica_digest, "losses": losses, "training_loss": output.training_loss}
+        (options.folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
