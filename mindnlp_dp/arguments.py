@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp.engine import TrainingArguments
 
@@ -75,6 +76,33 @@ class DataParallelArguments(TrainingArguments):
     @property
     def order_seed(self) -> int:
         return self.seed if self.data_seed is None else self.data_seed
+
+    def data_order(self, num_samples: Optional[int]) -> dict[str, Any]:
+        """What the order of ``num_samples`` is a function of, and dropout: a run that is resumed must have the same."""
+        return {
+            "num_samples": num_samples,
+            "seed": self.seed,
+            "data_seed": self.order_seed,
+            "dataset_shuffle": self.dataset_shuffle,
+            "dataset_drop_last": self.dataset_drop_last,
+        }
+
+    def absolute_interval(self, name: str, max_steps: int) -> Optional[int]:
+        """``logging_steps``, ``eval_steps`` or ``save_steps`` in updates; below 1 it is a share of the whole run."""
+        interval = getattr(self, name)
+        return math.ceil(max_steps * interval) if interval is not None and interval < 1 else interval
+
+    def metric_to_watch(self, metrics: Mapping[str, float]) -> float:
+        """The metric that decides on the best model and the learning rate: ``metric_for_best_model``."""
+        name = self.metric_for_best_model
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ValueError(f"metric_for_best_model is {name}, which is not among the metrics: {', '.join(metrics)}")
+        return metrics[name]
+
+    def is_better(self, value: float, best: Optional[float]) -> bool:
+        """Whether a value of that metric beats the best one so far."""
+        return best is None or (value > best if self.greater_is_better else value < best)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:

@@ -21,9 +21,10 @@ import hashlib
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -98,6 +99,10 @@ def load_checkpoint(path: Path, model: Any, group: ProcessGroup) -> dict[str, An
     return unpack_state(broadcast_state(packed, group))
 
 
+def warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
 # Writing.
 
 
@@ -133,6 +138,14 @@ def write_weights(model: Any, folder: Path) -> None:
     save_file(arrays, folder / MODEL, metadata={"format": "np"})
 
 
+def write_module(model: Any, folder: Path) -> None:
+    """Write a model that is no PreTrainedModel: adapters as PeftModel.from_pretrained reads them, else all weights."""
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(str(folder))
+    else:
+        write_weights(model, folder)
+
+
 def remove_old_checkpoints(folder: Path, limit: Optional[int], keep: Collection[Path]) -> None:
     """Delete the oldest checkpoints until ``limit`` are left (None or 0: no limit); those in ``keep`` stay."""
     found = checkpoints_in(folder)
@@ -166,8 +179,29 @@ def _hash(file: Path) -> str:
 # Reading.
 
 
-def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path:
-    """The last complete checkpoint in ``folder``; ``warn`` is told of every newer one, and what is wrong with it.
+def choose_checkpoint(folder: Path, wanted: Union[str, bool, None], saves: bool = True) -> Optional[Path]:
+    """What to resume from: a path as it is, the newest complete checkpoint in ``folder`` for True, else nothing.
+
+    Warns when a run that ``saves`` begins anew in a folder that holds checkpoints.
+
+    Raises:
+        CheckpointError: there is no complete one.
+    """
+    if wanted is True:
+        return newest_checkpoint(folder)
+    if wanted:
+        return Path(wanted)
+    there = checkpoints_in(folder)
+    if there and saves:
+        warn(
+            f"{folder} holds {there[-1].name} of an earlier run, and this one begins anew; to go on from there call "
+            "train(resume_from_checkpoint=True), to keep both give this run an output_dir of its own"
+        )
+    return None
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The last complete checkpoint in ``folder``; a warning for every newer one says what is wrong with it.
 
     Raises:
         CheckpointError: there is none.
@@ -176,10 +210,12 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path:
     for path in reversed(checkpoints_in(folder)):
         try:
             check_checkpoint(path)
-            return path
         except CheckpointError as error:
             wrong.append(str(error))
-            warn(f"{error}; it is passed over")
+        else:
+            for reason in wrong:
+                warn(f"{reason}; it is passed over for {path.name}")
+            return path
     reasons = "".join(f"\n  {reason}" for reason in wrong)
     raise CheckpointError(f"no complete checkpoint in {folder}" + (f":{reasons}" if reasons else ""))
 

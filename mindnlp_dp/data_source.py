@@ -37,6 +37,13 @@ def is_mindspore_dataset(dataset: Any) -> bool:
     return isinstance(dataset, mindspore.dataset.Dataset)
 
 
+def mapped(dataset: Any, map_fn: Any) -> Any:
+    """A MindSpore data set through the Trainer's ``map_fn``; any other data set, and without one, as it is."""
+    if map_fn is None or not is_mindspore_dataset(dataset):
+        return dataset
+    return dataset.map(map_fn, getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None))
+
+
 def is_batched(dataset: Any) -> bool:
     from mindspore.dataset import BatchDataset, PaddedBatchDataset
 

@@ -8,8 +8,7 @@ in :mod:`mindnlp_dp.training_loop`; reading, exchange and evaluation are in thei
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -24,23 +23,23 @@ from .arguments import DataParallelArguments, upgrade_arguments
 from .checkpoint import (
     MODEL_FILES,
     checkpoint_path,
-    checkpoints_in,
+    choose_checkpoint,
     load_checkpoint,
-    newest_checkpoint,
     read_weights,
     remove_old_checkpoints,
     remove_unfinished_checkpoints,
     save_checkpoint,
+    write_module,
     write_weights,
 )
-from .data_source import Batch, is_mindspore_dataset
-from .evaluation import EvaluationRun, to_numpy
+from .data_source import Batch, mapped
+from .evaluation import EvaluationRun, to_numpy, with_prefix
 from .gradient_sync import GradientSynchronizer
 from .loader import Collator, IndexedLoader, PipelineLoader, make_loader, num_rows
 from .process_group import get_process_group
 from .replicas import broadcast_parameters
 from .sharding import check_every_rank_has_a_sample
-from .training_loop import TrainingLoop, run_training_loop
+from .training_loop import TrainingLoop
 
 Loader = (IndexedLoader, PipelineLoader)
 
@@ -69,7 +68,7 @@ class DataParallelTrainerMixin:
         self.group = get_process_group()
         self.data_collator = data_collator
         self._synchronizer: Optional[GradientSynchronizer] = None
-        self._in_window = False
+        self._hook_is_suspended = False
         self.current_tokens = 0
         if args is None:
             args = DataParallelArguments(output_dir="tmp_trainer")
@@ -91,9 +90,20 @@ class DataParallelTrainerMixin:
         A collective; all ranks call it. Within the training loop, which exchanges once an update and
         weighs by samples, the call that MindNLP makes after every micro step does nothing.
         """
-        if not self._in_window:
+        if not self._hook_is_suspended:
             synchronizer = self.synchronizer(model)
-            self._write_gradients(synchronizer([parameter.grad for parameter in synchronizer.parameters]))
+            gradients = synchronizer([parameter.grad for parameter in synchronizer.parameters])
+            for parameter, gradient in zip(synchronizer.parameters, gradients):
+                parameter.grad = gradient
+
+    @contextlib.contextmanager
+    def hook_suspended(self) -> Iterator[None]:
+        """Within it, MindNLP's hook leaves gradients alone."""
+        self._hook_is_suspended = True
+        try:
+            yield
+        finally:
+            self._hook_is_suspended = False
 
     def synchronizer(self, model: Any) -> GradientSynchronizer:
         """The exchange for ``model``'s trainable parameters; made anew when they change."""
@@ -103,20 +113,6 @@ class DataParallelTrainerMixin:
             self._synchronizer = GradientSynchronizer(trainable, self.group, bucket_cap_mb=self.args.bucket_cap_mb)
         assert self._synchronizer is not None
         return self._synchronizer
-
-    def _write_gradients(self, gradients: list[Optional[Any]]) -> None:
-        assert self._synchronizer is not None
-        for parameter, gradient in zip(self._synchronizer.parameters, gradients):
-            parameter.grad = gradient
-
-    @contextlib.contextmanager
-    def accumulation_window(self) -> Iterator[None]:
-        """Within it, MindNLP's hook leaves gradients alone: the loop reduces the window at its end."""
-        self._in_window = True
-        try:
-            yield
-        finally:
-            self._in_window = False
 
     # Training.
 
@@ -138,8 +134,10 @@ class DataParallelTrainerMixin:
         """
         if self.args.should_save:
             remove_unfinished_checkpoints(Path(self.args.output_dir))
+        saves = self.args.save_strategy != "no"
         self._resume_from = self.group.call_on_main(
-            lambda: self._find_checkpoint(resume_from_checkpoint), "looking for a checkpoint"
+            lambda: choose_checkpoint(Path(self.args.output_dir), resume_from_checkpoint, saves),
+            "looking for a checkpoint",
         )
         return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
@@ -154,8 +152,9 @@ class DataParallelTrainerMixin:
             self._train_batch_size = batch_size
         checkpoint = None
         if self._resume_from is not None:
-            checkpoint = load_checkpoint(Path(self._resume_from), self.model, self.group)
-        return run_training_loop(self, checkpoint, ignore_keys_for_eval)
+            checkpoint = load_checkpoint(self._resume_from, self.model, self.group)
+        self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
+        return self.training_loop.run()
 
     def get_train_dataset(self) -> Any:
         """A loader of this rank's part of ``train_dataset``."""
@@ -163,7 +162,7 @@ class DataParallelTrainerMixin:
         if dataset is None:
             raise ValueError("training needs a train_dataset")
         loader = self._make_loader(
-            self._mapped(dataset),
+            mapped(dataset, self.data_map_fn),  # type: ignore[attr-defined]
             self._train_batch_size,
             self.args.gradient_accumulation_steps,
             seed=self.args.order_seed,
@@ -173,12 +172,6 @@ class DataParallelTrainerMixin:
         if loader.num_samples is not None:
             check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)
         return loader
-
-    def _mapped(self, dataset: Any) -> Any:
-        map_fn = self.data_map_fn  # type: ignore[attr-defined]
-        if map_fn is None or not is_mindspore_dataset(dataset):
-            return dataset
-        return dataset.map(map_fn, getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None))
 
     def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
         columns = None
@@ -275,40 +268,11 @@ class DataParallelTrainerMixin:
             )
         if mean_loss is not None:
             metrics["loss"] = mean_loss
-        prefix = f"{metric_key_prefix}_"
-        metrics = {key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()}
-        return EvalLoopOutput(predictions, label_ids, metrics, num_samples)
+        return EvalLoopOutput(predictions, label_ids, with_prefix(metrics, metric_key_prefix), num_samples)
 
     preprocess_logits_for_metrics: Any
 
     # Checkpoints.
-
-    def _find_checkpoint(self, wanted: Union[str, bool, None]) -> Optional[str]:
-        folder = Path(self.args.output_dir)
-        if wanted is True:
-            return str(newest_checkpoint(folder, lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2)))
-        if wanted:
-            return wanted
-        there = checkpoints_in(folder)
-        if there and self.args.save_strategy != "no":
-            warnings.warn(
-                f"{folder} holds {there[-1].name} of an earlier run, and this one begins anew; to go on from there "
-                "call train(resume_from_checkpoint=True), to keep both give this run an output_dir of its own",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return None
-
-    def data_settings(self, loader: Any) -> dict[str, Any]:
-        """What the order of the samples is a function of, and dropout; a run that is resumed must have the same."""
-        args = self.args
-        return {
-            "num_samples": loader.num_samples,
-            "seed": args.seed,
-            "data_seed": args.order_seed,
-            "dataset_shuffle": args.dataset_shuffle,
-            "dataset_drop_last": args.dataset_drop_last,
-        }
 
     def _save_checkpoint(self, model: Any, metrics: Optional[dict[str, float]] = None) -> None:
         """Write the run as it stands; one rank writes, the others return when it has, or raise what it raised."""
@@ -316,9 +280,8 @@ class DataParallelTrainerMixin:
         folder = Path(args.output_dir)
         path = checkpoint_path(folder, state.global_step)
         if metrics is not None and args.metric_for_best_model is not None:
-            value = self.metric_to_watch(metrics)
-            is_better = np.greater if args.greater_is_better else np.less
-            if state.best_metric is None or state.best_model_checkpoint is None or is_better(value, state.best_metric):
+            value = args.metric_to_watch(metrics)
+            if state.best_model_checkpoint is None or args.is_better(value, state.best_metric):
                 state.best_metric, state.best_model_checkpoint = value, str(path)
         self.store_flos()
         run = self.training_loop.state()
@@ -340,21 +303,9 @@ class DataParallelTrainerMixin:
             super()._save(str(folder), state_dict)  # type: ignore[misc]
             return
         folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(self.model, "peft_config"):
-            # Adapters and their configuration, as PeftModel.from_pretrained reads them.
-            self.model.save_pretrained(str(folder))
-        else:
-            write_weights(self.model, folder)
+        write_module(self.model, folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(folder))
-
-    def metric_to_watch(self, metrics: Mapping[str, float]) -> float:
-        """The metric that decides on the best model and the learning rate: ``metric_for_best_model``."""
-        name = self.args.metric_for_best_model
-        name = name if name.startswith("eval_") else f"eval_{name}"
-        if name not in metrics:
-            raise ValueError(f"metric_for_best_model is {name}, which is not among the metrics: {', '.join(metrics)}")
-        return metrics[name]
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)

@@ -5,12 +5,10 @@ trained model, the same on every rank, and MindNLP's ``TrainOutput``. MindNLP's 
 loop cannot be steered where it matters: it steps in the middle of a short window, cannot
 let a rank without samples take part, and reads its data from the start when it resumes.
 
-One update, on every rank::
+On every rank::
 
-    window ── micro batch ── training_step ── accumulate (weight = samples)     no communication
-       │           └ next …
-       └── reduce ── clip ── optimizer ── scheduler ── callbacks ── log, evaluate, save
-           (1 all-reduce a bucket)                       (decisions are rank 0's)
+    epoch ── window ── training_step a micro batch ── train_step.py ── callbacks ── log, evaluate, save
+       └ next …   └ next …                                                (decisions are rank 0's)
 
 It stands for ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
 0.4.1 (engine/trainer/base.py, lines 886 to 1239 and 1526 to 1581).
@@ -19,42 +17,35 @@ It stands for ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_eva
 from __future__ import annotations
 
 import copy
-import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-from mindnlp.core import nn, optim
+from mindnlp.core import optim
 from mindnlp.engine.callbacks import TrainerState
 from mindnlp.engine.utils import TrainOutput, has_length
 
 from .checkpoint import remove_old_checkpoints
-from .losses import BadLoss, LossMeter, settle_bad_losses, settle_bad_norm
+from .losses import LossMeter
 from .replicas import assert_replicas_in_sync, broadcast_parameters
 from .run_state import Position, Run, check_same_data
 from .runtime import seeded, step_seed
 from .sharding import accumulation_steps_to_keep, plan_updates
 from .throughput import TrainingTimer, speed_metrics
+from .train_step import MicroStep, TrainStep
 
 _CONTROL_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-def run_training_loop(
-    trainer: Any, checkpoint: Optional[dict[str, Any]] = None, ignore_keys_for_eval: Optional[list[str]] = None
-) -> TrainOutput:
-    """Train ``trainer.model``; every rank calls this, and every rank returns the same.
-
-    ``checkpoint`` is what :meth:`TrainingLoop.state` returned in the run that is taken up, on every rank; the
-    model has its weights already, on rank 0 at least.
-    """
-    trainer.training_loop = TrainingLoop(trainer, checkpoint, ignore_keys_for_eval)
-    return trainer.training_loop.run()
-
-
 class TrainingLoop:
-    """One call of ``train()``; every method is called by every rank."""
+    """One call of ``train()``, for which :meth:`run` trains ``trainer.model``; every method is called by every rank.
+
+    ``checkpoint`` is what :meth:`state` returned in the run that is taken up, the same on every rank; the model
+    has its weights already.
+    """
 
     def __init__(
         self, trainer: Any, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
@@ -69,7 +60,6 @@ class TrainingLoop:
         self.position = Position()
         self.timer = TrainingTimer()
         self.losses = LossMeter(self.group)
-        self.bad_losses: list[BadLoss] = []
         self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
@@ -82,7 +72,7 @@ class TrainingLoop:
         loader = trainer.get_train_dataset()
         if saved is None or trainer.args.ignore_data_skip:
             return loader
-        check_same_data(trainer.data_settings(loader), saved["data"])
+        check_same_data(trainer.args.data_order(loader.num_samples), saved["data"])
         if loader.global_batch_size != saved["global_batch_size"]:
             per_micro_step = loader.global_batch_size // trainer.args.gradient_accumulation_steps
             trainer.args = copy.copy(trainer.args)
@@ -116,16 +106,19 @@ class TrainingLoop:
         state.is_world_process_zero = trainer.is_world_process_zero()
         state.epoch = state.epoch or 0
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            interval = getattr(args, name)
+            interval = args.absolute_interval(name, max_steps)
             if interval is not None:
-                # Below 1 it is a share of the whole run.
-                setattr(state, name, math.ceil(max_steps * interval) if interval < 1 else interval)
+                setattr(state, name, interval)
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         handler.train_dataset = self.loader
 
         began = time.time()
         self.synchronizer = trainer.synchronizer(trainer.model)
+        self.train_step = TrainStep(
+            self.synchronizer, trainer.optimizer, trainer.lr_scheduler, self.losses,
+            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter,
+        )  # fmt: skip
         sync_seconds_before = self.synchronizer.seconds
         self.tokens_before = state.num_input_tokens_seen
         self.timer.start()
@@ -153,7 +146,7 @@ class TrainingLoop:
         trainer = self.trainer
         return {
             **self._run_parts().state(),
-            "data": trainer.data_settings(self.loader),
+            "data": self.args.data_order(self.loader.num_samples),
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
             "flags": {flag: getattr(trainer.control, flag) for flag in _CONTROL_FLAGS},
@@ -201,7 +194,9 @@ class TrainingLoop:
                 position.epoch_done = True
                 break
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
-            self._update(window)
+            norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
+            self.grad_norm = self.grad_norm if norm is None else norm
+            trainer.model.zero_grad()
             self.updates_done += 1
             position.update += 1
             trainer.state.global_step += 1
@@ -221,56 +216,27 @@ class TrainingLoop:
         control, state = self.trainer.control, self.trainer.state
         return control.should_epoch_stop or control.should_training_stop or state.global_step >= state.max_steps
 
-    def _update(self, window: list[Any]) -> None:
-        """One optimizer step from this rank's micro batches of one global batch."""
-        trainer, args = self.trainer, self.args
-        trainer.model.zero_grad()
-        with trainer.accumulation_window():
-            for micro_step, batch in enumerate(window):
-                if batch is not None:
-                    self._micro_step(batch, micro_step)
-                if micro_step + 1 < len(window):
-                    trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
-        trainer._write_gradients(self.synchronizer.reduce())
-        if self.synchronizer.num_skipped:
-            settle_bad_losses(self.bad_losses, self.group, go_on=args.logging_nan_inf_filter)
-            self.bad_losses.clear()
-        if self.synchronizer.total_weight > 0 and self._clip():
-            trainer.optimizer.step()
-        if not isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
-            trainer.lr_scheduler.step()
-        trainer.model.zero_grad()
-
-    def _micro_step(self, batch: Any, micro_step: int) -> None:
+    def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
+        """Run this rank's micro batches of one global batch, one by one."""
         trainer, args, step = self.trainer, self.args, self.trainer.state.global_step
-        inputs = trainer.tensors(batch)
-        weight = trainer.loss_weight(inputs)
-        if weight == 0:
-            # Nothing in it counts, such as a batch of nothing but ignored tokens, whose mean loss is 0 / 0.
-            return
-        with seeded(step_seed(args.seed, self.group.rank, step, micro_step)):
-            loss = trainer.training_step(trainer.model, inputs)
-        # training_step returns its part of the window's mean, by MindNLP's contract.
-        value = float(loss.asnumpy()) * args.gradient_accumulation_steps
-        self.samples_seen += len(batch.indices)
-        trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        if args.include_num_input_tokens_seen or args.include_tokens_per_second:
-            trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
-        if math.isfinite(value):
-            self.synchronizer.accumulate([parameter.grad for parameter in self.synchronizer.parameters], weight)
-            self.losses.add(value, weight)
-        else:
-            self.synchronizer.skip()
-            self.bad_losses.append(BadLoss(value, self.group.rank, step, tuple(batch.indices.tolist())))
+        for number, batch in enumerate(window):
+            inputs = None if batch is None else trainer.tensors(batch)
+            weight = 0.0 if inputs is None else trainer.loss_weight(inputs)
+            # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
+            if batch is not None and weight > 0:
+                trainer.model.zero_grad()
+                with trainer.hook_suspended(), seeded(step_seed(args.seed, self.group.rank, step, number)):
+                    loss = trainer.training_step(trainer.model, inputs)
+                # training_step returns its part of the window's mean, by MindNLP's contract.
+                value = float(loss.asnumpy()) * args.gradient_accumulation_steps
+                yield MicroStep(value, [p.grad for p in self.synchronizer.parameters], weight, batch.indices)
+                self.samples_seen += len(batch.indices)
+                trainer.current_flos += float(trainer.floating_point_ops(inputs))
+                if args.include_num_input_tokens_seen or args.include_tokens_per_second:
+                    trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
+            if number + 1 < len(window):
+                trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
         trainer.model.zero_grad()
-
-    def _clip(self) -> bool:
-        """Clip the averaged gradient; False, on every rank alike, when it is no number and must not be applied."""
-        if not self.args.max_grad_norm or self.args.max_grad_norm < 0:
-            return True
-        norm = nn.utils.clip_grad_norm_(self.trainer.model.parameters(), self.args.max_grad_norm)
-        self.grad_norm = float(norm.asnumpy())
-        return settle_bad_norm(self.grad_norm, self.trainer.state.global_step, go_on=self.args.logging_nan_inf_filter)
 
     # Between updates.
 
@@ -311,7 +277,7 @@ class TrainingLoop:
     def _step_plateau_scheduler(self, metrics: dict[str, float]) -> None:
         trainer = self.trainer
         if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
-            trainer.lr_scheduler.step(trainer.metric_to_watch(metrics))
+            trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
 
     # After.
 
