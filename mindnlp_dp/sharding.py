@@ -143,8 +143,9 @@ def accumulation_steps_to_keep(global_batch_size: int, per_micro_step: int, worl
         return global_batch_size // per_micro_step
     share, rest = divmod(global_batch_size, world_size)
     if rest:
-        possible = [n for n in range(1, 2 * world_size) if global_batch_size % n == 0]
-        way_out = f"start {' or '.join(map(str, possible[-2:]))} processes"
+        fewer = next(n for n in range(world_size, 0, -1) if global_batch_size % n == 0)
+        more = next((n for n in range(world_size, global_batch_size + 1) if global_batch_size % n == 0), fewer)
+        way_out = f"start {' or '.join(map(str, sorted({fewer, more})))} processes"
     else:
         sizes = [size for size in range(share, 0, -1) if share % size == 0]
         way_out = f"use per_device_train_batch_size {' or '.join(map(str, sizes[:3]))}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Optional
 
 import numpy as np
 
@@ -48,14 +49,26 @@ class TrainingTimer:
 
 
 def speed_metrics(
-    group: ProcessGroup, seconds: float, num_samples: int, num_updates: int, sync_seconds: float
+    group: ProcessGroup,
+    *,
+    seconds: float,
+    sync_seconds: float,
+    num_samples: int,
+    num_updates: int,
+    num_tokens: Optional[int] = None,
 ) -> dict[str, float]:
-    """A run's speed from what each rank counted: samples are added up, seconds averaged. A collective."""
+    """A run's speed from what each rank counted: samples are added up, seconds averaged. A collective.
+
+    ``num_tokens`` is the number over all ranks, and the same on each.
+    """
     samples, total_seconds, total_sync = group.all_reduce(np.array([num_samples, seconds, sync_seconds], np.float64))
     mean_seconds = max(total_seconds / group.world_size, 1e-9)
-    return {
+    speed = {
         "train_seconds": round(mean_seconds, 4),
         "train_samples_per_second": round(samples / mean_seconds, 3),
         "train_steps_per_second": round(num_updates / mean_seconds, 3),
         "gradient_sync_share": round(total_sync / group.world_size / mean_seconds, 4),
     }
+    if num_tokens is not None:
+        speed["train_tokens_per_second"] = round(num_tokens / mean_seconds, 3)
+    return speed

@@ -129,8 +129,7 @@ class TrainingLoop:
             is_over = trainer.control.should_training_stop
             self.position = Position(self.position.epoch + 1)
         self.timer.stop()
-        self.sync_seconds = self.synchronizer.seconds - sync_seconds_before
-        return self._finish(began)
+        return self._finish(began, self.synchronizer.seconds - sync_seconds_before)
 
     # What a checkpoint holds, and how it is taken up.
 
@@ -257,7 +256,8 @@ class TrainingLoop:
             with self.timer.paused():
                 if trainer.control.should_evaluate:
                     metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
-                    self._step_plateau_scheduler(metrics)
+                    if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
+                        trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
                     self._agree_on_control()
                 if trainer.control.should_save:
                     trainer._save_checkpoint(trainer.model, metrics=metrics)
@@ -274,14 +274,9 @@ class TrainingLoop:
         trainer.store_flos()
         trainer.log(logs)
 
-    def _step_plateau_scheduler(self, metrics: dict[str, float]) -> None:
-        trainer = self.trainer
-        if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
-            trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
-
     # After.
 
-    def _finish(self, began: float) -> TrainOutput:
+    def _finish(self, began: float, sync_seconds: float) -> TrainOutput:
         trainer, args, state = self.trainer, self.args, self.trainer.state
         if args.past_index >= 0 and hasattr(trainer, "_past"):
             del trainer._past
@@ -291,13 +286,17 @@ class TrainingLoop:
             digest = assert_replicas_in_sync(trainer.model, self.group)
 
         train_loss = self.losses.mean_of_run()
-        speed = speed_metrics(self.group, self.timer.seconds, self.samples_seen, self.updates_done, self.sync_seconds)
         trainer.store_flos()
-        if args.include_tokens_per_second:
-            tokens = state.num_input_tokens_seen - self.tokens_before
-            speed["train_tokens_per_second"] = round(tokens / max(speed["train_seconds"], 1e-9), 3)
-        metrics = {"train_runtime": round(time.time() - began, 4), **speed, "total_flos": state.total_flos}
-        metrics["train_loss"] = train_loss
+        tokens = state.num_input_tokens_seen - self.tokens_before if args.include_tokens_per_second else None
+        metrics = {
+            "train_runtime": round(time.time() - began, 4),
+            **speed_metrics(
+                self.group, seconds=self.timer.seconds, sync_seconds=sync_seconds, num_samples=self.samples_seen,
+                num_updates=self.updates_done, num_tokens=tokens,
+            ),
+            "total_flos": state.total_flos,
+            "train_loss": train_loss,
+        }  # fmt: skip
         trainer.is_in_train = False
         trainer.log(dict(metrics))
         if args.should_save and state.best_model_checkpoint is not None and args.save_total_limit == 1:

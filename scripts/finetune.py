@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import CheckpointError, checkpoints_in
 from mindnlp_dp.sharding import accumulation_steps_for, check_every_rank_has_a_sample
 from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
@@ -63,7 +64,9 @@ def training_arguments(config: FinetuneConfig, group: dp.ProcessGroup) -> dp.Dat
         max_grad_norm=config.max_grad_norm,
         logging_steps=config.logging_steps,
         evaluation_strategy="epoch",
-        save_strategy="no",
+        save_strategy="steps" if config.save_steps else "no",
+        save_steps=config.save_steps or None,
+        save_total_limit=2,
         seed=config.seed,
         bucket_cap_mb=config.bucket_cap_mb,
     )
@@ -89,7 +92,11 @@ def train(
     )
     if group.is_main and task.num_truncated:
         print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
-    output = trainer.train()
+    resume = config.resume and group.call_on_main(
+        lambda: bool(checkpoints_in(Path(config.output_dir))), "looking for checkpoints"
+    )
+    with as_input_error(CheckpointError):
+        output = trainer.train(resume_from_checkpoint=resume)
     # Training ends with an epoch, and an epoch with an evaluation.
     evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
     digest = dp.assert_replicas_in_sync(trainer.model)

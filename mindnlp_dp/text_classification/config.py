@@ -50,6 +50,8 @@ class FinetuneConfig:
     weight_decay: float = _setting(0.01, "AdamW's")
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm; 0 means never")
     logging_steps: int = _setting(10, "updates between two log lines")
+    save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
+    resume: bool = _setting(False, "go on from the newest checkpoint in output_dir, if there is one")
     seed: int = _setting(42, "of the weights, the order of the data and dropout")
     bucket_cap_mb: float = _setting(4.0, "size of a gradient bucket in MiB")
     tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
@@ -112,11 +114,11 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def as_input_error() -> Iterator[None]:
-    """Tell a ValueError that settings cause (batches that do not divide, too many ranks) as the user's to mend."""
+def as_input_error(kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """Tell an error that settings cause (batches that do not divide, too many ranks) as the user's to mend."""
     try:
         yield
-    except ValueError as error:
+    except kind as error:
         raise InputError(str(error)) from None
 
 
@@ -129,8 +131,9 @@ def _check(config: FinetuneConfig) -> None:
                  "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
         if getattr(config, name) < 1:
             raise InputError(f"{name} must be at least 1, got {getattr(config, name)}")
-    if config.micro_batch_size < 0:
-        raise InputError(f"micro_batch_size must be at least 0, got {config.micro_batch_size}")
+    for name in ("micro_batch_size", "save_steps"):
+        if getattr(config, name) < 0:
+            raise InputError(f"{name} must be at least 0, got {getattr(config, name)}")
     if config.max_steps == 0 or (config.max_steps < 0 and config.num_epochs <= 0):
         raise InputError("max_steps or num_epochs must be positive: there is nothing to train")
     if config.hidden_size % config.num_heads:

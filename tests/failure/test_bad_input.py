@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -80,6 +82,28 @@ def test_results_that_cannot_be_written_leave_no_half(launch, tmp_path):
     assert "IsADirectoryError" in job.output
     assert not (output / "report.json").exists()
     assert not [name for name in os.listdir(output) if name.startswith(".")]
+
+
+def test_a_run_goes_on_from_its_checkpoints(launch, tmp_path):
+    """Three updates, then the same command for five; the report is that of five at once. Then they are damaged."""
+    flags = ["--global-batch-size", "4", "--save-steps", "1", "--dropout", "0.1", "--resume", "true"]
+    _, whole = run(launch, tmp_path, GOOD, GOOD, [*flags, "--num-epochs", "3"])
+    expected = json.loads((whole / "report.json").read_text())
+    assert expected["steps"] == 6
+    shutil.rmtree(whole / "checkpoint-6")
+    os.remove(whole / "report.json")
+    job, output = run(launch, tmp_path, GOOD, GOOD, [*flags, "--num-epochs", "3"])
+    assert job.exit_code == 0, job.output
+    report = json.loads((output / "report.json").read_text())
+    assert (report["replica_digest"], report["steps"]) == (expected["replica_digest"], 6)
+
+    for checkpoint in output.glob("checkpoint-*"):
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    job, output = run(launch, tmp_path, GOOD, GOOD, flags)
+    assert job.exit_code == 1
+    assert "error: no complete checkpoint in" in job.output
+    assert "is damaged: model.safetensors has 0 bytes" in job.output
+    assert "Traceback" not in job.output
 
 
 def test_the_scripts_say_which_python_they_need():

@@ -69,6 +69,32 @@ def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launch, backend, pytestconfig):
+    script = """
+        import sys
+        sys.path.insert(0, "TESTS")
+        import mindnlp_dp as dp
+        from models import Rows, tiny_roberta, train
+
+        group = dp.init_process_group()
+
+        class Broken(Rows):
+            def __getitems__(self, indices):
+                if group.rank == 1 and len(self.read) >= 4:
+                    raise OSError(f"sample {indices[0]} cannot be read")
+                return super().__getitems__(indices)
+
+        train(tiny_roberta(), Broken(40), "out", per_device_train_batch_size=4)
+        print("never reached")
+    """
+    job = launch(script.replace("TESTS", str(pytestconfig.rootpath / "tests")), backend=backend)
+    assert job.exit_code == 1
+    assert "rank 1 of 2 failed" in job.output
+    assert "cannot be read" in job.output
+    assert "never reached" not in job.output
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_stale_cluster_variables_do_no_harm(launch, backend):
     stale = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "8", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "1"}
     job = launch(HEAD + INIT + "group.barrier()\n", backend=backend, **stale)

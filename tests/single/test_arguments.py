@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 
 import pytest
@@ -53,3 +54,23 @@ def test_errors(tmp_path):
         dp.DataParallelArguments(str(tmp_path), gradient_accumulation_steps=0)
     with pytest.raises(TypeError, match="args must be a DataParallelArguments, got str"):
         upgrade_arguments("out")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "on_each_node", "expected"),
+    [((0, 0), False, True), ((2, 0), False, False), ((2, 0), True, True), ((3, 1), True, False), ((0, 0), True, True)],
+)
+def test_who_logs_and_who_saves(monkeypatch, tmp_path, ranks, on_each_node, expected):
+    """Two hosts of two ranks: the first rank of the job, or of each host."""
+    args = dp.DataParallelArguments(str(tmp_path), log_on_each_node=on_each_node, save_on_each_node=on_each_node)
+    rank, local_rank = ranks
+    place = types.SimpleNamespace(rank=rank, local_rank=local_rank, world_size=4)
+    monkeypatch.setattr(dp.DataParallelArguments, "process_group", place)
+    assert args.should_log == args.should_save == expected
+
+
+def test_settings_that_mindnlp_would_ignore_or_die_of(tmp_path):
+    with pytest.warns(RuntimeWarning, match="bf16 has no effect on training in MindNLP 0.4.1"):
+        dp.DataParallelArguments(str(tmp_path), bf16=True)
+    with pytest.raises(ValueError, match="recompute: MindNLP 0.4.1 cannot recompute activations"):
+        dp.DataParallelArguments(str(tmp_path), recompute=True)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,8 +10,10 @@ from hypothesis import strategies as st
 from mindnlp_dp.sharding import (
     GlobalBatchSampler,
     accumulation_steps_for,
+    accumulation_steps_to_keep,
     check_every_rank_has_a_sample,
     epoch_order,
+    plan_updates,
     split_evenly,
 )
 
@@ -135,3 +139,37 @@ def test_errors():
     with pytest.raises(ValueError, match="3 training samples for 4 ranks"):
         check_every_rank_has_a_sample(3, 4)
     check_every_rank_has_a_sample(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("per_micro_step", "world_size", "way_out"),
+    [
+        (
+            16,
+            2,
+            "by 2 ranks whose micro batches hold 16 samples together; use per_device_train_batch_size 12 or 6 or 4",
+        ),
+        (5, 5, "start 4 or 6 processes"),
+        (64, 64, "start 24 processes"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_kept(per_micro_step, world_size, way_out):
+    with pytest.raises(ValueError, match=f"the global batch of 24 samples cannot be kept .*{way_out}"):
+        accumulation_steps_to_keep(24, per_micro_step, world_size)
+
+
+def test_a_global_batch_that_is_kept():
+    assert accumulation_steps_to_keep(24, 4, 2) == 6
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [((10, 2.5), (25, 3)), ((10, 0.01), (1, 1)), ((10, 3, 7), (7, 1)), ((None, 3, 7), (7, sys.maxsize))],
+)
+def test_the_plan_of_a_run(plan, expected):
+    assert plan_updates(*plan) == expected
+
+
+def test_a_stream_needs_an_end():
+    with pytest.raises(ValueError, match="has no length, so set max_steps"):
+        plan_updates(None, 3)
