@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .backends.base import HALF_TYPES, dtype_name
+from .backends.base import HALF_TYPES, Bucket, dtype_name
 from .bucket import pack_buckets
 from .process_group import ProcessGroup, get_process_group
 from .replicas import check_same_structure
@@ -175,7 +175,7 @@ class GradientSynchronizer(_Synchronizer):
         super().__init__(parameters, group)
         shapes = [tuple(p.shape) for p in self.parameters]
         layouts = pack_buckets(shapes, [dtype_name(p) for p in self.parameters], bucket_cap_mb)
-        self.buckets = [self.group.make_bucket(layout) for layout in layouts]
+        self.buckets = self.group.make_buckets(layouts)
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.layout.slots}
 
     def _put(self, index: int, gradient: Any, weight: float) -> None:
@@ -183,15 +183,23 @@ class GradientSynchronizer(_Synchronizer):
 
     def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
         sent = [bucket for bucket in self.buckets if any(used[slot.index] for slot in bucket.layout.slots)]
-        for bucket in sent:
-            self.num_bytes += bucket.layout.num_bytes
-            bucket.start(scale)
         gradients: list[Optional[Any]] = [None] * len(self.parameters)
-        for bucket in sent:
+
+        def finish(bucket: Bucket) -> None:
             bucket.wait()
             for slot in bucket.layout.slots:
                 if used[slot.index]:
                     gradients[slot.index] = bucket.get(slot.index)
+            bucket.release()
+
+        for bucket in sent:
+            self.num_bytes += bucket.layout.num_bytes
+            bucket.start(scale)
+            if not bucket.is_asynchronous:
+                finish(bucket)
+        for bucket in sent:
+            if bucket.is_asynchronous:
+                finish(bucket)
         return gradients
 
     def _clear(self) -> None:

@@ -268,9 +268,9 @@ class ProcessGroup:
                     remote = RuntimeError(f"{doing} failed on rank {rank}: {kind.__name__}: {message}")
                 raise remote
 
-    def make_bucket(self, layout: BucketLayout) -> Bucket:
-        """Memory of the backend's own kind for the gradients of one bucket."""
-        return self._backend.make_bucket(layout)
+    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+        """Memory of the backend's own kind for gradients, a bucket for each layout. A collective."""
+        return self._backend.make_buckets(layouts)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str, is_numpy: bool) -> Any:
         zeros = np.zeros(shape, np.float32 if dtype == "bfloat16" else dtype)

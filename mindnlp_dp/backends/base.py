@@ -13,7 +13,7 @@ import abc
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
@@ -43,9 +43,15 @@ class Bucket(abc.ABC):
 
     ``put`` adds ``weight * gradient`` to a slot, ``start`` scales what was put and
     begins the sum over the ranks, ``wait`` ends it, ``get`` returns a slot of the
-    result, in memory of its own, and ``clear`` makes the bucket empty again. A slot
-    into which nothing was put counts as zeros.
+    result, in memory of its own, ``release`` says that this rank has got what it wanted, and
+    ``clear`` makes the bucket empty again. A slot into which nothing was put counts as zeros.
+
+    Attributes:
+        is_asynchronous: whether ``start`` returns while the exchange is under way. If not, buckets are best
+            exchanged one after the other, each while it is in the cache.
     """
+
+    is_asynchronous = False
 
     def __init__(self, layout: BucketLayout) -> None:
         self.layout = layout
@@ -64,20 +70,24 @@ class Bucket(abc.ABC):
     def get(self, index: int) -> Any: ...
 
     @abc.abstractmethod
+    def release(self) -> None: ...
+
+    @abc.abstractmethod
     def clear(self) -> None: ...
 
 
+def sum_dtype(layout: BucketLayout) -> type:
+    """In which precision a host sums a bucket: half types in float32, for their weighted sum may not fit into them."""
+    return np.float64 if layout.dtype == "float64" else np.float32
+
+
 class HostBucket(Bucket):
-    """A bucket in one NumPy array, for backends that exchange host memory.
+    """A bucket in one NumPy array, for backends that exchange host memory."""
 
-    Half-precision gradients are summed in float32: their weighted sum may not fit
-    into their own range.
-    """
-
-    def __init__(self, layout: BucketLayout, backend: HostBackend) -> None:
+    def __init__(self, layout: BucketLayout, backend: HostBackend, buffer: Optional[np.ndarray] = None) -> None:
         super().__init__(layout)
         self._backend = backend
-        self._buffer: np.ndarray = np.zeros(layout.numel, np.float64 if layout.dtype == "float64" else np.float32)
+        self._buffer = np.empty(layout.numel, sum_dtype(layout)) if buffer is None else buffer
         self._filled: set[int] = set()
 
     def _view(self, index: int) -> np.ndarray:
@@ -93,7 +103,12 @@ class HostBucket(Bucket):
             np.multiply(host, weight, out=view, dtype=dtype)
             self._filled.add(index)
 
+    def _fill_gaps(self) -> None:
+        for index in self._slots.keys() - self._filled:
+            self._view(index).fill(0)
+
     def start(self, scale: float) -> None:
+        self._fill_gaps()
         np.multiply(self._buffer, self._buffer.dtype.type(scale), out=self._buffer)
         self._backend.all_reduce_in_place(self._buffer)
 
@@ -103,8 +118,10 @@ class HostBucket(Bucket):
     def get(self, index: int) -> Any:
         return self._backend.from_host(self._view(index).copy(), self.layout.dtype)
 
+    def release(self) -> None:
+        """Nobody else reads this buffer."""
+
     def clear(self) -> None:
-        self._buffer.fill(0)
         self._filled.clear()
 
 
@@ -177,7 +194,7 @@ class Backend(abc.ABC):
     def barrier(self) -> None: ...
 
     @abc.abstractmethod
-    def make_bucket(self, layout: BucketLayout) -> Bucket: ...
+    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]: ...
 
     @abc.abstractmethod
     def close(self) -> None: ...
@@ -199,8 +216,8 @@ class HostBackend(Backend):
     def all_reduce_in_place(self, buffer: np.ndarray) -> None:
         """Sum a contiguous float32 or float64 array over the ranks."""
 
-    def make_bucket(self, layout: BucketLayout) -> Bucket:
-        return HostBucket(layout, self)
+    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+        return [HostBucket(layout, self) for layout in layouts]
 
     def to_native(self, x: Any) -> np.ndarray:
         return np.ascontiguousarray(self.to_host(x)).reshape(x.shape)

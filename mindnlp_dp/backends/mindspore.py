@@ -128,8 +128,8 @@ class MindSporeBackend(Backend):
         # mint's own barrier reports an error on CPU, after having worked.
         self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
 
-    def make_bucket(self, layout: BucketLayout) -> Bucket:
-        return DeviceBucket(layout, self)
+    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+        return [DeviceBucket(layout, self) for layout in layouts]
 
     def close(self) -> None:
         self._communication.release()
@@ -146,6 +146,8 @@ class DeviceBucket(Bucket):
     summed in float32, because a sum of half-precision gradients, weighted by samples, may
     not fit into its own range.
     """
+
+    is_asynchronous = True
 
     def __init__(self, layout: BucketLayout, backend: MindSporeBackend) -> None:
         super().__init__(layout)
@@ -177,6 +179,9 @@ class DeviceBucket(Bucket):
         slot = self._slots[index]
         assert self._result is not None, "get before start"
         return self._result[slot.offset : slot.offset + slot.numel].reshape(slot.shape).copy()
+
+    def release(self) -> None:
+        """Nobody else reads these tensors."""
 
     def clear(self) -> None:
         self._parts.clear()

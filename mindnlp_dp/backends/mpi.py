@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Sequence
 from typing import Optional
 
 import numpy as np
 
-from .base import HostBackend
+from ..bucket import BucketLayout
+from .base import REDUCTIONS, Bucket, HostBackend, sum_dtype
+from .shared_memory import CACHE_LINE_BYTES, STAGE_BYTES, HostExchange, SharedBucket, round_up, share_rows
 
+# From here on, shared memory is faster than MPI's own (benchmarks/bench_all_reduce.py).
+SHARED_FROM_BYTES = 1 << 16
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 
 
@@ -29,9 +34,13 @@ class MPIBackend(HostBackend):
         self._mpi = MPI
         self._comm = MPI.COMM_WORLD.Dup()
         self.rank, self.world_size = self._comm.Get_rank(), self._comm.Get_size()
-        host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank, self.local_world_size = host.Get_rank(), host.Get_size()
-        host.Free()
+        self._host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank, self.local_world_size = self._host.Get_rank(), self._host.Get_size()
+        self._peers = self._comm.Split(self.local_rank, self.rank)
+        self._exchange = HostExchange(self._host, self._peers)
+        # Slices go round rings of equal length only.
+        sizes = self._comm.allgather(self.local_world_size)
+        self._shares_memory = self.world_size > 1 and len(set(sizes)) == 1
         self._abort_all_on_exception()
 
     def _abort_all_on_exception(self) -> None:
@@ -53,7 +62,10 @@ class MPIBackend(HostBackend):
             wide = wide.view(np.uint8)
             op = "max" if op == "sum" else op
         out = np.empty_like(wide)
-        self._comm.Allreduce(wide, out, op=getattr(self._mpi, _OPS[op]))
+        if wide.nbytes < SHARED_FROM_BYTES or not self._stage():
+            self._comm.Allreduce(wide, out, op=getattr(self._mpi, _OPS[op]))
+        else:
+            self._exchange.all_reduce(wide.reshape(-1), out.reshape(-1), REDUCTIONS[op])
         return out.view(np.bool_) if x.dtype == np.bool_ else out.astype(x.dtype, copy=False)
 
     def broadcast(self, x: np.ndarray, src: int) -> np.ndarray:
@@ -86,5 +98,41 @@ class MPIBackend(HostBackend):
     def all_reduce_in_place(self, buffer: np.ndarray) -> None:
         self._comm.Allreduce(self._mpi.IN_PLACE, buffer, op=self._mpi.SUM)
 
+    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+        """Buckets in shared memory, or, where there is none, ones that MPI exchanges."""
+        dtypes: list[np.dtype] = [np.dtype(sum_dtype(layout)) for layout in layouts]
+        edges = [0]
+        for layout, dtype in zip(layouts, dtypes):
+            edges.append(edges[-1] + round_up(layout.numel * dtype.itemsize, CACHE_LINE_BYTES))
+        rows = self._share_rows(edges[-1])
+        if rows is None:
+            return super().make_buckets(layouts)
+        return [
+            SharedBucket(layout, self, rows[:, begin:end].view(dtype)[:, : layout.numel], self._exchange)
+            for layout, dtype, begin, end in zip(layouts, dtypes, edges, edges[1:])
+        ]
+
+    def _stage(self) -> bool:
+        """Whether arrays can be staged in shared memory; makes it at the first call. A collective."""
+        if not self._exchange.has_stage:
+            rows = self._share_rows(2 * STAGE_BYTES)
+            if rows is None:
+                return False
+            self._exchange.set_stage(rows)
+        return True
+
+    def _share_rows(self, row_bytes: int) -> Optional[np.ndarray]:
+        """Memory of the ranks of every host, or None on all ranks, which rank 0 says once."""
+        if not self._shares_memory:
+            return None
+        rows = share_rows(self._host, row_bytes)
+        if not self._comm.allreduce(rows is not None, op=self._mpi.LAND):
+            self._shares_memory = False
+            if self.rank == 0:
+                print(f"MPI itself moves gradients: the ranks of a host cannot share {row_bytes} bytes each")
+            return None
+        return rows
+
     def close(self) -> None:
-        self._comm.Free()
+        for comm in (self._peers, self._host, self._comm):
+            comm.Free()

@@ -1,0 +1,216 @@
+"""Memory that the processes of one host share, and buckets in it.
+
+Goes in: how many bytes each process wants. Comes out: an array with a row for every
+process, which all of them see. It is a file without a name (memfd_create), which
+the other ranks open through the one that made it: it goes when the last process lets go
+of it, be it killed, and no limit on /dev/shm concerns it. (An MPI window would have
+to be freed by all ranks together, and could not be left to the garbage collector.)
+
+A bucket, with two ranks on a host::
+
+    rank 0's gradients ── put ──▶ row 0 │ slice 0 ◀── rank 0 sums it over the rows │ ── get ──▶ private memory
+                                        │ slice 1                                   │           of every rank
+    rank 1's gradients ── put ──▶ row 1 │ slice 0                                   │
+                                        │ slice 1 ◀── rank 1 sums it over the rows │
+
+So there is one copy in and one copy out, and every rank does its share of the sum. On several
+hosts each slice then goes round a ring of the ranks that own it on every host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any, Optional
+
+import numpy as np
+
+from ..bucket import BucketLayout
+from .base import HostBackend, HostBucket
+
+# Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.
+STAGE_BYTES = 1 << 20
+# Slices begin at whole cache lines, so that no two ranks write to one.
+CACHE_LINE_BYTES = 64
+
+
+def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
+    """An array of bytes that all ranks of ``host`` (an mpi4py communicator) see, None where one of them cannot.
+
+    Its shape is ``(ranks of the host, row_bytes)``, rounded up to cache lines; it is zeroed.
+
+    A collective of the host.
+    """
+    num_bytes = round_up(max(row_bytes, 1), CACHE_LINE_BYTES) * host.size
+    mine, memory = -1, None
+    if host.rank == 0:
+        with contextlib.suppress(OSError):
+            mine = os.memfd_create("mindnlp-dp")
+            # Now, with an error, rather than later, with a signal.
+            os.posix_fallocate(mine, 0, num_bytes)
+            memory = mmap.mmap(mine, num_bytes)
+    process, descriptor = host.bcast((os.getpid(), mine), root=0)
+    if host.rank != 0:
+        with contextlib.suppress(OSError, ValueError):
+            mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+            memory = mmap.mmap(mine, num_bytes)
+    everybody_has_it = all(host.allgather(memory is not None))
+    if mine >= 0:
+        os.close(mine)
+    if not everybody_has_it or memory is None:
+        return None
+    return np.frombuffer(memory, np.uint8).reshape(host.size, -1)
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def slice_bounds(numel: int, num_slices: int, item_bytes: int) -> list[int]:
+    """Where ``num_slices`` slices of ``numel`` items begin, and the last one ends: as even as cache lines allow.
+
+    >>> slice_bounds(100, 2, 4), slice_bounds(10, 3, 4)
+    ([0, 64, 100], [0, 10, 10, 10])
+    """
+    width = round_up(round_up(numel, num_slices) // num_slices, CACHE_LINE_BYTES // item_bytes)
+    return [min(index * width, numel) for index in range(num_slices)] + [numel]
+
+
+class SharedBucket(HostBucket):
+    """A bucket whose memory the ranks of a host share: they sum it together, and nothing is sent within the host."""
+
+    def __init__(self, layout: BucketLayout, backend: HostBackend, rows: np.ndarray, exchange: Any) -> None:
+        super().__init__(layout, backend, rows[backend.local_rank])
+        self._rows = rows
+        self._exchange = exchange
+        self._bounds = slice_bounds(layout.numel, len(rows), rows.itemsize)
+
+    def start(self, scale: float) -> None:
+        self._fill_gaps()
+        self._exchange.sum_rows(self._rows, self._bounds, scale)
+
+    def get(self, index: int) -> Any:
+        slot = self._slots[index]
+        private = np.empty(slot.numel, self._rows.dtype)
+        copy_range(self._rows, self._bounds, slot.offset, private)
+        return self._backend.from_host(private.reshape(slot.shape), self.layout.dtype)
+
+    def release(self) -> None:
+        self._exchange.wait_for_host()
+
+
+def copy_range(rows: np.ndarray, bounds: list[int], start: int, out: np.ndarray) -> None:
+    """Copy elements ``[start, start + len(out))`` of the sum, each from the row of the rank that made it."""
+    stop = start + len(out)
+    for row, first, last in zip(rows, bounds, bounds[1:]):
+        begin, end = max(first, start), min(last, stop)
+        if begin < end:
+            out[begin - start : end - start] = row[begin:end]
+
+
+class HostExchange:
+    """Sums over the ranks of a host in shared memory, and over hosts in a ring.
+
+    ``host`` holds the ranks of this host, ``peers`` those of the same local rank on every host, both mpi4py
+    communicators; every host has as many ranks.
+
+    Attributes:
+        bytes_sent: to other hosts so far, by this rank.
+    """
+
+    def __init__(self, host: Any, peers: Any) -> None:
+        self._host = host
+        self._peers = peers
+        self.bytes_sent = 0
+        self._stages: list[np.ndarray] = []
+
+    def wait_for_host(self) -> None:
+        self._host.Barrier()
+
+    def sum_rows(self, rows: np.ndarray, bounds: list[int], scale: float) -> None:
+        """Scale every row, sum them over all ranks, each rank its slice; slice ``r`` of the sum is in row ``r``.
+
+        Every element is multiplied by ``scale`` before it is added, as an exchange without shared memory does it.
+        """
+        rank, size = self._host.rank, self._host.size
+        first, last = bounds[rank], bounds[rank + 1]
+        factor = rows.dtype.type(scale)
+        self._host.Barrier()
+        mine = rows[rank, first:last]
+        np.multiply(mine, factor, out=mine)
+        for step in range(1, size):
+            _add_scaled(mine, rows[(rank + step) % size, first:last], factor)
+        if self._peers.size > 1:
+            self.bytes_sent += ring_all_reduce(self._peers, mine)
+        self._host.Barrier()
+
+    @property
+    def has_stage(self) -> bool:
+        return bool(self._stages)
+
+    def set_stage(self, rows: np.ndarray) -> None:
+        """Give :meth:`all_reduce` its memory: bytes of shape ``(ranks of the host, 2 * STAGE_BYTES)``."""
+        self._stages = [rows[:, :STAGE_BYTES], rows[:, STAGE_BYTES:]]
+
+    def all_reduce(self, x: np.ndarray, out: np.ndarray, reduce: Callable[..., Any]) -> None:
+        """Reduce a flat array over all ranks into ``out``, through the stage, a piece that fits the cache at a time.
+
+        There are two stages, taken in turn: whoever begins to write to one has seen all ranks at work on the other, and
+        so done with reading this one.
+        """
+        rank, size = self._host.rank, self._host.size
+        step = STAGE_BYTES // x.itemsize
+        for begin in range(0, len(x), step):
+            part = x[begin : begin + step]
+            rows = self._stages[0].view(x.dtype)
+            self._stages.reverse()
+            bounds = slice_bounds(len(part), size, x.itemsize)
+            first, last = bounds[rank], bounds[rank + 1]
+            rows[rank, : len(part)] = part
+            self._host.Barrier()
+            mine = rows[rank, first:last]
+            for other in range(1, size):
+                reduce(mine, rows[(rank + other) % size, first:last], out=mine)
+            if self._peers.size > 1:
+                self.bytes_sent += ring_all_reduce(self._peers, mine, reduce)
+            self._host.Barrier()
+            copy_range(rows, bounds, 0, out[begin : begin + len(part)])
+
+
+# Elements of a scratch array that stays in a core's own cache.
+_BLOCK = 1 << 15
+
+
+def _add_scaled(total: np.ndarray, part: np.ndarray, factor: Any) -> None:
+    """``total += part * factor``, in blocks that stay in the cache."""
+    scratch = np.empty(min(_BLOCK, len(total)), total.dtype)
+    for begin in range(0, len(total), _BLOCK):
+        block = part[begin : begin + _BLOCK]
+        scaled = np.multiply(block, factor, out=scratch[: len(block)])
+        np.add(total[begin : begin + _BLOCK], scaled, out=total[begin : begin + _BLOCK])
+
+
+def ring_all_reduce(peers: Any, array: np.ndarray, reduce: Callable[..., Any] = np.add) -> int:
+    """Reduce ``array`` in place over a communicator, in a ring; returns the bytes that this rank sent.
+
+    Of N ranks each sends N-1 pieces to be summed and N-1 sums, a Nth of the array each: 2(N-1)/N of it, whatever N
+    (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+    """
+    rank, size = peers.rank, peers.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    edges = [len(array) * piece // size for piece in range(size + 1)]
+    pieces = [array[begin:end] for begin, end in zip(edges, edges[1:])]
+    incoming = np.empty(max(len(piece) for piece in pieces), array.dtype)
+    sent = 0
+    for step in range(2 * (size - 1)):
+        outgoing = pieces[(rank - step) % size]
+        target = pieces[(rank - step - 1) % size]
+        is_sum = step < size - 1
+        buffer = incoming[: len(target)] if is_sum else target
+        peers.Sendrecv(outgoing, dest=right, recvbuf=buffer, source=left)
+        sent += outgoing.nbytes
+        if is_sum:
+            reduce(target, buffer, out=target)
+    return sent

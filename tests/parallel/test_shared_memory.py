@@ -1,0 +1,166 @@
+"""The MPI backend's memory of a host: the same sums as MPI's own, whatever the sizes; rings between hosts, counted."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mindnlp_dp as dp
+from mindnlp_dp.backends import shared_memory
+from mindnlp_dp.backends.shared_memory import HostExchange, copy_range, ring_all_reduce, share_rows, slice_bounds
+
+
+@pytest.fixture(autouse=True)
+def mpi(group):
+    if group.backend != "mpi":
+        pytest.skip("only the MPI backend shares memory")
+
+
+@pytest.fixture
+def comm(mpi):
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@given(st.integers(0, 5000), st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
+def test_slices_cover_everything_once_and_begin_at_cache_lines(numel, num_slices, item_bytes):
+    bounds = slice_bounds(numel, num_slices, item_bytes)
+    assert len(bounds) == num_slices + 1
+    assert (bounds[0], bounds[-1]) == (0, numel)
+    assert bounds == sorted(bounds)
+    assert all(bound * item_bytes % 64 == 0 or bound == numel for bound in bounds)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "int8", "bool"])
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+@pytest.mark.parametrize("numel", [70_000, 262_144, 262_145, 1_000_003])
+def test_all_reduce_of_any_size_is_mpis(group, comm, dtype, op, numel):
+    everyone = [np.random.default_rng(rank).integers(-20, 20, numel) for rank in range(group.world_size)]
+    everyone = np.stack(everyone).astype(dtype)
+    add = everyone.any(0) if dtype == "bool" else everyone.sum(0, dtype=dtype)
+    expected = {"sum": add, "max": everyone.max(0), "min": everyone.min(0)}
+    x = everyone[group.rank]
+    for _ in range(3):  # the stages are taken in turn
+        np.testing.assert_array_equal(group.all_reduce(x, op), expected[op])
+
+
+def test_ranks_that_arrive_late_change_nothing(group):
+    """Whoever comes first must not overwrite what the last one still reads."""
+    import random
+    import time
+
+    rng = random.Random(group.rank)
+    for number in range(30):
+        if rng.random() < 0.3:
+            time.sleep(rng.random() / 200)
+        total = group.all_reduce(np.full(300_000, number + group.rank, np.float32))
+        size = group.world_size
+        assert (total == number * size + size * (size - 1) / 2).all()
+
+
+def test_buckets_of_late_ranks(group):
+    import random
+    import time
+
+    import mindspore
+
+    rng = random.Random(group.rank)
+    parameters = [mindspore.Tensor(np.zeros(shape, np.float32)) for shape in [(300, 301), (7,), (70_001,)]]
+    sync = dp.GradientSynchronizer(parameters, group, bucket_cap_mb=0.5)
+    for number in range(20):
+        if rng.random() < 0.3:
+            time.sleep(rng.random() / 200)
+        gradients = sync([p + (number + group.rank) for p in parameters])
+        if rng.random() < 0.3:
+            time.sleep(rng.random() / 200)
+        for gradient in gradients:
+            np.testing.assert_array_equal(gradient.asnumpy(), np.float32(number + (group.world_size - 1) / 2))
+
+
+def test_results_are_private_memory(group):
+    """What clipping writes in place, on one rank, no other rank sees, and no later exchange changes."""
+    import mindspore
+
+    parameter = mindspore.Tensor(np.zeros(50_000, np.float32))
+    sync = dp.GradientSynchronizer([parameter], group)
+    (first,) = sync([parameter + 1])
+    first.assign_value(first * (group.rank + 5))
+    (second,) = sync([parameter + 2])
+    assert (second.asnumpy() == 2).all()
+    group.barrier()
+    assert (first.asnumpy() == group.rank + 5).all()
+
+
+def test_nothing_is_left_open(group, comm):
+    before = len(os.listdir("/proc/self/fd"))
+    rows = share_rows(comm, 1000)
+    assert rows.shape == (group.world_size, 1024)
+    assert not rows.any()
+    del rows
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("where", ["memfd_create", "posix_fallocate", "open"])
+def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monkeypatch, capsys, where):
+    """No memory on the rank that makes it, or one rank that may not open it."""
+    if group.world_size == 1:
+        pytest.skip("one rank shares with nobody")
+    import mindspore
+
+    def refuse(*args):
+        raise OSError(12, "no memory")
+
+    if where != "open" or group.rank == group.world_size - 1:
+        monkeypatch.setattr(shared_memory.os, where, refuse)
+    assert share_rows(comm, 1000) is None
+    monkeypatch.setattr(group._backend, "_shares_memory", True)
+    parameters = [mindspore.Tensor(np.zeros(shape, np.float32)) for shape in [(300, 301), (70_001,)]]
+    sync = dp.GradientSynchronizer(parameters, group, bucket_cap_mb=0.1)
+    said = capsys.readouterr().out
+    assert said.count("MPI itself moves gradients") == group.is_main
+    for gradient in sync([p + group.rank for p in parameters]):
+        np.testing.assert_array_equal(gradient.asnumpy(), np.float32((group.world_size - 1) / 2))
+    monkeypatch.setattr(group._backend, "_shares_memory", True)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 1000, 4097])
+def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel):
+    """Counted, for every size; when it does not divide, to the element."""
+    size = comm.size
+    array = np.arange(numel, dtype=np.float32) + comm.rank
+    sent = ring_all_reduce(comm, array)
+    np.testing.assert_array_equal(array, np.arange(numel) * size + size * (size - 1) / 2)
+    everyone = sum(comm.allgather(sent))
+    assert everyone == 2 * (size - 1) * numel * 4
+    assert abs(sent - everyone / size) <= 2 * size * 4
+
+
+# Every rank must draw the same.
+@settings(max_examples=20, derandomize=True, database=None, deadline=None)
+@given(st.integers(1, 3000), st.sampled_from(["float32", "float64"]), st.integers(0, 100))
+def test_hosts_of_two_ranks(group, numel, dtype, seed):
+    """Four ranks as two hosts: slices are summed in a host, and go round between the hosts."""
+    from mpi4py import MPI
+
+    if group.world_size != 4:
+        pytest.skip("two hosts of two ranks")
+    comm = MPI.COMM_WORLD
+    host, peers = comm.Split(comm.rank // 2), comm.Split(comm.rank % 2)
+    exchange = HostExchange(host, peers)
+    values = np.random.default_rng(seed).integers(-9, 9, (4, numel)).astype(dtype)
+    rows = share_rows(host, numel * values.itemsize).view(dtype)[:, :numel]
+    rows[host.rank] = values[comm.rank]
+    bounds = slice_bounds(numel, 2, values.itemsize)
+    exchange.sum_rows(rows, bounds, 0.5)
+    out = np.empty(numel, dtype)
+    copy_range(rows, bounds, 0, out)
+    np.testing.assert_array_equal(out, values.sum(0) * 0.5)
+    # Two hosts: each rank sends its slice once, in two halves.
+    assert sum(comm.allgather(exchange.bytes_sent)) == 2 * numel * values.itemsize
+    for split in (host, peers):
+        split.Free()
