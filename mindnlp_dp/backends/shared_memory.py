@@ -27,7 +27,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from ..bucket import BucketLayout
+from ..bucket import BucketLayout, Slot
 from .base import HostBackend, HostBucket
 
 # Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.
@@ -91,11 +91,8 @@ class SharedBucket(HostBucket):
         self._fill_gaps()
         self._exchange.sum_rows(self._rows, self._bounds, scale)
 
-    def get(self, index: int) -> Any:
-        slot = self._slots[index]
-        private = np.empty(slot.numel, self._rows.dtype)
-        copy_range(self._rows, self._bounds, slot.offset, private)
-        return self._backend.from_host(private.reshape(slot.shape), self.layout.dtype)
+    def _copy_result(self, slot: Slot, out: np.ndarray) -> None:
+        copy_range(self._rows, self._bounds, slot.offset, out)
 
     def release(self) -> None:
         self._exchange.wait_for_host()
