@@ -6,6 +6,7 @@ was expected, what came and on which rank. Communicates for one purpose, agreeme
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any, Protocol
 
@@ -68,19 +69,20 @@ def describe(x: Any) -> str:
     return f"{dtype_name(x)} of shape {tuple(x.shape)}"
 
 
+@functools.lru_cache(maxsize=1024)
+def _code_of(call: str) -> int:
+    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
+
+
 def check_agreement(backend: Backend, call: str, *arguments: str) -> None:
     """Raise RuntimeError on every rank unless all are making this call, with these arguments.
 
-    Libraries pair mismatched collectives up with each other, or hang. One reduced
-    pair of integers, [h, -h], tells whether all hashes h are the same.
+    Libraries pair mismatched collectives up with each other, or hang.
     """
     if backend.world_size == 1:
         return
     mine = f"{call}({', '.join(arguments)})"
-    code = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
-    pair = backend.to_native(np.array([code, -code], np.int64))
-    low, high = (int(v) for v in np.asarray(backend.to_host(backend.all_reduce(pair, "max"))))
-    if low != -high:
+    if not backend.all_equal(_code_of(mine)):
         everyone = enumerate(backend.all_gather_object(mine))
         calls = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in everyone)
         raise RuntimeError(

@@ -30,8 +30,13 @@ HALF_TYPES = ("float16", "bfloat16")
 
 def dtype_name(x: Any) -> str:
     """``"float32"``, ``"int64"``, ``"bool"``, ... of a NumPy array or a MindSpore tensor."""
+    return _name_of(x.dtype)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
     # MindSpore prints Float32, or mindspore.float32 once MindNLP is imported.
-    return str(x.dtype).lower().rpartition(".")[2].rstrip("_")
+    return str(dtype).lower().rpartition(".")[2].rstrip("_")
 
 
 def reduce_arrays(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
@@ -221,6 +226,12 @@ class Backend(abc.ABC):
     def close(self) -> None: ...
 
     # What follows from them.
+
+    def all_equal(self, number: int) -> bool:
+        """Whether all ranks bring the same number, of at most 62 bits: the largest of [n, -n] tells."""
+        pair = self.to_native(np.array([number, -number], np.int64))
+        largest, minus_smallest = self.to_host(self.all_reduce(pair, "max")).tolist()
+        return largest == -minus_smallest
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]

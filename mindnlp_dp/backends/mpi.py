@@ -41,6 +41,7 @@ class MPIBackend(HostBackend):
         # Slices go round rings of equal length only.
         sizes = self._comm.allgather(self.local_world_size)
         self._shares_memory = self.world_size > 1 and len(set(sizes)) == 1
+        self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
         self._abort_all_on_exception()
 
     def _abort_all_on_exception(self) -> None:
@@ -67,6 +68,13 @@ class MPIBackend(HostBackend):
         else:
             self._exchange.all_reduce(wide.reshape(-1), out.reshape(-1), REDUCTIONS[op])
         return out.view(np.bool_) if x.dtype == np.bool_ else out.astype(x.dtype, copy=False)
+
+    def all_equal(self, number: int) -> bool:
+        """Called before every collective, so in memory that is there already."""
+        self._pair[:] = number, -number
+        self._comm.Allreduce(self._pair, self._largest, op=self._mpi.MAX)
+        largest, minus_smallest = self._largest.tolist()
+        return largest == -minus_smallest
 
     def broadcast(self, x: np.ndarray, src: int) -> np.ndarray:
         out = x.copy()

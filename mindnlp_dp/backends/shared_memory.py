@@ -20,9 +20,10 @@ hosts each slice then goes round a ring of the ranks that own it on every host.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -68,14 +69,15 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def slice_bounds(numel: int, num_slices: int, item_bytes: int) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def slice_bounds(numel: int, num_slices: int, item_bytes: int) -> tuple[int, ...]:
     """Where ``num_slices`` slices of ``numel`` items begin, and the last one ends: as even as cache lines allow.
 
     >>> slice_bounds(100, 2, 4), slice_bounds(10, 3, 4)
-    ([0, 64, 100], [0, 10, 10, 10])
+    ((0, 64, 100), (0, 10, 10, 10))
     """
     width = round_up(round_up(numel, num_slices) // num_slices, CACHE_LINE_BYTES // item_bytes)
-    return [min(index * width, numel) for index in range(num_slices)] + [numel]
+    return (*(min(index * width, numel) for index in range(num_slices)), numel)
 
 
 class SharedBucket(HostBucket):
@@ -98,7 +100,7 @@ class SharedBucket(HostBucket):
         self._exchange.wait_for_host()
 
 
-def copy_range(rows: np.ndarray, bounds: list[int], start: int, out: np.ndarray) -> None:
+def copy_range(rows: np.ndarray, bounds: Sequence[int], start: int, out: np.ndarray) -> None:
     """Copy elements ``[start, start + len(out))`` of the sum, each from the row of the rank that made it."""
     stop = start + len(out)
     for row, first, last in zip(rows, bounds, bounds[1:]):
@@ -122,11 +124,13 @@ class HostExchange:
         self._peers = peers
         self.bytes_sent = 0
         self._stages: list[np.ndarray] = []
+        self._typed_stages: dict[np.dtype, list[list[np.ndarray]]] = {}
+        self._turn = 0
 
     def wait_for_host(self) -> None:
         self._host.Barrier()
 
-    def sum_rows(self, rows: np.ndarray, bounds: list[int], scale: float) -> None:
+    def sum_rows(self, rows: np.ndarray, bounds: Sequence[int], scale: float) -> None:
         """Scale every row, sum them over all ranks, each rank its slice; slice ``r`` of the sum is in row ``r``.
 
         Every element is multiplied by ``scale`` before it is added, as an exchange without shared memory does it.
@@ -150,6 +154,7 @@ class HostExchange:
     def set_stage(self, rows: np.ndarray) -> None:
         """Give :meth:`all_reduce` its memory: bytes of shape ``(ranks of the host, 2 * STAGE_BYTES)``."""
         self._stages = [rows[:, :STAGE_BYTES], rows[:, STAGE_BYTES:]]
+        self._typed_stages.clear()
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, reduce: Callable[..., Any]) -> None:
         """Reduce a flat array over all ranks into ``out``, through the stage, a piece that fits the cache at a time.
@@ -157,23 +162,28 @@ class HostExchange:
         There are two stages, taken in turn: whoever begins to write to one has seen all ranks at work on the other, and
         so done with reading this one.
         """
-        rank, size = self._host.rank, self._host.size
+        rank, size, barrier = self._host.rank, self._host.size, self._host.Barrier
         step = STAGE_BYTES // x.itemsize
+        stages = self._typed_stages.get(x.dtype)
+        if stages is None:
+            # A row at a time: a view of a row costs a multiple less than one of a matrix, and small arrays feel it.
+            stages = self._typed_stages[x.dtype] = [list(stage.view(x.dtype)) for stage in self._stages]
         for begin in range(0, len(x), step):
             part = x[begin : begin + step]
-            rows = self._stages[0].view(x.dtype)
-            self._stages.reverse()
+            rows = stages[self._turn]
+            self._turn = 1 - self._turn
             bounds = slice_bounds(len(part), size, x.itemsize)
             first, last = bounds[rank], bounds[rank + 1]
-            rows[rank, : len(part)] = part
-            self._host.Barrier()
-            mine = rows[rank, first:last]
+            rows[rank][: len(part)] = part
+            barrier()
+            mine = rows[rank][first:last]
             for other in range(1, size):
-                reduce(mine, rows[(rank + other) % size, first:last], out=mine)
+                reduce(mine, rows[(rank + other) % size][first:last], mine)
             if self._peers.size > 1:
                 self.bytes_sent += ring_all_reduce(self._peers, mine, reduce)
-            self._host.Barrier()
-            copy_range(rows, bounds, 0, out[begin : begin + len(part)])
+            barrier()
+            for row, start, stop in zip(rows, bounds, bounds[1:]):
+                out[begin + start : begin + stop] = row[start:stop]
 
 
 # Elements of a scratch array that stays in a core's own cache.

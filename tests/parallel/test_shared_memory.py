@@ -32,7 +32,7 @@ def test_slices_cover_everything_once_and_begin_at_cache_lines(numel, num_slices
     bounds = slice_bounds(numel, num_slices, item_bytes)
     assert len(bounds) == num_slices + 1
     assert (bounds[0], bounds[-1]) == (0, numel)
-    assert bounds == sorted(bounds)
+    assert list(bounds) == sorted(bounds)
     assert all(bound * item_bytes % 64 == 0 or bound == numel for bound in bounds)
 
 
