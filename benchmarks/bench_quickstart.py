@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from common import machine, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "scripts" / "finetune.py")
@@ -47,15 +48,6 @@ def measure(command: list[str], ranks: int, flags: list[str], batch: int, steps:
         return json.loads(Path(folder, "report.json").read_text())
 
 
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64, help="samples a rank in an update")
@@ -78,13 +70,8 @@ def main() -> None:
     for name in todo:
         rate = speed[name]
         print(f"{name:40}{rate:10.0f}{rate / default:12.2f}{rate / tuned:10.2f}{share[name]:12.3f}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        rows = [
-            {"setting": name, "samples_per_second": speed[name], "gradient_sync_share": share[name]} for name in todo
-        ]
-        numbers = {"machine": machine(), "batch_per_rank": args.batch, "steps": args.steps, "rows": rows}
-        args.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    rows = [{"setting": name, "samples_per_second": speed[name], "gradient_sync_share": share[name]} for name in todo]
+    write_json(args.json, {"machine": machine(), "batch_per_rank": args.batch, "steps": args.steps, "rows": rows})
 
 
 if __name__ == "__main__":

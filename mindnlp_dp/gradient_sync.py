@@ -16,8 +16,9 @@ the synchroniser's business: pass those that train.
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -52,12 +53,36 @@ class _Synchronizer(abc.ABC):
         self.num_bytes = 0
         self._weight = 0.0
         self._skipped = 0
+        self._exchange_is_off = False
         self._used = np.zeros(len(named), np.float32)
 
     def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
-        """Accumulate one micro step and reduce: the whole window at once."""
+        """Accumulate one micro step and reduce: the whole window at once.
+
+        Within :meth:`no_sync` nothing is exchanged, and the gradients come back as they are.
+        """
         self.accumulate(gradients, weight)
-        return self.reduce()
+        return list(gradients) if self._exchange_is_off else self.reduce()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, calls only accumulate, as with DistributedDataParallel's; the next call outside reduces them all.
+
+        An exception within it drops what this rank has accumulated, so that no half window is ever exchanged.
+        """
+        before, self._exchange_is_off = self._exchange_is_off, True
+        try:
+            yield
+        except BaseException:
+            self._begin_window()
+            raise
+        finally:
+            self._exchange_is_off = before
+
+    def _begin_window(self) -> None:
+        self._weight, self._skipped = 0.0, 0
+        self._used[:] = 0
+        self._clear()
 
     def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
         """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
@@ -104,8 +129,6 @@ class _Synchronizer(abc.ABC):
         header = self.group.all_reduce(np.concatenate([mine, self._used]))
         self.total_weight, self.num_skipped = float(header[0]), int(header[1])
         used = header[2:] > 0
-        self._weight, self._skipped = 0.0, 0
-        self._used[:] = 0
         try:
             if self.total_weight <= 0:
                 if self.num_skipped:
@@ -113,7 +136,7 @@ class _Synchronizer(abc.ABC):
                 raise ValueError("no rank had a sample in this window: there is no gradient to average")
             gradients = self._exchange(used, 1.0 / self.total_weight)
         finally:
-            self._clear()
+            self._begin_window()
             self.seconds += time.perf_counter() - began
         return gradients
 

@@ -142,3 +142,33 @@ def test_bytes_are_counted(group, make):
     sync(gradients(group.rank))
     assert sync.num_bytes == 4 * sum(int(np.prod(shape)) for shape in SHAPES)
     assert sync.seconds > 0
+
+
+@pytest.mark.parametrize("kind", [dp.NaiveGradientSynchronizer, dp.GradientSynchronizer])
+def test_no_sync_accumulates_until_the_next_call(group, kind):
+    import mindspore
+
+    parameter = mindspore.Tensor(np.zeros(5, np.float32))
+    sync = kind([parameter], group)
+    with sync.no_sync():
+        (kept,) = sync([parameter + group.rank], weight=2)
+        assert (kept.asnumpy() == group.rank).all()
+        with sync.no_sync():
+            sync([parameter + 10 * group.rank], weight=1)
+        sync([parameter], weight=1)  # the inner block does not end the outer one
+    (mean,) = sync([parameter + 1], weight=4)
+    expected = np.mean([(2 * rank + 10 * rank + 4) / 8 for rank in range(group.world_size)])
+    np.testing.assert_allclose(mean.asnumpy(), np.float32(expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [dp.NaiveGradientSynchronizer, dp.GradientSynchronizer])
+def test_an_exception_within_no_sync_leaves_no_half_window(group, kind):
+    import mindspore
+
+    parameter = mindspore.Tensor(np.zeros(5, np.float32))
+    sync = kind([parameter], group)
+    with pytest.raises(KeyError), sync.no_sync():
+        sync([parameter + 100], weight=7)
+        raise KeyError
+    (mean,) = sync([parameter + group.rank])
+    np.testing.assert_allclose(mean.asnumpy(), (group.world_size - 1) / 2)

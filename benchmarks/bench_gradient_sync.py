@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""The exchange of a model's gradients between two ranks on one host: ours beside what else there is.
+
+    python benchmarks/bench_gradient_sync.py --json outputs/bench_gradient_sync.json
+
+``--model bert`` (22.7 million parameters, six layers of width 384) or ``roberta-base``; the shapes suffice. An exchange
+begins with gradients in each rank's private memory and ends with their mean there: naive (one all-reduce a parameter)
+over MCCL and over MPI; in buckets through MPI's own Allreduce; ours, in shared memory; and PyTorch's gloo on the same
+bytes, in buckets of 25 MiB, as its DistributedDataParallel makes them. Beside them one copy in and one copy out, by
+both ranks at once: no exchange through memory takes less. Jobs are run in turns; medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import TORCH_HINT, has_torch, launched, machine, median_seconds, run_job, write_json
+
+NAMES = {
+    "copy": "one copy in, one out, both ranks",
+    "ours": "ours: buckets in shared memory",
+    "buckets_mpi": "buckets, MPI's Allreduce",
+    "naive_mpi": "naive, MPI",
+    "gloo": "buckets, PyTorch's gloo",
+    "buckets_mccl": "buckets, MCCL",
+    "naive_mccl": "naive, MCCL",
+}
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    """The parameters of an encoder, in the order of the model."""
+    vocab, positions, width, inner, layers = {
+        "bert": (30522, 512, 384, 1536, 6),
+        "roberta-base": (50265, 514, 768, 3072, 12),
+    }[model]
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    layer: list[tuple[int, ...]] = [(width, width), (width,)] * 4
+    layer += [*norm, (inner, width), (inner,), (width, inner), (width,), *norm]
+    return [(vocab, width), (positions, width), (2, width), *norm, *(layer * layers), (width, width), (width,)]
+
+
+def measure(backend: str, model: str) -> dict[str, Any]:
+    import mindspore
+
+    import mindnlp_dp as dp
+
+    group = dp.init_process_group(backend)
+    rng = np.random.default_rng(group.rank)
+    arrays = [rng.random(shape, np.float32) for shape in shapes_of(model)]
+    gradients = [mindspore.Tensor(array) for array in arrays]
+    parameters = [mindspore.Tensor(array) for array in arrays]
+    seconds = {}
+    if backend == "mpi":
+        shared, private = ([np.zeros_like(array) for array in arrays] for _ in range(2))
+
+        def copies() -> None:
+            for array, staged, result in zip(arrays, shared, private):
+                np.copyto(staged, array)
+                np.copyto(result, staged)
+
+        seconds["copy"] = median_seconds(group.barrier, copies, 9)
+        ours = dp.GradientSynchronizer(parameters, group)
+        seconds["ours"] = median_seconds(group.barrier, partial(ours, gradients), 9)
+        del ours
+        # What a host without shared memory falls back to.
+        group._backend._shares_memory = False  # type: ignore[attr-defined]
+    buckets = dp.GradientSynchronizer(parameters, group)
+    name = "mpi" if backend == "mpi" else "mccl"
+    seconds[f"buckets_{name}"] = median_seconds(group.barrier, partial(buckets, gradients), 5)
+    naive = dp.NaiveGradientSynchronizer(parameters, group)
+    seconds[f"naive_{name}"] = median_seconds(group.barrier, partial(naive, gradients), 5)
+    return seconds if group.is_main else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["bert", "roberta-base"], default="bert")
+    parser.add_argument("--repeats", type=int, default=3, help="jobs of every kind")
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--backend", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.backend:
+        measured = measure(args.backend, args.model)
+        if measured:
+            args.write.write_text(json.dumps(measured))
+        return
+
+    runs: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        shapes = Path(folder, "shapes.json")
+        shapes.write_text(json.dumps(shapes_of(args.model)))
+        flags = ["--model", args.model]
+        jobs = [[*launched(kind), __file__, *flags, "--backend", kind] for kind in ("mpi", "mindspore")]
+        if has_torch(args.torch_python):
+            gloo = str(Path(__file__).with_name("gloo.py"))
+            jobs.append([args.torch_python, gloo, "--kind", "gradients", "--shapes", str(shapes)])
+        else:
+            print(TORCH_HINT)
+        for _ in range(args.repeats):
+            for command in jobs:
+                for name, seconds in run_job(command).items():
+                    runs.setdefault(name, []).append(seconds)
+    medians = {name: statistics.median(times) for name, times in runs.items()}
+
+    def ratio(above: str, below: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(runs[above], runs[below])), 3)
+
+    million = sum(int(np.prod(shape)) for shape in shapes_of(args.model)) / 1e6
+    print(f"{machine()}; {args.model}, {million:.1f} million parameters, 2 ranks, medians of {args.repeats} jobs")
+    print(f"{'':36}{'ms':>10}{'x one copy':>12}{'x ours':>10}")
+    for name in (name for name in NAMES if name in medians):
+        print(f"{NAMES[name]:36}{1000 * medians[name]:10.1f}{ratio(name, 'copy'):12.2f}{ratio(name, 'ours'):10.2f}")
+    ratios = {"naive_mccl_over_ours": ratio("naive_mccl", "ours"), "ours_over_copy": ratio("ours", "copy")}
+    if "gloo" in runs:
+        ratios["gloo_over_ours"] = ratio("gloo", "ours")
+    numbers = {"machine": machine(), "model": args.model, "runs": runs, "seconds": medians, "ratios": ratios}
+    write_json(args.json, numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What the benchmarks share: jobs of one kind after another, in turns, and medians of what they measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+TORCH_HINT = 'PyTorch is not here; pip install "mindnlp-dp[compare]", or --torch-python /path/to/python that has it'
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
+
+
+def launched(backend: str, num_ranks: int = 2) -> list[str]:
+    """The command in front of a script that runs on several ranks."""
+    return [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(num_ranks), "--backend", backend]
+
+
+def has_torch(python: str) -> bool:
+    return subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0
+
+
+def run_job(command: list[str]) -> dict[str, Any]:
+    """Run a command with ``--write FILE`` behind it; returns what it wrote there as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")
+        log = ["--log-dir", f"{folder}/logs"]
+        at = command.index("run") + 1 if "mindnlp_dp" in command else 0
+        full = [*command[:at], *log, *command[at:]] if at else command
+        done = subprocess.run([*full, "--write", str(file)], capture_output=True, text=True)
+        if done.returncode != 0 or not file.exists():
+            sys.exit(f"{' '.join(full)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return json.loads(file.read_text())
+
+
+def median_seconds(barrier: Callable[[], Any], function: Callable[[], Any], repeats: int) -> float:
+    """The median time of a call that all ranks begin together; the first two calls do not count."""
+    import time
+
+    times = []
+    for number in range(repeats + 2):
+        barrier()
+        began = time.perf_counter()
+        function()
+        if number >= 2:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def write_json(path: Optional[Path], numbers: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(numbers, indent=2) + "\n")
