@@ -9,6 +9,7 @@ after a job that went well.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -30,6 +31,9 @@ GRACE_SECONDS = 3.0
 # How long some ranks may have finished before the others' silence is worth a word.
 PATIENCE_SECONDS = 30.0
 TAIL_LINES = 15
+# Loaded here, for little is safe between fork and exec. The number is Linux's (prctl(2)).
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 class LaunchError(Exception):
@@ -119,8 +123,19 @@ def _start_cluster(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) 
 def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C reaches the launcher alone, which then ends every rank.
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 -- the launcher has no threads
     )
+
+
+def _end_with_the_launcher() -> None:
+    """Ask Linux to end this process when the launcher does, which may be killed without a chance to do it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 # Watching.

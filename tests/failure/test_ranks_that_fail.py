@@ -120,7 +120,7 @@ def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
     script = tmp_path / "script.py"
     script.write_text(HEAD + INIT + "(open(f'here_{group.rank}', 'w')).close()\ntime.sleep(600)\n")
@@ -134,7 +134,7 @@ def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
         assert time.monotonic() < deadline, "the ranks never started"
         time.sleep(0.1)
     launcher.send_signal(number)
-    assert launcher.wait(TIMEOUT_SECONDS) == 130
+    assert launcher.wait(TIMEOUT_SECONDS) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
     _, alive = psutil.wait_procs(processes_of(log_dir), timeout=10)
     assert not alive
 
