@@ -59,71 +59,45 @@ def checkpoints_in(folder: Path) -> list[Path]:
 # What all ranks do together.
 
 
-def save_checkpoint(
-    path: Path,
-    state: Optional[dict[str, Any]],
-    write_model: Callable[[Path], None],
-    group: ProcessGroup,
-    is_writer: bool,
-) -> None:
-    """Have the writer (or one on each host) write; return when all have, or raise on every rank what one raised.
-
-    Arguments are those of :func:`write_checkpoint`; ``state`` is a tree here.
-    """
-    error = None
-    if is_writer:
-        try:
-            write_checkpoint(path, None if state is None else pack_state(state), write_model)
-        except Exception as caught:  # noqa: BLE001
-            # Whatever it is, every rank must learn of it.
-            error = caught
-    group.raise_together(error, "saving a checkpoint")
-
-
 def load_checkpoint(path: Path, model: Any, group: ProcessGroup) -> dict[str, Any]:
     """Rank 0 reads, and every rank gets it: the weights, in ``model``, and the state.
 
     Raises:
         CheckpointError: on every rank, when the folder is not complete, or not of this model.
     """
-    packed, error = PackedState(None), None
-    if group.is_main:
-        try:
-            packed = read_state(path)
-            read_weights(model, path)
-        except Exception as caught:  # noqa: BLE001
-            # Whatever it is, every rank must learn of it.
-            error = caught
-    group.raise_together(error, "reading a checkpoint")
+
+    def read() -> PackedState:
+        state = read_state(path)
+        read_weights(model, path)
+        return state
+
+    packed = group.call_where(group.is_main, read, "reading a checkpoint")
     broadcast_parameters(model, group)
-    return unpack_state(broadcast_state(packed, group))
-
-
-def warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return unpack_state(broadcast_state(packed or PackedState(None), group))
 
 
 # Writing.
 
 
-def write_checkpoint(path: Path, state: Optional[PackedState], write_model: Callable[[Path], None]) -> None:
+def write_checkpoint(path: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> None:
     """Write a checkpoint to ``path``, in place of one that is there.
 
     ``write_model`` is called with the folder to write weights (files ``model*.safetensors``) and whatever else
     belongs to the model into. Without a state the folder holds the model alone, and no run can be taken up from it.
     """
+    packed = None if state is None else pack_state(state)
     with in_place_of(path) as folder:
         folder.mkdir()
         write_model(folder)
-        if state is None:
+        if packed is None:
             return
-        save_file({name: _contiguous(array) for name, array in state.arrays.items()}, folder / STATE)
+        save_file({name: _contiguous(array) for name, array in packed.arrays.items()}, folder / STATE)
         files = {
             str(file.relative_to(folder)): {"bytes": file.stat().st_size, "blake2b": _hash(file)}
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         }
-        manifest = {"format": FORMAT, "files": files, "state": state.outline}
+        manifest = {"format": FORMAT, "files": files, "state": packed.outline}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
@@ -179,6 +153,10 @@ def _hash(file: Path) -> str:
 # Reading.
 
 
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
 def choose_checkpoint(folder: Path, wanted: Union[str, bool, None], saves: bool = True) -> Optional[Path]:
     """What to resume from: a path as it is, the newest complete checkpoint in ``folder`` for True, else nothing.
 
@@ -193,11 +171,17 @@ def choose_checkpoint(folder: Path, wanted: Union[str, bool, None], saves: bool 
         return Path(wanted)
     there = checkpoints_in(folder)
     if there and saves:
-        warn(
+        _warn(
             f"{folder} holds {there[-1].name} of an earlier run, and this one begins anew; to go on from there call "
             "train(resume_from_checkpoint=True), to keep both give this run an output_dir of its own"
         )
     return None
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether there is anything to resume from, complete or not; puts right what a killed writer left, first."""
+    remove_unfinished_checkpoints(folder)
+    return bool(checkpoints_in(folder))
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -214,7 +198,7 @@ def newest_checkpoint(folder: Path) -> Path:
             wrong.append(str(error))
         else:
             for reason in wrong:
-                warn(f"{reason}; it is passed over for {path.name}")
+                _warn(f"{reason}; it is passed over for {path.name}")
             return path
     reasons = "".join(f"\n  {reason}" for reason in wrong)
     raise CheckpointError(f"no complete checkpoint in {folder}" + (f":{reasons}" if reasons else ""))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,6 +64,10 @@ def checked_array(x: Any, rank: int) -> Any:
             "Other things travel with broadcast_object and all_gather_object"
         )
     return x
+
+
+def numel(x: Any) -> int:
+    return math.prod(x.shape)
 
 
 def describe(x: Any) -> str:

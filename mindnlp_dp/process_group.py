@@ -11,7 +11,6 @@ order; ranks that do not agree get an error that shows every rank's call.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import pickle
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import numpy as np
 
 from .backends.base import Backend, Bucket, dtype_name
 from .bucket import BucketLayout
-from .collective_checks import check_agreement, check_op, check_peer, check_rank, checked_array, describe
+from .collective_checks import check_agreement, check_op, check_peer, check_rank, checked_array, describe, numel
 from .compat import obey_device_target
 from .rendezvous import choose_backend, detect_launch, make_backend
 
@@ -144,7 +143,7 @@ class ProcessGroup:
         """The reduction as the backend's own kind of array; None for an empty ``x``."""
         check_op(x, op, self.rank)
         check_agreement(self._backend, call, op, describe(x))
-        if _numel(x) == 0:
+        if numel(x) == 0:
             return None
         total = self._backend.all_reduce(self._backend.to_native(x), "sum" if op == "mean" else op)
         return _divide(total, self.world_size) if op == "mean" else total
@@ -173,7 +172,7 @@ class ProcessGroup:
         x = checked_array(x, self.rank)
         check_rank("src", src, self)
         check_agreement(self._backend, "broadcast", f"src={src}", describe(x))
-        if _numel(x) == 0:
+        if numel(x) == 0:
             return x.copy()
         return self._backend.from_native(self._backend.broadcast(self._backend.to_native(x), src), x)
 
@@ -181,7 +180,7 @@ class ProcessGroup:
         """Every rank gets the list of all ranks' ``x``, in rank order."""
         x = checked_array(x, self.rank)
         check_agreement(self._backend, "all_gather", describe(x))
-        if _numel(x) == 0:
+        if numel(x) == 0:
             return [x.copy() for _ in range(self.world_size)]
         gathered = self._backend.all_gather(self._backend.to_native(x))
         return [self._backend.from_native(part, x) for part in gathered]
@@ -238,17 +237,21 @@ class ProcessGroup:
 
     # What the ranks do as one.
 
-    def call_on_main(self, function: Callable[[], T], doing: str) -> T:
-        """Call ``function`` on rank 0; every rank gets its result, or the same exception."""
+    def call_where(self, here: bool, function: Callable[[], T], doing: str) -> Optional[T]:
+        """Call ``function`` on the ranks that say ``here``; the others get None, and every rank the same exception."""
         result, error = None, None
-        if self.is_main:
+        if here:
             try:
                 result = function()
             except Exception as caught:  # noqa: BLE001
                 # Whatever it is, it goes to every rank.
                 error = caught
         self.raise_together(error, doing)
-        return self.broadcast_object(result)  # type: ignore[return-value]
+        return result
+
+    def call_on_main(self, function: Callable[[], T], doing: str) -> T:
+        """Call ``function`` on rank 0; every rank gets its result, or the same exception."""
+        return self.broadcast_object(self.call_where(self.is_main, function, doing))  # type: ignore[return-value]
 
     def raise_together(self, error: Optional[Exception], doing: str) -> None:
         """Raise on every rank when any rank brings an error; the lowest such rank's is the cause.
@@ -287,10 +290,6 @@ def _kind(error: Exception) -> type[Exception]:
     except (pickle.PicklingError, AttributeError):
         return RuntimeError
     return type(error)
-
-
-def _numel(x: Any) -> int:
-    return math.prod(x.shape)
 
 
 def _divide(x: Any, divisor: int) -> Any:

@@ -28,7 +28,7 @@ from .checkpoint import (
     read_weights,
     remove_old_checkpoints,
     remove_unfinished_checkpoints,
-    save_checkpoint,
+    write_checkpoint,
     write_module,
     write_weights,
 )
@@ -145,12 +145,12 @@ class DataParallelTrainerMixin:
             ValueError: it cannot be taken up with this data, or by this number of ranks.
             FloatingPointError: a loss or a gradient is no number, and ``logging_nan_inf_filter`` is False.
         """
-        if self.args.should_save:
-            remove_unfinished_checkpoints(Path(self.args.output_dir))
-        saves = self.args.save_strategy != "no"
+        folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
+        self.group.call_where(
+            self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"
+        )
         self._resume_from = self.group.call_on_main(
-            lambda: choose_checkpoint(Path(self.args.output_dir), resume_from_checkpoint, saves),
-            "looking for a checkpoint",
+            lambda: choose_checkpoint(folder, resume_from_checkpoint, saves), "looking for a checkpoint"
         )
         return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
@@ -297,7 +297,7 @@ class DataParallelTrainerMixin:
             if state.best_model_checkpoint is None or args.is_better(value, state.best_metric):
                 state.best_metric, state.best_model_checkpoint = value, str(path)
         self.store_flos()
-        run = self.training_loop.state()
+        run = None if args.save_only_model else self.training_loop.state()
 
         def write_model(folder: Path) -> None:
             self.save_model(str(folder), _internal_call=True)  # type: ignore[attr-defined]
@@ -305,10 +305,12 @@ class DataParallelTrainerMixin:
                 write_weights(model, folder)
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-        save_checkpoint(path, None if args.save_only_model else run, write_model, self.group, args.should_save)
-        if args.should_save:
+        def write() -> None:
+            write_checkpoint(path, run, write_model)
             keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
             remove_old_checkpoints(folder, args.save_total_limit, keep)
+
+        self.group.call_where(args.should_save, write, "saving a checkpoint")
 
     def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir)

@@ -235,6 +235,7 @@ class TrainingLoop:
                     trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
             if number + 1 < len(window):
                 trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
+        # This rank's own gradients are in the exchange by now; their memory goes before the averaged ones take theirs.
         trainer.model.zero_grad()
 
     # Between updates.
@@ -299,8 +300,13 @@ class TrainingLoop:
         }  # fmt: skip
         trainer.is_in_train = False
         trainer.log(dict(metrics))
-        if args.should_save and state.best_model_checkpoint is not None and args.save_total_limit == 1:
-            remove_old_checkpoints(Path(args.output_dir), 1, keep=[Path(state.best_model_checkpoint)])
+        if state.best_model_checkpoint is not None and args.save_total_limit == 1:
+            folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
+            self.group.call_where(
+                args.should_save,
+                lambda: remove_old_checkpoints(folder, 1, [best]),
+                "removing all checkpoints but the best",
+            )
         trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
         if trainer.neftune_noise_alpha is not None:
             trainer._deactivate_neftune(trainer.model)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint import CheckpointError, checkpoints_in
+from mindnlp_dp.checkpoint import CheckpointError, has_checkpoints
 from mindnlp_dp.sharding import accumulation_steps_for, check_every_rank_has_a_sample
 from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
@@ -93,7 +93,7 @@ def train(
     if group.is_main and task.num_truncated:
         print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
     resume = config.resume and group.call_on_main(
-        lambda: bool(checkpoints_in(Path(config.output_dir))), "looking for checkpoints"
+        lambda: has_checkpoints(Path(config.output_dir)), "looking for checkpoints"
     )
     with as_input_error(CheckpointError):
         output = trainer.train(resume_from_checkpoint=resume)

@@ -15,6 +15,7 @@ import signal
 from pathlib import Path
 
 import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import has_checkpoints
 
 NUM_STEPS = 21
 
@@ -57,11 +58,7 @@ def main() -> None:
         callbacks=[Watched()],
     )  # fmt: skip
 
-    def was_begun() -> bool:
-        return any(options.folder.glob("checkpoint-*")) or any(options.folder.glob(".checkpoint-*/old"))
-
-    resume = group.call_on_main(was_begun, "looking for checkpoints")
-    group.barrier()
+    resume = group.call_on_main(lambda: has_checkpoints(options.folder), "looking for checkpoints")
     output = trainer.train(resume_from_checkpoint=True if resume else None)
     assert output.global_step == NUM_STEPS
     if group.is_main:

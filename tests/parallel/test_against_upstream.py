@@ -127,21 +127,17 @@ def test_order(kind, group, tmp_path):
             orders.append(inputs["labels"].asnumpy().tolist())
             return super().training_step(model, inputs)
 
-    class Spied(kind):
-        Trainer = Spy
-
     rows = NumberedRows(32)
     source = GeneratorDataset(rows, ["input_ids", "labels"], shuffle=True)
     if kind is Upstream:
         # As load_dataset does: the seed is the process's, and an iterator is made for each epoch.
         mindspore.dataset.config.set_seed(7)
-        Spied = type("Spied", (Upstream,), {"Trainer": Spy})  # noqa: N806
     args = kind.arguments(
         str(tmp_path), per_device_train_batch_size=4, num_train_epochs=2, disable_tqdm=True, save_strategy="no",
         remove_unused_columns=False,
     )  # fmt: skip
     dataset = source.batch(4) if kind is Upstream else source
-    Spied.Trainer(tiny_roberta(), args, train_dataset=dataset).train()
+    Spy(tiny_roberta(), args, train_dataset=dataset).train()
     half = len(orders) // 2
     assert half > 0
     assert orders[:half] != orders[half:]

@@ -185,6 +185,18 @@ def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(group, shared_
         train(tiny_roberta(), Rows(8), shared_tmp_path, NoRoom, save_strategy="steps", save_steps=1)
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, shared_tmp_path, monkeypatch):
+    """Only the writer removes it; the others must not wait for a rank that has raised."""
+    from mindnlp_dp import trainer
+
+    def refuse(*args):
+        raise PermissionError("the folder is read-only")
+
+    monkeypatch.setattr(trainer, "remove_old_checkpoints", refuse)
+    with pytest.raises(PermissionError, match="the folder is read-only"):
+        train(tiny_roberta(), Rows(8), shared_tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1)
+
+
 def test_a_flag_set_on_one_rank_does_not_part_the_ranks(group, tmp_path):
     """Rank 0 decides: what another rank's callback wants is overruled, and nobody waits for ever."""
 

@@ -34,7 +34,7 @@ from mindnlp_dp.checkpoint import (
     write_weights,
 )
 from mindnlp_dp.run_state import random_state, set_random_state
-from mindnlp_dp.state_tree import PackedState, pack_state, unpack_state
+from mindnlp_dp.state_tree import pack_state, unpack_state
 from models import Rows, tiny_config, tiny_roberta, train, weights
 
 
@@ -44,8 +44,11 @@ def group():
 
 
 def write(path, state=None):
-    packed = pack_state({"step": 1} if state is None else state)
-    write_checkpoint(path, packed, lambda folder: (folder / "model.safetensors").write_bytes(b"weights"))
+    write_checkpoint(
+        path,
+        {"step": 1} if state is None else state,
+        lambda folder: (folder / "model.safetensors").write_bytes(b"weights"),
+    )
 
 
 # Trees.
@@ -148,7 +151,7 @@ def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path):
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        write_checkpoint(tmp_path / "checkpoint-1", PackedState(None), fail)
+        write_checkpoint(tmp_path / "checkpoint-1", {"n": 2}, fail)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     assert unpack_state(read_state(tmp_path / "checkpoint-1")) == {"n": 1}
 
@@ -159,21 +162,19 @@ def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, mo
     script = f"""
         import os, signal, sys
         from pathlib import Path
-        from mindnlp_dp import checkpoint, files
-        from mindnlp_dp.state_tree import pack_state
+        from mindnlp_dp import checkpoint
 
         def die(*args):
             os.kill(os.getpid(), signal.SIGKILL)
 
         path = Path(sys.argv[1]) / "checkpoint-3"
-        checkpoint.write_checkpoint(path, pack_state({{"n": 1}}), lambda f: (f / "model.safetensors").write_bytes(b"1"))
+        checkpoint.write_checkpoint(path, {{"n": 1}}, lambda f: (f / "model.safetensors").write_bytes(b"1"))
         if {moment == "while it writes"}:
             write_model = lambda f: ((f / "model.safetensors").write_bytes(b"half"), die())
         else:
             write_model = lambda f: (f / "model.safetensors").write_bytes(b"2")
-            rename = Path.replace
             Path.replace = die
-        checkpoint.write_checkpoint(path, pack_state({{"n": 2}}), write_model)
+        checkpoint.write_checkpoint(path, {{"n": 2}}, write_model)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)])
     assert done.returncode == -signal.SIGKILL
