@@ -82,6 +82,25 @@ def test_buckets_of_late_ranks(group):
             np.testing.assert_array_equal(gradient.asnumpy(), np.float32(number + (group.world_size - 1) / 2))
 
 
+def test_nobody_begins_the_next_window_while_a_rank_still_reads_this_one(group, monkeypatch):
+    import time
+
+    import mindspore
+
+    copy_result = shared_memory.SharedBucket._copy_result
+
+    def slowly(self, slot, out):
+        time.sleep(0.05 * (group.rank == group.world_size - 1))
+        copy_result(self, slot, out)
+
+    monkeypatch.setattr(shared_memory.SharedBucket, "_copy_result", slowly)
+    parameter = mindspore.Tensor(np.zeros(50_000, np.float32))
+    sync = dp.GradientSynchronizer([parameter], group)
+    for number in range(4):
+        (gradient,) = sync([parameter + number])
+        assert (gradient.asnumpy() == number).all()
+
+
 def test_results_are_private_memory(group):
     """What clipping writes in place, on one rank, no other rank sees, and no later exchange changes."""
     import mindspore
