@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from mindnlp.engine import TrainingArguments
 
@@ -46,6 +46,13 @@ class DataParallelArguments(TrainingArguments):
     )
     bucket_cap_mb: float = field(
         default=DEFAULT_BUCKET_CAP_MB, metadata={"help": "The size of a gradient bucket, in MiB."}
+    )
+    overlap: Union[bool, str] = field(
+        default="auto",
+        metadata={"help": 'Exchange gradients during the backward pass: True, False, or "auto" to find out.'},
+    )
+    compression: Optional[str] = field(
+        default=None, metadata={"help": 'What gradients are rounded to on the wire: "fp16", "bf16", or None.'}
     )
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 BYTES_PER_MB = 1 << 20
 _ITEM_SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -45,11 +46,15 @@ class BucketLayout:
 
 
 def pack_buckets(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], bucket_cap_mb: float
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    bucket_cap_mb: float,
+    order: Optional[Sequence[int]] = None,
 ) -> tuple[BucketLayout, ...]:
     """Pack parameters into buckets of at most ``bucket_cap_mb`` MiB.
 
-    A bucket holds one type; a parameter larger than the cap gets a bucket of its
+    ``order`` is that in which a backward pass finishes them; by default, from the
+    last to the first. A bucket holds one type; a parameter larger than the cap gets a bucket of its
     own, for a parameter is never split.
 
     >>> [[s.index for s in b.slots] for b in pack_buckets([(4,), (2, 2), (3,)], ["float32"] * 3, 28 / 2**20)]
@@ -59,7 +64,7 @@ def pack_buckets(
         raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}; 4 suits a CPU, 25 a network")
     buckets: list[BucketLayout] = []
     open_slots: dict[str, list[Slot]] = {}
-    for index in reversed(range(len(shapes))):
+    for index in reversed(range(len(shapes))) if order is None else order:
         dtype, shape = dtypes[index], tuple(shapes[index])
         if dtype not in _ITEM_SIZE:
             raise TypeError(f"parameter {index} is {dtype}; gradients can be {', '.join(_ITEM_SIZE)}")

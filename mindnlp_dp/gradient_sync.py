@@ -11,146 +11,35 @@ global batch, on every rank. One window may take several micro steps::
 A rank that had no samples reduces zeros. A parameter that no rank used in the
 window comes out as None, as it would in one process. Frozen parameters are not
 the synchroniser's business: pass those that train.
+
+The last micro step may say so beforehand, and what its backward pass has finished is exchanged
+while it goes on (:mod:`mindnlp_dp.overlap`), with the same result::
+
+    with sync.backward(weight=len(inputs)):
+        gradients = gradients_of(inputs)
+    sync.accumulate(gradients, weight=len(inputs))
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 
 from .backends.base import HALF_TYPES, Bucket, dtype_name
 from .bucket import pack_buckets
-from .process_group import ProcessGroup, get_process_group
-from .replicas import check_same_structure
+from .gradient_window import GradientWindow
+from .overlap import Overlap
+from .process_group import ProcessGroup
 
 DEFAULT_BUCKET_CAP_MB = 4.0
+COMPRESSIONS = (None, "fp16", "bf16")
 
 
-class _Synchronizer(abc.ABC):
-    """A window of weighted gradients; subclasses say how they are stored and summed over the ranks.
-
-    Attributes:
-        total_weight: of the last window that was reduced, over all ranks.
-        num_skipped: micro steps of that window that some rank left out with :meth:`skip`.
-        seconds: time spent in :meth:`reduce` so far, the wait for slower ranks included.
-        num_bytes: bytes of gradients handed to the exchange so far, on this rank.
-    """
-
-    def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
-        self.group = group or get_process_group()
-        named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
-        check_same_structure(named, self.group)
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        self.total_weight = 0.0
-        self.num_skipped = 0
-        self.seconds = 0.0
-        self.num_bytes = 0
-        self._weight = 0.0
-        self._skipped = 0
-        self._exchange_is_off = False
-        self._used = np.zeros(len(named), np.float32)
-
-    def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
-        """Accumulate one micro step and reduce: the whole window at once.
-
-        Within :meth:`no_sync` nothing is exchanged, and the gradients come back as they are.
-        """
-        self.accumulate(gradients, weight)
-        return list(gradients) if self._exchange_is_off else self.reduce()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, calls only accumulate, as with DistributedDataParallel's; the next call outside reduces them all.
-
-        An exception within it drops what this rank has accumulated, so that no half window is ever exchanged.
-        """
-        before, self._exchange_is_off = self._exchange_is_off, True
-        try:
-            yield
-        except BaseException:
-            self._begin_window()
-            raise
-        finally:
-            self._exchange_is_off = before
-
-    def _begin_window(self) -> None:
-        self._weight, self._skipped = 0.0, 0
-        self._used[:] = 0
-        self._clear()
-
-    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
-        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
-
-        Raises:
-            ValueError: the number of gradients or a shape is wrong, or the weight is negative or not finite.
-        """
-        if len(gradients) != len(self.parameters):
-            raise ValueError(
-                f"expected {len(self.parameters)} gradients, one a parameter, got {len(gradients)} "
-                f"(rank {self.group.rank})"
-            )
-        if not 0 <= weight < float("inf"):
-            raise ValueError(f"a weight must be finite and not negative, got {weight} on rank {self.group.rank}")
-        self._weight += weight
-        for index, gradient in enumerate(gradients):
-            # A weight of zero adds nothing, not even zero times NaN.
-            if gradient is None or weight == 0:
-                continue
-            expected = tuple(self.parameters[index].shape)
-            if tuple(gradient.shape) != expected:
-                raise ValueError(
-                    f"the gradient of {self.names[index]!r} has shape {tuple(gradient.shape)}, expected {expected} "
-                    f"(rank {self.group.rank})"
-                )
-            self._used[index] = 1
-            self._put(index, gradient, weight)
-
-    def skip(self) -> None:
-        """Leave a micro step out, such as one whose loss is no number; all ranks learn how many there were."""
-        self._skipped += 1
-
-    def reduce(self) -> list[Optional[Any]]:
-        """Exchange the window and begin a new one; a collective, called by every rank.
-
-        Returns the weighted mean for every parameter, in memory of this rank's own; nothing but None
-        when every micro step that any rank had was skipped.
-
-        Raises:
-            ValueError: on every rank, when the window weighs nothing on any of them.
-        """
-        began = time.perf_counter()
-        mine = np.array([self._weight, self._skipped], np.float32)
-        header = self.group.all_reduce(np.concatenate([mine, self._used]))
-        self.total_weight, self.num_skipped = float(header[0]), int(header[1])
-        used = header[2:] > 0
-        try:
-            if self.total_weight <= 0:
-                if self.num_skipped:
-                    return [None] * len(self.parameters)
-                raise ValueError("no rank had a sample in this window: there is no gradient to average")
-            gradients = self._exchange(used, 1.0 / self.total_weight)
-        finally:
-            self._begin_window()
-            self.seconds += time.perf_counter() - began
-        return gradients
-
-    @abc.abstractmethod
-    def _put(self, index: int, gradient: Any, weight: float) -> None: ...
-
-    @abc.abstractmethod
-    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]: ...
-
-    @abc.abstractmethod
-    def _clear(self) -> None: ...
-
-
-class NaiveGradientSynchronizer(_Synchronizer):
+class NaiveGradientSynchronizer(GradientWindow):
     """One all-reduce a parameter: slow, and plainly right. The reference for the bucketed one."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
@@ -182,10 +71,18 @@ class NaiveGradientSynchronizer(_Synchronizer):
         self._sums.clear()
 
 
-class GradientSynchronizer(_Synchronizer):
+class GradientSynchronizer(GradientWindow):
     """Gradients packed into buckets of ``bucket_cap_mb`` MiB, one all-reduce a bucket.
 
     Few large messages instead of many small ones; a bucket that no rank used is not sent.
+
+    Args:
+        overlap: whether buckets are exchanged during the backward pass: always, never, or "auto", when a short trial
+            in the first windows says that it pays. The result is the same.
+        compression: "fp16" or "bf16" halves what goes over a wire, and rounds it; None does not.
+
+    Attributes:
+        overlap: its ``state`` says what became of it.
     """
 
     def __init__(
@@ -194,15 +91,142 @@ class GradientSynchronizer(_Synchronizer):
         group: Optional[ProcessGroup] = None,
         *,
         bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+        overlap: Union[bool, str] = "auto",
+        compression: Optional[str] = None,
     ) -> None:
         super().__init__(parameters, group)
+        if overlap not in (True, False, "auto"):
+            raise ValueError(f'overlap must be True, False or "auto", got {overlap!r}')
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compression!r}")
+        self.bucket_cap_mb = bucket_cap_mb
+        self.compression = compression
+        self._make_buckets()
+        self.overlap = Overlap(self.parameters, overlap, self.group._backend)
+        reason = self.group._backend.cannot_overlap if overlap else "not asked for"
+        if reason or not self.parameters:
+            self.overlap.turn_off(reason or "there are no parameters")
+        self._is_exchanged = False
+        # What was accumulated since the buckets remember; whether a backward pass was sent and not accumulated.
+        self._late: list[tuple[Sequence[Optional[Any]], float]] = []
+        self._sent_weight: Optional[float] = None
+        self._has_compared = False
+
+    def _make_buckets(self, order: Optional[Sequence[int]] = None) -> None:
         shapes = [tuple(p.shape) for p in self.parameters]
-        layouts = pack_buckets(shapes, [dtype_name(p) for p in self.parameters], bucket_cap_mb)
-        self.buckets = self.group.make_buckets(layouts)
+        layouts = pack_buckets(shapes, [dtype_name(p) for p in self.parameters], self.bucket_cap_mb, order)
+        # The old ones' memory goes before the new ones take theirs.
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self.buckets = self.group.make_buckets(layouts, self.compression)
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.layout.slots}
+
+    # A window.
+
+    @contextlib.contextmanager
+    def backward(self, weight: float) -> Iterator[None]:
+        """Around the last forward and backward pass of a window, whose gradients :meth:`accumulate` then gets.
+
+        ``weight`` is what they will weigh. Where exchange overlaps, it begins within.
+
+        An exception within it leaves no thread and no half window; when some of the window was under way to the other
+        ranks, they wait for the rest of it in vain, and this process cannot exchange gradients any more.
+        """
+        if self._exchange_is_off:
+            yield
+            return
+        self._check_not_abandoned()
+        if self._is_open:
+            self.overlap.problem = "two backward passes of a window were called its last"
+        else:
+            self.overlap.begin(self.buckets, weight, self._weight)
+            self._sent_weight = weight if self._is_open else None
+        try:
+            yield
+        except BaseException as error:
+            if self._is_open:
+                self.group._backend.abandoned = f"{type(error).__name__}: {error}"
+            self._begin_window()
+            raise
+        finally:
+            self.overlap.end_backward()
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether this window is under way to the other ranks."""
+        return self.overlap.is_open
+
+    def _check_not_abandoned(self) -> None:
+        abandoned = self.group._backend.abandoned
+        if abandoned:
+            raise RuntimeError(
+                f"rank {self.group.rank} left the exchange of a window half way ({abandoned}), and the other ranks "
+                "wait for it; end the job, or pass overlap=False to be able to go on after such an error"
+            )
+
+    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+        self._check_not_abandoned()
+        super().accumulate(gradients, weight)
+
+    accumulate.__doc__ = GradientWindow.accumulate.__doc__
+
+    def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
+        overlap = self.overlap
+        if not self._is_open:
+            super()._add(gradients, weight)
+            if overlap.is_learning and overlap.seen:
+                overlap.compare(gradients)
+                self._has_compared = True
+            return
+        # Kept until the window has ended, in case it must be exchanged again.
+        self._late.append((list(gradients), weight))
+        if weight != self._sent_weight:
+            overlap.problem = overlap.problem or "a micro step came behind the last one, or weighed something else"
+            return
+        self._sent_weight = None
+        overlap.compare(gradients)
+        hooked = set(overlap.seen)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and index not in hooked:
+                self._put(index, gradient, weight)
 
     def _put(self, index: int, gradient: Any, weight: float) -> None:
         self._bucket_of[index].put(index, gradient, weight)
+
+    def _reduce(self) -> list[Optional[Any]]:
+        self._check_not_abandoned()
+        if self.overlap.is_sending:
+            self.overlap.finish(self.buckets, self._weight)
+            self._is_exchanged = True
+        has_problem, is_spoilt = self.overlap.problem is not None, self._sent_weight is not None
+        notes = [has_problem, is_spoilt, self._has_compared and not has_problem]
+        used, (num_problems, num_spoilt, num_learnt) = self._exchange_header(notes)
+        if num_problems or num_spoilt:
+            self._go_back(has_problem=num_problems > 0)
+        gradients = self._average(used)
+        if self.overlap.is_learning and num_learnt == self.group.world_size:
+            self._follow_order(self.group.broadcast_object(self.overlap.seen))
+        self.overlap.measure(self.group.all_reduce)
+        return gradients
+
+    def _go_back(self, *, has_problem: bool) -> None:
+        """To the window as it was before its last backward pass, and what was accumulated behind that; on all ranks."""
+        if self._is_exchanged:
+            for bucket in self.buckets:
+                bucket.restore()
+            for gradients, weight in self._late:
+                super()._add(gradients, weight)
+            self._is_exchanged = False
+        if has_problem:
+            reports = self.group.all_gather_object(self.overlap.problem)
+            rank, report = next((rank, report) for rank, report in enumerate(reports) if report)
+            self.overlap.turn_off(f"{report} (rank {rank})")
+            if self.group.is_main:
+                warnings.warn(
+                    f"gradients are exchanged after the backward pass from here on, for {report} on rank {rank}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
 
     def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
         sent = [bucket for bucket in self.buckets if any(used[slot.index] for slot in bucket.layout.slots)]
@@ -217,14 +241,24 @@ class GradientSynchronizer(_Synchronizer):
 
         for bucket in sent:
             self.num_bytes += bucket.layout.num_bytes
-            bucket.start(scale)
-            if not bucket.is_asynchronous:
-                finish(bucket)
+            if not self._is_exchanged:
+                bucket.start(scale)
+                if not bucket.is_asynchronous:
+                    finish(bucket)
         for bucket in sent:
-            if bucket.is_asynchronous:
+            if bucket.is_asynchronous or self._is_exchanged:
                 finish(bucket)
         return gradients
 
+    def _follow_order(self, order: list[int]) -> None:
+        """Pack the buckets anew, in the order in which gradients come; those that never came are the last."""
+        missing = set(range(len(self.parameters))) - set(order)
+        self._make_buckets([*order, *sorted(missing, reverse=True)])
+        self.overlap.learnt()
+
     def _clear(self) -> None:
+        self.overlap.clear()
+        self._late.clear()
+        self._sent_weight, self._has_compared, self._is_exchanged = None, False, False
         for bucket in self.buckets:
             bucket.clear()

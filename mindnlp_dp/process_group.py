@@ -271,9 +271,9 @@ class ProcessGroup:
                     remote = RuntimeError(f"{doing} failed on rank {rank}: {kind.__name__}: {message}")
                 raise remote
 
-    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+    def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
         """Memory of the backend's own kind for gradients, a bucket for each layout. A collective."""
-        return self._backend.make_buckets(layouts)
+        return self._backend.make_buckets(layouts, compression)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str, is_numpy: bool) -> Any:
         zeros = np.zeros(shape, np.float32 if dtype == "bfloat16" else dtype)

@@ -123,7 +123,11 @@ class DataParallelTrainerMixin:
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         current = self._synchronizer
         if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
-            self._synchronizer = GradientSynchronizer(trainable, self.group, bucket_cap_mb=self.args.bucket_cap_mb)
+            args = self.args
+            self._synchronizer = GradientSynchronizer(
+                trainable, self.group,
+                bucket_cap_mb=args.bucket_cap_mb, overlap=args.overlap, compression=args.compression,
+            )  # fmt: skip
         assert self._synchronizer is not None
         return self._synchronizer
 

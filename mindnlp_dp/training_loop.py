@@ -16,6 +16,7 @@ It stands for ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_eva
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Iterator
@@ -224,7 +225,9 @@ class TrainingLoop:
             # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
             if batch is not None and weight > 0:
                 trainer.model.zero_grad()
-                with trainer.hook_suspended(), seeded(step_seed(args.seed, self.group.rank, step, number)):
+                is_last = number + 1 == len(window)
+                sending = self.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
+                with trainer.hook_suspended(), seeded(step_seed(args.seed, self.group.rank, step, number)), sending:
                     loss = trainer.training_step(trainer.model, inputs)
                 # training_step returns its part of the window's mean, by MindNLP's contract.
                 value = float(loss.asnumpy()) * args.gradient_accumulation_steps

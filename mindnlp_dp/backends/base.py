@@ -19,6 +19,7 @@ from typing import Any, Optional
 import numpy as np
 
 from ..bucket import BucketLayout, Slot
+from .ring import Patience
 
 REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "sum": np.add,
@@ -51,10 +52,12 @@ class Bucket(abc.ABC):
     begins the sum over the ranks, ``wait`` ends it, ``get`` returns a slot of the
     result, in memory of its own, ``release`` says that this rank has got what it wanted, and
     ``clear`` makes the bucket empty again. A slot into which nothing was put counts as zeros.
+    ``keep`` remembers what was put so far, and ``restore`` goes back to it, be the sum made or not.
 
     Attributes:
         is_asynchronous: whether ``start`` returns while the exchange is under way. If not, buckets are best
-            exchanged one after the other, each while it is in the cache.
+            exchanged one after the other, each while it is in the cache; or on a thread, which gives ``start`` its
+            patience, so that waiting leaves the core to the thread that computes.
     """
 
     is_asynchronous = False
@@ -67,7 +70,13 @@ class Bucket(abc.ABC):
     def put(self, index: int, gradient: Any, weight: float) -> None: ...
 
     @abc.abstractmethod
-    def start(self, scale: float) -> None: ...
+    def keep(self) -> None: ...
+
+    @abc.abstractmethod
+    def restore(self) -> None: ...
+
+    @abc.abstractmethod
+    def start(self, scale: float, patience: Optional[Patience] = None) -> None: ...
 
     @abc.abstractmethod
     def wait(self) -> None: ...
@@ -99,6 +108,7 @@ class HostBucket(Bucket):
         self._backend = backend
         self._buffer = np.empty(layout.numel, sum_dtype(layout)) if buffer is None else buffer
         self._filled: set[int] = set()
+        self._kept: set[int] = set()
         self._results: dict[int, np.ndarray] = {}
 
     def _view(self, index: int) -> np.ndarray:
@@ -118,10 +128,21 @@ class HostBucket(Bucket):
         for index in self._slots.keys() - self._filled:
             self._view(index).fill(0)
 
-    def start(self, scale: float) -> None:
+    def keep(self) -> None:
+        """In the memory of the results, which nobody needs before this sum is made."""
+        self._kept = set(self._filled)
+        for index in self._kept:
+            np.copyto(self._result_memory(index), self._view(index).reshape(-1))
+
+    def restore(self) -> None:
+        self._filled = set(self._kept)
+        for index in self._kept:
+            np.copyto(self._view(index).reshape(-1), self._results[index])
+
+    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
         self._fill_gaps()
         np.multiply(self._buffer, self._buffer.dtype.type(scale), out=self._buffer)
-        self._backend.all_reduce_in_place(self._buffer)
+        self._backend.all_reduce_in_place(self._buffer, patience)
 
     def wait(self) -> None:
         """Nothing to wait for: host libraries return when the sum is there."""
@@ -149,11 +170,21 @@ class HostBucket(Bucket):
 
     def clear(self) -> None:
         self._filled.clear()
+        self._kept.clear()
 
 
 class Backend(abc.ABC):
-    """The ranks of a job, and how arrays get from one to another."""
+    """The ranks of a job, and how arrays get from one to another.
 
+    Attributes:
+        cannot_overlap: why buckets cannot be exchanged during a backward pass; empty when they can.
+        abandoned: why this rank left an exchange half way, if it did; no later one would match the other ranks'.
+        bytes_sent: how many bytes of gradients this rank sent to other hosts; None where nobody counts them.
+    """
+
+    cannot_overlap = ""
+    abandoned = ""
+    bytes_sent: Optional[int] = None
     name: str
     rank: int
     world_size: int
@@ -220,12 +251,17 @@ class Backend(abc.ABC):
     def barrier(self) -> None: ...
 
     @abc.abstractmethod
-    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]: ...
+    def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]: ...
 
     @abc.abstractmethod
     def close(self) -> None: ...
 
     # What follows from them.
+
+    def total(self, number: float, patience: Optional[Patience] = None) -> float:
+        """The sum of the ranks' numbers, in float32; from another thread, with patience."""
+        mine = self.to_native(np.array([number], np.float32))
+        return float(self.to_host(self.all_reduce(mine, "sum"))[0])
 
     def all_equal(self, number: int) -> bool:
         """Whether all ranks bring the same number, of at most 62 bits: the largest of [n, -n] tells."""
@@ -245,11 +281,16 @@ class HostBackend(Backend):
     """A backend whose library exchanges NumPy arrays."""
 
     @abc.abstractmethod
-    def all_reduce_in_place(self, buffer: np.ndarray) -> None:
-        """Sum a contiguous float32 or float64 array over the ranks."""
+    def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
+        """Sum a contiguous float32 or float64 array over the ranks; from another thread, with patience."""
 
-    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+    def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
         return [HostBucket(layout, self) for layout in layouts]
+
+    def total(self, number: float, patience: Optional[Patience] = None) -> float:
+        mine = np.array([number], np.float32)
+        self.all_reduce_in_place(mine, patience)
+        return float(mine[0])
 
     def to_native(self, x: Any) -> np.ndarray:
         return np.ascontiguousarray(self.to_host(x)).reshape(x.shape)
@@ -262,6 +303,7 @@ class SingleProcessBackend(HostBackend):
     """World size 1: every collective gives back what it was given, as a copy."""
 
     name = "single"
+    cannot_overlap = "there is one rank"
     rank = local_rank = 0
     world_size = local_world_size = 1
 
@@ -289,7 +331,7 @@ class SingleProcessBackend(HostBackend):
     def barrier(self) -> None:
         pass
 
-    def all_reduce_in_place(self, buffer: np.ndarray) -> None:
+    def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
         pass
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..bucket import BucketLayout
 from .base import HALF_TYPES, Backend, Bucket, dtype_name, reduce_arrays
+from .ring import Patience
 
 _LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
 _DEVICES_REDUCE = {"float32", "float16", "bfloat16", "int8", "int32", "int64"}
@@ -128,7 +129,7 @@ class MindSporeBackend(Backend):
         # mint's own barrier reports an error on CPU, after having worked.
         self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
 
-    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
+    def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
         return [DeviceBucket(layout, self) for layout in layouts]
 
     def close(self) -> None:
@@ -158,13 +159,20 @@ class DeviceBucket(Bucket):
         self._wire_dtype = getattr(mindspore, layout.dtype)
         self._sum_dtype = mindspore.float32 if layout.dtype in HALF_TYPES else self._wire_dtype
         self._parts: dict[int, Any] = {}
+        self._kept: dict[int, Any] = {}
         self._result: Optional[Any] = None
 
     def put(self, index: int, gradient: Any, weight: float) -> None:
         part = gradient.astype(self._sum_dtype).reshape(-1) * weight
         self._parts[index] = self._parts[index] + part if index in self._parts else part
 
-    def start(self, scale: float) -> None:
+    def keep(self) -> None:
+        self._kept = dict(self._parts)
+
+    def restore(self) -> None:
+        self._parts = dict(self._kept)
+
+    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
         parts: Sequence[Any] = [
             self._parts[slot.index] if slot.index in self._parts else self._ms.ops.zeros((slot.numel,), self._sum_dtype)
             for slot in self.layout.slots
@@ -185,4 +193,5 @@ class DeviceBucket(Bucket):
 
     def clear(self) -> None:
         self._parts.clear()
+        self._kept.clear()
         self._result = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..bucket import BucketLayout
 from .base import REDUCTIONS, Bucket, HostBackend, sum_dtype
+from .ring import Patience, all_reduce_in_place
 from .shared_memory import CACHE_LINE_BYTES, STAGE_BYTES, HostExchange, SharedBucket, round_up, share_rows
 
 # From here on, shared memory is faster than MPI's own (benchmarks/bench_all_reduce.py).
@@ -38,11 +39,21 @@ class MPIBackend(HostBackend):
         self.local_rank, self.local_world_size = self._host.Get_rank(), self._host.Get_size()
         self._peers = self._comm.Split(self.local_rank, self.rank)
         self._exchange = HostExchange(self._host, self._peers)
+        self._open_bucket_channel()
         # Slices go round rings of equal length only.
         sizes = self._comm.allgather(self.local_world_size)
         self._shares_memory = self.world_size > 1 and len(set(sizes)) == 1
+        if self.world_size == 1:
+            self.cannot_overlap = "there is one rank"
+        elif MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            self.cannot_overlap = "this MPI was started without MPI_THREAD_MULTIPLE"
         self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
         self._abort_all_on_exception()
+
+    def _open_bucket_channel(self) -> None:
+        """Buckets may be exchanged by another thread than the one that calls collectives meanwhile."""
+        self._of_buckets = [comm.Dup() for comm in (self._comm, self._host, self._peers)]
+        self._bucket_exchange = HostExchange(*self._of_buckets[1:])
 
     def _abort_all_on_exception(self) -> None:
         """An uncaught exception on one rank ends the job; without this the others wait in MPI for ever."""
@@ -103,20 +114,33 @@ class MPIBackend(HostBackend):
     def barrier(self) -> None:
         self._comm.Barrier()
 
-    def all_reduce_in_place(self, buffer: np.ndarray) -> None:
-        self._comm.Allreduce(self._mpi.IN_PLACE, buffer, op=self._mpi.SUM)
+    def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
+        all_reduce_in_place(self._of_buckets[0], buffer, self._mpi.SUM, patience)
 
-    def make_buckets(self, layouts: Sequence[BucketLayout]) -> list[Bucket]:
-        """Buckets in shared memory, or, where there is none, ones that MPI exchanges."""
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        return self._bucket_exchange.bytes_sent
+
+    def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
+        """Buckets in shared memory, or, where there is none, ones that MPI exchanges.
+
+        ``compression`` is "fp16" or "bf16" for what goes from host to host; within a host nothing is sent.
+        """
         dtypes: list[np.dtype] = [np.dtype(sum_dtype(layout)) for layout in layouts]
         edges = [0]
         for layout, dtype in zip(layouts, dtypes):
             edges.append(edges[-1] + round_up(layout.numel * dtype.itemsize, CACHE_LINE_BYTES))
         rows = self._share_rows(edges[-1])
         if rows is None:
+            if compression and self.rank == 0:
+                print(
+                    f"compression={compression!r} has no effect: MPI itself, which sums no half types, moves gradients"
+                )
             return super().make_buckets(layouts)
         return [
-            SharedBucket(layout, self, rows[:, begin:end].view(dtype)[:, : layout.numel], self._exchange)
+            SharedBucket(
+                layout, self, rows[:, begin:end].view(dtype)[:, : layout.numel], self._bucket_exchange, compression
+            )
             for layout, dtype, begin, end in zip(layouts, dtypes, edges, edges[1:])
         ]
 
@@ -142,5 +166,5 @@ class MPIBackend(HostBackend):
         return rows
 
     def close(self) -> None:
-        for comm in (self._peers, self._host, self._comm):
+        for comm in (*self._of_buckets, self._peers, self._host, self._comm):
             comm.Free()

@@ -30,6 +30,7 @@ import numpy as np
 
 from ..bucket import BucketLayout, Slot
 from .base import HostBackend, HostBucket
+from .ring import HalfWire, Patience, barrier, ring_all_reduce, sum_over_hosts, wire_for
 
 # Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.
 STAGE_BYTES = 1 << 20
@@ -83,15 +84,23 @@ def slice_bounds(numel: int, num_slices: int, item_bytes: int) -> tuple[int, ...
 class SharedBucket(HostBucket):
     """A bucket whose memory the ranks of a host share: they sum it together, and nothing is sent within the host."""
 
-    def __init__(self, layout: BucketLayout, backend: HostBackend, rows: np.ndarray, exchange: Any) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        backend: HostBackend,
+        rows: np.ndarray,
+        exchange: HostExchange,
+        compression: str | None,
+    ) -> None:
         super().__init__(layout, backend, rows[backend.local_rank])
         self._rows = rows
         self._exchange = exchange
+        self._wire = wire_for(compression, rows.dtype)
         self._bounds = slice_bounds(layout.numel, len(rows), rows.itemsize)
 
-    def start(self, scale: float) -> None:
+    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
         self._fill_gaps()
-        self._exchange.sum_rows(self._rows, self._bounds, scale)
+        self._exchange.sum_rows(self._rows, self._bounds, scale, self._wire, patience)
 
     def _copy_result(self, slot: Slot, out: np.ndarray) -> None:
         copy_range(self._rows, self._bounds, slot.offset, out)
@@ -113,16 +122,18 @@ class HostExchange:
     """Sums over the ranks of a host in shared memory, and over hosts in a ring.
 
     ``host`` holds the ranks of this host, ``peers`` those of the same local rank on every host, both mpi4py
-    communicators; every host has as many ranks.
+    communicators, which nobody else uses while it is at work; every host has as many ranks.
 
     Attributes:
         bytes_sent: to other hosts so far, by this rank.
+        skip_zeros: whether blocks that are zero on all hosts stay at home.
     """
 
     def __init__(self, host: Any, peers: Any) -> None:
         self._host = host
         self._peers = peers
         self.bytes_sent = 0
+        self.skip_zeros = True
         self._stages: list[np.ndarray] = []
         self._typed_stages: dict[np.dtype, list[list[np.ndarray]]] = {}
         self._turn = 0
@@ -130,22 +141,27 @@ class HostExchange:
     def wait_for_host(self) -> None:
         self._host.Barrier()
 
-    def sum_rows(self, rows: np.ndarray, bounds: Sequence[int], scale: float) -> None:
+    def sum_rows(
+        self,
+        rows: np.ndarray,
+        bounds: Sequence[int],
+        scale: float,
+        wire: Optional[HalfWire] = None,
+        patience: Optional[Patience] = None,
+    ) -> None:
         """Scale every row, sum them over all ranks, each rank its slice; slice ``r`` of the sum is in row ``r``.
 
-        Every element is multiplied by ``scale`` before it is added, as an exchange without shared memory does it.
+        Every element is multiplied by ``scale`` before it is added, as an exchange without shared memory does it, and
+        the rows of a host are added in rank order, so that where a slice begins makes no difference to its bits.
         """
-        rank, size = self._host.rank, self._host.size
+        rank = self._host.rank
         first, last = bounds[rank], bounds[rank + 1]
         factor = rows.dtype.type(scale)
-        self._host.Barrier()
-        mine = rows[rank, first:last]
-        np.multiply(mine, factor, out=mine)
-        for step in range(1, size):
-            _add_scaled(mine, rows[(rank + step) % size, first:last], factor)
+        barrier(self._host, patience)
+        _sum_scaled(rows, first, last, factor, rows[rank])
         if self._peers.size > 1:
-            self.bytes_sent += ring_all_reduce(self._peers, mine)
-        self._host.Barrier()
+            self.bytes_sent += sum_over_hosts(self._peers, rows[rank, first:last], wire, patience, self.skip_zeros)
+        barrier(self._host, patience)
 
     @property
     def has_stage(self) -> bool:
@@ -190,34 +206,14 @@ class HostExchange:
 _BLOCK = 1 << 15
 
 
-def _add_scaled(total: np.ndarray, part: np.ndarray, factor: Any) -> None:
-    """``total += part * factor``, in blocks that stay in the cache."""
-    scratch = np.empty(min(_BLOCK, len(total)), total.dtype)
-    for begin in range(0, len(total), _BLOCK):
-        block = part[begin : begin + _BLOCK]
-        scaled = np.multiply(block, factor, out=scratch[: len(block)])
-        np.add(total[begin : begin + _BLOCK], scaled, out=total[begin : begin + _BLOCK])
-
-
-def ring_all_reduce(peers: Any, array: np.ndarray, reduce: Callable[..., Any] = np.add) -> int:
-    """Reduce ``array`` in place over a communicator, in a ring; returns the bytes that this rank sent.
-
-    Of N ranks each sends N-1 pieces to be summed and N-1 sums, a Nth of the array each: 2(N-1)/N of it, whatever N
-    (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
-    """
-    rank, size = peers.rank, peers.size
-    right, left = (rank + 1) % size, (rank - 1) % size
-    edges = [len(array) * piece // size for piece in range(size + 1)]
-    pieces = [array[begin:end] for begin, end in zip(edges, edges[1:])]
-    incoming = np.empty(max(len(piece) for piece in pieces), array.dtype)
-    sent = 0
-    for step in range(2 * (size - 1)):
-        outgoing = pieces[(rank - step) % size]
-        target = pieces[(rank - step - 1) % size]
-        is_sum = step < size - 1
-        buffer = incoming[: len(target)] if is_sum else target
-        peers.Sendrecv(outgoing, dest=right, recvbuf=buffer, source=left)
-        sent += outgoing.nbytes
-        if is_sum:
-            reduce(target, buffer, out=target)
-    return sent
+def _sum_scaled(rows: np.ndarray, first: int, last: int, factor: Any, out: np.ndarray) -> None:
+    """``out[first:last] = sum of rows[:, first:last] * factor``, block by block; ``out`` may be a row."""
+    total, term = np.empty((2, min(_BLOCK, max(last - first, 1))), rows.dtype)
+    for begin in range(first, last, _BLOCK):
+        end = min(begin + _BLOCK, last)
+        block, scaled = total[: end - begin], term[: end - begin]
+        np.multiply(rows[0, begin:end], factor, out=block)
+        for row in rows[1:]:
+            np.multiply(row[begin:end], factor, out=scaled)
+            np.add(block, scaled, out=block)
+        out[begin:end] = block

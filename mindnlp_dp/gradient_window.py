@@ -1,0 +1,161 @@
+"""One window of gradients: what every rank accumulates between two updates, with its weights.
+
+Goes in: micro steps, each with its gradients and what they weigh. Comes out: their weighted mean over all ranks, in a
+way that subclasses choose (gradient_sync.py). Here is what they have in common: what counts, what is refused, and the
+header, one small all-reduce that tells every rank how much the window weighs and which parameters were used.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from .process_group import ProcessGroup, get_process_group
+from .replicas import check_same_structure
+
+
+class GradientWindow(abc.ABC):
+    """A window of weighted gradients; subclasses say how they are stored and summed over the ranks.
+
+    Attributes:
+        total_weight: of the last window that was reduced, over all ranks.
+        num_skipped: micro steps of that window that some rank left out with :meth:`skip`.
+        seconds: time spent in :meth:`reduce` so far, the wait for slower ranks included.
+        num_bytes: bytes of gradients handed to the exchange so far, on this rank.
+    """
+
+    def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
+        self.group = group or get_process_group()
+        named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
+        check_same_structure(named, self.group)
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.total_weight = 0.0
+        self.num_skipped = 0
+        self.seconds = 0.0
+        self.num_bytes = 0
+        self._weight = 0.0
+        self._skipped = 0
+        self._exchange_is_off = False
+        self._used = np.zeros(len(named), np.float32)
+
+    def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
+        """Accumulate one micro step and reduce: the whole window at once.
+
+        Within :meth:`no_sync` nothing is exchanged, and the gradients come back as they are.
+        """
+        self.accumulate(gradients, weight)
+        return list(gradients) if self._exchange_is_off else self.reduce()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, calls only accumulate, as with DistributedDataParallel's; the next call outside reduces them all.
+
+        An exception within it drops what this rank has accumulated, so that no half window is ever exchanged.
+        """
+        before, self._exchange_is_off = self._exchange_is_off, True
+        try:
+            yield
+        except BaseException:
+            self._begin_window()
+            raise
+        finally:
+            self._exchange_is_off = before
+
+    @contextlib.contextmanager
+    def backward(self, weight: float) -> Iterator[None]:
+        """Around the last forward and backward pass of a window, whose gradients :meth:`accumulate` then gets.
+
+        ``weight`` is what they will weigh. Where exchange overlaps, it begins within; else nothing happens.
+        """
+        yield
+
+    def _begin_window(self) -> None:
+        self._weight, self._skipped = 0.0, 0
+        self._used[:] = 0
+        self._clear()
+
+    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
+
+        Raises:
+            ValueError: the number of gradients or a shape is wrong, or the weight is negative or not finite.
+        """
+        if len(gradients) != len(self.parameters):
+            raise ValueError(
+                f"expected {len(self.parameters)} gradients, one a parameter, got {len(gradients)} "
+                f"(rank {self.group.rank})"
+            )
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"a weight must be finite and not negative, got {weight} on rank {self.group.rank}")
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            expected = tuple(self.parameters[index].shape)
+            if tuple(gradient.shape) != expected:
+                raise ValueError(
+                    f"the gradient of {self.names[index]!r} has shape {tuple(gradient.shape)}, expected {expected} "
+                    f"(rank {self.group.rank})"
+                )
+        # A weight of zero adds nothing, not even zero times NaN.
+        if weight > 0:
+            self._weight += weight
+            self._used[[index for index, gradient in enumerate(gradients) if gradient is not None]] = 1
+            self._add(gradients, weight)
+
+    def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._put(index, gradient, weight)
+
+    def skip(self) -> None:
+        """Leave a micro step out, such as one whose loss is no number; all ranks learn how many there were."""
+        self._skipped += 1
+
+    def reduce(self) -> list[Optional[Any]]:
+        """Exchange the window and begin a new one; a collective, called by every rank.
+
+        Returns the weighted mean for every parameter, in memory of this rank's own; nothing but None
+        when every micro step that any rank had was skipped.
+
+        Raises:
+            ValueError: on every rank, when the window weighs nothing on any of them.
+        """
+        began = time.perf_counter()
+        try:
+            return self._reduce()
+        finally:
+            self._begin_window()
+            self.seconds += time.perf_counter() - began
+
+    def _reduce(self) -> list[Optional[Any]]:
+        used, _ = self._exchange_header([])
+        return self._average(used)
+
+    def _exchange_header(self, notes: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Add up the ranks' weights; returns which parameters any rank used, and the sums of their ``notes``."""
+        mine = np.array([self._weight, self._skipped, *notes], np.float32)
+        header = self.group.all_reduce(np.concatenate([mine, self._used]))
+        self.total_weight, self.num_skipped = float(header[0]), int(header[1])
+        return header[len(mine) :] > 0, header[2 : len(mine)]
+
+    def _average(self, used: np.ndarray) -> list[Optional[Any]]:
+        if self.total_weight > 0:
+            return self._exchange(used, 1.0 / self.total_weight)
+        if self.num_skipped:
+            return [None] * len(self.parameters)
+        raise ValueError("no rank had a sample in this window: there is no gradient to average")
+
+    @abc.abstractmethod
+    def _put(self, index: int, gradient: Any, weight: float) -> None: ...
+
+    @abc.abstractmethod
+    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]: ...
+
+    @abc.abstractmethod
+    def _clear(self) -> None: ...

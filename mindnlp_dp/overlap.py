@@ -1,0 +1,288 @@
+"""Exchange during the backward pass: what it has finished is on its way while it goes on.
+
+Goes in: the gradients of the last micro step of a window, as the parameters' hooks see them, from the last layer
+to the first. Comes out: buckets whose exchange has begun, each as soon as it is full and those before it
+have begun, on every rank in the same order::
+
+    backward pass    layer 5   layer 4   layer 3   layer 2  …  embeddings │ reduce()
+                       │put      │put
+    bucket 0           ▼─full──▶ start ═══════ exchange ═══════▶          │
+    bucket 1                     ▼────────────────full──▶ start ══════════╪══▶ wait ─▶ get
+
+The first window only looks: in which order gradients come, and whether what the hooks see is what the caller
+hands over. When every rank has seen that, buckets are packed anew in rank 0's order. With "auto", windows with and
+without overlap then take turns, and the faster way stays. Neither changes a bit of the result.
+
+A hook never raises: MindNLP's backward function is of no use any more when one has. It takes notes, and a window
+that went wrong on any rank is exchanged again, by all, without overlap (gradient_sync.py).
+"""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Optional, Union
+
+import numpy as np
+
+from .backends.base import Backend, Bucket
+from .backends.ring import Patience
+
+# Pairs of windows, with and without overlap, that decide "auto"; the first pair only warms up.
+_TRIAL_PAIRS = 5
+# Overlap stays when it saves at least this share: below, threads and hooks are not worth their trouble.
+_WORTH_IT = 0.02
+
+
+class _Thread:
+    """Runs what it is given, in order, on a thread of its own, which ends with the window."""
+
+    def __init__(self) -> None:
+        self.patience = Patience()
+        self._tasks: queue.SimpleQueue[Optional[Callable[[], None]]] = queue.SimpleQueue()
+        self._error: Optional[BaseException] = None
+        self._thread = threading.Thread(target=self._run, name="gradient-exchange", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if self._error is None:
+                    task()
+            except BaseException as error:  # noqa: BLE001
+                # The thread that waits for the result raises it.
+                self._error = error
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def finish(self) -> None:
+        """Return when all is done, or raise what a task raised."""
+        self._tasks.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """End the thread, whatever it is waiting for."""
+        self.patience.give_up()
+        self._error = self._error or RuntimeError("abandoned")
+        self._tasks.put(None)
+        self._thread.join()
+
+
+class _Here:
+    """Runs what it is given at once: it begins something that a device goes on with."""
+
+    patience = None
+
+    def submit(self, task: Callable[[], None]) -> None:
+        task()
+
+    def finish(self) -> None:
+        """Nothing is left: who takes a bucket's result waits for it."""
+
+    def abandon(self) -> None:
+        """The device ends what it has begun."""
+
+
+class Overlap:
+    """The hooks of a synchroniser's parameters, and what they do in this window.
+
+    Attributes:
+        state: "learning", "measuring", "on", or "off: " and why; the same on every rank once learning has ended.
+        is_sending: whether this window's exchange begins during its backward pass; the same on every rank.
+        is_learning: whether this window only looks; the same on every rank.
+        problem: what went wrong on this rank in this window, None if nothing did.
+    """
+
+    def __init__(self, parameters: Sequence[Any], wanted: Union[bool, str], backend: Backend) -> None:
+        self.state = "learning"
+        self.problem: Optional[str] = None
+        self._wanted = wanted
+        self._backend = backend
+        self._parameters = parameters
+        self._handles: list[Any] = []
+        self._buckets: Sequence[Bucket] = ()
+        # Of the backward pass that is under way.
+        self._weight: Optional[float] = None
+        self._seen: list[tuple[int, Any, Optional[np.ndarray]]] = []
+        # Of the window.
+        self._lane: Union[_Thread, _Here, None] = None
+        self._scale = 0.0
+        self._missing: list[int] = []
+        self._next = 0
+        # Of the trial.
+        self._window = 0
+        self._began: Optional[float] = None
+        self._seconds = np.zeros((2, _TRIAL_PAIRS))
+
+    @property
+    def is_learning(self) -> bool:
+        return self.state == "learning"
+
+    @property
+    def is_sending(self) -> bool:
+        return self.state == "on" or (self.state == "measuring" and self._window % 2 == 1)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank's exchange has begun and not ended."""
+        return self._lane is not None
+
+    @property
+    def seen(self) -> list[int]:
+        """The parameters whose gradients came, in that order."""
+        return [index for index, _, _ in self._seen]
+
+    def turn_off(self, reason: str) -> None:
+        """For good. Called by all ranks in the same window."""
+        self.state = f"off: {reason}"
+        self.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Around the backward pass.
+
+    def begin(self, buckets: Sequence[Bucket], weight: float, weight_so_far: float) -> None:
+        """The last backward pass of a window begins; its gradients will weigh ``weight``."""
+        self._began = time.perf_counter()
+        if weight == 0 or self.state.startswith("off"):
+            return
+        if not self._handles:
+            self._install()
+        if self.is_sending:
+            self._open(buckets, weight_so_far + weight)
+        self._weight = weight
+
+    def _install(self) -> None:
+        # Through a weak reference: parameters must not keep the synchroniser's memory alive.
+        me = weakref.ref(self)
+
+        def hook_of(index: int) -> Callable[[Any], Any]:
+            def hook(gradient: Any) -> Any:
+                overlap = me()
+                if overlap is not None:
+                    overlap._on_gradient(index, gradient)
+                return gradient
+
+            return hook
+
+        self._handles = [parameter.register_hook(hook_of(index)) for index, parameter in enumerate(self._parameters)]
+        weakref.finalize(self, _remove, self._handles)
+
+    def _open(self, buckets: Sequence[Bucket], weight: float) -> None:
+        """Begin to send: at first the weight of this rank's window, which every scale depends on."""
+        self._lane = _Here() if buckets[0].is_asynchronous else _Thread()
+        self._buckets = buckets
+        self._bucket_of = {slot.index: number for number, bucket in enumerate(buckets) for slot in bucket.layout.slots}
+        self._missing = [len(bucket.layout.slots) for bucket in buckets]
+        self._next = 0
+        for bucket in buckets:
+            bucket.keep()
+        lane = self._lane
+
+        def agree() -> None:
+            total = self._backend.total(weight, lane.patience)
+            # Without any weight there is nothing to exchange, on any rank.
+            self._scale = 1.0 / total if total > 0 else 0.0
+
+        lane.submit(agree)
+
+    def _on_gradient(self, index: int, gradient: Any) -> None:
+        if self._weight is None:
+            return
+        try:
+            if self.is_sending:
+                self._seen.append((index, gradient, None))
+                number = self._bucket_of[index]
+                self._buckets[number].put(index, gradient, self._weight)
+                self._missing[number] -= 1
+                self._start_full_ones()
+            else:
+                # Whether the caller changes it in place must be seen, once.
+                copy = self._backend.to_host(gradient).copy() if self.is_learning else None
+                self._seen.append((index, gradient, copy))
+        except Exception as error:  # noqa: BLE001
+            self.problem = self.problem or f"a hook failed: {type(error).__name__}: {error}"
+
+    def _start_full_ones(self) -> None:
+        while self._next < len(self._buckets) and self._missing[self._next] <= 0:
+            self._start(self._buckets[self._next])
+            self._next += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        lane = self._lane
+        assert lane is not None, "sends in a window that was not opened"
+
+        def exchange() -> None:
+            if self._scale:
+                bucket.start(self._scale, lane.patience)
+
+        lane.submit(exchange)
+
+    def end_backward(self) -> None:
+        self._weight = None
+
+    # Behind it.
+
+    def compare(self, gradients: Sequence[Optional[Any]]) -> None:
+        """See whether the gradients that the caller hands over are those that the hooks saw; notes a problem if not."""
+        for index, gradient, copy in self._seen:
+            mine = gradients[index]
+            if mine is None or mine.data_ptr() != gradient.data_ptr():
+                self.problem = self.problem or "a gradient was replaced after its backward pass"
+            elif copy is not None and not np.array_equal(copy, self._backend.to_host(mine), equal_nan=True):
+                self.problem = self.problem or "a gradient was changed after its backward pass"
+        if len(set(self.seen)) != len(self._seen):
+            self.problem = self.problem or "a parameter's gradient came in several parts"
+
+    def finish(self, buckets: Sequence[Bucket], weight: float) -> None:
+        """Send what is not under way yet, and return when this rank's part of the exchange is done."""
+        if self._lane is None:
+            self._open(buckets, weight)
+        assert self._lane is not None, "opened above"
+        for bucket in self._buckets[self._next :]:
+            self._start(bucket)
+        lane, self._lane = self._lane, None
+        lane.finish()
+
+    def clear(self) -> None:
+        """The window has ended, be it in the midst of something: no thread is left."""
+        if self._lane is not None:
+            self._lane.abandon()
+            self._lane = None
+        self._weight = self.problem = self._began = None
+        self._seen.clear()
+        self._buckets, self._missing = (), []
+
+    # Decisions, which all ranks make together.
+
+    def learnt(self) -> None:
+        """Every rank has seen its gradients come, and the buckets are packed in that order."""
+        self.state = "measuring" if self._wanted == "auto" else "on"
+
+    def measure(self, all_reduce: Callable[..., Any]) -> None:
+        """A window has ended; when enough have, all ranks choose the way whose median was less. A collective then."""
+        if self.state != "measuring":
+            return
+        if self._began is not None:
+            self._seconds[self._window % 2, self._window // 2] = time.perf_counter() - self._began
+        self._window += 1
+        if self._window == 2 * _TRIAL_PAIRS:
+            slowest = np.asarray(all_reduce(self._seconds, op="max"))[:, 1:]
+            without, overlapped = (statistics.median(times) for times in slowest.tolist())
+            if overlapped < (1 - _WORTH_IT) * without:
+                self.state = "on"
+            else:
+                self.turn_off(f"measured {1e3 * overlapped:.1f} ms with it and {1e3 * without:.1f} ms without")
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
