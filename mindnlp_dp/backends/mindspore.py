@@ -47,19 +47,27 @@ class MindSporeBackend(Backend):
             return y.asnumpy().astype(like.dtype, copy=False)
         return y if y.dtype == like.dtype else y.astype(like.dtype)
 
-    def _reduces_natively(self, x: Any) -> bool:
-        return dtype_name(x) == "float32" if self.name == "mccl" else dtype_name(x) in _DEVICES_REDUCE
+    def reduces_natively(self, dtype: str) -> bool:
+        """Whether the library itself sums this type, exactly as it should."""
+        return dtype == "float32" if self.name == "mccl" else dtype in _DEVICES_REDUCE
 
     def all_reduce(self, x: Any, op: str) -> Any:
         if dtype_name(x) in HALF_TYPES and self.name == "mccl":
             return self.all_reduce(x.astype(self._ms.float32), op).astype(x.dtype)
-        if not self._reduces_natively(x):
+        if not self.reduces_natively(dtype_name(x)):
             array = x.asnumpy()
             parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
             return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
         out = x.copy()
         self._collectives.all_reduce(out, op=op)
         return out
+
+    def begin_all_reduce(self, x: Any) -> Any:
+        """Begin to sum a float32, float16 or bfloat16 tensor in place; returns a handle to wait for.
+
+        On a device its stream goes on with it. MCCL, dispatched synchronously as a CPU wants it, has ended by then.
+        """
+        return self._collectives.all_reduce(x, op="sum", async_op=True)
 
     def broadcast(self, x: Any, src: int) -> Any:
         if self.name != "mccl":
@@ -130,7 +138,7 @@ class MindSporeBackend(Backend):
         self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
 
     def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
-        return [DeviceBucket(layout, self) for layout in layouts]
+        return [DeviceBucket(layout, self, compression) for layout in layouts]
 
     def close(self) -> None:
         self._communication.release()
@@ -143,24 +151,29 @@ def _as_bytes(array: np.ndarray) -> np.ndarray:
 class DeviceBucket(Bucket):
     """A bucket of tensors that stay on their device, flattened for the exchange.
 
-    On the wire they have their parameters' type; before that they are weighted and
-    summed in float32, because a sum of half-precision gradients, weighted by samples, may
+    On the wire they have their parameters' type, or the half type of ``compression``; before that they are weighted
+    and summed in float32, because a sum of half-precision gradients, weighted by samples, may
     not fit into its own range.
     """
 
     is_asynchronous = True
 
-    def __init__(self, layout: BucketLayout, backend: MindSporeBackend) -> None:
+    def __init__(self, layout: BucketLayout, backend: MindSporeBackend, compression: Optional[str] = None) -> None:
         super().__init__(layout)
         import mindspore
 
         self._ms = mindspore
         self._backend = backend
-        self._wire_dtype = getattr(mindspore, layout.dtype)
-        self._sum_dtype = mindspore.float32 if layout.dtype in HALF_TYPES else self._wire_dtype
+        self._dtype = getattr(mindspore, layout.dtype)
+        self._sum_dtype = mindspore.float32 if layout.dtype in HALF_TYPES else self._dtype
+        half = {"fp16": mindspore.float16, "bf16": mindspore.bfloat16}.get(compression or "")
+        self._wire_dtype = half if half is not None and layout.dtype == "float32" else self._dtype
+        # Only what the user asked to be rounded is summed in half precision by MCCL.
+        self._begins = self._wire_dtype != self._dtype or backend.reduces_natively(layout.dtype)
         self._parts: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}
         self._result: Optional[Any] = None
+        self._handle: Optional[Any] = None
 
     def put(self, index: int, gradient: Any, weight: float) -> None:
         part = gradient.astype(self._sum_dtype).reshape(-1) * weight
@@ -178,10 +191,18 @@ class DeviceBucket(Bucket):
             for slot in self.layout.slots
         ]
         flat = self._ms.ops.cat(list(parts)) if len(parts) > 1 else parts[0]
-        self._result = self._backend.all_reduce((flat * scale).astype(self._wire_dtype), "sum")
+        self._result = (flat * scale).astype(self._wire_dtype)
+        if self._begins:
+            self._handle = self._backend.begin_all_reduce(self._result)
+        else:
+            self._result = self._backend.all_reduce(self._result, "sum")
 
     def wait(self) -> None:
-        """The device's stream orders what follows behind the exchange."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+        assert self._result is not None, "wait before start"
+        self._result = self._result.astype(self._dtype)
 
     def get(self, index: int) -> Any:
         slot = self._slots[index]
@@ -194,4 +215,4 @@ class DeviceBucket(Bucket):
     def clear(self) -> None:
         self._parts.clear()
         self._kept.clear()
-        self._result = None
+        self._result = self._handle = None

@@ -1,0 +1,169 @@
+"""What goes from host to host: its sum, its bits, its bytes. Every rank is taken for a host here."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindnlp_dp.backends import ring
+from mindnlp_dp.backends.ring import AbandonedError, Patience, ring_all_reduce, sum_over_hosts, wire_for
+
+HALVES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def comm(group):
+    if group.backend != "mpi":
+        pytest.skip("only the MPI backend has a ring of its own")
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def random(rank, numel, dtype="float32"):
+    return np.random.default_rng([rank, numel]).standard_normal(numel).astype(dtype)
+
+
+def assert_all_ranks_have_the_same_bits(comm, array):
+    assert len({part.tobytes() for part in comm.allgather(array)}) == 1
+
+
+@pytest.mark.parametrize("patience", [None, Patience()])
+@pytest.mark.parametrize("numel", [0, 1, 3, 1000, 4097])
+def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, patience):
+    """Counted, for every size; when it does not divide, to the element."""
+    size = comm.size
+    array = np.arange(numel, dtype=np.float32) + comm.rank
+    sent = ring_all_reduce(comm, array, patience=patience)
+    np.testing.assert_array_equal(array, np.arange(numel) * size + size * (size - 1) / 2)
+    everyone = sum(comm.allgather(sent))
+    assert everyone == 2 * (size - 1) * numel * 4
+    assert abs(sent - everyone / size) <= 2 * size * 4
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("numel", [1, 3, 1000, 4097])
+def test_half_types_send_half_and_all_ranks_end_with_the_same_bits(comm, kind, numel):
+    size = comm.size
+    array = random(comm.rank, numel)
+    exact = sum(random(rank, numel).astype(np.float64) for rank in range(size))
+    sent = ring_all_reduce(comm, array, wire=wire_for(kind, array.dtype))
+    assert sum(comm.allgather(sent)) == 2 * (size - 1) * numel * 2
+    assert_all_ranks_have_the_same_bits(comm, array)
+    if size > 1:
+        np.testing.assert_array_equal(array, array.astype(HALVES[kind]).astype(np.float32))
+    # Each of the hops rounds a sum that is no larger than this by half a unit in its last place.
+    largest = sum(abs(random(rank, numel)) for rank in range(size))
+    error = size * float(ml_dtypes.finfo(HALVES[kind]).eps) / 2
+    assert (abs(array - exact) <= error * largest + 1e-6).all()
+
+
+def test_what_float16_cannot_hold_is_infinite_on_every_rank(comm):
+    if comm.size == 1:
+        pytest.skip("one host sends nothing")
+    array = np.array([40_000.0, 1.0], np.float32)
+    ring_all_reduce(comm, array, wire=wire_for("fp16", array.dtype))
+    np.testing.assert_array_equal(array, [np.inf, comm.size])
+    array = np.array([40_000.0, 1.0], np.float32)
+    ring_all_reduce(comm, array, wire=wire_for("bf16", array.dtype))
+    np.testing.assert_allclose(array, [40_000 * comm.size, comm.size], rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_only_float32_is_compressed(dtype):
+    assert wire_for("fp16", np.dtype(dtype)) is None
+    assert wire_for(None, np.dtype("float32")) is None
+
+
+# Every rank must draw the same.
+@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@given(
+    num_rows=st.integers(0, 60),
+    width=st.integers(1, 200),
+    share=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    dtype=st.sampled_from(["float32", "float64"]),
+    compression=st.sampled_from([None, "fp16", "bf16"]),
+    seed=st.integers(0, 99),
+)
+def test_zero_blocks_stay_at_home(comm, num_rows, width, share, dtype, compression, seed):  # noqa: PLR0917
+    """The same sum as of the whole array; to the bit where the order of adding is the same, as it is on two hosts."""
+
+    def gradient(rank):
+        rng = np.random.default_rng([seed, rank])
+        rows = rng.standard_normal((num_rows, width)) * (rng.random((num_rows, 1)) < share)
+        return rows.astype(dtype).reshape(-1)
+
+    whole, sparse = gradient(comm.rank), gradient(comm.rank)
+    wire = wire_for(compression, whole.dtype)
+    dense = sum_over_hosts(comm, whole, wire, None, skip_zeros=False)
+    sent = sum_over_hosts(comm, sparse, wire, Patience())
+    assert sum(comm.allgather(sent)) <= sum(comm.allgather(dense))
+    if comm.size <= 2:
+        np.testing.assert_array_equal(sparse, whole)
+    else:
+        tolerance = {None: 1e-6, "fp16": 4e-3, "bf16": 4e-2}[compression]
+        np.testing.assert_allclose(sparse, whole, rtol=tolerance, atol=5 * tolerance)
+    assert_all_ranks_have_the_same_bits(comm, sparse)
+
+
+def test_few_rows_of_an_embedding_are_few_bytes(comm):
+    table = np.zeros((1000, 64), np.float32)
+    table[10 * comm.rank : 10 * comm.rank + 3] = comm.rank + 1
+    sent = sum_over_hosts(comm, table.reshape(-1), None, None)
+    size = comm.size
+    assert sum(comm.allgather(sent)) == 2 * (size - 1) * (3 * size * 64) * 4
+    for rank in range(size):
+        assert (table[10 * rank : 10 * rank + 3] == rank + 1).all()
+    assert np.count_nonzero(table) == size * 3 * 64
+
+
+def test_a_negative_zero_is_something(comm):
+    """Else one rank would keep its own, and replicas would differ by a sign."""
+    array = np.zeros(640, np.float32)
+    if comm.rank == comm.size - 1:
+        array[:] = -0.0
+    sum_over_hosts(comm, array, None, None)
+    assert_all_ranks_have_the_same_bits(comm, array)
+
+
+def test_a_patient_wait_sleeps(comm):
+    """While the others are late, the core is free."""
+    if comm.size == 1:
+        pytest.skip("nobody to wait for")
+    ring.barrier(comm, None)
+    if comm.rank == 0:
+        time.sleep(0.5)
+    began, used = time.perf_counter(), time.thread_time()
+    ring.barrier(comm, Patience())
+    waited, used = time.perf_counter() - began, time.thread_time() - used
+    if comm.rank > 0:
+        assert used < waited / 2
+
+
+def test_a_patient_wait_can_be_given_up(comm):
+    if comm.size == 1:
+        pytest.skip("nobody to wait for")
+    patience, mine = Patience(), comm.Dup()
+    raised = []
+
+    def wait():
+        try:
+            ring.barrier(mine, patience)
+        except AbandonedError as error:
+            raised.append(error)
+
+    if comm.rank == 0:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.05)
+        patience.give_up()
+        thread.join(5)
+        assert not thread.is_alive()
+        assert len(raised) == 1
+    comm.Barrier()
