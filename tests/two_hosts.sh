@@ -8,50 +8,10 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 config=${1:-$ROOT/configs/quickstart_short_cpu.yaml}
-
-if [ "$(id -u)" -ne 0 ] || ! command -v ip >/dev/null; then
-  echo "skipped: two network namespaces need root and iproute2 (apt-get install iproute2)"
-  exit 0
-fi
 source "$ROOT/scripts/environment.sh"
 ensure_environment mpi,quickstart,dev
-
-# Names of this run's own, so that two runs do not meet.
-tag=$$
-first=dpA$tag second=dpB$tag
-network=10.$((RANDOM % 200 + 20)).$((RANDOM % 250))
-work=$(mktemp -d)
-
-cleanup() {
-  ip netns pids "$first" 2>/dev/null | xargs -r kill -9 2>/dev/null || true
-  ip netns pids "$second" 2>/dev/null | xargs -r kill -9 2>/dev/null || true
-  ip netns del "$first" 2>/dev/null || true
-  ip netns del "$second" 2>/dev/null || true
-  rm -rf "$work"
-}
-trap cleanup EXIT
-
-if ! ip netns add "$first" 2>"$work/no"; then
-  echo "skipped: this machine grants no network namespaces ($(cat "$work/no"))"
-  exit 0
-fi
-ip netns add "$second"
-ip link add "vA$tag" netns "$first" type veth peer name "vB$tag" netns "$second"
-for side in "$first vA$tag 1" "$second vB$tag 2"; do
-  read -r name wire number <<<"$side"
-  ip -n "$name" addr add "$network.$number/24" dev "$wire"
-  ip -n "$name" link set "$wire" up
-  ip -n "$name" link set lo up
-done
-
-# enter NAMESPACE COMMAND...: run a command on that host, under a host name and on a core of its own.
-cores=($(python -c 'import os; c = sorted(os.sched_getaffinity(0)); print(c[0], c[-1])'))
-enter() {
-  local name=$1 core=${cores[0]}
-  shift
-  [ "$name" = "$first" ] || core=${cores[1]}
-  ip netns exec "$name" unshare --uts taskset -c "$core" bash -c 'hostname "$0"; exec "$@"' "$name" "$@"
-}
+source "$ROOT/tests/two_namespaces.sh"
+open_two_hosts || exit 0
 
 report() {
   python - "$1/report.json" <<'PYTHON'
@@ -75,17 +35,8 @@ report "$work/msrun" >"$work/msrun.line" || { tail -n 30 "$work"/msrun-*.out "$w
 cat "$work/msrun.line"
 
 echo "mpirun: the same"
-cat >"$work/agent" <<AGENT
-#!/usr/bin/env bash
-# Called as ssh is: HOST COMMAND...
-while [[ \$1 == -* ]]; do shift; done
-shift
-exec ip netns exec $second unshare --uts taskset -c ${cores[1]} bash -c 'hostname $second; exec bash -c "\$*"' agent "\$@"
-AGENT
-chmod +x "$work/agent"
 job=("$ROOT/scripts/finetune.py" --config "$config" --output-dir "$work/mpirun")
-enter "$first" env HOSTS="$network.1:1,$network.2:1" INTERFACE="$network.0/24" SSH_AGENT="$work/agent" \
-  bash "$ROOT/scripts/launch_mpi_hosts.sh" "${job[@]}" >"$work/mpirun.out" 2>&1 || { tail -n 30 "$work/mpirun.out"; exit 1; }
+on_both "${job[@]}" >"$work/mpirun.out" 2>&1 || { tail -n 30 "$work/mpirun.out"; exit 1; }
 report "$work/mpirun" >"$work/mpirun.line"
 cat "$work/mpirun.line"
 

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Training steps of a BERT of 22.7 million parameters on two hosts with a wire of 1 Gbit/s between them, with and
+# without overlap, with and without compression. The hosts are network namespaces of this machine, with a core each.
+#
+#   bash benchmarks/bench_two_hosts.sh [--steps 8] [--json FILE] [--rate 1gbit]        needs root and iproute2
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+rate=1gbit json= steps=8
+while [ $# -gt 0 ]; do
+  case $1 in
+    --rate) rate=$2 ;;
+    --json) json=$2 ;;
+    --steps) steps=$2 ;;
+    *) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+  esac
+  shift 2
+done
+source "$ROOT/scripts/environment.sh"
+ensure_environment mpi
+source "$ROOT/tests/two_namespaces.sh"
+open_two_hosts || exit 0
+limit_wire "$rate"
+
+variants=(compute "after" "after, zeros skipped" "after, fp16, all bytes" "overlap, all bytes" overlap "overlap, fp16" "overlap, bf16")
+on_both "$ROOT/benchmarks/train_bert.py" --variants "${variants[@]}" --steps "$steps" --write "$work/steps.json" \
+  >"$work/out" 2>&1 || { tail -n 30 "$work/out"; exit 1; }
+python "$ROOT/benchmarks/two_hosts_table.py" "$work/steps.json" --rate "$rate" ${json:+--json "$json"}
