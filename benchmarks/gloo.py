@@ -1,9 +1,10 @@
-"""PyTorch's gloo between two processes on one host, each on a core of its own: the other side of the comparisons.
+"""PyTorch on one host, a core for each process, with gloo between them: the other side of the comparisons.
 
 Runs in a Python that has PyTorch, which need not have MindSpore:
 
     python benchmarks/gloo.py --kind all_reduce --write FILE
     python benchmarks/gloo.py --kind gradients --shapes FILE --write FILE
+    python benchmarks/gloo.py --kind step [--nproc 1] --write FILE
 """
 
 from __future__ import annotations
@@ -59,14 +60,60 @@ def gradients(distributed: Any, torch: Any, shapes: list[list[int]]) -> dict[str
     return {"gloo": median_seconds(distributed.barrier, exchange, 7)}
 
 
-def work(rank: int, port: int, kind: str, shapes: Any, file: str) -> None:
+def bert(torch: Any) -> Any:
+    """The BERT of train_bert.py from PyTorch's own parts: the same layers, shapes and activation."""
+    from train_bert import HEADS, INNER, LABELS, LAYERS, VOCAB_SIZE, WIDTH
+
+    nn: Any = torch.nn
+
+    class Bert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.positions, self.types = (nn.Embedding(n, WIDTH) for n in (VOCAB_SIZE, 512, 2))
+            self.norm = nn.LayerNorm(WIDTH)
+            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, 0.1, "gelu", batch_first=True)
+            self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+            self.pooler = nn.Linear(WIDTH, WIDTH)
+            self.classifier = nn.Linear(WIDTH, LABELS)
+
+        def forward(self, ids: Any) -> Any:
+            embedded = self.words(ids) + self.positions.weight[: ids.shape[1]] + self.types.weight[0]
+            hidden = self.layers(nn.functional.dropout(self.norm(embedded), 0.1, self.training))
+            return self.classifier(torch.tanh(self.pooler(hidden[:, 0])))
+
+    return Bert()
+
+
+def step(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    """What train_bert.py does, with DistributedDataParallel as a user gets it."""
+    from train_bert import BATCH, LABELS, LENGTH, VOCAB_SIZE
+
+    model: Any = bert(torch)
+    if distributed.get_world_size() > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids, labels = torch.randint(VOCAB_SIZE, (BATCH, LENGTH)), torch.randint(LABELS, (BATCH,))
+
+    def one() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(ids), labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return {"step": median_seconds(distributed.barrier, one, 7)}
+
+
+KINDS = {"all_reduce": all_reduce, "gradients": gradients, "step": step}
+
+
+def work(rank: int, world_size: int, port: int, kind: str, shapes: Any, file: str) -> None:  # noqa: PLR0917
     import torch
     from torch import distributed
 
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    measured = {"all_reduce": all_reduce, "gradients": gradients}[kind](distributed, torch, shapes)
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    measured = KINDS[kind](distributed, torch, shapes)
     if rank == 0:
         Path(file).write_text(json.dumps(measured))
     distributed.destroy_process_group()
@@ -76,7 +123,8 @@ def main() -> None:
     import torch.multiprocessing
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=["all_reduce", "gradients"], required=True)
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--shapes", type=Path, help="a JSON list of the gradients' shapes")
     parser.add_argument("--write", required=True)
     args = parser.parse_args()
@@ -84,7 +132,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(work, (port, args.kind, shapes, args.write), nprocs=2)
+    torch.multiprocessing.spawn(work, (args.nproc, port, args.kind, shapes, args.write), nprocs=args.nproc)
 
 
 if __name__ == "__main__":

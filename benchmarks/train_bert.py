@@ -115,7 +115,7 @@ def main() -> None:
 
     steps = {name: Step(parameters, optimizer, VARIANTS[name], group) for name in args.variants}
     # "auto" has decided by then.
-    warm_up = 12 if "auto" in steps else args.warm_up
+    warm_up = 12 if "auto" in steps and group.world_size > 1 else args.warm_up
     measured: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
     for number in range(warm_up + args.steps):
         for name, step in steps.items():
