@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from common import TORCH_HINT, has_torch, launched, machine, run_job, write_json
 
@@ -44,10 +45,10 @@ def main() -> None:
         alone = run_job(["taskset", "-c", core, sys.executable, *job, *one])["measured"]
         done = run_job([*launched("mpi"), *job, *two])
         both, state = done["measured"], done["overlap"]["auto"]
-        for variant in one:
-            one[variant].append(statistics.median(alone[variant]["step"]))
-        for variant in two:
-            two[variant].append(statistics.median(both[variant]["step"]))
+        for variant, steps in one.items():
+            steps.append(statistics.median(alone[variant]["step"]))
+        for variant, steps in two.items():
+            steps.append(statistics.median(both[variant]["step"]))
             shares = [hidden / step for hidden, step in zip(both[variant]["exposed"], both[variant]["step"])]
             exposed[variant].append(statistics.median(shares))
         for nproc in (1, 2) if with_torch else ():
@@ -69,7 +70,7 @@ def main() -> None:
     if with_torch:
         line("PyTorch, DistributedDataParallel over gloo", ddp[1], ddp[2])
     print(f'"auto" is {state}')
-    runs = {
+    runs: dict[str, Any] = {
         "one_rank": one, "two_ranks": two, "ddp": ddp,
         "scaling_efficiency": efficiency(one["auto"], two["auto"]), "exposed_share": exposed["auto"],
     }  # fmt: skip

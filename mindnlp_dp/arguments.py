@@ -19,6 +19,7 @@ from typing import Any, Optional, Union
 from mindnlp.engine import TrainingArguments
 
 from .gradient_sync import DEFAULT_BUCKET_CAP_MB
+from .powersgd import DEFAULT_RANK
 from .process_group import ProcessGroup, get_process_group
 
 # What MindNLP's TrainingArguments take, and its Trainer never looks at.
@@ -44,15 +45,22 @@ class DataParallelArguments(TrainingArguments):
         default=True,
         metadata={"help": "Read the training set in another order every epoch, a function of (seed, epoch)."},
     )
-    bucket_cap_mb: float = field(
-        default=DEFAULT_BUCKET_CAP_MB, metadata={"help": "The size of a gradient bucket, in MiB."}
+    bucket_cap_mb: Union[float, str] = field(
+        default=DEFAULT_BUCKET_CAP_MB, metadata={"help": 'The size of a gradient bucket, in MiB; "auto" measures it.'}
     )
     overlap: Union[bool, str] = field(
         default="auto",
         metadata={"help": 'Exchange gradients during the backward pass: True, False, or "auto" to find out.'},
     )
     compression: Optional[str] = field(
-        default=None, metadata={"help": 'What gradients are rounded to on the wire: "fp16", "bf16", or None.'}
+        default=None, metadata={"help": 'Of gradients: "fp16", "bf16" or "powersgd"; None exchanges them as they are.'}
+    )
+    powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})
+    trace: Optional[str] = field(
+        default=None, metadata={"help": "A file for the timeline of all ranks, as a Chrome trace (JSON)."}
+    )
+    sync_stats: bool = field(
+        default=False, metadata={"help": "Print what the exchange of gradients took, for each update."}
     )
 
     @property

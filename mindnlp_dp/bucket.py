@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 BYTES_PER_MB = 1 << 20
 _ITEM_SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -60,8 +60,7 @@ def pack_buckets(
     >>> [[s.index for s in b.slots] for b in pack_buckets([(4,), (2, 2), (3,)], ["float32"] * 3, 28 / 2**20)]
     [[2, 1], [0]]
     """
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}; 4 suits a CPU, 25 a network")
+    check_bucket_cap_mb(bucket_cap_mb)
     buckets: list[BucketLayout] = []
     open_slots: dict[str, list[Slot]] = {}
     for index in reversed(range(len(shapes))) if order is None else order:
@@ -77,3 +76,10 @@ def pack_buckets(
         slots.append(Slot(index, filled, shape))
     buckets += [BucketLayout(dtype, tuple(slots)) for dtype, slots in open_slots.items() if slots]
     return tuple(buckets)
+
+
+def check_bucket_cap_mb(bucket_cap_mb: Any) -> float:
+    """The cap as a number, or ValueError."""
+    if isinstance(bucket_cap_mb, (int, float)) and bucket_cap_mb > 0:
+        return float(bucket_cap_mb)
+    raise ValueError(f'bucket_cap_mb must be positive, or "auto", got {bucket_cap_mb!r}; 4 suits a CPU, 25 a device')

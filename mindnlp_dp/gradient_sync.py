@@ -23,52 +23,24 @@ while it goes on (:mod:`mindnlp_dp.overlap`), with the same result::
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import numpy as np
 
-from .backends.base import HALF_TYPES, Bucket, dtype_name
-from .bucket import pack_buckets
-from .gradient_window import GradientWindow
+from .backends.base import Bucket, dtype_name
+from .bucket import check_bucket_cap_mb, pack_buckets
+from .bucket_cap import choose_bucket_cap_mb
+from .gradient_window import GradientWindow, NaiveGradientSynchronizer
 from .overlap import Overlap
+from .powersgd import DEFAULT_RANK, PowerSGD, check_rank, is_compressed
 from .process_group import ProcessGroup
 
 DEFAULT_BUCKET_CAP_MB = 4.0
-COMPRESSIONS = (None, "fp16", "bf16")
-
-
-class NaiveGradientSynchronizer(GradientWindow):
-    """One all-reduce a parameter: slow, and plainly right. The reference for the bucketed one."""
-
-    def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
-        super().__init__(parameters, group)
-        self._sums: dict[int, Any] = {}
-
-    def _put(self, index: int, gradient: Any, weight: float) -> None:
-        if dtype_name(gradient) in HALF_TYPES:
-            import mindspore
-
-            gradient = gradient.astype(mindspore.float32)
-        self._sums[index] = self._sums[index] + gradient * weight if index in self._sums else gradient * weight
-
-    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
-        import mindspore
-
-        gradients: list[Optional[Any]] = [None] * len(self.parameters)
-        for index in np.flatnonzero(used):
-            dtype = self.parameters[index].dtype
-            mine = self._sums.get(index)
-            if mine is None:
-                wide = mindspore.float32 if dtype_name(self.parameters[index]) in HALF_TYPES else dtype
-                mine = mindspore.ops.zeros(tuple(self.parameters[index].shape), wide)
-            self.num_bytes += mine.nbytes
-            gradients[index] = self.group.all_reduce(mine * scale).astype(dtype)
-        return gradients
-
-    def _clear(self) -> None:
-        self._sums.clear()
+__all__ = ["GradientSynchronizer", "NaiveGradientSynchronizer"]
+COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 
 
 class GradientSynchronizer(GradientWindow):
@@ -77,9 +49,12 @@ class GradientSynchronizer(GradientWindow):
     Few large messages instead of many small ones; a bucket that no rank used is not sent.
 
     Args:
+        bucket_cap_mb: "auto" measures it, once for a machine and a model (:mod:`mindnlp_dp.bucket_cap`).
         overlap: whether buckets are exchanged during the backward pass: always, never, or "auto", when a short trial
             in the first windows says that it pays. The result is the same.
-        compression: "fp16" or "bf16" halves what goes over a wire, and rounds it; None does not.
+        compression: None for exact sums; "fp16" or "bf16" halves what goes over a wire, and rounds it (within a host,
+            where the MPI backend sends nothing, it changes nothing); "powersgd" approximates matrices by such of rank
+            ``powersgd_rank`` (:mod:`mindnlp_dp.powersgd`), without overlap.
 
     Attributes:
         overlap: its ``state`` says what became of it.
@@ -90,36 +65,60 @@ class GradientSynchronizer(GradientWindow):
         parameters: Iterable[Any],
         group: Optional[ProcessGroup] = None,
         *,
-        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+        bucket_cap_mb: Union[float, str] = DEFAULT_BUCKET_CAP_MB,
         overlap: Union[bool, str] = "auto",
         compression: Optional[str] = None,
+        powersgd_rank: int = DEFAULT_RANK,
     ) -> None:
         super().__init__(parameters, group)
         if overlap not in (True, False, "auto"):
             raise ValueError(f'overlap must be True, False or "auto", got {overlap!r}')
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compression!r}")
-        self.bucket_cap_mb = bucket_cap_mb
-        self.compression = compression
-        self._make_buckets()
+        self._shapes = [tuple(p.shape) for p in self.parameters]
+        self._dtypes = [dtype_name(p) for p in self.parameters]
+        self._powersgd: Optional[PowerSGD] = None
+        if compression == "powersgd":
+            self._powersgd = self._make_powersgd(check_rank(powersgd_rank))
+        self._wire = None if compression == "powersgd" else compression
+        if bucket_cap_mb == "auto":
+            bucket_cap_mb = choose_bucket_cap_mb(self._shapes, self._dtypes, self.group, self._wire)
+        self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
+        self._make_buckets(list(reversed(range(len(self.parameters)))))
         self.overlap = Overlap(self.parameters, overlap, self.group._backend)
-        reason = self.group._backend.cannot_overlap if overlap else "not asked for"
-        if reason or not self.parameters:
-            self.overlap.turn_off(reason or "there are no parameters")
+        reason = "not asked for" if overlap is False else self.group._backend.cannot_overlap
+        if self._powersgd is not None:
+            reason = reason or "PowerSGD needs whole gradients"
+        if reason or not self.buckets:
+            self.overlap.turn_off(reason or "there is nothing to exchange")
         self._is_exchanged = False
         # What was accumulated since the buckets remember; whether a backward pass was sent and not accumulated.
         self._late: list[tuple[Sequence[Optional[Any]], float]] = []
         self._sent_weight: Optional[float] = None
         self._has_compared = False
 
-    def _make_buckets(self, order: Optional[Sequence[int]] = None) -> None:
-        shapes = [tuple(p.shape) for p in self.parameters]
-        layouts = pack_buckets(shapes, [dtype_name(p) for p in self.parameters], self.bucket_cap_mb, order)
+    def _make_powersgd(self, rank: int) -> Optional[PowerSGD]:
+        matrices = {
+            index: shape
+            for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes))
+            if is_compressed(shape, dtype, rank)
+        }
+        return PowerSGD(matrices, rank, self.group) if matrices else None
+
+    def _make_buckets(self, order: Sequence[int]) -> None:
+        """Pack what goes in buckets, in the order in which it comes."""
+        in_buckets = [index for index in order if self._powersgd is None or index not in self._powersgd]
+        layouts = pack_buckets(self._shapes, self._dtypes, self.bucket_cap_mb, in_buckets)
         # The old ones' memory goes before the new ones take theirs.
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self.buckets = self.group.make_buckets(layouts, self.compression)
+        self.buckets = self.group.make_buckets(layouts, self._wire)
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.layout.slots}
+
+    def forget_errors(self) -> None:
+        """Begin compression anew, as a process does that resumes here; called by every rank."""
+        if self._powersgd is not None:
+            self._powersgd.forget()
 
     # A window.
 
@@ -191,12 +190,15 @@ class GradientSynchronizer(GradientWindow):
                 self._put(index, gradient, weight)
 
     def _put(self, index: int, gradient: Any, weight: float) -> None:
-        self._bucket_of[index].put(index, gradient, weight)
+        if self._powersgd is not None and index in self._powersgd:
+            self._powersgd.put(index, gradient, weight)
+        else:
+            self._bucket_of[index].put(index, gradient, weight)
 
     def _reduce(self) -> list[Optional[Any]]:
         self._check_not_abandoned()
         if self.overlap.is_sending:
-            self.overlap.finish(self.buckets, self._weight)
+            self._spans += self.overlap.finish(self.buckets, self._weight)
             self._is_exchanged = True
         has_problem, is_spoilt = self.overlap.problem is not None, self._sent_weight is not None
         notes = [has_problem, is_spoilt, self._has_compared and not has_problem]
@@ -229,26 +231,47 @@ class GradientSynchronizer(GradientWindow):
                 )
 
     def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
-        sent = [bucket for bucket in self.buckets if any(used[slot.index] for slot in bucket.layout.slots)]
+        numbered = [
+            (f"bucket {number}", bucket)
+            for number, bucket in enumerate(self.buckets)
+            if any(used[slot.index] for slot in bucket.layout.slots)
+        ]
         gradients: list[Optional[Any]] = [None] * len(self.parameters)
+        begun: dict[str, float] = {}
 
-        def finish(bucket: Bucket) -> None:
+        def finish(name: str, bucket: Bucket) -> None:
             bucket.wait()
+            if name in begun:
+                self._timed(name, begun[name])
             for slot in bucket.layout.slots:
                 if used[slot.index]:
                     gradients[slot.index] = bucket.get(slot.index)
             bucket.release()
 
-        for bucket in sent:
+        for name, bucket in numbered:
             self.num_bytes += bucket.layout.num_bytes
+            self.num_calls += 1
             if not self._is_exchanged:
+                begun[name] = time.perf_counter()
                 bucket.start(scale)
                 if not bucket.is_asynchronous:
-                    finish(bucket)
-        for bucket in sent:
+                    finish(name, bucket)
+        for name, bucket in numbered:
             if bucket.is_asynchronous or self._is_exchanged:
-                finish(bucket)
+                finish(name, bucket)
+        if self._powersgd is not None:
+            self._exchange_matrices(self._powersgd, used, scale, gradients)
         return gradients
+
+    def _exchange_matrices(
+        self, powersgd: PowerSGD, used: np.ndarray, scale: float, gradients: list[Optional[Any]]
+    ) -> None:
+        began, num_bytes, num_calls = time.perf_counter(), powersgd.num_bytes, powersgd.num_calls
+        for index, gradient in powersgd.exchange(used, scale).items():
+            gradients[index] = gradient
+        self.num_bytes += powersgd.num_bytes - num_bytes
+        self.num_calls += powersgd.num_calls - num_calls
+        self._timed("PowerSGD", began)
 
     def _follow_order(self, order: list[int]) -> None:
         """Pack the buckets anew, in the order in which gradients come; those that never came are the last."""
@@ -262,3 +285,5 @@ class GradientSynchronizer(GradientWindow):
         self._sent_weight, self._has_compared, self._is_exchanged = None, False, False
         for bucket in self.buckets:
             bucket.clear()
+        if self._powersgd is not None:
+            self._powersgd.clear()

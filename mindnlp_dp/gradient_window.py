@@ -1,8 +1,9 @@
 """One window of gradients: what every rank accumulates between two updates, with its weights.
 
 Goes in: micro steps, each with its gradients and what they weigh. Comes out: their weighted mean over all ranks, in a
-way that subclasses choose (gradient_sync.py). Here is what they have in common: what counts, what is refused, and the
-header, one small all-reduce that tells every rank how much the window weighs and which parameters were used.
+way that subclasses choose. Here is what they have in common: what counts, what is refused, and the header, one small
+all-reduce that tells every rank how much the window weighs and which parameters were used. And the plainest of them,
+which the fast one (gradient_sync.py) must agree with.
 """
 
 from __future__ import annotations
@@ -11,12 +12,41 @@ import abc
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
 
+from .backends.base import HALF_TYPES, dtype_name
 from .process_group import ProcessGroup, get_process_group
 from .replicas import check_same_structure
+
+
+@dataclass(frozen=True)
+class WindowReport:
+    """What the exchange of one window took, on this rank.
+
+    Attributes:
+        num_bytes, num_calls: of gradients handed to the exchange, and in how many pieces.
+        bytes_sent: to other hosts; None where nobody counts them.
+        exposed_seconds: the computing thread spent in :meth:`GradientWindow.reduce`, waits for slower ranks included.
+        hidden_seconds: of the exchange went by while the backward pass was computed.
+        spans: what was under way when: names, and ``time.perf_counter()`` at begin and end.
+    """
+
+    num_bytes: int
+    num_calls: int
+    bytes_sent: Optional[int]
+    exposed_seconds: float
+    hidden_seconds: float
+    spans: tuple[tuple[str, float, float], ...]
+
+    def __str__(self) -> str:
+        sent = "" if self.bytes_sent is None else f"; {self.bytes_sent / 1e6:.1f} MB to other hosts"
+        return (
+            f"{self.num_bytes / 1e6:.1f} MB of gradients in {self.num_calls} calls, "
+            f"{1e3 * self.exposed_seconds:.1f} ms exposed, {1e3 * self.hidden_seconds:.1f} ms hidden{sent}"
+        )
 
 
 class GradientWindow(abc.ABC):
@@ -26,8 +56,11 @@ class GradientWindow(abc.ABC):
         total_weight: of the last window that was reduced, over all ranks.
         num_skipped: micro steps of that window that some rank left out with :meth:`skip`.
         seconds: time spent in :meth:`reduce` so far, the wait for slower ranks included.
-        num_bytes: bytes of gradients handed to the exchange so far, on this rank.
+        num_bytes, num_calls: bytes of gradients handed to the exchange so far, on this rank, and in how many pieces.
+        last_window: what the last window took.
     """
+
+    last_window: WindowReport
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
         self.group = group or get_process_group()
@@ -39,6 +72,9 @@ class GradientWindow(abc.ABC):
         self.num_skipped = 0
         self.seconds = 0.0
         self.num_bytes = 0
+        self.num_calls = 0
+        self._sent_before = self.group._backend.bytes_sent or 0
+        self._spans: list[tuple[str, float, float]] = []
         self._weight = 0.0
         self._skipped = 0
         self._exchange_is_off = False
@@ -78,6 +114,7 @@ class GradientWindow(abc.ABC):
     def _begin_window(self) -> None:
         self._weight, self._skipped = 0.0, 0
         self._used[:] = 0
+        self._spans.clear()
         self._clear()
 
     def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
@@ -126,12 +163,27 @@ class GradientWindow(abc.ABC):
         Raises:
             ValueError: on every rank, when the window weighs nothing on any of them.
         """
-        began = time.perf_counter()
+        began, backend = time.perf_counter(), self.group._backend
+        num_bytes, num_calls = self.num_bytes, self.num_calls
         try:
             return self._reduce()
         finally:
+            ended, sent = time.perf_counter(), backend.bytes_sent
+            self.seconds += ended - began
+            self.last_window = WindowReport(
+                self.num_bytes - num_bytes,
+                self.num_calls - num_calls,
+                None if sent is None else sent - self._sent_before,
+                ended - began,
+                sum(max(0.0, min(end, began) - start) for _, start, end in self._spans),
+                tuple(self._spans),
+            )
+            self._sent_before = sent or 0
             self._begin_window()
-            self.seconds += time.perf_counter() - began
+
+    def _timed(self, name: str, began: float) -> None:
+        """Something of the exchange has just ended."""
+        self._spans.append((name, began, time.perf_counter()))
 
     def _reduce(self) -> list[Optional[Any]]:
         used, _ = self._exchange_header([])
@@ -159,3 +211,38 @@ class GradientWindow(abc.ABC):
 
     @abc.abstractmethod
     def _clear(self) -> None: ...
+
+
+class NaiveGradientSynchronizer(GradientWindow):
+    """One all-reduce a parameter: slow, and plainly right. The reference for the others."""
+
+    def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
+        super().__init__(parameters, group)
+        self._sums: dict[int, Any] = {}
+
+    def _put(self, index: int, gradient: Any, weight: float) -> None:
+        if dtype_name(gradient) in HALF_TYPES:
+            import mindspore
+
+            gradient = gradient.astype(mindspore.float32)
+        self._sums[index] = self._sums[index] + gradient * weight if index in self._sums else gradient * weight
+
+    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
+        import mindspore
+
+        gradients: list[Optional[Any]] = [None] * len(self.parameters)
+        for index in np.flatnonzero(used):
+            dtype = self.parameters[index].dtype
+            mine = self._sums.get(index)
+            if mine is None:
+                wide = mindspore.float32 if dtype_name(self.parameters[index]) in HALF_TYPES else dtype
+                mine = mindspore.ops.zeros(tuple(self.parameters[index].shape), wide)
+            self.num_bytes += mine.nbytes
+            self.num_calls += 1
+            began = time.perf_counter()
+            gradients[index] = self.group.all_reduce(mine * scale).astype(dtype)
+            self._timed(self.names[index], began)
+        return gradients
+
+    def _clear(self) -> None:
+        self._sums.clear()

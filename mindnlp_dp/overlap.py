@@ -116,6 +116,7 @@ class Overlap:
         self._scale = 0.0
         self._missing: list[int] = []
         self._next = 0
+        self._spans: list[tuple[str, float, float]] = []
         # Of the trial.
         self._window = 0
         self._began: Optional[float] = None
@@ -213,16 +214,18 @@ class Overlap:
 
     def _start_full_ones(self) -> None:
         while self._next < len(self._buckets) and self._missing[self._next] <= 0:
-            self._start(self._buckets[self._next])
+            self._start(self._next)
             self._next += 1
 
-    def _start(self, bucket: Bucket) -> None:
-        lane = self._lane
+    def _start(self, number: int) -> None:
+        lane, bucket = self._lane, self._buckets[number]
         assert lane is not None, "sends in a window that was not opened"
 
         def exchange() -> None:
             if self._scale:
+                began = time.perf_counter()
                 bucket.start(self._scale, lane.patience)
+                self._spans.append((f"bucket {number}", began, time.perf_counter()))
 
         lane.submit(exchange)
 
@@ -242,15 +245,16 @@ class Overlap:
         if len(set(self.seen)) != len(self._seen):
             self.problem = self.problem or "a parameter's gradient came in several parts"
 
-    def finish(self, buckets: Sequence[Bucket], weight: float) -> None:
-        """Send what is not under way yet, and return when this rank's part of the exchange is done."""
+    def finish(self, buckets: Sequence[Bucket], weight: float) -> list[tuple[str, float, float]]:
+        """Send what is not under way yet, and return when this rank's part of the exchange is done: what took when."""
         if self._lane is None:
             self._open(buckets, weight)
         assert self._lane is not None, "opened above"
-        for bucket in self._buckets[self._next :]:
-            self._start(bucket)
+        for number in range(self._next, len(self._buckets)):
+            self._start(number)
         lane, self._lane = self._lane, None
         lane.finish()
+        return list(self._spans)
 
     def clear(self) -> None:
         """The window has ended, be it in the midst of something: no thread is left."""
@@ -259,6 +263,7 @@ class Overlap:
             self._lane = None
         self._weight = self.problem = self._began = None
         self._seen.clear()
+        self._spans.clear()
         self._buckets, self._missing = (), []
 
     # Decisions, which all ranks make together.

@@ -19,6 +19,7 @@ from mindnlp.core import nn, optim
 
 from .gradient_sync import GradientSynchronizer
 from .losses import BadLoss, LossMeter, settle_bad_losses, settle_bad_norm
+from .trace import Timeline
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class TrainStep:
         *,
         max_grad_norm: Optional[float] = None,
         leave_out_bad_losses: bool = True,
+        timeline: Optional[Timeline] = None,
     ) -> None:
         self.synchronizer = synchronizer
         self.optimizer = optimizer
@@ -57,6 +59,7 @@ class TrainStep:
         self.losses = losses
         self.max_grad_norm = max_grad_norm
         self.leave_out_bad_losses = leave_out_bad_losses
+        self.timeline = timeline or Timeline(synchronizer.group)
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; returns the norm of the averaged gradient, if it is clipped."""
@@ -68,16 +71,21 @@ class TrainStep:
             else:
                 sync.skip()
                 bad.append(BadLoss(micro.loss, sync.group.rank, step, tuple(micro.indices.tolist())))
-        gradients = sync.reduce()
+        with self.timeline.span("wait for gradients", step=step):
+            gradients = sync.reduce()
+        for name, began, ended in sync.last_window.spans:
+            self.timeline.add(name, began, ended, "exchange", step=step)
         if sync.num_skipped:
             settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses)
         norm = None
         if sync.total_weight > 0:
             for parameter, gradient in zip(sync.parameters, gradients):
                 parameter.grad = gradient
-            norm = self._clip()
+            with self.timeline.span("clip", step=step):
+                norm = self._clip()
             if norm is None or settle_bad_norm(norm, step, go_on=self.leave_out_bad_losses):
-                self.optimizer.step()
+                with self.timeline.span("update", step=step):
+                    self.optimizer.step()
         # A plateau scheduler steps when there is a metric to look at.
         if not isinstance(self.scheduler, optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step()

@@ -126,7 +126,8 @@ class DataParallelTrainerMixin:
             args = self.args
             self._synchronizer = GradientSynchronizer(
                 trainable, self.group,
-                bucket_cap_mb=args.bucket_cap_mb, overlap=args.overlap, compression=args.compression,
+                bucket_cap_mb=args.bucket_cap_mb, overlap=args.overlap,
+                compression=args.compression, powersgd_rank=args.powersgd_rank,
             )  # fmt: skip
         assert self._synchronizer is not None
         return self._synchronizer

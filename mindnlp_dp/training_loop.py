@@ -36,6 +36,7 @@ from .run_state import Position, Run, check_same_data
 from .runtime import seeded, step_seed
 from .sharding import accumulation_steps_to_keep, plan_updates
 from .throughput import TrainingTimer, speed_metrics
+from .trace import Timeline
 from .train_step import MicroStep, TrainStep
 
 _CONTROL_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
@@ -60,6 +61,7 @@ class TrainingLoop:
         self.args = trainer.args
         self.position = Position()
         self.timer = TrainingTimer()
+        self.timeline = Timeline(self.group, self.args.trace)
         self.losses = LossMeter(self.group)
         self.samples_seen = 0
         self.updates_done = 0
@@ -118,7 +120,7 @@ class TrainingLoop:
         self.synchronizer = trainer.synchronizer(trainer.model)
         self.train_step = TrainStep(
             self.synchronizer, trainer.optimizer, trainer.lr_scheduler, self.losses,
-            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter,
+            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
         )  # fmt: skip
         sync_seconds_before = self.synchronizer.seconds
         self.tokens_before = state.num_input_tokens_seen
@@ -195,6 +197,8 @@ class TrainingLoop:
                 break
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
             norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
+            if args.sync_stats and self.group.is_main:
+                print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
             trainer.model.zero_grad()
             self.updates_done += 1
@@ -227,7 +231,9 @@ class TrainingLoop:
                 trainer.model.zero_grad()
                 is_last = number + 1 == len(window)
                 sending = self.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
-                with trainer.hook_suspended(), seeded(step_seed(args.seed, self.group.rank, step, number)), sending:
+                timed = self.timeline.forward_and_backward(trainer.model, step=step, micro_step=number)
+                seed = step_seed(args.seed, self.group.rank, step, number)
+                with trainer.hook_suspended(), seeded(seed), sending, timed:
                     loss = trainer.training_step(trainer.model, inputs)
                 # training_step returns its part of the window's mean, by MindNLP's contract.
                 value = float(loss.asnumpy()) * args.gradient_accumulation_steps
@@ -264,6 +270,8 @@ class TrainingLoop:
                         trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
                     self._agree_on_control()
                 if trainer.control.should_save:
+                    # What a resumed run cannot know of, this one forgets as well.
+                    self.synchronizer.forget_errors()
                     trainer._save_checkpoint(trainer.model, metrics=metrics)
                     trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
                     self._agree_on_control()
@@ -310,6 +318,7 @@ class TrainingLoop:
                 lambda: remove_old_checkpoints(folder, 1, [best]),
                 "removing all checkpoints but the best",
             )
+        self.timeline.write()
         trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
         if trainer.neftune_noise_alpha is not None:
             trainer._deactivate_neftune(trainer.model)

@@ -68,7 +68,12 @@ def training_arguments(config: FinetuneConfig, group: dp.ProcessGroup) -> dp.Dat
         save_steps=config.save_steps or None,
         save_total_limit=2,
         seed=config.seed,
-        bucket_cap_mb=config.bucket_cap_mb,
+        bucket_cap_mb=config.bucket_cap_mb or "auto",
+        overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
+        compression=config.compression or None,
+        powersgd_rank=config.powersgd_rank,
+        trace=config.trace or None,
+        sync_stats=config.stats,
     )
 
 

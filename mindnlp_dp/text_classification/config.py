@@ -53,7 +53,12 @@ class FinetuneConfig:
     save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
     resume: bool = _setting(False, "go on from the newest checkpoint in output_dir, if there is one")
     seed: int = _setting(42, "of the weights, the order of the data and dropout")
-    bucket_cap_mb: float = _setting(4.0, "size of a gradient bucket in MiB")
+    bucket_cap_mb: float = _setting(4.0, "size of a gradient bucket in MiB; 0 means measure it, once for this machine")
+    overlap: str = _setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
+    compression: str = _setting("", "of gradients: fp16, bf16 or powersgd; empty: none")
+    powersgd_rank: int = _setting(4, "the rank of PowerSGD's approximation")
+    trace: str = _setting("", "a file for the timeline of all ranks, for chrome://tracing or ui.perfetto.dev")
+    stats: bool = _setting(False, "print what the exchange of gradients took, for each update")
     tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
 
 
@@ -68,11 +73,14 @@ def parse_config(argv: Optional[Sequence[str]] = None, description: str = "") ->
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings below; flags win over it")
     types = get_type_hints(FinetuneConfig)
     for setting in dataclasses.fields(FinetuneConfig):
+        kind = types[setting.name]
+        # A switch alone is on: --stats is --stats true.
+        options: dict[str, Any] = {"type": _boolean, "nargs": "?", "const": True} if kind is bool else {"type": kind}
         parser.add_argument(
             f"--{setting.name.replace('_', '-')}",
-            type=_boolean if types[setting.name] is bool else types[setting.name],
-            metavar=types[setting.name].__name__.upper(),
+            metavar=kind.__name__.upper(),
             help=f"{setting.metadata['help']} (default: {setting.default!r})",
+            **options,
         )
     flags = vars(parser.parse_args(argv))
     file = flags.pop("config", None)
@@ -131,7 +139,13 @@ def _check(config: FinetuneConfig) -> None:
                  "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
         if getattr(config, name) < 1:
             raise InputError(f"{name} must be at least 1, got {getattr(config, name)}")
-    for name in ("micro_batch_size", "save_steps"):
+    for name, choices in (("overlap", ("auto", "true", "false")), ("compression", ("", "fp16", "bf16", "powersgd"))):
+        if getattr(config, name) not in choices:
+            shown = ", ".join(choice or "nothing" for choice in choices)
+            raise InputError(f"{name} must be one of {shown}, got {getattr(config, name)!r}")
+    if config.powersgd_rank < 1:
+        raise InputError(f"powersgd_rank must be at least 1, got {config.powersgd_rank}")
+    for name in ("micro_batch_size", "save_steps", "bucket_cap_mb"):
         if getattr(config, name) < 0:
             raise InputError(f"{name} must be at least 0, got {getattr(config, name)}")
     if config.max_steps == 0 or (config.max_steps < 0 and config.num_epochs <= 0):

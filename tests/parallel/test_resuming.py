@@ -77,6 +77,17 @@ def whole(group, tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), group)
 
 
+@pytest.mark.parametrize(
+    "exchange", [{"overlap": True}, {"compression": "powersgd", "powersgd_rank": 1}], ids=["overlap", "powersgd"]
+)
+def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchange):
+    """Overlap is learnt anew, with the same result; PowerSGD's errors are forgotten at a save, resumed or not."""
+    reference = run(tmp_path_factory.mktemp("reference"), group, **exchange)
+    resumed = stopped_and_resumed(tmp_path_factory.mktemp("resumed"), group, 7, **exchange)
+    assert_same_run(resumed, reference)
+    assert (reference.replica_digest == whole.replica_digest) == ("overlap" in exchange)
+
+
 # In an epoch, at its last step, at the first of the next, before the first log line is due, at the last step.
 @pytest.mark.parametrize("stop_at", [3, 5, 6, 8, 13, 15])
 def test_a_stopped_run_ends_like_one_that_was_not(group, shared_tmp_path, whole, stop_at):

@@ -1,0 +1,106 @@
+"""The timeline of a run, and what is printed of every window."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mindnlp_dp import trace
+from mindnlp_dp.trace import Timeline
+from models import Rows, tiny_roberta, train
+
+NUM_UPDATES = 4
+
+
+def run(group, folder, **settings):
+    per_rank = 8 // group.world_size // 2
+    settings = {"per_device_train_batch_size": per_rank, "gradient_accumulation_steps": 2, **settings}
+    return train(tiny_roberta(), Rows(8 * NUM_UPDATES), folder, **settings)
+
+
+@pytest.fixture(params=[False, True], ids=["after", "overlap"])
+def overlap(request):
+    return request.param
+
+
+def test_every_rank_every_step_every_stage(group, shared_tmp_path, overlap):
+    file = shared_tmp_path / "traces" / "run.json"
+    run(group, shared_tmp_path / "out", trace=str(file), overlap=overlap)
+    group.barrier()
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(group.world_size)}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["args"]["step"] for event in spans} == set(range(NUM_UPDATES))
+    for rank in range(group.world_size):
+        for step in range(NUM_UPDATES):
+            mine = [event for event in spans if event["pid"] == rank and event["args"]["step"] == step]
+            compute = [event for event in mine if event["tid"] == 0]
+            assert [event["name"] for event in compute] == [
+                "forward", "backward", "forward", "backward", "wait for gradients", "clip", "update",
+            ]  # fmt: skip
+            # One thing after the other; a tenth of a microsecond is rounded.
+            for one, other in zip(compute, compute[1:]):
+                assert one["ts"] + one["dur"] <= other["ts"] + 0.2
+            exchange = [event for event in mine if event["tid"] == 1]
+            assert [event["name"] for event in exchange] == ["bucket 0"]
+            if not overlap or step == 0 or group.world_size == 1:
+                wait = compute[4]
+                assert wait["ts"] <= exchange[0]["ts"] + 0.2
+    # What waits for a slower rank begins no later than it ends.
+    assert all(event["dur"] >= 0 for event in spans)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_trained(group, shared_tmp_path):
+    blocked = shared_tmp_path / "file"
+    if group.is_main:
+        blocked.write_text("no folder")
+    group.barrier()
+    with pytest.raises(OSError, match="file"):
+        run(group, shared_tmp_path / "out", trace=str(blocked / "run.json"))
+
+
+def test_memory_is_bounded(group, shared_tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "MAX_SPANS", 3)
+    timeline = Timeline(group, str(shared_tmp_path / "run.json"))
+    for number in range(5):
+        with timeline.span(f"span {number}"):
+            pass
+    timeline.write()
+    group.barrier()
+    events = json.loads((shared_tmp_path / "run.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 3 * group.world_size
+    assert events[0]["args"]["name"] == "rank 0 (2 later spans were not kept)"
+
+
+def test_without_a_file_nothing_is_kept(group):
+    timeline = Timeline(group)
+    with timeline.span("nothing"):
+        pass
+    timeline.write()
+    assert timeline._spans == []
+
+
+def test_stats_are_a_line_for_each_update(group, shared_tmp_path, capsys):
+    run(group, shared_tmp_path / "out", sync_stats=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update ")]
+    assert len(lines) == (NUM_UPDATES if group.is_main else 0)
+    for number, line in enumerate(lines):
+        assert line.startswith(f"update {number}: ")
+        assert "MB of gradients in 1 calls" in line
+        assert "ms exposed" in line
+        assert "ms hidden" in line
+
+
+def test_what_is_exposed_and_what_is_hidden(group, shared_tmp_path):
+    trainer = run(group, shared_tmp_path / "out", overlap=True, bucket_cap_mb=0.01)
+    window = trainer._synchronizer.last_window
+    assert window.num_calls == len(trainer._synchronizer.buckets) > 1
+    assert window.num_bytes == sum(bucket.layout.num_bytes for bucket in trainer._synchronizer.buckets)
+    assert window.exposed_seconds > 0
+    if group.backend == "mpi" and group.world_size > 1:
+        assert window.hidden_seconds > 0
+        assert window.bytes_sent == 0
+    if group.world_size == 1:
+        assert window.hidden_seconds == 0
