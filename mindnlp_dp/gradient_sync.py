@@ -85,6 +85,7 @@ class GradientSynchronizer(GradientWindow):
             bucket_cap_mb = choose_bucket_cap_mb(self._shapes, self._dtypes, self.group, self._wire)
         self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
         self._make_buckets(list(reversed(range(len(self.parameters)))))
+        self._hides = not any(bucket.is_asynchronous for bucket in self.buckets)
         self.overlap = Overlap(self.parameters, overlap, self.group._backend)
         reason = "not asked for" if overlap is False else self.group._backend.cannot_overlap
         if self._powersgd is not None:

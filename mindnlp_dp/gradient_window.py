@@ -29,8 +29,9 @@ class WindowReport:
     Attributes:
         num_bytes, num_calls: of gradients handed to the exchange, and in how many pieces.
         bytes_sent: to other hosts; None where nobody counts them.
-        exposed_seconds: the computing thread spent in :meth:`GradientWindow.reduce`, waits for slower ranks included.
-        hidden_seconds: of the exchange went by while the backward pass was computed.
+        exposed_seconds: the computing thread spent on the exchange, waits for slower ranks included.
+        hidden_seconds: of the exchange went by on another thread while the backward pass was computed. (What a device
+            does meanwhile, this process cannot see.)
         spans: what was under way when: names, and ``time.perf_counter()`` at begin and end.
     """
 
@@ -55,7 +56,7 @@ class GradientWindow(abc.ABC):
     Attributes:
         total_weight: of the last window that was reduced, over all ranks.
         num_skipped: micro steps of that window that some rank left out with :meth:`skip`.
-        seconds: time spent in :meth:`reduce` so far, the wait for slower ranks included.
+        seconds: the computing thread spent on the exchange so far, waits for slower ranks included.
         num_bytes, num_calls: bytes of gradients handed to the exchange so far, on this rank, and in how many pieces.
         last_window: what the last window took.
     """
@@ -75,6 +76,8 @@ class GradientWindow(abc.ABC):
         self.num_calls = 0
         self._sent_before = self.group._backend.bytes_sent or 0
         self._spans: list[tuple[str, float, float]] = []
+        # Whether what is exchanged during the backward pass leaves the computing thread alone.
+        self._hides = False
         self._weight = 0.0
         self._skipped = 0
         self._exchange_is_off = False
@@ -169,13 +172,15 @@ class GradientWindow(abc.ABC):
             return self._reduce()
         finally:
             ended, sent = time.perf_counter(), backend.bytes_sent
-            self.seconds += ended - began
+            during_backward = sum(max(0.0, min(end, began) - start) for _, start, end in self._spans)
+            hidden, exposed = (during_backward, 0.0) if self._hides else (0.0, during_backward)
+            self.seconds += ended - began + exposed
             self.last_window = WindowReport(
                 self.num_bytes - num_bytes,
                 self.num_calls - num_calls,
                 None if sent is None else sent - self._sent_before,
-                ended - began,
-                sum(max(0.0, min(end, began) - start) for _, start, end in self._spans),
+                ended - began + exposed,
+                hidden,
                 tuple(self._spans),
             )
             self._sent_before = sent or 0
