@@ -45,6 +45,8 @@ setup(
         "datasets>=2.19,<4",
         "pyarrow>=14,<21",
         "packaging",
+        # bfloat16 for NumPy, on the wire between hosts.
+        "ml_dtypes>=0.4,<1",
         "pyyaml>=6,<7",
     ],
     extras_require=EXTRAS,

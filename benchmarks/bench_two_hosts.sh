@@ -21,7 +21,10 @@ source "$ROOT/tests/two_namespaces.sh"
 open_two_hosts || exit 0
 limit_wire "$rate"
 
-variants=(compute "after" "after, zeros skipped" "after, fp16, all bytes" "overlap, all bytes" overlap "overlap, fp16" "overlap, bf16")
+variants=(
+  compute after "after, zeros skipped" "after, fp16, all bytes" "overlap, all bytes" overlap "overlap, fp16"
+  "overlap, bf16" "PowerSGD, rank 4"
+)
 on_both "$ROOT/benchmarks/train_bert.py" --variants "${variants[@]}" --steps "$steps" --write "$work/steps.json" \
   >"$work/out" 2>&1 || { tail -n 30 "$work/out"; exit 1; }
 python "$ROOT/benchmarks/two_hosts_table.py" "$work/steps.json" --rate "$rate" ${json:+--json "$json"}

@@ -31,6 +31,7 @@ VARIANTS: dict[str, Any] = {
     "after, fp16, all bytes": {"overlap": False, "skip_zeros": False, "compression": "fp16"},
     "overlap, fp16": {"overlap": True, "compression": "fp16"},
     "overlap, bf16": {"overlap": True, "compression": "bf16"},
+    "PowerSGD, rank 4": {"compression": "powersgd"},
 }
 
 
@@ -97,6 +98,8 @@ def main() -> None:
     from mindnlp.core.autograd import value_and_grad
     from mindnlp.transformers import BertConfig, BertForSequenceClassification
 
+    from mindnlp_dp.overlap import TRIAL_PAIRS
+
     config = BertConfig(
         vocab_size=VOCAB_SIZE, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         intermediate_size=INNER, num_labels=LABELS,
@@ -115,7 +118,7 @@ def main() -> None:
 
     steps = {name: Step(parameters, optimizer, VARIANTS[name], group) for name in args.variants}
     # "auto" has decided by then.
-    warm_up = 12 if "auto" in steps and group.world_size > 1 else args.warm_up
+    warm_up = 2 + 2 * TRIAL_PAIRS if "auto" in steps and group.world_size > 1 else args.warm_up
     measured: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
     for number in range(warm_up + args.steps):
         for name, step in steps.items():

@@ -145,11 +145,15 @@ class GradientSynchronizer(GradientWindow):
             yield
         except BaseException as error:
             if self._is_open:
-                self.group._backend.abandoned = f"{type(error).__name__}: {error}"
+                self._abandon(error)
             self._begin_window()
             raise
         finally:
             self.overlap.end_backward()
+
+    def _abandon(self, error: BaseException) -> None:
+        """The ranks' exchanges do not match any more: no later one may begin."""
+        self.group._backend.abandoned = f"{type(error).__name__}: {error}"
 
     @property
     def _is_open(self) -> bool:
@@ -199,7 +203,11 @@ class GradientSynchronizer(GradientWindow):
     def _reduce(self) -> list[Optional[Any]]:
         self._check_not_abandoned()
         if self.overlap.is_sending:
-            self._spans += self.overlap.finish(self.buckets, self._weight)
+            try:
+                self._spans += self.overlap.finish(self.buckets, self._weight)
+            except BaseException as error:
+                self._abandon(error)
+                raise
             self._is_exchanged = True
         has_problem, is_spoilt = self.overlap.problem is not None, self._sent_weight is not None
         notes = [has_problem, is_spoilt, self._has_compared and not has_problem]

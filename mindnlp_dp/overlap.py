@@ -20,7 +20,6 @@ that went wrong on any rank is exchanged again, by all, without overlap (gradien
 from __future__ import annotations
 
 import queue
-import statistics
 import threading
 import time
 import weakref
@@ -32,10 +31,11 @@ import numpy as np
 from .backends.base import Backend, Bucket
 from .backends.ring import Patience
 
-# Pairs of windows, with and without overlap, that decide "auto"; the first pair only warms up.
-_TRIAL_PAIRS = 5
-# Overlap stays when it saves at least this share: below, threads and hooks are not worth their trouble.
-_WORTH_IT = 0.02
+# Pairs of windows, without and with overlap, that decide "auto"; the first pair only warms up.
+TRIAL_PAIRS = 8
+# Overlap stays when it saves at least this share of the time, and more than chance would: so many standard errors.
+_WORTH_IT = 0.01
+_BEYOND_CHANCE = 2.0
 
 
 class _Thread:
@@ -120,7 +120,7 @@ class Overlap:
         # Of the trial.
         self._window = 0
         self._began: Optional[float] = None
-        self._seconds = np.zeros((2, _TRIAL_PAIRS))
+        self._seconds = np.zeros((2, TRIAL_PAIRS))
 
     @property
     def is_learning(self) -> bool:
@@ -273,19 +273,30 @@ class Overlap:
         self.state = "measuring" if self._wanted == "auto" else "on"
 
     def measure(self, all_reduce: Callable[..., Any]) -> None:
-        """A window has ended; when enough have, all ranks choose the way whose median was less. A collective then."""
+        """A window has ended; when enough have, all ranks choose the same way. A collective then."""
         if self.state != "measuring":
             return
         if self._began is not None:
             self._seconds[self._window % 2, self._window // 2] = time.perf_counter() - self._began
         self._window += 1
-        if self._window == 2 * _TRIAL_PAIRS:
-            slowest = np.asarray(all_reduce(self._seconds, op="max"))[:, 1:]
-            without, overlapped = (statistics.median(times) for times in slowest.tolist())
-            if overlapped < (1 - _WORTH_IT) * without:
+        if self._window == 2 * TRIAL_PAIRS:
+            without, overlapped = np.asarray(all_reduce(self._seconds, op="max"))[:, 1:]
+            if pays(without, overlapped):
                 self.state = "on"
             else:
-                self.turn_off(f"measured {1e3 * overlapped:.1f} ms with it and {1e3 * without:.1f} ms without")
+                slow, fast = (1e3 * np.median(seconds) for seconds in (overlapped, without))
+                self.turn_off(f"measured {slow:.1f} ms with it and {fast:.1f} ms without")
+
+
+def pays(without: np.ndarray, overlapped: np.ndarray) -> bool:
+    """Whether windows with overlap are faster than the ones without that they took turns with.
+
+    >>> pays(np.array([1.0, 1.1, 1.0]), np.array([0.8, 0.9, 0.8])), pays(np.array([1.0, 1.1]), np.array([1.05, 1.0]))
+    (True, False)
+    """
+    saved = without - overlapped
+    error = saved.std(ddof=1) / np.sqrt(len(saved))
+    return bool(saved.mean() > max(_WORTH_IT * without.mean(), _BEYOND_CHANCE * error))
 
 
 def _remove(handles: Iterable[Any]) -> None:

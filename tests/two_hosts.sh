@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Two hosts on one machine: two network namespaces, joined by a wire, train the quickstart together, once under
-# msrun and once under mpirun, with the launch scripts as a user would call them.
+# Two hosts on one machine: two network namespaces, joined by a wire, train the quickstart together, under
+# msrun and under mpirun, with the launch scripts as a user would call them.
 #
 #   bash tests/two_hosts.sh [CONFIG]       default: configs/quickstart_short_cpu.yaml; needs root and iproute2
 #
-# Passes when both jobs report world_size 2 and replicas in sync, with equal digests.
+# Passes when all jobs report world_size 2 and replicas in sync, with equal digests; one under mpirun whose gradients
+# are rounded to float16 on the wire has another digest, and half the bytes.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 config=${1:-$ROOT/configs/quickstart_short_cpu.yaml}
@@ -34,11 +35,26 @@ wait || true
 report "$work/msrun" >"$work/msrun.line" || { tail -n 30 "$work"/msrun-*.out "$work"/log-*/*.log; exit 1; }
 cat "$work/msrun.line"
 
-echo "mpirun: the same"
-job=("$ROOT/scripts/finetune.py" --config "$config" --output-dir "$work/mpirun")
-on_both "${job[@]}" >"$work/mpirun.out" 2>&1 || { tail -n 30 "$work/mpirun.out"; exit 1; }
-report "$work/mpirun" >"$work/mpirun.line"
-cat "$work/mpirun.line"
+# mpirun_job NAME FLAGS...: train under mpirun; the sum of the megabytes sent comes behind the report.
+mpirun_job() {
+  local name=$1
+  shift
+  job=("$ROOT/scripts/finetune.py" --config "$config" --output-dir "$work/$name" --stats "$@")
+  on_both "${job[@]}" >"$work/$name.out" 2>&1 || { tail -n 30 "$work/$name.out"; exit 1; }
+  report "$work/$name" >"$work/$name.line"
+  sent=$(sed -n 's/^update .*; \([0-9.]*\) MB to other hosts$/\1/p' "$work/$name.out" | awk '{s += $1} END {print s}')
+  echo "$(cat "$work/$name.line")	$sent MB sent"
+}
 
-[ "$(cut -f 2 "$work/msrun.line")" = "$(cut -f 2 "$work/mpirun.line")" ] || { echo "the digests differ"; exit 1; }
+echo "mpirun: the same, with gradients exchanged after the backward pass, and during it"
+mpirun_job after --overlap false
+mpirun_job overlap --overlap true
+for name in after overlap; do
+  [ "$(cut -f 2 "$work/msrun.line")" = "$(cut -f 2 "$work/$name.line")" ] || { echo "the digests differ"; exit 1; }
+done
 echo "equal digests: the two hosts trained one model, under both launchers"
+
+echo "mpirun: gradients rounded to float16 on the wire"
+bytes=$sent
+mpirun_job fp16 --overlap true --compression fp16
+python -c "assert 0.45 < $sent / $bytes < 0.55, 'expected half of $bytes MB'"

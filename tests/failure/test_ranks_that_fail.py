@@ -68,6 +68,46 @@ def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
     assert "OSError: no such device" in job.output
 
 
+OVERLAPPED = """
+    import os, signal, sys, threading
+    sys.path.insert(0, "TESTS")
+    import mindnlp_dp as dp
+    from models import Rows, tiny_roberta, train
+
+    group = dp.init_process_group()
+
+    class Fails(dp.DataParallelTrainer):
+        def training_step(self, model, inputs):
+            loss = super().training_step(model, inputs)
+            if group.rank == 1 and self.state.global_step == 3:
+                print("under way:", self.synchronizer(model).overlap.is_open, flush=True)
+                FAIL
+            return loss
+
+    train(tiny_roberta(), Rows(64), "out", trainer_class=Fails, overlap=True, bucket_cap_mb=0.01,
+          per_device_train_batch_size=4)
+    print("never reached")
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        ("raise ValueError('boom')", "ValueError: boom"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 was killed by signal 9"),
+    ],
+    ids=["exception", "kill"],
+)
+def test_a_rank_that_fails_while_gradients_are_under_way(launch, backend, fail, said, pytestconfig):
+    script = OVERLAPPED.replace("TESTS", str(pytestconfig.rootpath / "tests")).replace("FAIL", fail)
+    job = launch(script, backend=backend)
+    assert job.exit_code != 0
+    assert said in job.output
+    assert "never reached" not in job.output
+    assert "under way: True" in (job.log_dir / "worker_1.log").read_text()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launch, backend, pytestconfig):
     script = """

@@ -16,6 +16,7 @@ from mindnlp.core.autograd import value_and_grad
 
 import mindnlp_dp as dp
 import models
+from mindnlp_dp.overlap import TRIAL_PAIRS, pays
 
 SHAPES = [(40, 30), (7,), (3, 5, 2), (1,), (64, 64)]
 
@@ -271,18 +272,34 @@ def test_an_exception_while_nothing_is_under_way_drops_the_window(group, micro, 
 
 def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
     sync = dp.GradientSynchronizer(micro.trainable, group)
-    for number in range(14):
+    for number in range(2 * TRIAL_PAIRS + 3):
         assert_equal(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
     states = group.all_gather_object(sync.overlap.state)
     assert len(set(states)) == 1
     assert states[0] == "on" or "ms with it and" in states[0]
 
 
+@pytest.mark.parametrize(
+    ("without", "overlapped", "expected"),
+    [
+        ([1.0, 1.0, 1.0], [0.9, 0.9, 0.9], True),
+        ([1.0, 1.0, 1.0], [0.995, 0.995, 0.995], False),
+        ([1.0, 1.0, 1.0], [1.1, 1.1, 1.1], False),
+        # As much noise as gain.
+        ([1.0, 1.5, 1.0], [1.2, 0.9, 0.9], False),
+        # A window without a last micro batch on any rank counts on both sides.
+        ([0.0, 0.0], [0.0, 0.0], False),
+    ],
+)
+def test_overlap_must_pay_beyond_chance(without, overlapped, expected):
+    assert pays(np.array(without), np.array(overlapped)) is expected
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_auto_keeps_the_faster_way(several, group, micro, faster):
     """The slower way takes 30 ms more, on one rank; the faster stays on all."""
     sync = dp.GradientSynchronizer(micro.trainable, group)
-    for number in range(12):
+    for number in range(2 * TRIAL_PAIRS + 1):
         slow = sync.overlap.is_sending != faster
         with sync.backward(1.0):
             gradients = micro.backward(group.rank, number)
@@ -303,6 +320,27 @@ def test_hooks_go_with_their_synchroniser(group, micro, sync):
     del sync
     gc.collect()
     window(fresh, micro, group.rank, 2)
+
+
+def test_an_exchange_that_fails_is_an_error_and_no_later_one_begins(group, micro, sync, mended, monkeypatch):
+    kind = type(sync.buckets[0])
+
+    def fail(self, *args):
+        raise OSError("the wire broke")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the wire broke"):
+        patch.setattr(kind, "start", fail)
+        if sync.buckets[0].is_asynchronous:
+            # There the hook notes it, and the window is exchanged again, in vain.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                window(sync, micro, group.rank, 1)
+        else:
+            window(sync, micro, group.rank, 1)
+    assert num_exchange_threads() == 0
+    if not sync.buckets[0].is_asynchronous:
+        with pytest.raises(RuntimeError, match="half way"):
+            sync.reduce()
 
 
 def test_within_no_sync_nothing_is_sent(group, micro, sync, plain):

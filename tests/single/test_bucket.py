@@ -47,7 +47,7 @@ def test_every_parameter_has_one_slot_and_slots_have_no_gaps(shapes, cap):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="bucket_cap_mb must be positive, got 0"):
+    with pytest.raises(ValueError, match='bucket_cap_mb must be positive, or "auto", got 0'):
         pack_buckets([(1,)], ["float32"], 0)
     with pytest.raises(TypeError, match="parameter 0 is int64; gradients can be float64, float32"):
         pack_buckets([(1,)], ["int64"], 4)
