@@ -82,4 +82,4 @@ def check_bucket_cap_mb(bucket_cap_mb: Any) -> float:
     """The cap as a number, or ValueError."""
     if isinstance(bucket_cap_mb, (int, float)) and bucket_cap_mb > 0:
         return float(bucket_cap_mb)
-    raise ValueError(f'bucket_cap_mb must be positive, or "auto", got {bucket_cap_mb!r}; 4 suits a CPU, 25 a device')
+    raise ValueError(f'bucket_cap_mb must be positive, or "auto", got {bucket_cap_mb!r}; 2 suits a CPU, 25 a device')

@@ -38,7 +38,7 @@ from .overlap import Overlap
 from .powersgd import DEFAULT_RANK, PowerSGD, check_rank, is_compressed
 from .process_group import ProcessGroup
 
-DEFAULT_BUCKET_CAP_MB = 4.0
+DEFAULT_BUCKET_CAP_MB = 2.0
 __all__ = ["GradientSynchronizer", "NaiveGradientSynchronizer"]
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 

@@ -24,7 +24,7 @@ BLOCK_ELEMENTS = 64
 # Packing pays when it leaves out more than this share of the blocks.
 _WORTH_PACKING = 0.1
 # How long a patient wait sleeps between two looks: at first, and at most.
-_SHORTEST_NAP, _LONGEST_NAP = 50e-6, 400e-6
+_SHORTEST_NAP, _LONGEST_NAP = 50e-6, 1e-3
 # What an abandoned exchange still writes to, until the process ends.
 _abandoned: list[Any] = []
 

@@ -6,15 +6,21 @@ the other ranks open through the one that made it: it goes when the last process
 of it, be it killed, and no limit on /dev/shm concerns it. (An MPI window would have
 to be freed by all ranks together, and could not be left to the garbage collector.)
 
-A bucket, with two ranks on a host::
+What is copied where, with two ranks on a host. On the left of each row a rank writes, on the right every rank reads::
 
-    rank 0's gradients ── put ──▶ row 0 │ slice 0 ◀── rank 0 sums it over the rows │ ── get ──▶ private memory
-                                        │ slice 1                                   │           of every rank
-    rank 1's gradients ── put ──▶ row 1 │ slice 0                                   │
-                                        │ slice 1 ◀── rank 1 sums it over the rows │
+    gradient      ① put               ② sum, and ring                      ③ get
+    of rank 0 ── x weight ──▶ row 0 │ slice 0 ◀── rank 0 sums it over rows │ ──▶ private memory
+                                    │ slice 1                              │     of every rank,
+    of rank 1 ── x weight ──▶ row 1 │ slice 0                              │     where the last
+                                    │ slice 1 ◀── rank 1 sums it over rows │     result was
 
-So there is one copy in and one copy out, and every rank does its share of the sum. On several
-hosts each slice then goes round a ring of the ranks that own it on every host.
+① is the one copy in: in the parameter's hook where exchange overlaps the backward pass, else behind it. ② sums in place,
+in blocks that stay in the cache; on several hosts each slice then goes round a ring of the ranks that own it on every
+host (:mod:`.ring`), where it is packed if blocks are zero, and encoded if it is compressed: these are copies of what is
+sent. ③ is the one copy out: what ``param.grad`` points to is nobody else's. Between ② and ③ there are barriers of the
+host. Where exchange overlaps and a window has several micro steps, what the first ones left in the row is copied once
+more, into the memory of the result, in case the last one must be taken back (:meth:`.HostBucket.keep`).
+So a rank's gradients take a row of shared memory and as much of private memory, and no more.
 """
 
 from __future__ import annotations
@@ -208,6 +214,9 @@ _BLOCK = 1 << 15
 
 def _sum_scaled(rows: np.ndarray, first: int, last: int, factor: Any, out: np.ndarray) -> None:
     """``out[first:last] = sum of rows[:, first:last] * factor``, block by block; ``out`` may be a row."""
+    if len(rows) == 1:
+        np.multiply(rows[0, first:last], factor, out=out[first:last])
+        return
     total, term = np.empty((2, min(_BLOCK, max(last - first, 1))), rows.dtype)
     for begin in range(first, last, _BLOCK):
         end = min(begin + _BLOCK, last)

@@ -53,7 +53,7 @@ class FinetuneConfig:
     save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
     resume: bool = _setting(False, "go on from the newest checkpoint in output_dir, if there is one")
     seed: int = _setting(42, "of the weights, the order of the data and dropout")
-    bucket_cap_mb: float = _setting(4.0, "size of a gradient bucket in MiB; 0 means measure it, once for this machine")
+    bucket_cap_mb: float = _setting(2.0, "size of a gradient bucket in MiB; 0 means measure it, once for this machine")
     overlap: str = _setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
     compression: str = _setting("", "of gradients: fp16, bf16 or powersgd; empty: none")
     powersgd_rank: int = _setting(4, "the rank of PowerSGD's approximation")
