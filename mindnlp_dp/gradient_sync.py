@@ -87,7 +87,7 @@ class GradientSynchronizer(GradientWindow):
         self._make_buckets(list(reversed(range(len(self.parameters)))))
         self._hides = not any(bucket.is_asynchronous for bucket in self.buckets)
         self.overlap = Overlap(self.parameters, overlap, self.group._backend)
-        reason = "not asked for" if overlap is False else self.group._backend.cannot_overlap
+        reason = self.group._backend.cannot_overlap if overlap else "not asked for"
         if self._powersgd is not None:
             reason = reason or "PowerSGD needs whole gradients"
         if reason or not self.buckets:

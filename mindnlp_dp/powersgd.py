@@ -74,12 +74,12 @@ class PowerSGD:
 
     def forget(self) -> None:
         """Begin anew, without errors to make up for: the state of a new object, on every rank."""
-        rng = np.random.default_rng(_SEED)
-        self._bases = {
-            index: rng.standard_normal((columns, self._rank)).astype(np.float32)
-            for index, (_, columns) in self._shapes.items()
-        }
+        self._bases = {index: self._first_basis(index) for index in self._shapes}
         self._errors: dict[int, np.ndarray] = {}
+
+    def _first_basis(self, index: int) -> np.ndarray:
+        rng = np.random.default_rng([_SEED, index])
+        return rng.standard_normal((self._shapes[index][1], self._rank)).astype(np.float32)
 
     def put(self, index: int, gradient: Any, weight: float) -> None:
         host = self._group._backend.to_host(gradient).reshape(self._shapes[index])
@@ -105,8 +105,13 @@ class PowerSGD:
         means = self._mean(self._right, mine)
         results = {}
         for index, matrix in matrices.items():
-            self._bases[index] = means[index]
-            self._errors[index] = np.subtract(matrix, bases[index] @ mine[index].T, out=matrix)
+            if np.isfinite(means[index]).all():
+                self._bases[index] = means[index]
+                self._errors[index] = np.subtract(matrix, bases[index] @ mine[index].T, out=matrix)
+            else:
+                # On every rank: what is no number must not come back in the next step.
+                self._bases[index] = self._first_basis(index)
+                self._errors.pop(index, None)
             mean = (bases[index] @ means[index].T).reshape(self._full_shapes[index])
             results[index] = self._group._backend.from_host(mean, "float32")
         return results

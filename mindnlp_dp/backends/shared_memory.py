@@ -14,13 +14,15 @@ What is copied where, with two ranks on a host. On the left of each row a rank w
     of rank 1 ── x weight ──▶ row 1 │ slice 0                              │     where the last
                                     │ slice 1 ◀── rank 1 sums it over rows │     result was
 
-① is the one copy in: in the parameter's hook where exchange overlaps the backward pass, else behind it. ② sums in place,
-in blocks that stay in the cache; on several hosts each slice then goes round a ring of the ranks that own it on every
-host (:mod:`.ring`), where it is packed if blocks are zero, and encoded if it is compressed: these are copies of what is
-sent. ③ is the one copy out: what ``param.grad`` points to is nobody else's. Between ② and ③ there are barriers of the
-host. Where exchange overlaps and a window has several micro steps, what the first ones left in the row is copied once
-more, into the memory of the result, in case the last one must be taken back (:meth:`.HostBucket.keep`).
-So a rank's gradients take a row of shared memory and as much of private memory, and no more.
+① is the one copy in: in the parameter's hook where exchange overlaps the backward pass, else behind it. ② sums in
+place, in blocks that stay in the cache; on several hosts each slice then goes round a ring of the ranks that own it on
+every host (:mod:`.ring`), where it is packed if blocks are zero, and encoded if it is compressed: these are copies of
+what is sent. ③ is the one copy out: what ``param.grad`` points to is nobody else's. Between ② and ③ there are
+barriers of the host. Where exchange overlaps and a window has several micro steps, what the first ones left in the row
+is copied once more, into the memory of the result, in case the last one must be taken back
+(:meth:`.HostBucket.keep`).
+
+So a rank's gradients take a row of shared memory, and as much of private memory, and no more.
 """
 
 from __future__ import annotations
@@ -164,7 +166,7 @@ class HostExchange:
         first, last = bounds[rank], bounds[rank + 1]
         factor = rows.dtype.type(scale)
         barrier(self._host, patience)
-        _sum_scaled(rows, first, last, factor, rows[rank])
+        _sum_scaled(rows, rank, first, last, factor)
         if self._peers.size > 1:
             self.bytes_sent += sum_over_hosts(self._peers, rows[rank, first:last], wire, patience, self.skip_zeros)
         barrier(self._host, patience)
@@ -209,20 +211,27 @@ class HostExchange:
 
 
 # Elements of a scratch array that stays in a core's own cache.
-_BLOCK = 1 << 15
+_BLOCK = 1 << 17
 
 
-def _sum_scaled(rows: np.ndarray, first: int, last: int, factor: Any, out: np.ndarray) -> None:
-    """``out[first:last] = sum of rows[:, first:last] * factor``, block by block; ``out`` may be a row."""
-    if len(rows) == 1:
-        np.multiply(rows[0, first:last], factor, out=out[first:last])
-        return
-    total, term = np.empty((2, min(_BLOCK, max(last - first, 1))), rows.dtype)
+def _sum_scaled(rows: np.ndarray, rank: int, first: int, last: int, factor: Any) -> None:
+    """``rows[rank, first:last]`` becomes the sum of all rows there, each times ``factor``, added in the order of rows.
+
+    In blocks that stay in the cache. What comes before the rank's own row is added up beside it, for it cannot be
+    written to until it was read.
+    """
+    mine = rows[rank]
+    total, scaled = np.empty((2, min(_BLOCK, max(last - first, 1))), rows.dtype)
     for begin in range(first, last, _BLOCK):
         end = min(begin + _BLOCK, last)
-        block, scaled = total[: end - begin], term[: end - begin]
-        np.multiply(rows[0, begin:end], factor, out=block)
-        for row in rows[1:]:
-            np.multiply(row[begin:end], factor, out=scaled)
-            np.add(block, scaled, out=block)
-        out[begin:end] = block
+        own, before, term = mine[begin:end], total[: end - begin], scaled[: end - begin]
+        np.multiply(own, factor, out=own)
+        for number, row in enumerate(rows):
+            if number == 0 and rank > 0:
+                np.multiply(row[begin:end], factor, out=before)
+            elif number == rank and rank > 0:
+                np.add(before, own, out=own)
+            elif number != rank:
+                np.multiply(row[begin:end], factor, out=term)
+                sum_so_far = before if number < rank else own
+                np.add(sum_so_far, term, out=sum_so_far)

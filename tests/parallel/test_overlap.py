@@ -31,11 +31,14 @@ class Micro:
         ]
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.dtype = dtype
+        # The backward pass finishes gradients in the other order, then.
+        self.is_reversed = False
         self.run = value_and_grad(self.loss, tuple(self.trainable), attach_grads=True)
 
     def loss(self, coefficients):
         total = 0
-        for parameter, coefficient in zip(self.parameters, coefficients):
+        pairs = list(zip(self.parameters, coefficients))
+        for parameter, coefficient in reversed(pairs) if self.is_reversed else pairs:
             total = total + (parameter * coefficient).sum()
         return total
 
@@ -105,6 +108,23 @@ def test_the_order_is_learnt_in_the_first_window(several, group, micro):
     assert sync.overlap.state == "on"
     order = [slot.index for bucket in sync.buckets for slot in bucket.layout.slots]
     assert sorted(order) == list(range(len(SHAPES)))
+
+
+def test_ranks_whose_gradients_come_in_different_orders(several, group, micro, plain):
+    """Rank 0's is everybody's: buckets that ranks started in different orders would be summed with each other."""
+    micro.is_reversed = group.rank % 2 == 1
+    sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)
+    for number in range(3):
+        assert_equal(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
+    orders = group.all_gather_object([slot.index for bucket in sync.buckets for slot in bucket.layout.slots])
+    assert all(order == orders[0] for order in orders)
+    seen = []
+    with sync.backward(1.0):
+        micro.backward(group.rank)
+        seen = group.all_gather_object(sync.overlap.seen)
+    assert seen[0] != seen[1]
+    sync.skip()
+    sync.reduce()
 
 
 def test_buckets_are_under_way_before_the_backward_pass_has_ended(group, micro, sync):

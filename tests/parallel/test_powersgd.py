@@ -34,9 +34,11 @@ def sync(group):
 
 def written_out(world_size, steps):
     """Algorithms 1 and 2 of the paper, all ranks in one process, in float64; the results of every step."""
-    rng = np.random.default_rng(_SEED)
     flat = {index: (SHAPES[index][0], int(np.prod(SHAPES[index][1:]))) for index in MATRICES}
-    q = {index: rng.standard_normal((columns, RANK)).astype(np.float32) for index, (_, columns) in flat.items()}
+    q = {
+        index: np.random.default_rng([_SEED, index]).standard_normal((columns, RANK)).astype(np.float32)
+        for index, (_, columns) in flat.items()
+    }
     error = {(rank, index): np.zeros(flat[index]) for rank in range(world_size) for index in MATRICES}
     for step in range(steps):
         result = [np.mean([gradients(rank, step)[i] for rank in range(world_size)], axis=0) for i in range(len(SHAPES))]
@@ -129,6 +131,19 @@ def test_forgetting_is_beginning_anew(group, sync):
     sync.forget_errors()
     for mine, expected in zip(sync(tensors(gradients(group.rank, 0))), first):
         np.testing.assert_array_equal(mine.asnumpy(), expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_is_not_remembered(group, sync, bad):
+    """It reaches every rank, whose norm tells; the next step knows nothing of it."""
+    mine = gradients(group.rank, 0)
+    if group.rank == group.world_size - 1:
+        mine[0][3, 3] = bad
+    assert not np.isfinite(sync(tensors(mine))[0].asnumpy()).all()
+    anew = dp.GradientSynchronizer(parameters(), group, compression="powersgd", powersgd_rank=RANK)
+    expected = anew(tensors(gradients(group.rank, 1)))
+    result = sync(tensors(gradients(group.rank, 1)))
+    np.testing.assert_array_equal(result[0].asnumpy(), expected[0].asnumpy())
 
 
 def test_a_skipped_window_leaves_errors_alone(group, sync):
