@@ -48,6 +48,26 @@ def _parser() -> argparse.ArgumentParser:
         "The exit code is 1 when something is to be mended.",
     )
     doctor.set_defaults(run=lambda args: run_doctor())
+    algorithms = commands.add_parser(
+        "algorithms",
+        help="compare the ways to exchange gradients, or explain one",
+        description="Run Reduce + Broadcast, DataParallel, a parameter server and the ring at several numbers of ranks "
+        "on this host: bytes and messages, counted, and time, measured and predicted. With --explain, print the "
+        "movements of one of them, step by step, instead.",
+    )
+    algorithms.add_argument(
+        "--nproc", type=_positive, nargs="+", default=[2, 4, 8], metavar="N", help="numbers of ranks (default: 2 4 8)"
+    )
+    algorithms.add_argument(
+        "--bytes", type=_positive, nargs="+", default=[4096, 1 << 20, 1 << 24], metavar="B",
+        help="sizes of the array (default: 4 KiB, 1 MiB, 16 MiB)",
+    )  # fmt: skip
+    algorithms.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
+    algorithms.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    algorithms.add_argument(
+        "--explain", metavar="NAME", help="reduce_broadcast, data_parallel, parameter_server or ring"
+    )
+    algorithms.set_defaults(run=_algorithms)
     return parser
 
 
@@ -63,4 +83,19 @@ def _run(args: argparse.Namespace) -> int:
         return run_job(args.nproc, command, backend=args.backend, log_dir=args.log_dir)
     except LaunchError as error:
         print(f"mindnlp-dp run: {error}", file=sys.stderr)
+        return 2
+
+
+def _algorithms(args: argparse.Namespace) -> int:
+    # Here, for the other commands need neither.
+    from ..algorithms.explain import explain
+    from ..algorithms.report import run
+
+    try:
+        if args.explain:
+            print("\n\n".join(explain(args.explain, nproc) for nproc in args.nproc))
+            return 0
+        return run(args.nproc, args.bytes, args.plot, args.json)
+    except (LaunchError, ValueError, RuntimeError) as error:
+        print(f"mindnlp-dp algorithms: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,69 @@
+"""The movements of an algorithm, step by step, as text: taken from a run of it, not from a description.
+
+Goes in: the name of an algorithm and a number of ranks. Comes out: every message, in order. In the run that is looked
+at, rank r brings 2 to the power of r, so that every sum tells which ranks are in it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import ALGORITHMS
+from .endpoint import Message, run_ranks
+
+_INTRODUCTIONS = {
+    "reduce_broadcast": "Every rank sends its array to rank 0, which adds them up and sends everyone the sum.",
+    "data_parallel": "Rank 0 owns the model: it adds up all gradients, updates, and sends everyone the new parameters.",
+    "parameter_server": "Workers push their gradients to the server, rank 0, and pull the new parameters from it.",
+    "ring": "The array is cut into {n} chunks. Every rank sends to its right neighbour only, all of them at once.",
+}
+
+
+def explain(algorithm: str, world_size: int) -> str:
+    """Every message of one all-reduce over ``world_size`` ranks, as text.
+
+    Raises:
+        ValueError: there is no such algorithm, or fewer than two ranks.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+    if world_size < 2:
+        raise ValueError(f"nothing moves in a world of {world_size}; use 2 ranks or more")
+
+    def run(endpoint):  # type: ignore[no-untyped-def]
+        return ALGORITHMS[algorithm](endpoint, np.full(world_size, 1 << endpoint.rank, np.int64))
+
+    results, endpoints = run_ranks(world_size, run)
+    lines = [f"{algorithm}, {world_size} ranks. {_INTRODUCTIONS[algorithm].format(n=world_size)}"]
+    lines.append("In brackets stands whose numbers a message holds the sum of.")
+    messages = [message for endpoint in endpoints for message in endpoint.sent]
+    for phase in _in_order(messages):
+        lines += ["", phase]
+        lines += [_line(message) for message in messages if message.phase == phase]
+    whole = {_contents(result) for result in results}
+    lines += ["", f"Now every rank holds the sum of {' '.join(sorted(whole))}."]
+    sent = [(endpoint.messages_sent, endpoint.bytes_sent // 8) for endpoint in endpoints]
+    lines += [
+        f"rank {rank} sent {count} messages, {items / world_size:.2f} times the array"
+        for rank, (count, items) in enumerate(sent)
+    ]
+    return "\n".join(lines)
+
+
+def _in_order(messages: list[Message]) -> list[str]:
+    """The phases, in the order in which they come about."""
+    return list(dict.fromkeys(message.phase for message in messages if message.src != 0)) + [
+        phase
+        for phase in dict.fromkeys(message.phase for message in messages if message.src == 0)
+        if not any(message.phase == phase for message in messages if message.src != 0)
+    ]
+
+
+def _line(message: Message) -> str:
+    return f"  rank {message.src} ── {message.part} {_contents(message.payload)} ──▶ rank {message.dst}"
+
+
+def _contents(array: np.ndarray) -> str:
+    """``[0+2]``: what ranks 0 and 2 brought, summed."""
+    (bits,) = {int(value) for value in array}
+    return f"[{'+'.join(str(rank) for rank in range(bits.bit_length()) if bits >> rank & 1)}]"

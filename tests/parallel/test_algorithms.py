@@ -1,0 +1,24 @@
+"""The algorithms of the course, over MPI: the group's own all-reduce is what they must equal."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mindnlp_dp.algorithms import ALGORITHMS, MPIEndpoint
+from mindnlp_dp.algorithms.costs import traffic
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("length", [0, 1, 3, 1001, 300_000])
+def test_they_equal_the_all_reduce_and_their_formulas(group, algorithm, length):
+    if group.backend != "mpi":
+        pytest.skip("they go over MPI")
+    from mpi4py import MPI
+
+    endpoint = MPIEndpoint(MPI.COMM_WORLD)
+    x = np.random.default_rng([group.rank, length]).integers(-99, 99, length).astype(np.float32)
+    np.testing.assert_array_equal(ALGORITHMS[algorithm](endpoint, x), group.all_reduce(x))
+    expected = traffic(algorithm, group.rank, group.world_size, length)
+    if group.world_size > 1:
+        assert (endpoint.bytes_sent, endpoint.messages_sent) == (expected.num_bytes, expected.num_messages)

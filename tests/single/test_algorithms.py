@@ -1,0 +1,246 @@
+"""The algorithms of the course, between threads: what they compute, what they send, how they are explained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mindnlp_dp.algorithms import ALGORITHMS, ParameterServer, broadcast, parameter_server_all_reduce, reduce, run_ranks
+from mindnlp_dp.algorithms.costs import CostModel, fit, traffic
+from mindnlp_dp.algorithms.explain import explain
+from mindnlp_dp.algorithms.report import plot, table_rows
+
+WORLD_SIZES = range(1, 9)
+LENGTHS = [0, 1, 2, 7, 64, 1001]
+
+
+def arrays(world_size, length):
+    return [
+        np.random.default_rng([rank, length]).integers(-9, 9, length).astype(np.float32) for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_rank_gets_the_sum_and_sends_what_the_formula_says(algorithm, world_size, length):
+    mine = arrays(world_size, length)
+    before = [array.copy() for array in mine]
+    results, endpoints = run_ranks(world_size, lambda endpoint: ALGORITHMS[algorithm](endpoint, mine[endpoint.rank]))
+    for result in results:
+        np.testing.assert_array_equal(result, np.sum(before, axis=0, dtype=np.float32))
+    for array, original in zip(mine, before):
+        np.testing.assert_array_equal(array, original)
+    for rank, endpoint in enumerate(endpoints):
+        expected = traffic(algorithm, rank, world_size, length)
+        if world_size == 1:
+            assert (endpoint.bytes_sent, endpoint.messages_sent) == (0, 0)
+        else:
+            assert (endpoint.bytes_sent, endpoint.messages_sent) == (expected.num_bytes, expected.num_messages)
+    # Whatever is sent is received.
+    assert sum(e.bytes_sent for e in endpoints) == sum(e.bytes_received for e in endpoints)
+    assert sum(e.messages_sent for e in endpoints) == sum(e.messages_received for e in endpoints)
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_a_ring_rank_sends_two_times_n_minus_1_over_n(world_size):
+    """Literally, where the array divides; and 2(N-1) of it over all ranks, always."""
+    for rank in range(world_size):
+        assert traffic("ring", rank, world_size, 840).num_bytes == 2 * (world_size - 1) * 840 * 4 // world_size
+        assert traffic("ring", rank, world_size, 840).num_messages == 2 * (world_size - 1)
+    for length in LENGTHS:
+        everyone = sum(traffic("ring", rank, world_size, length).num_bytes for rank in range(world_size))
+        assert everyone == 2 * (world_size - 1) * length * 4
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("root", [0, -1])
+def test_reduce_and_broadcast_are_mpis(world_size, root):
+    root %= world_size
+    mine = arrays(world_size, 5)
+    reduced, _ = run_ranks(world_size, lambda endpoint: reduce(endpoint, mine[endpoint.rank], root))
+    np.testing.assert_array_equal(reduced[root], np.sum(mine, axis=0))
+    assert all(result is None for rank, result in enumerate(reduced) if rank != root)
+    sent, _ = run_ranks(world_size, lambda endpoint: broadcast(endpoint, mine[endpoint.rank], root))
+    for result in sent:
+        np.testing.assert_array_equal(result, mine[root])
+
+
+@pytest.mark.parametrize("world_size", range(2, 6))
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_parameter_server_trains(world_size, num_servers):
+    """Gradient descent on a sum of squares, against one process; and the servers' traffic."""
+    targets, start = arrays(world_size, 11), np.zeros(11, np.float32)
+
+    def train(endpoint):
+        server = ParameterServer(endpoint, start, num_servers)
+        for _ in range(3):
+            gradient = server.pull() - targets[endpoint.rank]
+            server.push(gradient, lambda shard, total: shard - np.float32(0.125) * total)
+        return server.pull()
+
+    expected = start
+    for _ in range(3):
+        expected = expected - np.float32(0.125) * sum(expected - target for target in targets)
+    results, endpoints = run_ranks(world_size, train)
+    for result in results:
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+    if num_servers == 1:
+        # C bytes of parameters to each of the others, at each of four pulls.
+        assert endpoints[0].bytes_sent == 4 * 11 * 4 * (world_size - 1)
+        assert endpoints[0].bytes_received == 3 * 11 * 4 * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_as_many_servers_as_ranks_share_the_traffic(world_size):
+    """Then every rank sends what a ring's sends."""
+    length = 840
+
+    def run(endpoint):
+        return parameter_server_all_reduce(endpoint, np.ones(length, np.float32), num_servers=world_size)
+
+    results, endpoints = run_ranks(world_size, run)
+    assert all((result == world_size).all() for result in results)
+    for rank, endpoint in enumerate(endpoints):
+        assert endpoint.bytes_sent == traffic("ring", rank, world_size, length).num_bytes
+
+
+def test_the_number_of_servers_is_checked():
+    with pytest.raises(ValueError, match="num_servers must be from 1 to 2, the world size, got 3"):
+        run_ranks(2, lambda endpoint: ParameterServer(endpoint, np.zeros(4), 3))
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_error():
+    def fails(endpoint):
+        if endpoint.rank == 2:
+            raise KeyError("broken")
+        return ALGORITHMS["ring"](endpoint, np.ones(9))
+
+    with pytest.raises(KeyError, match="broken"):
+        run_ranks(3, fails)
+
+
+RING_OF_FOUR = """\
+ring, 4 ranks. The array is cut into 4 chunks. Every rank sends to its right neighbour only, all of them at once.
+In brackets stands whose numbers a message holds the sum of.
+
+scatter-reduce 1 of 3
+  rank 0 ── chunk 0 [0] ──▶ rank 1
+  rank 1 ── chunk 1 [1] ──▶ rank 2
+  rank 2 ── chunk 2 [2] ──▶ rank 3
+  rank 3 ── chunk 3 [3] ──▶ rank 0
+
+scatter-reduce 2 of 3
+  rank 0 ── chunk 3 [0+3] ──▶ rank 1
+  rank 1 ── chunk 0 [0+1] ──▶ rank 2
+  rank 2 ── chunk 1 [1+2] ──▶ rank 3
+  rank 3 ── chunk 2 [2+3] ──▶ rank 0
+
+scatter-reduce 3 of 3
+  rank 0 ── chunk 2 [0+2+3] ──▶ rank 1
+  rank 1 ── chunk 3 [0+1+3] ──▶ rank 2
+  rank 2 ── chunk 0 [0+1+2] ──▶ rank 3
+  rank 3 ── chunk 1 [1+2+3] ──▶ rank 0
+
+all-gather 1 of 3
+  rank 0 ── chunk 1 [0+1+2+3] ──▶ rank 1
+  rank 1 ── chunk 2 [0+1+2+3] ──▶ rank 2
+  rank 2 ── chunk 3 [0+1+2+3] ──▶ rank 3
+  rank 3 ── chunk 0 [0+1+2+3] ──▶ rank 0
+
+all-gather 2 of 3
+  rank 0 ── chunk 0 [0+1+2+3] ──▶ rank 1
+  rank 1 ── chunk 1 [0+1+2+3] ──▶ rank 2
+  rank 2 ── chunk 2 [0+1+2+3] ──▶ rank 3
+  rank 3 ── chunk 3 [0+1+2+3] ──▶ rank 0
+
+all-gather 3 of 3
+  rank 0 ── chunk 3 [0+1+2+3] ──▶ rank 1
+  rank 1 ── chunk 0 [0+1+2+3] ──▶ rank 2
+  rank 2 ── chunk 1 [0+1+2+3] ──▶ rank 3
+  rank 3 ── chunk 2 [0+1+2+3] ──▶ rank 0
+
+Now every rank holds the sum of [0+1+2+3].
+rank 0 sent 6 messages, 1.50 times the array
+rank 1 sent 6 messages, 1.50 times the array
+rank 2 sent 6 messages, 1.50 times the array
+rank 3 sent 6 messages, 1.50 times the array"""
+
+
+def test_the_ring_of_four_as_a_literal_table():
+    assert explain("ring", 4) == RING_OF_FOUR
+
+
+def test_a_star_of_three_explained():
+    lines = explain("reduce_broadcast", 3).splitlines()
+    assert lines[3:10] == [
+        "reduce",
+        "  rank 1 ── array [1] ──▶ rank 0",
+        "  rank 2 ── array [2] ──▶ rank 0",
+        "",
+        "broadcast",
+        "  rank 0 ── array [0+1+2] ──▶ rank 1",
+        "  rank 0 ── array [0+1+2] ──▶ rank 2",
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_every_algorithm_can_be_explained(algorithm, world_size):
+    text = explain(algorithm, world_size)
+    assert f"Now every rank holds the sum of [{'+'.join(map(str, range(world_size)))}]." in text
+
+
+def test_what_cannot_be_explained():
+    with pytest.raises(ValueError, match="there is no algorithm 'tree'; there are reduce_broadcast, data_parallel"):
+        explain("tree", 4)
+    with pytest.raises(ValueError, match="nothing moves in a world of 1"):
+        explain("ring", 1)
+
+
+def test_a_model_is_fitted_and_predicts_in_closed_form():
+    true = CostModel(5e-6, 1e-9, 2e-10)
+    sizes = [4, 1000, 10_000, 1_000_000]
+    latency, per_byte = fit(sizes, [true.message(size) for size in sizes])
+    assert latency == pytest.approx(5e-6)
+    assert per_byte == pytest.approx(1e-9)
+    assert true.predict("ring", 4, 4000) == pytest.approx(6 * (5e-6 + 1000e-9) + 3 * 1000 * 2e-10)
+    assert true.predict("reduce_broadcast", 4, 4000) == pytest.approx(6 * (5e-6 + 4000e-9) + 3 * 4000 * 2e-10)
+    # The star's time grows with the ranks; for large arrays, the ring's hardly does.
+    assert true.predict("ring", 64, 1e9) / true.predict("ring", 2, 1e9) < 2.1
+    assert true.predict("reduce_broadcast", 64, 1e9) / true.predict("reduce_broadcast", 2, 1e9) == pytest.approx(63)
+
+
+def test_rows_and_the_picture_of_them(tmp_path):
+    def job(world_size):
+        sent = {
+            name: [
+                [traffic(name, rank, world_size, 1000).num_messages, traffic(name, rank, world_size, 1000).num_bytes]
+                for rank in range(world_size)
+            ]
+            for name in ALGORITHMS
+        }
+        models = {"one at a time": [1e-6, 1e-9, 0], "all at once": [2e-6, 2e-9, 0]}
+        measured = {name: [{"bytes": 4000, "seconds": 1e-3, "sent": sent[name]}] for name in ALGORITHMS}
+        return {"world_size": world_size, "models": models, "algorithms": measured}
+
+    rows = table_rows(job(2)) + table_rows(job(4))
+    assert all(row["equals_formula"] for row in rows)
+    ring = next(row for row in rows if (row["algorithm"], row["world_size"]) == ("ring", 4))
+    assert (ring["bytes_sent"], ring["messages_sent"]) == (6000, 6)
+    assert ring["predicted_seconds"] == pytest.approx(6 * (2e-6 + 1000 * 2e-9))
+    wrong = job(2)
+    wrong["algorithms"]["ring"][0]["sent"][0][1] += 4
+    assert [row["equals_formula"] for row in table_rows(wrong)].count(False) == 1
+    plot(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_nothing_imports_mindspore():
+    code = (
+        "import sys, mindnlp_dp.algorithms.report, mindnlp_dp.algorithms.measure; assert 'mindspore' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
