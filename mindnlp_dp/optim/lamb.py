@@ -1,0 +1,66 @@
+"""LAMB: Adam's direction, at a length that each layer's weights allow.
+
+You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer and Hsieh, "Large batch optimization for deep
+learning: training BERT in 76 minutes", ICLR 2020, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mindnlp.core import ops
+
+from ._trust import TrustRatioOptimizer, check_betas, norm
+
+
+class LAMB(TrustRatioOptimizer):
+    """For each layer with weights x and gradient g, in update t::
+
+        m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g * g
+        u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay x
+        x = x - lr (|x| / |u|) u
+
+    Args:
+        params: parameters, or groups of them; :func:`~mindnlp_dp.optim.parameter_groups` makes the usual two. A group's
+            ``use_trust_ratio=False`` takes 1 for the ratio.
+        max_trust_ratio: no ratio is larger; weights that are large for their gradient would leap.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        max_trust_ratio: float = 10.0,
+        use_trust_ratio: bool = True,
+    ) -> None:
+        check_betas(betas)
+        super().__init__(
+            params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, max_trust_ratio=max_trust_ratio,
+            use_trust_ratio=use_trust_ratio,
+        )  # fmt: skip
+
+    def _update(self, parameter: Any, gradient: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = ops.zeros_like(parameter)
+            state["exp_avg_sq"] = ops.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        ops.assign(mean, beta1 * mean + (1 - beta1) * gradient)
+        ops.assign(square, beta2 * square + (1 - beta2) * gradient * gradient)
+        direction = (mean / (1 - beta1 ** state["step"])) / (
+            ops.sqrt(square / (1 - beta2 ** state["step"])) + group["eps"]
+        )
+        update = direction + group["weight_decay"] * parameter
+        ratio = 1.0
+        if group["use_trust_ratio"]:
+            weights, length = norm(parameter), norm(update)
+            if weights > 0 and length > 0:
+                ratio = min(weights / length, group["max_trust_ratio"])
+        ops.assign(parameter, parameter - group["lr"] * ratio * update)

@@ -1,0 +1,57 @@
+"""LARS: SGD with momentum, at a rate of each layer's own.
+
+You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mindnlp.core import ops
+
+from ._trust import TrustRatioOptimizer, norm
+
+
+class LARS(TrustRatioOptimizer):
+    """For each layer with weights w and gradient g::
+
+        rate = trust_coefficient |w| / (|g| + weight_decay |w|)
+        v    = momentum v + lr rate (g + weight_decay w)
+        w    = w - v
+
+    Args:
+        params: parameters, or groups of them; :func:`~mindnlp_dp.optim.parameter_groups` makes the usual two. A group's
+            ``use_trust_ratio=False`` takes 1 for the rate.
+        trust_coefficient: how much of its own length a layer may move in an update, at a learning rate of 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        trust_coefficient: float = 1e-3,
+        use_trust_ratio: bool = True,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
+        super().__init__(
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient,
+            use_trust_ratio=use_trust_ratio,
+        )  # fmt: skip
+
+    def _update(self, parameter: Any, gradient: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["momentum_buffer"] = ops.zeros_like(parameter)
+        decay, rate = group["weight_decay"], 1.0
+        if group["use_trust_ratio"]:
+            weights, length = norm(parameter), norm(gradient)
+            if weights > 0 and length > 0:
+                rate = group["trust_coefficient"] * weights / (length + decay * weights)
+        velocity = state["momentum_buffer"]
+        step = group["lr"] * rate * (gradient + decay * parameter)
+        ops.assign(velocity, group["momentum"] * velocity + step)
+        ops.assign(parameter, parameter - velocity)

@@ -1,0 +1,151 @@
+"""LARS and LAMB, step by step against the papers' algorithms written out in NumPy; rates and groups."""
+
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import nn
+
+from mindnlp_dp.optim import LAMB, LARS, parameter_groups, scaled_learning_rate, warmup_factor
+from models import tiny_roberta
+
+SHAPES = [(6, 4), (4,), (3, 2, 2)]
+NUM_STEPS = 7
+
+
+def start():
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal(shape) for shape in SHAPES]
+
+
+def gradient(step, index):
+    return np.random.default_rng([step, index]).standard_normal(SHAPES[index]) * 10.0 ** (index - 1)
+
+
+def run(make):
+    parameters = [nn.Parameter(mindspore.Tensor(x.astype(np.float32))) for x in start()]
+    optimizer = make(parameters)
+    for step in range(NUM_STEPS):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = mindspore.Tensor(gradient(step, index).astype(np.float32))
+        optimizer.step()
+    return [parameter.asnumpy() for parameter in parameters]
+
+
+def lamb(weight_decay, lr=0.02, beta1=0.9, beta2=0.99, eps=1e-6, max_ratio=10.0, trust=True):  # noqa: PLR0917
+    x = start()
+    m, v = [np.zeros_like(w) for w in x], [np.zeros_like(w) for w in x]
+    for t in range(1, NUM_STEPS + 1):
+        for i, w in enumerate(x):
+            g = gradient(t - 1, i)
+            m[i] = beta1 * m[i] + (1 - beta1) * g
+            v[i] = beta2 * v[i] + (1 - beta2) * g**2
+            r = (m[i] / (1 - beta1**t)) / (np.sqrt(v[i] / (1 - beta2**t)) + eps)
+            u = r + weight_decay * w
+            ratio = min(np.sqrt((w**2).sum()) / np.sqrt((u**2).sum()), max_ratio) if trust else 1.0
+            x[i] = w - lr * ratio * u
+    return x
+
+
+def lars(weight_decay, lr=0.5, momentum=0.9, eta=0.01, trust=True):
+    x = start()
+    velocity = [np.zeros_like(w) for w in x]
+    for t in range(NUM_STEPS):
+        for i, w in enumerate(x):
+            g = gradient(t, i)
+            local = eta * np.sqrt((w**2).sum()) / (np.sqrt((g**2).sum()) + weight_decay * np.sqrt((w**2).sum()))
+            velocity[i] = momentum * velocity[i] + lr * (local if trust else 1.0) * (g + weight_decay * w)
+            x[i] = w - velocity[i]
+    return x
+
+
+@pytest.mark.parametrize("trust", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_is_the_papers(weight_decay, trust):
+    mine = run(lambda p: LAMB(p, 0.02, (0.9, 0.99), weight_decay=weight_decay, use_trust_ratio=trust))
+    for one, expected in zip(mine, lamb(weight_decay, trust=trust)):
+        np.testing.assert_allclose(one, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_lambs_ratio_is_bounded():
+    mine = run(lambda p: LAMB(p, 0.02, (0.9, 0.99), weight_decay=0.1, max_trust_ratio=0.5))
+    for one, expected in zip(mine, lamb(0.1, max_ratio=0.5)):
+        np.testing.assert_allclose(one, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("trust", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lars_is_the_papers(weight_decay, trust):
+    options = {"weight_decay": weight_decay, "trust_coefficient": 0.01, "use_trust_ratio": trust}
+    for one, expected in zip(run(lambda p: LARS(p, 0.5, **options)), lars(weight_decay, trust=trust)):
+        np.testing.assert_allclose(one, expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [LAMB, LARS])
+def test_a_layer_of_zeros_and_a_gradient_of_zeros(kind):
+    """Neither has a ratio: the plain rate is taken, and nothing is divided by zero."""
+    zeros = nn.Parameter(mindspore.Tensor(np.zeros((2, 2), np.float32)))
+    still = nn.Parameter(mindspore.Tensor(np.ones((2, 2), np.float32)))
+    unused = nn.Parameter(mindspore.Tensor(np.ones(3, np.float32)))
+    optimizer = kind([zeros, still, unused], 0.1, weight_decay=0.0)
+    zeros.grad, still.grad = (
+        mindspore.Tensor(np.ones((2, 2), np.float32)),
+        mindspore.Tensor(np.zeros((2, 2), np.float32)),
+    )
+    optimizer.step()
+    np.testing.assert_allclose(zeros.asnumpy(), -0.1, rtol=1e-4)
+    np.testing.assert_array_equal(still.asnumpy(), 1)
+    np.testing.assert_array_equal(unused.asnumpy(), 1)
+
+
+@pytest.mark.parametrize("kind", [LAMB, LARS])
+def test_a_trust_ratio_makes_the_size_of_the_gradient_irrelevant(kind):
+    """What a step changes of a layer is a share of its length: 1,000 times the gradient, the same step."""
+    moved = []
+    for factor in (1.0, 1000.0):
+        parameter = nn.Parameter(mindspore.Tensor(start()[0].astype(np.float32)))
+        optimizer = kind([parameter], 0.01, weight_decay=0.0)
+        parameter.grad = mindspore.Tensor((factor * gradient(0, 0)).astype(np.float32))
+        optimizer.step()
+        moved.append(parameter.asnumpy() - start()[0])
+    np.testing.assert_allclose(moved[0], moved[1], rtol=1e-2, atol=1e-6)
+
+
+def test_groups_leave_biases_and_normalization_alone():
+    model = tiny_roberta()
+    matrices, others = parameter_groups(model, 0.1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all("bias" in names[id(p)] or "LayerNorm" in names[id(p)] for p in others["params"])
+    assert not any("bias" in names[id(p)] or "LayerNorm" in names[id(p)] for p in matrices["params"])
+    assert len(matrices["params"]) + len(others["params"]) == len(list(model.parameters()))
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert (matrices["use_trust_ratio"], others["use_trust_ratio"]) == (True, False)
+    LAMB(parameter_groups(model, 0.1))
+    LARS(parameter_groups(model, 0.1))
+
+
+def test_rates_grow_with_the_batch():
+    assert scaled_learning_rate(0.1, 256, 1024) == pytest.approx(0.4)
+    assert scaled_learning_rate(0.1, 256, 1024, "sqrt") == pytest.approx(0.2)
+    assert scaled_learning_rate(0.1, 256, 64) == pytest.approx(0.025)
+    with pytest.raises(ValueError, match='rule must be "linear" or "sqrt", got \'cubic\''):
+        scaled_learning_rate(0.1, 1, 2, "cubic")
+    with pytest.raises(ValueError, match="batch sizes must be at least 1, got 0 and 2"):
+        scaled_learning_rate(0.1, 0, 2)
+    assert [warmup_factor(step, 2) for step in range(3)] == [0.5, 1.0, 1.0]
+    assert warmup_factor(0, 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: LAMB(p, lr=-1), "lr must not be negative, got -1"),
+        (lambda p: LAMB(p, betas=(0.9, 1.0)), "beta2 must be from 0 to below 1, got 1.0"),
+        (lambda p: LARS(p, momentum=1.0), "momentum must be from 0 to below 1, got 1.0"),
+        (lambda p: LARS(p, weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
+    ],
+)
+def test_what_is_out_of_range_is_said(make, said):
+    with pytest.raises(ValueError, match=said):
+        make([nn.Parameter(mindspore.Tensor(np.ones(2, np.float32)))])
