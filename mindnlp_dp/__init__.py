@@ -35,6 +35,7 @@ _HOME = {
     "GlobalBatchSampler": "sharding",
     "NaiveGradientSynchronizer": "gradient_sync",
     "GradientSynchronizer": "gradient_sync",
+    "make_train_step": "functional",
     "DataParallelArguments": "arguments",
     "DataParallelTrainerMixin": "trainer",
     "DataParallelTrainer": "trainer",
@@ -44,6 +45,7 @@ __all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from .arguments import DataParallelArguments as DataParallelArguments
+    from .functional import make_train_step as make_train_step
     from .gradient_sync import GradientSynchronizer as GradientSynchronizer
     from .gradient_sync import NaiveGradientSynchronizer as NaiveGradientSynchronizer
     from .process_group import ProcessGroup as ProcessGroup

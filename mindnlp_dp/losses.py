@@ -64,7 +64,7 @@ def _mean(sums: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class BadLoss:
-    """A loss that is NaN or infinite, and where it came from."""
+    """A loss that is NaN or infinite, and where it came from; no indices where nobody knows them."""
 
     value: float
     rank: int
@@ -72,9 +72,9 @@ class BadLoss:
     indices: tuple[int, ...]
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.indices[:_SHOWN]))
+        shown = "samples " + ", ".join(map(str, self.indices[:_SHOWN])) if self.indices else "a micro batch"
         more = f" and {len(self.indices) - _SHOWN} more" if len(self.indices) > _SHOWN else ""
-        return f"the loss of samples {shown}{more} is {self.value} at step {self.step} on rank {self.rank}"
+        return f"the loss of {shown}{more} is {self.value} at step {self.step} on rank {self.rank}"
 
 
 def settle_bad_losses(mine: Sequence[BadLoss], group: ProcessGroup, go_on: bool) -> None:

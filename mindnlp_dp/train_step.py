@@ -4,7 +4,7 @@ Goes in: the micro steps of a window as they are computed, each with its loss, g
 weight. Comes out: the same updated weights on every rank. Knows neither models nor trainers::
 
     micro steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
-                        no communication         1 all-reduce a bucket
+                        no communication         1 all-reduce a bucket    (updaters.py)
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
-from mindnlp.core import nn, optim
 
-from .gradient_sync import GradientSynchronizer
+from .gradient_window import GradientWindow
 from .losses import BadLoss, LossMeter, settle_bad_losses, settle_bad_norm
 from .trace import Timeline
+from .updaters import Updater
 
 
 @dataclass(frozen=True)
 class MicroStep:
     """What one forward and backward pass of this rank gave.
 
-    ``gradients`` are in the order of the synchroniser's parameters; ``indices`` say which samples these were.
+    ``gradients`` are in the order of the synchroniser's parameters; ``indices`` say which samples these were, where
+    somebody knows.
     """
 
     loss: float
     gradients: Sequence[Optional[Any]]
     weight: float
-    indices: np.ndarray
+    indices: Optional[np.ndarray] = None
 
 
 class TrainStep:
@@ -44,9 +45,8 @@ class TrainStep:
 
     def __init__(
         self,
-        synchronizer: GradientSynchronizer,
-        optimizer: Any,
-        scheduler: Any,
+        synchronizer: GradientWindow,
+        updater: Updater,
         losses: LossMeter,
         *,
         max_grad_norm: Optional[float] = None,
@@ -54,8 +54,7 @@ class TrainStep:
         timeline: Optional[Timeline] = None,
     ) -> None:
         self.synchronizer = synchronizer
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+        self.updater = updater
         self.losses = losses
         self.max_grad_norm = max_grad_norm
         self.leave_out_bad_losses = leave_out_bad_losses
@@ -70,29 +69,21 @@ class TrainStep:
                 self.losses.add(micro.loss, micro.weight)
             else:
                 sync.skip()
-                bad.append(BadLoss(micro.loss, sync.group.rank, step, tuple(micro.indices.tolist())))
+                indices = () if micro.indices is None else tuple(micro.indices.tolist())
+                bad.append(BadLoss(micro.loss, sync.group.rank, step, indices))
         with self.timeline.span("wait for gradients", step=step):
-            gradients = sync.reduce()
+            gradients: Sequence[Optional[Any]] = sync.reduce()
         for name, began, ended in sync.last_window.spans:
             self.timeline.add(name, began, ended, "exchange", step=step)
         if sync.num_skipped:
             settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses)
         norm = None
         if sync.total_weight > 0:
-            for parameter, gradient in zip(sync.parameters, gradients):
-                parameter.grad = gradient
-            with self.timeline.span("clip", step=step):
-                norm = self._clip()
+            if self.max_grad_norm and self.max_grad_norm > 0:
+                with self.timeline.span("clip", step=step):
+                    gradients, norm = self.updater.clip(gradients, self.max_grad_norm)
             if norm is None or settle_bad_norm(norm, step, go_on=self.leave_out_bad_losses):
                 with self.timeline.span("update", step=step):
-                    self.optimizer.step()
-        # A plateau scheduler steps when there is a metric to look at.
-        if not isinstance(self.scheduler, optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step()
+                    self.updater.update(gradients)
+        self.updater.next_learning_rate()
         return norm
-
-    def _clip(self) -> Optional[float]:
-        if not self.max_grad_norm or self.max_grad_norm < 0:
-            return None
-        norm = nn.utils.clip_grad_norm_(self.synchronizer.parameters, self.max_grad_norm)
-        return float(norm.asnumpy())

@@ -38,6 +38,7 @@ from .sharding import accumulation_steps_to_keep, plan_updates
 from .throughput import TrainingTimer, speed_metrics
 from .trace import Timeline
 from .train_step import MicroStep, TrainStep
+from .updaters import MindNLPUpdater
 
 _CONTROL_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
@@ -118,8 +119,9 @@ class TrainingLoop:
 
         began = time.time()
         self.synchronizer = trainer.synchronizer(trainer.model)
+        updater = MindNLPUpdater(trainer.optimizer, self.synchronizer.parameters, trainer.lr_scheduler)
         self.train_step = TrainStep(
-            self.synchronizer, trainer.optimizer, trainer.lr_scheduler, self.losses,
+            self.synchronizer, updater, self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
         )  # fmt: skip
         sync_seconds_before = self.synchronizer.seconds

@@ -20,7 +20,7 @@ from . import ALGORITHMS, MPIEndpoint
 from .costs import fit
 
 # Messages from which the model is fitted.
-_FIT_BYTES = (4, 1 << 12, 1 << 16, 1 << 20, 1 << 22)
+_FIT_BYTES = (4, 1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 # A size is measured until it has taken this long, or so many times.
 _SECONDS, _MOST_REPEATS = 0.4, 30
 

@@ -102,9 +102,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     algorithms = list(dict.fromkeys(row["algorithm"] for row in chosen))
     for number, name in enumerate(algorithms):
         mine = sorted((row for row in chosen if row["algorithm"] == name), key=lambda row: row["world_size"])
-        color, shift = f"C{number}", 1 - 0.04 * (len(algorithms) - 1) / 2 + 0.04 * number
-        # Three of them send the same; beside each other they can be told apart.
-        ranks = [shift * row["world_size"] for row in mine]
+        color = f"C{number}"
+        # Three of them send the same; side by side they can be told apart.
+        ranks = [row["world_size"] + 0.08 * (number - (len(algorithms) - 1) / 2) for row in mine]
         left.plot(ranks, [row["bytes_sent"] / largest for row in mine], "o-", color=color, label=name)
         right.plot(
             [row["world_size"] for row in mine], [1e3 * row["seconds"] for row in mine], "o-", color=color, label=name

@@ -1,0 +1,83 @@
+"""From averaged gradients to new weights: what differs between MindNLP's optimizers and MindSpore's own.
+
+Goes in: the gradients that every rank has. Comes out: the same new weights on every rank. MindNLP's optimizers, like
+PyTorch's, read ``parameter.grad``; those of ``mindspore.nn`` are called with the gradients.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import mindspore
+
+
+class Updater(abc.ABC):
+    """An optimizer, and the parameters that it updates; gradients are in their order, None where there is none."""
+
+    def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters
+
+    @abc.abstractmethod
+    def clip(self, gradients: Sequence[Optional[Any]], max_norm: float) -> tuple[Sequence[Optional[Any]], float]:
+        """Scale gradients down to a norm of at most ``max_norm``, together; returns them and the norm they had."""
+
+    @abc.abstractmethod
+    def update(self, gradients: Sequence[Optional[Any]]) -> None: ...
+
+    @abc.abstractmethod
+    def next_learning_rate(self) -> None:
+        """An update is over, whether it was made or left out."""
+
+
+class MindNLPUpdater(Updater):
+    """For ``mindnlp.core.optim``, with a scheduler or without."""
+
+    def __init__(self, optimizer: Any, parameters: Sequence[Any], scheduler: Any = None) -> None:
+        super().__init__(optimizer, parameters)
+        self.scheduler = scheduler
+
+    def clip(self, gradients: Sequence[Optional[Any]], max_norm: float) -> tuple[Sequence[Optional[Any]], float]:
+        from mindnlp.core import nn
+
+        self._attach(gradients)
+        norm = nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        return gradients, float(norm.asnumpy())
+
+    def update(self, gradients: Sequence[Optional[Any]]) -> None:
+        self._attach(gradients)
+        self.optimizer.step()
+
+    def next_learning_rate(self) -> None:
+        from mindnlp.core import optim
+
+        # A plateau scheduler steps when there is a metric to look at.
+        if self.scheduler is not None and not isinstance(self.scheduler, optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step()
+
+    def _attach(self, gradients: Sequence[Optional[Any]]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients):
+            parameter.grad = gradient
+
+
+class MindSporeUpdater(Updater):
+    """For ``mindspore.nn``'s optimizers, whose learning rate may be a schedule of their own."""
+
+    def clip(self, gradients: Sequence[Optional[Any]], max_norm: float) -> tuple[Sequence[Optional[Any]], float]:
+        squares = [(g.astype(mindspore.float32) ** 2).sum() for g in gradients if g is not None]
+        norm = math.sqrt(sum(float(square.asnumpy()) for square in squares))
+        if norm <= max_norm or not math.isfinite(norm):
+            return gradients, norm
+        factor = max_norm / (norm + 1e-6)
+        return [None if g is None else (g * factor).astype(g.dtype) for g in gradients], norm
+
+    def update(self, gradients: Sequence[Optional[Any]]) -> None:
+        # They want a gradient for every parameter.
+        full = [mindspore.ops.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
+        self.optimizer(tuple(full))
+
+    def next_learning_rate(self) -> None:
+        """The optimizer counts its own steps."""

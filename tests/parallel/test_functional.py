@@ -1,0 +1,178 @@
+"""make_train_step: N ranks train what one process with the whole batch trains, MindNLP's models and plain cells."""
+
+from __future__ import annotations
+
+import warnings
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import optim
+from mindspore import nn as cells
+
+import mindnlp_dp as dp
+from models import VOCAB_SIZE, alone, tiny_roberta, weights
+
+NUM_STEPS, GLOBAL_BATCH = 4, 8
+
+
+def token_batches(seed=0):
+    """Global batches of a classifier: ids and labels."""
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.integers(5, VOCAB_SIZE, (GLOBAL_BATCH, 8)), rng.integers(0, 3, GLOBAL_BATCH)) for _ in range(NUM_STEPS)
+    ]
+
+
+def dense_batches(num_rows=GLOBAL_BATCH):
+    rng = np.random.default_rng(1)
+    return [
+        (rng.standard_normal((num_rows, 6)).astype(np.float32), rng.integers(0, 3, num_rows).astype(np.int32))
+        for _ in range(NUM_STEPS)
+    ]
+
+
+def part(batch, group, as_tensor=mindspore.Tensor):
+    """This rank's rows; None where it has none."""
+    rows = [as_tensor(x[group.rank :: group.world_size]) for x in batch]
+    return tuple(rows) if rows[0].shape[0] else None
+
+
+def train_roberta(group, micro_steps=1, **options):
+    model = tiny_roberta(seed=3)
+    dp.broadcast_parameters(model)
+    model.set_train(True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optim.SGD(parameters, lr=0.1)
+    step = dp.make_train_step(
+        lambda ids, labels: model(ids, labels=labels).loss,
+        optimizer,
+        parameters,
+        accumulation_steps=micro_steps,
+        **options,
+    )
+    losses = []
+    for batch in token_batches():
+        if micro_steps == 1:
+            step(part(batch, group))
+        else:
+            pieces = [[x[number::micro_steps] for x in batch] for number in range(micro_steps)]
+            step([part(piece, group) for piece in pieces])
+        losses.append(step.mean_loss())
+    return weights(model), losses, step
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}, {"overlap": True}], ids=["plain", "clip", "overlap"])
+def test_a_mindnlp_model_on_n_ranks_is_the_one_of_one_process(group, micro_steps, options):
+    mine, losses, step = train_roberta(group, micro_steps, **options)
+    with alone() as single:
+        expected, expected_losses, _ = train_roberta(single, 1, **options)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(mine[name], weight, rtol=1e-5, atol=2e-6, err_msg=name)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    assert step.num_updates == NUM_STEPS
+    assert (step.grad_norm is not None) == ("max_grad_norm" in options)
+
+
+def network():
+    mindspore.set_seed(5)
+    return cells.SequentialCell(cells.Dense(6, 16), cells.ReLU(), cells.Dense(16, 3))
+
+
+OPTIMIZERS = {
+    "momentum": lambda p: cells.Momentum(p, 0.1, 0.9),
+    "adam": lambda p: cells.Adam(p, 1e-2),
+    "schedule": lambda p: cells.SGD(p, cells.cosine_decay_lr(0.0, 0.1, NUM_STEPS, NUM_STEPS, 1)),
+}
+
+
+def train_cell(group, make_optimizer=OPTIMIZERS["momentum"], batches=None, reducer=False, **options):
+    net = network()
+    dp.broadcast_parameters(net)
+    loss_fn = cells.CrossEntropyLoss()
+    optimizer = make_optimizer(net.trainable_params())
+    if reducer:
+        options["reducer"] = cells.DistributedGradReducer(optimizer.parameters, mean=True)
+
+    def forward(x, y):
+        # So that a row that is no number is seen: ReLU makes zero of it.
+        return loss_fn(net(x), y) + 0.0 * x.sum()
+
+    step = dp.make_train_step(forward, optimizer, optimizer.parameters, **options)
+    for batch in batches or dense_batches():
+        step(part(batch, group))
+    return [p.asnumpy().copy() for p in net.trainable_params()]
+
+
+def assert_close(mine, expected, tolerance=2e-6):
+    for one, other in zip(mine, expected):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.2])
+def test_a_plain_cell_on_n_ranks_is_the_one_of_one_process(group, optimizer, max_grad_norm):
+    mine = train_cell(group, OPTIMIZERS[optimizer], max_grad_norm=max_grad_norm)
+    with alone() as single:
+        expected = train_cell(single, OPTIMIZERS[optimizer], max_grad_norm=max_grad_norm)
+    assert_close(mine, expected, 2e-5 if optimizer == "adam" else 2e-6)
+
+
+def test_a_plain_cell_overlaps(group):
+    mine = train_cell(group, overlap=True, bucket_cap_mb=1e-4)
+    for one, other in zip(mine, train_cell(group, overlap=False)):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_ranks_with_fewer_rows_and_with_none(group):
+    batches = [*dense_batches(7), *dense_batches(1)]
+    mine = train_cell(group, batches=batches)
+    with alone() as single:
+        expected = train_cell(single, batches=batches)
+    assert_close(mine, expected)
+
+
+def test_compiled_and_not_are_the_same(group):
+    assert_close(train_cell(group, jit=True), train_cell(group, jit=False))
+
+
+def test_mindspores_own_reducer_gives_the_same_weights(group):
+    """With weights by rows as well: what it averages was weighted before."""
+    if group.backend == "mpi":
+        pytest.skip("DistributedGradReducer needs MindSpore's own communication")
+    assert_close(train_cell(group, reducer=True), train_cell(group))
+    batches = dense_batches(7)
+    assert_close(train_cell(group, batches=batches, reducer=True), train_cell(group, batches=batches))
+
+
+def test_a_bad_loss_on_one_rank_is_left_out_on_all(group):
+    batches = dense_batches()
+    spoilt = [x.copy() for x in batches[1]]
+    spoilt[0][0] = np.nan  # rank 0's first row
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_cell(group, batches=[batches[0], tuple(spoilt), *batches[2:]])
+    (said,) = [str(w.message) for w in caught if "left out" in str(w.message)]
+    assert said.startswith("the loss of a micro batch is nan at step 1 on rank 0")
+    with pytest.raises(FloatingPointError, match="nan at step 1 on rank 0"):
+        train_cell(group, batches=[batches[0], tuple(spoilt)], leave_out_bad_losses=False)
+
+
+def test_options_that_do_not_go_together(group):
+    net = network()
+    parameters = net.trainable_params()
+    plain, mindnlp = cells.Momentum(parameters, 0.1, 0.9), optim.SGD(list(tiny_roberta().parameters()), lr=0.1)
+    with pytest.raises(ValueError, match="jit=True is for plain cells"):
+        dp.make_train_step(len, mindnlp, [], jit=True)
+    with pytest.raises(ValueError, match="take a schedule as their learning_rate"):
+        dp.make_train_step(len, plain, parameters, scheduler=object())
+    with pytest.raises(ValueError, match="overlap: options of our own exchange"):
+        dp.make_train_step(len, plain, parameters, reducer=len, overlap=True)
+    with pytest.raises(ValueError, match="overlap needs the parameters' hooks, which mindspore.jit cannot compile"):
+        dp.make_train_step(len, plain, parameters, jit=True, overlap="auto")
+    with pytest.raises(ValueError, match="accumulation_steps must be at least 1, got 0"):
+        dp.make_train_step(len, plain, parameters, accumulation_steps=0)
+    step = dp.make_train_step(len, plain, parameters, accumulation_steps=2)
+    with pytest.raises(ValueError, match="expected 2 micro batches, got 1"):
+        step([None])
