@@ -68,6 +68,22 @@ def _parser() -> argparse.ArgumentParser:
         "--explain", metavar="NAME", help="reduce_broadcast, data_parallel, parameter_server or ring"
     )
     algorithms.set_defaults(run=_algorithms)
+    scaling = commands.add_parser(
+        "scaling",
+        help="measure one rank and several, and what Amdahl's and Gustafson's laws make of it",
+        description="Train a small RoBERTa with one rank and with several, once with a global batch that stays and "
+        "once with a rank's batch that stays; fit the parallel fraction, and print what the laws predict.",
+    )
+    scaling.add_argument(
+        "--nproc", type=_positive, nargs="+", default=[2], metavar="N", help="numbers of ranks (default: 2)"
+    )
+    scaling.add_argument(
+        "--batch", type=_positive, default=64, metavar="B", help="samples of one rank alone (default: 64)"
+    )
+    scaling.add_argument("--updates", type=_positive, default=30, metavar="U", help="measured updates (default: 30)")
+    scaling.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
+    scaling.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    scaling.set_defaults(run=_scaling)
     return parser
 
 
@@ -98,4 +114,14 @@ def _algorithms(args: argparse.Namespace) -> int:
         return run(args.nproc, args.bytes, args.plot, args.json)
     except (LaunchError, ValueError, RuntimeError) as error:
         print(f"mindnlp-dp algorithms: {error}", file=sys.stderr)
+        return 2
+
+
+def _scaling(args: argparse.Namespace) -> int:
+    from ..scaling.report import run
+
+    try:
+        return run(args.nproc, args.batch, args.updates, args.plot, args.json)
+    except (LaunchError, ValueError, RuntimeError) as error:
+        print(f"mindnlp-dp scaling: {error}", file=sys.stderr)
         return 2

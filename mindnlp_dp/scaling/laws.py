@@ -1,0 +1,59 @@
+"""The laws of Amdahl and Gustafson, and what a throughput is made of: functions of numbers.
+
+Both ask what N devices gain when a fraction p of the work can be shared among them. Amdahl keeps the work: the global
+batch stays, and each device gets less of it. Gustafson lets the work grow: the batch of a device stays.
+
+Amdahl, "Validity of the single processor approach to achieving large scale computing capabilities", AFIPS 1967.
+Gustafson, "Reevaluating Amdahl's law", Communications of the ACM 31(5), 1988.
+"""
+
+from __future__ import annotations
+
+
+def amdahl_speedup(num_devices: float, fraction: float) -> float:
+    """How many times faster the same work is done: ``1 / ((1 - p) + p / N)``.
+
+    >>> amdahl_speedup(4, 1.0), amdahl_speedup(4, 0.0), round(amdahl_speedup(1_000_000, 0.9), 2)
+    (4.0, 1.0, 10.0)
+    """
+    _check(num_devices, fraction)
+    return 1 / ((1 - fraction) + fraction / num_devices)
+
+
+def gustafson_speedup(num_devices: float, fraction: float) -> float:
+    """How many times more work is done in the same time: ``(1 - p) + p N``.
+
+    >>> gustafson_speedup(4, 1.0), gustafson_speedup(4, 0.0), gustafson_speedup(10, 0.5)
+    (4.0, 1.0, 5.5)
+    """
+    _check(num_devices, fraction)
+    return (1 - fraction) + fraction * num_devices
+
+
+def parallel_fraction(num_devices: float, speedup: float, law: str = "amdahl") -> float:
+    """The fraction that makes a law say this speed-up; above 1 where devices gain more than there are of them.
+
+    >>> parallel_fraction(2, amdahl_speedup(2, 0.8)), parallel_fraction(8, gustafson_speedup(8, 0.75), "gustafson")
+    (0.8, 0.75)
+    """
+    if num_devices <= 1 or speedup <= 0:
+        raise ValueError(f"a fraction needs 2 devices or more and a speed-up, got {num_devices} and {speedup}")
+    if law == "amdahl":
+        return (1 - 1 / speedup) / (1 - 1 / num_devices)
+    if law == "gustafson":
+        return (speedup - 1) / (num_devices - 1)
+    raise ValueError(f'law must be "amdahl" or "gustafson", got {law!r}')
+
+
+def throughput(rate_of_one: float, num_devices: float, efficiency: float) -> float:
+    """Samples a second: the rate of one device, times the devices, times how well they are used.
+
+    >>> throughput(400, 2, 0.95)
+    760.0
+    """
+    return rate_of_one * num_devices * efficiency
+
+
+def _check(num_devices: float, fraction: float) -> None:
+    if num_devices < 1 or not 0 <= fraction <= 1:
+        raise ValueError(f"expected 1 device or more and a fraction from 0 to 1, got {num_devices} and {fraction}")

@@ -1,0 +1,62 @@
+"""The laws from their closed forms; what a report makes of measurements."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindnlp_dp.scaling import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
+from mindnlp_dp.scaling.report import fit, plot, print_report
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("num_devices", [1, 2, 7, 64])
+def test_closed_forms(num_devices, fraction):
+    amdahl, gustafson = amdahl_speedup(num_devices, fraction), gustafson_speedup(num_devices, fraction)
+    assert amdahl == pytest.approx(num_devices / (num_devices * (1 - fraction) + fraction))
+    assert gustafson == pytest.approx(num_devices - (1 - fraction) * (num_devices - 1))
+    # The same for one device, and for work that can be shared in full; else growing work gains more.
+    assert gustafson >= amdahl - 1e-12
+    if num_devices > 1:
+        assert parallel_fraction(num_devices, amdahl) == pytest.approx(fraction)
+        assert parallel_fraction(num_devices, gustafson, "gustafson") == pytest.approx(fraction)
+
+
+def test_limits():
+    assert amdahl_speedup(1e12, 0.95) == pytest.approx(20)
+    assert gustafson_speedup(1e6, 0.95) == pytest.approx(950_000.05)
+    assert throughput(400, 8, 0.5) == 1600
+
+
+@pytest.mark.parametrize("call", [lambda: amdahl_speedup(0, 0.5), lambda: gustafson_speedup(2, 1.5)])
+def test_what_is_out_of_range(call):
+    with pytest.raises(ValueError, match="expected 1 device or more and a fraction from 0 to 1"):
+        call()
+
+
+def test_a_fraction_needs_something_to_compare():
+    with pytest.raises(ValueError, match="a fraction needs 2 devices or more"):
+        parallel_fraction(1, 1.0)
+    with pytest.raises(ValueError, match='law must be "amdahl" or "gustafson", got \'moore\''):
+        parallel_fraction(2, 1.5, "moore")
+
+
+def test_a_report(capsys, tmp_path):
+    """Measurements that follow the laws give their fractions back; ones beyond them are cut at 1."""
+    rates = {
+        n: {"global batch stays": 100 * amdahl_speedup(n, 0.9), "rank's batch stays": 100 * gustafson_speedup(n, 0.95)}
+        for n in (1, 2, 4)
+    }
+    fitted = fit(rates)
+    assert fitted["amdahl"]["fraction"] == pytest.approx(0.9)
+    assert fitted["gustafson"]["fraction"] == pytest.approx(0.95)
+    print_report(fitted)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "Amdahl: the global batch stays; parallel fraction 0.9000"
+    assert lines[3].split() == ["1", "100", "1.000", "100", "1.00", "1.00"]
+    assert lines[5].split() == ["4", "100", "0.769", "308", "3.08", "3.08"]
+    # Eight were not measured.
+    assert lines[6].split() == ["8", "100", "0.588", "471", "4.71"]
+    plot(fitted, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    better = {1: dict.fromkeys(rates[1], 100.0), 2: dict.fromkeys(rates[1], 220.0)}
+    assert fit(better)["amdahl"]["fraction"] == 1.0
