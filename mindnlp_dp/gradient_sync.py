@@ -58,6 +58,9 @@ class GradientSynchronizer(GradientWindow):
 
     Attributes:
         overlap: its ``state`` says what became of it.
+        order: the parameters' indices in the order in which they are packed: at first from the last to the first,
+            later as their gradients come. On three hosts and more, and where a wire is compressed, it decides on how
+            sums are rounded.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class GradientSynchronizer(GradientWindow):
         if bucket_cap_mb == "auto":
             bucket_cap_mb = choose_bucket_cap_mb(self._shapes, self._dtypes, self.group, self._wire)
         self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
-        self._make_buckets(list(reversed(range(len(self.parameters)))))
+        self.pack_in_order(list(reversed(range(len(self.parameters)))))
         self._hides = not any(bucket.is_asynchronous for bucket in self.buckets)
         self.overlap = Overlap(self.parameters, overlap, self.group._backend)
         reason = self.group._backend.cannot_overlap if overlap else "not asked for"
@@ -106,9 +109,11 @@ class GradientSynchronizer(GradientWindow):
         }
         return PowerSGD(matrices, rank, self.group) if matrices else None
 
-    def _make_buckets(self, order: Sequence[int]) -> None:
-        """Pack what goes in buckets, in the order in which it comes."""
-        in_buckets = [index for index in order if self._powersgd is None or index not in self._powersgd]
+    def pack_in_order(self, order: Sequence[int]) -> None:
+        """Pack buckets anew, between two windows; what ``order`` does not name comes last. A collective."""
+        missing = set(range(len(self.parameters))) - set(order)
+        self.order = [*order, *sorted(missing, reverse=True)]
+        in_buckets = [index for index in self.order if self._powersgd is None or index not in self._powersgd]
         layouts = pack_buckets(self._shapes, self._dtypes, self.bucket_cap_mb, in_buckets)
         # The old ones' memory goes before the new ones take theirs.
         self.buckets: list[Bucket] = []
@@ -216,7 +221,8 @@ class GradientSynchronizer(GradientWindow):
             self._go_back(has_problem=num_problems > 0)
         gradients = self._average(used)
         if self.overlap.is_learning and num_learnt == self.group.world_size:
-            self._follow_order(self.group.broadcast_object(self.overlap.seen))
+            self.pack_in_order(self.group.broadcast_object(self.overlap.seen))
+            self.overlap.learnt()
         self.overlap.measure(self.group.all_reduce)
         return gradients
 
@@ -281,12 +287,6 @@ class GradientSynchronizer(GradientWindow):
         self.num_bytes += powersgd.num_bytes - num_bytes
         self.num_calls += powersgd.num_calls - num_calls
         self._timed("PowerSGD", began)
-
-    def _follow_order(self, order: list[int]) -> None:
-        """Pack the buckets anew, in the order in which gradients come; those that never came are the last."""
-        missing = set(range(len(self.parameters))) - set(order)
-        self._make_buckets([*order, *sorted(missing, reverse=True)])
-        self.overlap.learnt()
 
     def _clear(self) -> None:
         self.overlap.clear()

@@ -11,7 +11,7 @@ have begun, on every rank in the same order::
 
 The first window only looks: in which order gradients come, and whether what the hooks see is what the caller
 hands over. When every rank has seen that, buckets are packed anew in rank 0's order. With "auto", windows with and
-without overlap then take turns, and the faster way stays. Neither changes a bit of the result.
+without overlap then take turns, and the faster way stays. Both pack the same buckets, and give the same bits.
 
 A hook never raises: MindNLP's backward function is of no use any more when one has. It takes notes, and a window
 that went wrong on any rank is exchanged again, by all, without overlap (gradient_sync.py).

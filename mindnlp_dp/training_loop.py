@@ -67,6 +67,8 @@ class TrainingLoop:
         self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
+        # How a run that is taken up packed its gradients.
+        self.bucket_order: Optional[list[int]] = None
 
     # Before.
 
@@ -119,6 +121,8 @@ class TrainingLoop:
 
         began = time.time()
         self.synchronizer = trainer.synchronizer(trainer.model)
+        if self.bucket_order is not None:
+            self.synchronizer.pack_in_order(self.bucket_order)
         updater = MindNLPUpdater(trainer.optimizer, self.synchronizer.parameters, trainer.lr_scheduler)
         self.train_step = TrainStep(
             self.synchronizer, updater, self.losses,
@@ -153,6 +157,7 @@ class TrainingLoop:
             "data": self.args.data_order(self.loader.num_samples),
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
+            "bucket_order": self.synchronizer.order,
             "flags": {flag: getattr(trainer.control, flag) for flag in _CONTROL_FLAGS},
             "trainer_state": asdict(trainer.state),
             "last_logged": trainer._globalstep_last_logged,
@@ -166,6 +171,7 @@ class TrainingLoop:
         trainer.state = TrainerState(**saved["trainer_state"])
         trainer._globalstep_last_logged = saved["last_logged"]
         self.grad_norm = saved["grad_norm"]
+        self.bucket_order = saved["bucket_order"]
         position, step = Position(**saved["position"]), trainer.state.global_step
         self.position = position.where_to_go_on()
         if self.args.ignore_data_skip:

@@ -77,6 +77,33 @@ def whole(group, tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), group)
 
 
+def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_path_factory):
+    """Where sums are rounded on a wire, or by three hosts, the order decides on their bits."""
+
+    class Orders(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.seen.append(list(self.trainer._synchronizer.order))
+
+    class Watched(dp.DataParallelTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            orders.trainer = self
+
+    settings = {"overlap": True, "bucket_cap_mb": 0.001, "trainer_class": Watched}
+    folder = tmp_path_factory.mktemp("order")
+    orders = Orders()
+    whole = run(folder, group, stop_at=None, callbacks=[orders], **settings, max_steps=5)
+    first, learnt = orders.seen[0], orders.seen[-1]
+    assert learnt == whole._synchronizer.order
+    orders = Orders()
+    run(folder, group, callbacks=[orders], resume=True, **settings, max_steps=7)
+    assert orders.seen[0] == learnt
+    assert (first == learnt) == (group.world_size == 1)
+
+
 @pytest.mark.parametrize(
     "exchange", [{"overlap": True}, {"compression": "powersgd", "powersgd_rank": 1}], ids=["overlap", "powersgd"]
 )
@@ -85,6 +112,7 @@ def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchang
     reference = run(tmp_path_factory.mktemp("reference"), group, **exchange)
     resumed = stopped_and_resumed(tmp_path_factory.mktemp("resumed"), group, 7, **exchange)
     assert_same_run(resumed, reference)
+    assert resumed._synchronizer.order == reference._synchronizer.order
     assert (reference.replica_digest == whole.replica_digest) == ("overlap" in exchange)
 
 

@@ -8,6 +8,7 @@ from mindnlp.engine import TrainingArguments
 
 import mindnlp_dp as dp
 from mindnlp_dp.arguments import upgrade_arguments
+from mindnlp_dp.gradient_sync import DEFAULT_BUCKET_CAP_MB
 
 
 @dataclass
@@ -34,7 +35,7 @@ def test_a_subclass_keeps_its_fields(tmp_path):
     assert isinstance(upgraded, MyArguments)
     assert isinstance(upgraded, dp.DataParallelArguments)
     assert upgraded.flavour == "own"
-    assert upgraded.bucket_cap_mb == 4
+    assert upgraded.bucket_cap_mb == DEFAULT_BUCKET_CAP_MB
     assert "flavour" in upgraded.to_dict()
 
 
