@@ -6,16 +6,12 @@ most, counted, beside its formula, and the time of an all-reduce, measured, besi
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from ..files import in_place_of
-from ..launch.run import run_job
+from ..launch.study import run_measurement, write_outputs
 from .costs import CostModel, traffic
 
 # Which of the fitted models an algorithm waits for.
@@ -28,15 +24,9 @@ def measure(world_sizes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, 
     Raises:
         RuntimeError: a job failed.
     """
-    rows = []
-    for world_size in world_sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "measured.json")
-            command = ["-m", "mindnlp_dp.algorithms.measure", "--bytes", *map(str, sizes), "--write", str(file)]
-            if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs")) != 0:
-                raise RuntimeError(f"the job with {world_size} ranks failed; its message stands above")
-            rows += table_rows(json.loads(file.read_text()))
-    return rows
+    flags = ["--bytes", *map(str, sizes)]
+    jobs = [run_measurement("mindnlp_dp.algorithms.measure", world_size, flags) for world_size in world_sizes]
+    return [row for job in jobs for row in table_rows(job)]
 
 
 def table_rows(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,8 +110,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
-    with in_place_of(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
 
 
@@ -131,15 +120,5 @@ def run(world_sizes: Sequence[int], sizes: Sequence[int], plot_file: Optional[Pa
     rows = measure(world_sizes, sizes)
     print(f"{cores} cores; all-reduce of float32; times are medians, of the slowest rank")
     print_table(rows)
-    if json_file is not None:
-        with in_place_of(json_file) as temporary:
-            temporary.write_text(json.dumps({"cores": cores, "rows": rows}, indent=2) + "\n")
-        print(f"written to {json_file}")
-    if plot_file is not None:
-        try:
-            plot(rows, plot_file)
-        except ImportError:
-            print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"', file=sys.stderr)
-            return 1
-        print(f"drawn in {plot_file}")
-    return 0 if all(row["equals_formula"] for row in rows) else 1
+    is_written = write_outputs({"cores": cores, "rows": rows}, json_file, lambda path: plot(rows, path), plot_file)
+    return 0 if is_written and all(row["equals_formula"] for row in rows) else 1

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from ..files import in_place_of
-from ..launch.run import run_job
+from ..launch.study import run_measurement, write_outputs
 from .laws import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
 
 _PREDICTED = (2, 4, 8, 16, 32, 64)
@@ -27,16 +23,11 @@ def measure(world_sizes: Sequence[int], batch: int, num_updates: int) -> dict[in
     Raises:
         RuntimeError: a job failed.
     """
-    rates = {}
-    for world_size in world_sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "measured.json")
-            flags = ["--batch", str(batch), "--updates", str(num_updates), "--write", str(file)]
-            command = ["-m", "mindnlp_dp.scaling.measure", *flags]
-            if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs")) != 0:
-                raise RuntimeError(f"the job with {world_size} ranks failed; its message stands above")
-            rates[world_size] = json.loads(file.read_text())["samples_per_second"]
-    return rates
+    flags = ["--batch", str(batch), "--updates", str(num_updates)]
+    return {
+        world_size: run_measurement("mindnlp_dp.scaling.measure", world_size, flags)["samples_per_second"]
+        for world_size in world_sizes
+    }
 
 
 def fit(rates: dict[int, dict[str, float]]) -> dict[str, dict[str, Any]]:
@@ -88,8 +79,7 @@ def plot(fitted: dict[str, dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    with in_place_of(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
 
 
@@ -106,15 +96,5 @@ def run(
     fitted = fit(measure(world_sizes, batch, num_updates))
     print(f"{cores} cores; a RoBERTa of two layers, {batch} samples of one rank alone, {num_updates} updates")
     print_report(fitted)
-    if json_file is not None:
-        with in_place_of(json_file) as temporary:
-            temporary.write_text(json.dumps({"cores": cores, "batch": batch, "laws": fitted}, indent=2) + "\n")
-        print(f"written to {json_file}")
-    if plot_file is not None:
-        try:
-            plot(fitted, plot_file)
-        except ImportError:
-            print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"', file=sys.stderr)
-            return 1
-        print(f"drawn in {plot_file}")
-    return 0
+    numbers = {"cores": cores, "batch": batch, "laws": fitted}
+    return 0 if write_outputs(numbers, json_file, lambda path: plot(fitted, path), plot_file) else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -244,3 +245,29 @@ def test_nothing_imports_mindspore():
         "import sys, mindnlp_dp.algorithms.report, mindnlp_dp.algorithms.measure; assert 'mindspore' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def command(*args):
+    done = subprocess.run([sys.executable, "-m", "mindnlp_dp", *args], capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_explains_and_says_what_it_cannot():
+    assert command("algorithms", "--explain", "ring", "--nproc", "4") == (0, RING_OF_FOUR + "\n", "")
+    code, _, said = command("algorithms", "--explain", "tree")
+    assert (code, said.splitlines()[-1].partition(";")[0]) == (2, "mindnlp-dp algorithms: there is no algorithm 'tree'")
+    code, _, said = command("scaling", "--nproc", "1")
+    assert (code, said) == (
+        2, "mindnlp-dp scaling: scaling compares one rank with several; --nproc needs a number of at least 2\n",
+    )  # fmt: skip
+
+
+def test_the_command_compares(tmp_path):
+    files = ["--json", str(tmp_path / "out" / "rows.json"), "--plot", str(tmp_path / "out" / "plot.png")]
+    code, table, _ = command("algorithms", "--nproc", "2", "3", "--bytes", "4096", "1000", *files)
+    assert code == 0
+    assert "DIFFERS" not in table
+    rows = json.loads((tmp_path / "out" / "rows.json").read_text())["rows"]
+    assert len(rows) == len(ALGORITHMS) * 2 * 2
+    assert all(row["equals_formula"] and row["seconds"] > 0 and row["predicted_seconds"] > 0 for row in rows)
+    assert (tmp_path / "out" / "plot.png").read_bytes()[:4] == b"\x89PNG"
