@@ -40,6 +40,8 @@ class MindSporeBackend(Backend):
         self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
         self.local_rank = communication.get_local_rank()
         self.local_world_size = communication.get_local_rank_size()
+        if self.world_size == 1:
+            self.cannot_overlap = "there is one rank"
         self._has_hinted = False
 
     def to_native(self, x: Any) -> Any:
