@@ -29,5 +29,4 @@ train none
 train fp16 --compression fp16
 train bf16 --compression bf16
 train powersgd-4 --compression powersgd --powersgd-rank 4
-train powersgd-1 --compression powersgd --powersgd-rank 1
-python "$ROOT/benchmarks/compression_table.py" "$work" none fp16 bf16 powersgd-4 powersgd-1 ${json:+--json "$json"}
+python "$ROOT/benchmarks/compression_table.py" "$work" none fp16 bf16 powersgd-4 ${json:+--json "$json"}
