@@ -68,11 +68,6 @@ def window(sync, micro, rank, number, weights=(1.0,)):
     return [None if g is None else g.asnumpy().copy() for g in sync.reduce()]
 
 
-def assert_equal(mine, expected):
-    for one, other in zip(mine, expected):
-        np.testing.assert_array_equal(one, other)
-
-
 def num_exchange_threads():
     return sum(thread.name == "gradient-exchange" for thread in threading.enumerate())
 
@@ -116,7 +111,7 @@ def test_ranks_whose_gradients_come_in_different_orders(several, group, micro, p
     micro.is_reversed = group.rank % 2 == 1
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)
     for number in range(3):
-        assert_equal(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
+        models.assert_same_sums(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
     orders = group.all_gather_object([slot.index for bucket in sync.buckets for slot in bucket.layout.slots])
     assert all(order == orders[0] for order in orders)
     seen = []
@@ -146,21 +141,21 @@ def test_buckets_are_under_way_before_the_backward_pass_has_ended(group, micro, 
 def test_the_same_bits_with_and_without(group, micro, sync, plain):
     for number, weights in enumerate([(1.0,), (2.0, 3.0), (1.0, 0.5 + group.rank, 7.0)]):
         with_overlap = window(sync, micro, group.rank, number, weights)
-        assert_equal(with_overlap, window(plain, micro, group.rank, number, weights))
+        models.assert_same_sums(with_overlap, window(plain, micro, group.rank, number, weights))
     assert sync.overlap.state == "on"
 
 
 def test_a_rank_without_a_last_micro_batch(group, micro, sync, plain):
     weights = (2.0, None if group.rank == 0 else 1.0)
-    assert_equal(window(sync, micro, group.rank, 1, weights), window(plain, micro, group.rank, 1, weights))
+    models.assert_same_sums(window(sync, micro, group.rank, 1, weights), window(plain, micro, group.rank, 1, weights))
     weights = (None,) if group.rank == 0 else (1.0,)
-    assert_equal(window(sync, micro, group.rank, 2, weights), window(plain, micro, group.rank, 2, weights))
+    models.assert_same_sums(window(sync, micro, group.rank, 2, weights), window(plain, micro, group.rank, 2, weights))
 
 
 def test_no_rank_with_a_sample(group, sync, micro, plain):
     with pytest.raises(ValueError, match="no rank had a sample in this window"):
         sync.reduce()
-    assert_equal(window(sync, micro, group.rank, 1), window(plain, micro, group.rank, 1))
+    models.assert_same_sums(window(sync, micro, group.rank, 1), window(plain, micro, group.rank, 1))
 
 
 @pytest.mark.parametrize("before", [(), (2.0,)])
@@ -179,7 +174,7 @@ def test_a_last_micro_step_that_is_skipped_on_one_rank(group, micro, sync, plain
                 one.accumulate(gradients, 3.0)
             results.append([None if g is None else g.asnumpy().copy() for g in one.reduce()])
             assert one.num_skipped == 1
-        assert_equal(*results)
+        models.assert_same_sums(*results)
     assert sync.overlap.state == "on"
 
 
@@ -216,10 +211,10 @@ def test_gradients_that_are_not_what_the_hooks_saw(group, micro, sync, plain, ho
             results.append([g.asnumpy().copy() for g in one.reduce()])
         said = [str(warning.message) for warning in caught if "after the backward pass" in str(warning.message)]
         assert len(said) == (group.is_main and one is sync)
-    assert_equal(*results)
+    models.assert_same_sums(*results)
     assert sync.overlap.state.startswith("off: ")
     assert sync.overlap.state.endswith(f"(rank {group.world_size - 1})")
-    assert_equal(window(sync, micro, group.rank, 8), window(plain, micro, group.rank, 8))
+    models.assert_same_sums(window(sync, micro, group.rank, 8), window(plain, micro, group.rank, 8))
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced"])
@@ -238,7 +233,7 @@ def test_gradients_that_the_caller_changes_are_seen_while_learning(several, grou
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             results.append([g.asnumpy().copy() for g in one.reduce()])
-    assert_equal(*results)
+    models.assert_same_sums(*results)
     changed = "changed" if how == "in place" else "replaced"
     assert sync.overlap.state == f"off: a gradient was {changed} after its backward pass (rank 0)"
 
@@ -258,7 +253,7 @@ def test_a_hook_that_fails_takes_notes(group, micro, sync, plain, monkeypatch):
         warnings.simplefilter("ignore")
         patch.setattr(kind, "put", fail_once)
         mine = window(sync, micro, group.rank, 4)
-    assert_equal(mine, window(plain, micro, group.rank, 4))
+    models.assert_same_sums(mine, window(plain, micro, group.rank, 4))
     assert sync.overlap.state == "off: a hook failed: MemoryError: none left (rank 0)"
 
 
@@ -288,13 +283,13 @@ def test_an_exception_while_nothing_is_under_way_drops_the_window(group, micro, 
         plain.accumulate(micro.backward(group.rank), 5.0)
         raise KeyError
     mine = window(plain, micro, 0, 3)
-    assert_equal(mine, [g.asnumpy() for g in micro.backward(0, 3, 0)])
+    models.assert_same_sums(mine, [g.asnumpy() for g in micro.backward(0, 3, 0)])
 
 
 def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
     sync = dp.GradientSynchronizer(micro.trainable, group)
     for number in range(2 * TRIAL_PAIRS + 3):
-        assert_equal(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
+        models.assert_same_sums(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
     states = group.all_gather_object(sync.overlap.state)
     assert len(set(states)) == 1
     assert states[0] == "on" or "ms with it and" in states[0]
@@ -372,7 +367,7 @@ def test_within_no_sync_nothing_is_sent(group, micro, sync, plain):
             gradients = micro.backward(group.rank, 1)
         with one.no_sync():
             one(gradients, 2.0)
-    assert_equal(window(sync, micro, group.rank, 3), window(plain, micro, group.rank, 3))
+    models.assert_same_sums(window(sync, micro, group.rank, 3), window(plain, micro, group.rank, 3))
 
 
 def test_the_model_of_the_quickstart(several, group):
@@ -392,7 +387,7 @@ def test_the_model_of_the_quickstart(several, group):
                 run()
             sync.accumulate([p.grad for _, p in parameters], 4.0)
             results[overlap] = [g.asnumpy().copy() for g in sync.reduce()]
-    assert_equal(results[True], results[False])
+    models.assert_same_sums(results[True], results[False])
 
 
 # Every rank must draw the same.
@@ -422,7 +417,7 @@ def test_any_parameters_and_late_ranks(group, shapes, dtype, cap_kib, num_frozen
             if late.random() < 0.3:
                 time.sleep(late.random() / 100)
             results[name] = window(sync, micro, group.rank, number, weights)
-        assert_equal(results["overlap"], results["plain"])
+        models.assert_same_sums(results["overlap"], results["plain"])
         tolerance = 2e-3 if dtype == "float16" else 2e-6
         for mine, naive in zip(results["overlap"], results["naive"]):
             np.testing.assert_allclose(mine, naive, rtol=tolerance, atol=tolerance)
