@@ -30,7 +30,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from .backends.base import Backend, dtype_name
+from .backends.base import Backend
+from .backends.dtypes import dtype_name
 from .files import clean_up_after_a_kill, in_place_of
 from .process_group import ProcessGroup
 from .replicas import all_names, broadcast_parameters, named_weights, set_weight

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .backends.base import Backend, dtype_name
+from .backends.base import Backend
+from .backends.dtypes import dtype_name
 
 OPS = ("sum", "mean", "max", "min")
 TYPES = (

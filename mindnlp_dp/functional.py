@@ -10,21 +10,22 @@ rank's part of a global batch, by the same stages as the Trainer's (:mod:`mindnl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Callable, Optional, Union
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Callable, Optional
 
 import mindspore
 import numpy as np
 
 from .gradient_sync import GradientSynchronizer
-from .gradient_window import GradientWindow
+from .gradient_window import GradientWindow, NaiveGradientSynchronizer
+from .loader import num_rows
 from .losses import LossMeter
 from .process_group import ProcessGroup, get_process_group
 from .train_step import MicroStep, TrainStep
 from .updaters import MindNLPUpdater, MindSporeUpdater, Updater
 
 
-class ReducerWindow(GradientWindow):
+class ReducerWindow(NaiveGradientSynchronizer):
     """Exchange by a reducer of another's making, such as MindSpore's ``nn.DistributedGradReducer``.
 
     It is called with a tuple of gradients once a window, and returns their mean over the ranks, or, when its ``mean``
@@ -36,26 +37,18 @@ class ReducerWindow(GradientWindow):
     ) -> None:
         super().__init__(parameters, group)
         self._reducer = reducer
-        self._sums: dict[int, Any] = {}
-
-    def _put(self, index: int, gradient: Any, weight: float) -> None:
-        weighted = gradient * weight
-        self._sums[index] = self._sums[index] + weighted if index in self._sums else weighted
 
     def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
         means = getattr(self._reducer, "mean", True)
         factor = scale * self.group.world_size if means else scale
-        mine = [
-            self._sums[index] * factor if index in self._sums else mindspore.ops.zeros_like(parameter)
-            for index, parameter in enumerate(self.parameters)
-        ]
+        mine = [self._sum_of(index) * factor for index in range(len(self.parameters))]
         self.num_bytes += sum(gradient.nbytes for gradient in mine)
         self.num_calls += 1
         reduced = self._reducer(tuple(mine))
-        return [gradient if is_used else None for gradient, is_used in zip(reduced, used)]
-
-    def _clear(self) -> None:
-        self._sums.clear()
+        return [
+            gradient.astype(parameter.dtype) if is_used else None
+            for gradient, parameter, is_used in zip(reduced, self.parameters, used)
+        ]
 
 
 def make_train_step(
@@ -127,7 +120,7 @@ def make_train_step(
     )
     losses = LossMeter(group)
     step = TrainStep(window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses)
-    return FunctionalStep(step, gradient_fn, accumulation_steps, weight_of or num_rows)
+    return FunctionalStep(step, gradient_fn, accumulation_steps, weight_of or _num_rows_of)
 
 
 class FunctionalStep:
@@ -195,9 +188,7 @@ class FunctionalStep:
         return self._gradient_fn(*batch) if isinstance(batch, (tuple, list)) else self._gradient_fn(batch)
 
 
-def num_rows(batch: Union[Mapping[str, Any], Sequence[Any], Any]) -> int:
-    """The first dimension of the first array of a batch that has one; 1 when there is none."""
-    arrays: Iterable[Any] = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else [batch]
-    )
-    return next((int(x.shape[0]) for x in arrays if getattr(x, "ndim", 0)), 1)
+def _num_rows_of(batch: Any) -> int:
+    if not isinstance(batch, Mapping):
+        batch = dict(enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
+    return num_rows(batch)

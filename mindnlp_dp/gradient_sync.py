@@ -30,7 +30,8 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from .backends.base import Bucket, dtype_name
+from .backends.buckets import Bucket
+from .backends.dtypes import dtype_name
 from .bucket import check_bucket_cap_mb, pack_buckets
 from .bucket_cap import choose_bucket_cap_mb
 from .gradient_window import GradientWindow, NaiveGradientSynchronizer
@@ -221,9 +222,10 @@ class GradientSynchronizer(GradientWindow):
             self._go_back(has_problem=num_problems > 0)
         gradients = self._average(used)
         if self.overlap.is_learning and num_learnt == self.group.world_size:
-            self.pack_in_order(self.group.broadcast_object(self.overlap.seen))
+            self.pack_in_order(self.group.broadcast_object(list(self.overlap.seen)))
             self.overlap.learnt()
-        self.overlap.measure(self.group.all_reduce)
+        else:
+            self.overlap.measure(self.group.all_reduce)
         return gradients
 
     def _go_back(self, *, has_problem: bool) -> None:

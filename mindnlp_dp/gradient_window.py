@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .backends.base import HALF_TYPES, dtype_name
+from .backends.dtypes import HALF_TYPES, dtype_name
 from .process_group import ProcessGroup, get_process_group
 from .replicas import check_same_structure
 
@@ -232,20 +232,24 @@ class NaiveGradientSynchronizer(GradientWindow):
             gradient = gradient.astype(mindspore.float32)
         self._sums[index] = self._sums[index] + gradient * weight if index in self._sums else gradient * weight
 
-    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
+    def _sum_of(self, index: int) -> Any:
+        """Of what was put for a parameter; half types in float32, for their weighted sum may not fit into them."""
+        if index in self._sums:
+            return self._sums[index]
         import mindspore
 
+        parameter = self.parameters[index]
+        wide = mindspore.float32 if dtype_name(parameter) in HALF_TYPES else parameter.dtype
+        return mindspore.ops.zeros(tuple(parameter.shape), wide)
+
+    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
         gradients: list[Optional[Any]] = [None] * len(self.parameters)
         for index in np.flatnonzero(used):
-            dtype = self.parameters[index].dtype
-            mine = self._sums.get(index)
-            if mine is None:
-                wide = mindspore.float32 if dtype_name(self.parameters[index]) in HALF_TYPES else dtype
-                mine = mindspore.ops.zeros(tuple(self.parameters[index].shape), wide)
+            mine = self._sum_of(index)
             self.num_bytes += mine.nbytes
             self.num_calls += 1
             began = time.perf_counter()
-            gradients[index] = self.group.all_reduce(mine * scale).astype(dtype)
+            gradients[index] = self.group.all_reduce(mine * scale).astype(self.parameters[index].dtype)
             self._timed(self.names[index], began)
         return gradients
 

@@ -19,8 +19,6 @@ that went wrong on any rank is exchanged again, by all, without overlap (gradien
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -28,66 +26,15 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from .backends.base import Backend, Bucket
-from .backends.ring import Patience
+from .backends.base import Backend
+from .backends.buckets import Bucket
+from .lanes import InlineLane, Lane, ThreadLane
 
 # Pairs of windows, without and with overlap, that decide "auto"; the first pair only warms up.
 TRIAL_PAIRS = 8
 # Overlap stays when it saves at least this share of the time, and more than chance would: so many standard errors.
 _WORTH_IT = 0.01
 _BEYOND_CHANCE = 2.0
-
-
-class _Thread:
-    """Runs what it is given, in order, on a thread of its own, which ends with the window."""
-
-    def __init__(self) -> None:
-        self.patience = Patience()
-        self._tasks: queue.SimpleQueue[Optional[Callable[[], None]]] = queue.SimpleQueue()
-        self._error: Optional[BaseException] = None
-        self._thread = threading.Thread(target=self._run, name="gradient-exchange", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                if self._error is None:
-                    task()
-            except BaseException as error:  # noqa: BLE001
-                # The thread that waits for the result raises it.
-                self._error = error
-
-    def submit(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-
-    def finish(self) -> None:
-        """Return when all is done, or raise what a task raised."""
-        self._tasks.put(None)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def abandon(self) -> None:
-        """End the thread, whatever it is waiting for."""
-        self.patience.give_up()
-        self._error = self._error or RuntimeError("abandoned")
-        self._tasks.put(None)
-        self._thread.join()
-
-
-class _Here:
-    """Runs what it is given at once: it begins something that a device goes on with."""
-
-    patience = None
-
-    def submit(self, task: Callable[[], None]) -> None:
-        task()
-
-    def finish(self) -> None:
-        """Nothing is left: who takes a bucket's result waits for it."""
-
-    def abandon(self) -> None:
-        """The device ends what it has begun."""
 
 
 class Overlap:
@@ -98,6 +45,7 @@ class Overlap:
         is_sending: whether this window's exchange begins during its backward pass; the same on every rank.
         is_learning: whether this window only looks; the same on every rank.
         problem: what went wrong on this rank in this window, None if nothing did.
+        seen: the parameters whose gradients the hooks saw in this window, in that order.
     """
 
     def __init__(self, parameters: Sequence[Any], wanted: Union[bool, str], backend: Backend) -> None:
@@ -110,9 +58,10 @@ class Overlap:
         self._buckets: Sequence[Bucket] = ()
         # Of the backward pass that is under way.
         self._weight: Optional[float] = None
-        self._seen: list[tuple[int, Any, Optional[np.ndarray]]] = []
+        self.seen: list[int] = []
+        self._evidence: list[tuple[int, Any, Optional[np.ndarray]]] = []
         # Of the window.
-        self._lane: Union[_Thread, _Here, None] = None
+        self._lane: Optional[Lane] = None
         self._scale = 0.0
         self._missing: list[int] = []
         self._next = 0
@@ -135,11 +84,6 @@ class Overlap:
         """Whether this rank's exchange has begun and not ended."""
         return self._lane is not None
 
-    @property
-    def seen(self) -> list[int]:
-        """The parameters whose gradients came, in that order."""
-        return [index for index, _, _ in self._seen]
-
     def turn_off(self, reason: str) -> None:
         """For good. Called by all ranks in the same window."""
         self.state = f"off: {reason}"
@@ -159,7 +103,8 @@ class Overlap:
             self._install()
         if self.is_sending:
             self._open(buckets, weight_so_far + weight)
-        self._weight = weight
+        # In a window of the trial that sends nothing, hooks have nothing to do: what they held on to would cost memory.
+        self._weight = weight if self.is_sending or self.is_learning else None
 
     def _install(self) -> None:
         # Through a weak reference: parameters must not keep the synchroniser's memory alive.
@@ -175,11 +120,11 @@ class Overlap:
             return hook
 
         self._handles = [parameter.register_hook(hook_of(index)) for index, parameter in enumerate(self._parameters)]
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, _remove, self._handles).atexit = False
 
     def _open(self, buckets: Sequence[Bucket], weight: float) -> None:
         """Begin to send: at first the weight of this rank's window, which every scale depends on."""
-        self._lane = _Here() if buckets[0].is_asynchronous else _Thread()
+        self._lane = InlineLane() if buckets[0].is_asynchronous else ThreadLane()
         self._buckets = buckets
         self._bucket_of = {slot.index: number for number, bucket in enumerate(buckets) for slot in bucket.layout.slots}
         self._missing = [len(bucket.layout.slots) for bucket in buckets]
@@ -199,16 +144,15 @@ class Overlap:
         if self._weight is None:
             return
         try:
+            # Whether the caller changes it in place must be seen, once.
+            copy = self._backend.to_host(gradient).copy() if self.is_learning else None
+            self._evidence.append((index, gradient, copy))
+            self.seen.append(index)
             if self.is_sending:
-                self._seen.append((index, gradient, None))
                 number = self._bucket_of[index]
                 self._buckets[number].put(index, gradient, self._weight)
                 self._missing[number] -= 1
                 self._start_full_ones()
-            else:
-                # Whether the caller changes it in place must be seen, once.
-                copy = self._backend.to_host(gradient).copy() if self.is_learning else None
-                self._seen.append((index, gradient, copy))
         except Exception as error:  # noqa: BLE001
             self.problem = self.problem or f"a hook failed: {type(error).__name__}: {error}"
 
@@ -235,15 +179,19 @@ class Overlap:
     # Behind it.
 
     def compare(self, gradients: Sequence[Optional[Any]]) -> None:
-        """See whether the gradients that the caller hands over are those that the hooks saw; notes a problem if not."""
-        for index, gradient, copy in self._seen:
+        """See whether the gradients that the caller hands over are those that the hooks saw; notes a problem if not.
+
+        After that, nothing of them is held on to.
+        """
+        for index, gradient, copy in self._evidence:
             mine = gradients[index]
             if mine is None or mine.data_ptr() != gradient.data_ptr():
                 self.problem = self.problem or "a gradient was replaced after its backward pass"
             elif copy is not None and not np.array_equal(copy, self._backend.to_host(mine), equal_nan=True):
                 self.problem = self.problem or "a gradient was changed after its backward pass"
-        if len(set(self.seen)) != len(self._seen):
+        if len(set(self.seen)) != len(self.seen):
             self.problem = self.problem or "a parameter's gradient came in several parts"
+        self._evidence.clear()
 
     def finish(self, buckets: Sequence[Bucket], weight: float) -> list[tuple[str, float, float]]:
         """Send what is not under way yet, and return when this rank's part of the exchange is done: what took when."""
@@ -262,7 +210,8 @@ class Overlap:
             self._lane.abandon()
             self._lane = None
         self._weight = self.problem = self._began = None
-        self._seen.clear()
+        self.seen.clear()
+        self._evidence.clear()
         self._spans.clear()
         self._buckets, self._missing = (), []
 

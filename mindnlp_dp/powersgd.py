@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .backends.base import Bucket
+from .backends.buckets import Bucket
 from .bucket import BucketLayout, Slot
 from .process_group import ProcessGroup
 

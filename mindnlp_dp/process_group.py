@@ -18,7 +18,9 @@ from typing import Any, Callable, Optional, TypeVar
 
 import numpy as np
 
-from .backends.base import Backend, Bucket, dtype_name
+from .backends.base import Backend
+from .backends.buckets import Bucket
+from .backends.dtypes import dtype_name
 from .bucket import BucketLayout
 from .collective_checks import check_agreement, check_op, check_peer, check_rank, checked_array, describe, numel
 from .compat import obey_device_target

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .backends.base import dtype_name
+from .backends.dtypes import dtype_name
 from .process_group import ProcessGroup, get_process_group
 
 DIGEST_BYTES = 8

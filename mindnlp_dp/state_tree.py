@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from .backends.base import Backend, dtype_name
+from .backends.base import Backend
+from .backends.dtypes import dtype_name
 from .process_group import ProcessGroup
 
 # How the outline marks what JSON has no form for.

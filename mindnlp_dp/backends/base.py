@@ -12,13 +12,14 @@ from __future__ import annotations
 import abc
 import functools
 import pickle
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
-from ..bucket import BucketLayout, Slot
+from ..bucket import BucketLayout
+from .buckets import Bucket, HostBucket
+from .dtypes import dtype_name
 from .ring import Patience
 
 REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -26,151 +27,11 @@ REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-HALF_TYPES = ("float16", "bfloat16")
-
-
-def dtype_name(x: Any) -> str:
-    """``"float32"``, ``"int64"``, ``"bool"``, ... of a NumPy array or a MindSpore tensor."""
-    return _name_of(x.dtype)
-
-
-@functools.cache
-def _name_of(dtype: Any) -> str:
-    # MindSpore prints Float32, or mindspore.float32 once MindNLP is imported.
-    return str(dtype).lower().rpartition(".")[2].rstrip("_")
 
 
 def reduce_arrays(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
     """Reduce in rank order, so that every rank computes the same bits."""
     return functools.reduce(REDUCTIONS[op], arrays)
-
-
-class Bucket(abc.ABC):
-    """Memory for the gradients of one bucket, from accumulation to the exchanged result.
-
-    ``put`` adds ``weight * gradient`` to a slot, ``start`` scales what was put and
-    begins the sum over the ranks, ``wait`` ends it, ``get`` returns a slot of the
-    result, in memory of its own, ``release`` says that this rank has got what it wanted, and
-    ``clear`` makes the bucket empty again. A slot into which nothing was put counts as zeros.
-    ``keep`` remembers what was put so far, and ``restore`` goes back to it, be the sum made or not.
-
-    Attributes:
-        is_asynchronous: whether ``start`` returns while the exchange is under way. If not, buckets are best
-            exchanged one after the other, each while it is in the cache; or on a thread, which gives ``start`` its
-            patience, so that waiting leaves the core to the thread that computes.
-    """
-
-    is_asynchronous = False
-
-    def __init__(self, layout: BucketLayout) -> None:
-        self.layout = layout
-        self._slots = {slot.index: slot for slot in layout.slots}
-
-    @abc.abstractmethod
-    def put(self, index: int, gradient: Any, weight: float) -> None: ...
-
-    @abc.abstractmethod
-    def keep(self) -> None: ...
-
-    @abc.abstractmethod
-    def restore(self) -> None: ...
-
-    @abc.abstractmethod
-    def start(self, scale: float, patience: Optional[Patience] = None) -> None: ...
-
-    @abc.abstractmethod
-    def wait(self) -> None: ...
-
-    @abc.abstractmethod
-    def get(self, index: int) -> Any: ...
-
-    @abc.abstractmethod
-    def release(self) -> None: ...
-
-    @abc.abstractmethod
-    def clear(self) -> None: ...
-
-
-def sum_dtype(layout: BucketLayout) -> type:
-    """In which precision a host sums a bucket: half types in float32, for their weighted sum may not fit into them."""
-    return np.float64 if layout.dtype == "float64" else np.float32
-
-
-# From the dictionary of results, the local variable and the call that counts.
-_REFERENCES_OF_OUR_OWN = 3
-
-
-class HostBucket(Bucket):
-    """A bucket in one NumPy array, for backends that exchange host memory."""
-
-    def __init__(self, layout: BucketLayout, backend: HostBackend, buffer: Optional[np.ndarray] = None) -> None:
-        super().__init__(layout)
-        self._backend = backend
-        self._buffer = np.empty(layout.numel, sum_dtype(layout)) if buffer is None else buffer
-        self._filled: set[int] = set()
-        self._kept: set[int] = set()
-        self._results: dict[int, np.ndarray] = {}
-
-    def _view(self, index: int) -> np.ndarray:
-        slot = self._slots[index]
-        return self._buffer[slot.offset : slot.offset + slot.numel].reshape(slot.shape)
-
-    def put(self, index: int, gradient: Any, weight: float) -> None:
-        view, host, dtype = self._view(index), self._backend.to_host(gradient), self._buffer.dtype
-        # With dtype the product is made in the buffer's precision; NumPy would make it in the gradient's.
-        if index in self._filled:
-            view += np.multiply(host, weight, dtype=dtype)
-        else:
-            np.multiply(host, weight, out=view, dtype=dtype)
-            self._filled.add(index)
-
-    def _fill_gaps(self) -> None:
-        for index in self._slots.keys() - self._filled:
-            self._view(index).fill(0)
-
-    def keep(self) -> None:
-        """In the memory of the results, which nobody needs before this sum is made."""
-        self._kept = set(self._filled)
-        for index in self._kept:
-            np.copyto(self._result_memory(index), self._view(index).reshape(-1))
-
-    def restore(self) -> None:
-        self._filled = set(self._kept)
-        for index in self._kept:
-            np.copyto(self._view(index).reshape(-1), self._results[index])
-
-    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
-        self._fill_gaps()
-        np.multiply(self._buffer, self._buffer.dtype.type(scale), out=self._buffer)
-        self._backend.all_reduce_in_place(self._buffer, patience)
-
-    def wait(self) -> None:
-        """Nothing to wait for: host libraries return when the sum is there."""
-
-    def get(self, index: int) -> Any:
-        result = self._result_memory(index)
-        self._copy_result(self._slots[index], result)
-        return self._backend.from_host(result.reshape(self._slots[index].shape), self.layout.dtype)
-
-    def _copy_result(self, slot: Slot, out: np.ndarray) -> None:
-        np.copyto(out, self._buffer[slot.offset : slot.offset + slot.numel])
-
-    def _result_memory(self, index: int) -> np.ndarray:
-        """Memory for a slot of the result: the last result's, when nobody holds that any more.
-
-        New memory costs a page fault for every 4 KiB, several times what the copy costs.
-        """
-        result = self._results.get(index)
-        if result is None or sys.getrefcount(result) > _REFERENCES_OF_OUR_OWN:
-            result = self._results[index] = np.empty(self._slots[index].numel, self._buffer.dtype)
-        return result
-
-    def release(self) -> None:
-        """Nobody else reads this buffer."""
-
-    def clear(self) -> None:
-        self._filled.clear()
-        self._kept.clear()
 
 
 class Backend(abc.ABC):

@@ -14,7 +14,9 @@ from typing import Any, Optional
 import numpy as np
 
 from ..bucket import BucketLayout
-from .base import HALF_TYPES, Backend, Bucket, dtype_name, reduce_arrays
+from .base import Backend, reduce_arrays
+from .buckets import Bucket
+from .dtypes import HALF_TYPES, dtype_name
 from .ring import Patience
 
 # What the hint at MPI measures, and what its exchange takes over a copy in and out (benchmarks/bench_gradient_sync.py).

@@ -13,7 +13,8 @@ from typing import Optional
 import numpy as np
 
 from ..bucket import BucketLayout
-from .base import REDUCTIONS, Bucket, HostBackend, sum_dtype
+from .base import REDUCTIONS, HostBackend
+from .buckets import Bucket, sum_dtype
 from .ring import Patience, all_reduce_in_place
 from .shared_memory import CACHE_LINE_BYTES, STAGE_BYTES, HostExchange, SharedBucket, round_up, share_rows
 

@@ -37,7 +37,8 @@ from typing import Any, Optional
 import numpy as np
 
 from ..bucket import BucketLayout, Slot
-from .base import HostBackend, HostBucket
+from .base import HostBackend
+from .buckets import HostBucket
 from .ring import HalfWire, Patience, barrier, ring_all_reduce, sum_over_hosts, wire_for
 
 # Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import mindspore
@@ -327,17 +329,39 @@ def test_auto_keeps_the_faster_way(several, group, micro, monkeypatch, faster):
     assert (sync.overlap.state == "on") == faster
 
 
-def test_hooks_go_with_their_synchroniser(group, micro, sync):
-    import gc
-    import weakref
+def test_hooks_go_with_their_synchroniser(several, group, micro, plain):
+    """Its memory too: parameters outlive it."""
 
-    overlap = weakref.ref(sync.overlap)
-    window(sync, micro, group.rank, 1)
-    fresh = dp.GradientSynchronizer(micro.trainable, group, overlap=False)
-    assert overlap() is not None
-    del sync
+    def window_of_its_own():
+        sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True)
+        window(sync, micro, group.rank, 0)
+        assert sync.overlap._handles
+        return weakref.ref(sync.overlap), removed_by(sync.overlap)
+
+    def removed_by(overlap):
+        """What is taken off from here on."""
+        removed = []
+        for handle in overlap._handles:
+            handle.remove = lambda remove=handle.remove: (removed.append(1), remove())
+        return removed
+
+    overlap, removed = window_of_its_own()
     gc.collect()
-    window(fresh, micro, group.rank, 2)
+    assert overlap() is None
+    assert len(removed) == len(SHAPES)
+    window(plain, micro, group.rank, 1)
+
+
+def test_hooks_hold_on_to_gradients_only_while_they_are_compared(several, group, micro):
+    """A gradient kept to the window's end is memory that the next one cannot have."""
+    sync = dp.GradientSynchronizer(micro.trainable, group, overlap="auto")
+    for number in range(1 + 2):
+        with sync.backward(1.0):
+            gradients = micro.backward(group.rank, number)
+        sync.accumulate(gradients, 1.0)
+        assert not sync.overlap._evidence
+        assert bool(sync.overlap.seen) == (number in {0, 2}), "learns, does nothing, sends"
+        sync.reduce()
 
 
 def test_an_exchange_that_fails_is_an_error_and_no_later_one_begins(group, micro, sync, mended, monkeypatch):
