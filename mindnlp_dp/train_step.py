@@ -85,5 +85,5 @@ class TrainStep:
             if norm is None or settle_bad_norm(norm, step, go_on=self.leave_out_bad_losses):
                 with self.timeline.span("update", step=step):
                     self.updater.update(gradients)
-        self.updater.next_learning_rate()
+        self.updater.finish()
         return norm

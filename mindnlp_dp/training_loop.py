@@ -171,7 +171,7 @@ class TrainingLoop:
         trainer.state = TrainerState(**saved["trainer_state"])
         trainer._globalstep_last_logged = saved["last_logged"]
         self.grad_norm = saved["grad_norm"]
-        self.bucket_order = saved["bucket_order"]
+        self.bucket_order = saved.get("bucket_order")
         position, step = Position(**saved["position"]), trainer.state.global_step
         self.position = position.where_to_go_on()
         if self.args.ignore_data_skip:
@@ -208,7 +208,6 @@ class TrainingLoop:
             if args.sync_stats and self.group.is_main:
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
-            trainer.model.zero_grad()
             self.updates_done += 1
             position.update += 1
             trainer.state.global_step += 1

@@ -29,8 +29,8 @@ class Updater(abc.ABC):
     def update(self, gradients: Sequence[Optional[Any]]) -> None: ...
 
     @abc.abstractmethod
-    def next_learning_rate(self) -> None:
-        """An update is over, whether it was made or left out."""
+    def finish(self) -> None:
+        """An update is over, be it made or left out: nothing holds on to its gradients, and the schedule goes on."""
 
 
 class MindNLPUpdater(Updater):
@@ -45,15 +45,17 @@ class MindNLPUpdater(Updater):
 
         self._attach(gradients)
         norm = nn.utils.clip_grad_norm_(self.parameters, max_norm)
-        return gradients, float(norm.asnumpy())
+        return [parameter.grad for parameter in self.parameters], float(norm.asnumpy())
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:
         self._attach(gradients)
         self.optimizer.step()
 
-    def next_learning_rate(self) -> None:
+    def finish(self) -> None:
         from mindnlp.core import optim
 
+        # The next window's result can then have this one's memory.
+        self._attach([None] * len(self.parameters))
         # A plateau scheduler steps when there is a metric to look at.
         if self.scheduler is not None and not isinstance(self.scheduler, optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step()
@@ -79,5 +81,5 @@ class MindSporeUpdater(Updater):
         full = [mindspore.ops.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
         self.optimizer(tuple(full))
 
-    def next_learning_rate(self) -> None:
+    def finish(self) -> None:
         """The optimizer counts its own steps."""
