@@ -88,6 +88,13 @@ class MPIEndpoint(Endpoint):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
 
+    @classmethod
+    def of_world(cls) -> MPIEndpoint:
+        """Of all processes that ``mpirun`` started."""
+        from mpi4py import MPI
+
+        return cls(MPI.COMM_WORLD)
+
     def _send(self, message: Message) -> None:
         self.comm.Send(np.ascontiguousarray(message.payload), dest=message.dst)
 

@@ -30,10 +30,8 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, nargs="+", required=True)
     parser.add_argument("--write", type=Path, required=True)
     args = parser.parse_args()
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD
-    endpoint = MPIEndpoint(comm)
+    endpoint = MPIEndpoint.of_world()
+    comm = endpoint.comm
     measured: dict[str, Any] = {"world_size": comm.size, "models": _fit_models(endpoint), "algorithms": {}}
     for name, algorithm in ALGORITHMS.items():
         rows = []
@@ -59,14 +57,8 @@ def _median_seconds(comm: Any, call: Callable[[], Any]) -> float:
         comm.Barrier()
         start = time.perf_counter()
         call()
-        times.append(comm.allreduce(time.perf_counter() - start, op=_max()))
+        times.append(max(comm.allgather(time.perf_counter() - start)))
     return statistics.median(times)
-
-
-def _max() -> Any:
-    from mpi4py import MPI
-
-    return MPI.MAX
 
 
 def _fit_models(endpoint: MPIEndpoint) -> dict[str, list[float]]:
