@@ -8,6 +8,9 @@ begins with gradients in each rank's private memory and ends with their mean the
 over MCCL and over MPI; in buckets through MPI's own Allreduce; ours, in shared memory; and PyTorch's gloo on the same
 bytes, in buckets of 25 MiB, as its DistributedDataParallel makes them. Beside them one copy in and one copy out, by
 both ranks at once: no exchange through memory takes less. Jobs are run in turns; medians are printed.
+
+Below the table: the memory that our exchange keeps, a rank, in multiples of the gradients. Memory that ranks share
+counts once (Linux's proportional set size).
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
     return [(vocab, width), (positions, width), (2, width), *norm, *(layer * layers), (width, width), (width,)]
 
 
+def proportional_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
 def measure(backend: str, model: str) -> dict[str, Any]:
     import mindspore
 
@@ -67,8 +75,11 @@ def measure(backend: str, model: str) -> dict[str, Any]:
                 np.copyto(result, staged)
 
         seconds["copy"] = median_seconds(group.barrier, copies, 9)
+        before = proportional_bytes()
         ours = dp.GradientSynchronizer(parameters, group)
         seconds["ours"] = median_seconds(group.barrier, partial(ours, gradients), 9)
+        grown = group.all_reduce(np.array([proportional_bytes() - before], np.int64))
+        seconds["memory"] = float(grown[0]) / group.world_size / sum(array.nbytes for array in arrays)
         del ours
         # What a host without shared memory falls back to.
         group._backend._shares_memory = False  # type: ignore[attr-defined]
@@ -120,7 +131,9 @@ def main() -> None:
     print(f"{'':36}{'ms':>10}{'x one copy':>12}{'x ours':>10}")
     for name in (name for name in NAMES if name in medians):
         print(f"{NAMES[name]:36}{1000 * medians[name]:10.1f}{ratio(name, 'copy'):12.2f}{ratio(name, 'ours'):10.2f}")
+    print(f"memory that ours keeps, a rank: {medians['memory']:.2f} x the gradients")
     ratios = {"naive_mccl_over_ours": ratio("naive_mccl", "ours"), "ours_over_copy": ratio("ours", "copy")}
+    ratios["memory_over_gradients"] = round(medians.pop("memory"), 3)
     if "gloo" in runs:
         ratios["gloo_over_ours"] = ratio("gloo", "ours")
     numbers = {"machine": machine(), "model": args.model, "runs": runs, "seconds": medians, "ratios": ratios}
