@@ -35,7 +35,10 @@ _HOME = {
     "GlobalBatchSampler": "sharding",
     "NaiveGradientSynchronizer": "gradient_sync",
     "GradientSynchronizer": "gradient_sync",
+    "make_loader": "loader",
     "make_train_step": "functional",
+    "FunctionalRun": "functional_run",
+    "evaluate": "evaluation",
     "DataParallelArguments": "arguments",
     "DataParallelTrainerMixin": "trainer",
     "DataParallelTrainer": "trainer",
@@ -45,9 +48,12 @@ __all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from .arguments import DataParallelArguments as DataParallelArguments
+    from .evaluation import evaluate as evaluate
     from .functional import make_train_step as make_train_step
+    from .functional_run import FunctionalRun as FunctionalRun
     from .gradient_sync import GradientSynchronizer as GradientSynchronizer
     from .gradient_sync import NaiveGradientSynchronizer as NaiveGradientSynchronizer
+    from .loader import make_loader as make_loader
     from .process_group import ProcessGroup as ProcessGroup
     from .process_group import destroy_process_group as destroy_process_group
     from .process_group import get_process_group as get_process_group

@@ -14,19 +14,6 @@ import numpy as np
 
 from .process_group import ProcessGroup
 
-
-class Batch(dict[str, np.ndarray]):
-    """Columns of a batch by their names, and which samples of the data set its rows are.
-
-    Attributes:
-        indices: int64 of shape ``(rows,)``; in a pipeline, which has no index, the rows' numbers in its order.
-    """
-
-    def __init__(self, columns: Mapping[str, np.ndarray], indices: np.ndarray) -> None:
-        super().__init__(columns)
-        self.indices = indices
-
-
 # How many samples are compared among the ranks before they are trusted to hold the same data.
 NUM_PROBES = 8
 

@@ -7,15 +7,59 @@ once at the end. Averages are never averaged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import numpy as np
 
-from .process_group import ProcessGroup
+from .batches import call_with, num_rows_of
+from .process_group import ProcessGroup, get_process_group
+
+if TYPE_CHECKING:
+    from .loader import Loader
 
 PADDING = -100
 GATHER_EVERY = 16
+
+
+class Evaluation(NamedTuple):
+    """Of a whole data set, the same on every rank: outputs in its order, mean loss (None without any), samples."""
+
+    outputs: Any
+    loss: Optional[float]
+    num_samples: int
+
+
+def evaluate(
+    predict_fn: Callable[..., Any],
+    loader: Loader,
+    *,
+    has_loss: bool = False,
+    weight_of: Optional[Callable[[Any], float]] = None,
+    group: Optional[ProcessGroup] = None,
+) -> Evaluation:
+    """Run a function over every sample of a loader, once; a collective.
+
+    Args:
+        predict_fn: from a batch, as :func:`~mindnlp_dp.make_train_step`'s ``forward_fn`` takes it, to outputs: nested
+            tuples, lists or dicts of tensors with the rows in front. What shall be compared with them, such as
+            labels, it returns beside them.
+        loader: what :func:`~mindnlp_dp.make_loader` made, without ``shuffle``.
+        has_loss: whether ``predict_fn`` returns a pair, its mean loss and the outputs.
+        weight_of: what a batch's loss weighs; by default its number of rows.
+    """
+    weight_of = weight_of or num_rows_of
+    run = EvaluationRun(group or get_process_group())
+    for window in loader.windows():
+        for batch in window:
+            if batch is None:
+                run.add(None)
+                continue
+            returned = call_with(predict_fn, batch)
+            loss, outputs = returned if has_loss else (None, returned)
+            mean_loss = None if loss is None else float(loss.asnumpy())
+            run.add(to_numpy(outputs), num_rows_of(batch), mean_loss, float(weight_of(batch)))
+    return Evaluation(*run.finish())
 
 
 class EvaluationRun:

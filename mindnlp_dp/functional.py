@@ -10,17 +10,19 @@ rank's part of a global batch, by the same stages as the Trainer's (:mod:`mindnl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional
 
 import mindspore
 import numpy as np
 
+from .batches import call_with, num_rows_of
 from .gradient_sync import GradientSynchronizer
 from .gradient_window import GradientWindow, NaiveGradientSynchronizer
-from .loader import num_rows
 from .losses import LossMeter
 from .process_group import ProcessGroup, get_process_group
+from .runtime import seeded, step_seed
 from .train_step import MicroStep, TrainStep
 from .updaters import MindNLPUpdater, MindSporeUpdater, Updater
 
@@ -62,6 +64,7 @@ def make_train_step(
     weight_of: Optional[Callable[[Any], float]] = None,
     reducer: Optional[Callable[..., Any]] = None,
     jit: bool = False,
+    seed: int = 0,
     leave_out_bad_losses: bool = True,
     group: Optional[ProcessGroup] = None,
     **exchange: Any,
@@ -69,16 +72,20 @@ def make_train_step(
     """A step that every rank calls once an update, with its own part of the global batch.
 
     Args:
-        forward_fn: from a batch to its mean loss, a scalar tensor. A batch that is a mapping is passed as keywords, a
-            tuple or list as arguments, anything else as the one argument.
+        forward_fn: from a batch to its mean loss, a scalar tensor. A batch that is a mapping is passed as keywords (its
+            NumPy arrays as tensors), a tuple or list as arguments, anything else as the one argument.
         optimizer: MindNLP's (``mindnlp.core.optim``), or one of ``mindspore.nn``.
         parameters: those it updates, in its order.
-        accumulation_steps: micro batches in an update; the step is then called with a list of so many.
+        accumulation_steps: micro batches in an update; the step is then called with a list of so many. (Or of fewer,
+            where the data ends.)
         max_grad_norm: averaged gradients are clipped to this norm, together; None leaves them.
         scheduler: MindNLP's, stepped after every update. (``mindspore.nn``'s optimizers have schedules of their own.)
         weight_of: what a batch's loss weighs in the mean over ranks and micro steps; by default its number of rows.
         reducer: exchanges gradients in our synchroniser's stead, such as ``nn.DistributedGradReducer(parameters)``.
         jit: compile loss and gradients with ``mindspore.jit``; for plain cells.
+        seed: of what ``forward_fn`` draws, such as dropout: other numbers on every rank, in every update and micro
+            step, and the same again in a run that is taken up. (Not for MindSpore's ``nn.Dropout``, whose kernel counts
+            on by itself; ``ops.dropout`` and MindNLP's layers follow the seed.)
         leave_out_bad_losses: a loss that is NaN or infinite is left out with a warning; else it is the end, on all
             ranks.
         exchange: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and ``compression``.
@@ -120,7 +127,7 @@ def make_train_step(
     )
     losses = LossMeter(group)
     step = TrainStep(window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses)
-    return FunctionalStep(step, gradient_fn, accumulation_steps, weight_of or _num_rows_of)
+    return FunctionalStep(step, gradient_fn, accumulation_steps, weight_of or num_rows_of, seed)
 
 
 class FunctionalStep:
@@ -128,6 +135,8 @@ class FunctionalStep:
 
     Attributes:
         num_updates: done so far.
+        accumulation_steps: micro batches in an update, at most.
+        train_step: the stages of an update, which are the Trainer's too.
         grad_norm: of the last averaged gradient, where gradients are clipped.
         synchronizer: the exchange.
     """
@@ -138,10 +147,12 @@ class FunctionalStep:
         gradient_fn: Callable[..., tuple[Any, Sequence[Any]]],
         accumulation_steps: int,
         weight_of: Callable[[Any], float],
+        seed: int = 0,
     ) -> None:
-        self._train_step = train_step
+        self.train_step = train_step
+        self._seed = seed
         self._gradient_fn = gradient_fn
-        self._accumulation_steps = accumulation_steps
+        self.accumulation_steps = accumulation_steps
         self._weight_of = weight_of
         self.num_updates = 0
         self.grad_norm: Optional[float] = None
@@ -152,43 +163,32 @@ class FunctionalStep:
 
         ``batches`` is one batch, or, with accumulation, a list of them; None stands for one that this rank has not.
         """
-        window = [batches] if self._accumulation_steps == 1 else list(batches)
-        if len(window) != self._accumulation_steps:
+        window = [batches] if self.accumulation_steps == 1 else list(batches)
+        if not 1 <= len(window) <= self.accumulation_steps:
             raise ValueError(
-                f"expected {self._accumulation_steps} micro batches, got {len(window)} on rank "
+                f"expected 1 to {self.accumulation_steps} micro batches, got {len(window)} on rank "
                 f"{self.synchronizer.group.rank}; None stands for one that a rank has not"
             )
         seen: list[tuple[float, float]] = []
-        self.grad_norm = self._train_step(self._micro_steps(window, seen), self.num_updates)
+        self.grad_norm = self.train_step(self._micro_steps(window, seen), self.num_updates)
         self.num_updates += 1
         weight = sum(weight for _, weight in seen)
         return sum(loss * weight for loss, weight in seen) / weight if weight else None
 
     def mean_loss(self) -> float:
         """The mean loss of all ranks since this was last called. A collective."""
-        return self._train_step.losses.mean_since_log()
+        return self.train_step.losses.mean_since_log()
 
     def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:
         for number, batch in enumerate(window):
             weight = 0.0 if batch is None else float(self._weight_of(batch))
             if weight == 0:
                 continue
-            if number + 1 == len(window):
-                with self.synchronizer.backward(weight):
-                    loss, gradients = self._run(batch)
-            else:
-                loss, gradients = self._run(batch)
+            is_last = number + 1 == len(window)
+            sending = self.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
+            seed = step_seed(self._seed, self.synchronizer.group.rank, self.num_updates, number)
+            with seeded(seed), sending:
+                loss, gradients = call_with(self._gradient_fn, batch)
             value = float(loss.asnumpy())
             seen.append((value, weight))
-            yield MicroStep(value, gradients, weight)
-
-    def _run(self, batch: Any) -> tuple[Any, Sequence[Any]]:
-        if isinstance(batch, Mapping):
-            return self._gradient_fn(**batch)
-        return self._gradient_fn(*batch) if isinstance(batch, (tuple, list)) else self._gradient_fn(batch)
-
-
-def _num_rows_of(batch: Any) -> int:
-    if not isinstance(batch, Mapping):
-        batch = dict(enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
-    return num_rows(batch)
+            yield MicroStep(value, gradients, weight, getattr(batch, "indices", None))

@@ -59,9 +59,11 @@ class GradientWindow(abc.ABC):
         seconds: the computing thread spent on the exchange so far, waits for slower ranks included.
         num_bytes, num_calls: bytes of gradients handed to the exchange so far, on this rank, and in how many pieces.
         last_window: what the last window took.
+        order: in which gradients are packed, where it makes a difference to the last bits; else None.
     """
 
     last_window: WindowReport
+    order: Optional[Sequence[int]] = None
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
         self.group = group or get_process_group()
@@ -113,6 +115,14 @@ class GradientWindow(abc.ABC):
         ``weight`` is what they will weigh. Where exchange overlaps, it begins within; else nothing happens.
         """
         yield
+
+    # Where sums are made one by one there is nothing to pack, and nothing is rounded that could be made up for.
+
+    def pack_in_order(self, order: Sequence[int]) -> None:  # noqa: B027
+        """Go on in an ``order`` that another run had; called by every rank, between two windows."""
+
+    def forget_errors(self) -> None:  # noqa: B027
+        """Forget what the next window would make up for, as a process does that resumes here; called by every rank."""
 
     def _begin_window(self) -> None:
         self._weight, self._skipped = 0.0, 0

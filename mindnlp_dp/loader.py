@@ -2,7 +2,7 @@
 
 Goes in: a data set of any kind that MindNLP's users have, and the sizes. Comes
 out: for every update a window, the list of this rank's micro batches, each a dict
-of NumPy arrays (:class:`~mindnlp_dp.data_source.Batch`), or None where the rank has no rows. Every rank gets the same
+of NumPy arrays (:class:`~mindnlp_dp.batches.Batch`), or None where the rank has no rows. Every rank gets the same
 number of windows, with the same number of micro batches.
 
 There are two ways to cut data, by what a source can do:
@@ -21,16 +21,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import numpy as np
 
-from .data_source import Batch, check_same_samples, indexed_source, is_batched, is_mindspore_dataset, seeded_iterator
-from .process_group import ProcessGroup
+from .batches import Batch, Collator, Columns, as_arrays, default_collate, num_rows
+from .data_source import check_same_samples, indexed_source, is_batched, is_mindspore_dataset, seeded_iterator
+from .process_group import ProcessGroup, get_process_group
 from .sharding import GlobalBatchSampler, split_evenly
-
-Columns = dict[str, np.ndarray]
-Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
 class IndexedLoader:
@@ -53,6 +51,13 @@ class IndexedLoader:
     @property
     def num_samples(self) -> int:
         return self.sampler.num_samples
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What the order of the samples is a function of: a run that is taken up must have the same."""
+        sampler = self.sampler
+        return {"num_samples": len(self.dataset), "seed": sampler.seed, "shuffle": sampler.shuffle,
+                "uneven": sampler.uneven}  # fmt: skip
 
     @property
     def global_batch_size(self) -> int:
@@ -98,11 +103,13 @@ class PipelineLoader:
         accumulation_steps: int = 1,
         *,
         batch_size: int,
+        seed: int = 0,
         uneven: str = "keep",
     ) -> None:
         self._open_batches = open_batches
         self._group = group
         self._accumulation_steps = accumulation_steps
+        self._seed = seed
         self._uneven = uneven
         self._num_batches = num_batches
         self._batch_size = batch_size
@@ -116,6 +123,11 @@ class PipelineLoader:
     def num_samples(self) -> Optional[int]:
         """An upper bound where batches may be short; None for a stream."""
         return None if self._num_batches is None else self._num_batches * self._batch_size
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What this loader adds to the pipeline's own order: a run that is taken up must have the same."""
+        return {"num_samples": self.num_samples, "seed": self._seed, "uneven": self._uneven}
 
     def __len__(self) -> int:
         """Windows in an epoch; TypeError for a stream of unknown length, as ``len`` of any iterator."""
@@ -156,27 +168,32 @@ class PipelineLoader:
         return Batch(rows, np.arange(rows_before + first, rows_before + last))
 
 
+Loader = Union[IndexedLoader, PipelineLoader]
+
+
 def make_loader(
     dataset: Any,
-    group: ProcessGroup,
     micro_batch_size: int,
     accumulation_steps: int = 1,
     *,
+    group: Optional[ProcessGroup] = None,
     seed: int = 0,
     shuffle: bool = False,
     uneven: str = "keep",
     collate: Optional[Collator] = None,
     columns: Optional[Sequence[str]] = None,
-) -> IndexedLoader | PipelineLoader:
-    """Choose how to read ``dataset``, by what it can do.
+) -> Loader:
+    """Choose how to read ``dataset``, by what it can do. A collective.
 
-    ``columns`` names those to keep, None keeps all. ``shuffle``, ``seed`` and ``collate`` are for
-    sources with an index; a pipeline brings its own order and batches.
+    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` of them make an update's window. ``columns`` names
+    those to keep, None keeps all. ``shuffle``, ``seed`` and ``collate`` are for sources with an index; a pipeline
+    brings its own order and batches.
 
     Raises:
         ValueError: the pipeline is already cut by ``num_shards``, or there are no samples.
         TypeError: the data set can neither be indexed nor iterated.
     """
+    group = group or get_process_group()
     source = indexed_source(dataset)
     if source is not None:
         check_same_samples(source, group)
@@ -207,6 +224,7 @@ def make_loader(
             group,
             accumulation_steps,
             batch_size=pipeline.get_batch_size(),
+            seed=seed,
             uneven=uneven,
         )
     if not hasattr(dataset, "__iter__"):
@@ -223,34 +241,5 @@ def make_loader(
             yield as_arrays((collate or default_collate)(chunk))
 
     return PipelineLoader(
-        open_iterable, None, group, accumulation_steps, batch_size=global_micro_batch_size, uneven=uneven
+        open_iterable, None, group, accumulation_steps, batch_size=global_micro_batch_size, seed=seed, uneven=uneven
     )
-
-
-def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
-    """Stack the samples' columns: values of shape ``s`` become arrays of shape ``(rows, *s)``.
-
-    A column ``label`` becomes ``labels``, as models call it. Raises ValueError when shapes differ.
-    """
-    batch: Columns = {}
-    for name in rows[0]:
-        values = [np.asarray(row[name]) for row in rows]
-        if len({value.shape for value in values}) > 1:
-            raise ValueError(
-                f"the samples' {name!r} have different shapes, {values[0].shape} and "
-                f"{next(v.shape for v in values if v.shape != values[0].shape)} among them; "
-                "pad them to one length, or pass a data_collator that does"
-            )
-        batch["labels" if name == "label" and "labels" not in rows[0] else name] = np.stack(values)
-    return batch
-
-
-def as_arrays(batch: Mapping[str, Any]) -> Columns:
-    """NumPy arrays for a collator's result; float64, which is Python's own, becomes float32."""
-    arrays = {name: np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x) for name, x in batch.items()}
-    return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
-
-
-def num_rows(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch: the first dimension of its first column that has one."""
-    return next((int(x.shape[0]) for x in batch.values() if getattr(x, "ndim", 0)), 1)

@@ -1,6 +1,6 @@
 """What a run consists of besides its weights, as plain data, and a run set back to it.
 
-Goes in: the optimizer, the scheduler, the loss so far, the callbacks, how far the data was
+Goes in: the training step (its optimizer, schedule, losses and exchange), the callbacks, how far the data was
 read. Comes out: trees of plain data (:mod:`mindnlp_dp.state_tree`) for a checkpoint; and, when a
 run is taken up, the same objects as they were. All ranks call these functions, and those
 that restore get the same tree on every rank.
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from .losses import LossMeter
 from .process_group import ProcessGroup
 from .replicas import assert_replicas_in_sync, replica_digest
+from .train_step import TrainStep
 
 # MindNLP's EarlyStoppingCallback counts in it, and has no other way to tell its state.
 _COUNTER = "early_stopping_patience_counter"
@@ -47,12 +47,13 @@ class Position:
 class Run:
     """The parts of a run that a checkpoint must hold."""
 
-    group: ProcessGroup
     model: Any
-    optimizer: Any
-    scheduler: Any
-    losses: LossMeter
+    train_step: TrainStep
     callbacks: Iterable[Any] = ()
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.train_step.synchronizer.group
 
     def state(self) -> dict[str, Any]:
         """Their state, the same on every rank.
@@ -60,13 +61,18 @@ class Run:
         Raises:
             ReplicaMismatchError: the ranks' weights differ, so that no checkpoint can hold them.
         """
+        step = self.train_step
         return {
             "world_size": self.group.world_size,
             "digest": assert_replicas_in_sync(self.model, self.group),
-            "optimizer": {"parameters": self._parameter_names(), **self.optimizer.state_dict()},
-            "scheduler": self.scheduler.state_dict(),
+            "optimizer": {
+                "parameters": step.updater.parameter_names(self.model),
+                **step.updater.optimizer_state(),
+            },
+            "scheduler": None if step.updater.scheduler is None else step.updater.scheduler.state_dict(),
+            "bucket_order": step.synchronizer.order,
             "callbacks": callback_states(self.callbacks),
-            "ranks": self.group.all_gather_object({"random": random_state(), "losses": self.losses.state()}),
+            "ranks": self.group.all_gather_object({"random": random_state(), "losses": step.losses.state()}),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -83,35 +89,37 @@ class Run:
                 f"the model is not the one that was saved: with the checkpoint's weights its digest is {digest}, and "
                 f"was {saved['digest']}; frozen weights and buffers must be those of the run that is resumed"
             )
-        mine, theirs = self._parameter_names(), saved["optimizer"]["parameters"]
+        step = self.train_step
+        mine, theirs = step.updater.parameter_names(self.model), saved["optimizer"]["parameters"]
         if mine != theirs:
             ours, others = (sum(map(len, groups)) for groups in (mine, theirs))
             raise ValueError(
                 f"the saved optimizer updates {others} parameters in {len(theirs)} groups, this one {ours} in "
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
-        self.optimizer.load_state_dict({k: v for k, v in saved["optimizer"].items() if k != "parameters"})
-        self.scheduler.load_state_dict(saved["scheduler"])
+        optimizer_state = {key: value for key, value in saved["optimizer"].items() if key != "parameters"}
+        step.updater.load_optimizer_state(optimizer_state)
+        if step.updater.scheduler is not None:
+            step.updater.scheduler.load_state_dict(saved["scheduler"])
+        # Older checkpoints do not have it.
+        if saved.get("bucket_order") is not None:
+            step.synchronizer.pack_in_order(saved["bucket_order"])
         load_callback_states(self.callbacks, saved["callbacks"])
-        self.losses.load_states([rank["losses"] for rank in saved["ranks"]])
+        step.losses.load_states([rank["losses"] for rank in saved["ranks"]])
 
     def restore_random_state(self, saved: Mapping[str, Any]) -> None:
         """Set this rank's generators; left alone where the number of ranks is another one."""
         if saved["world_size"] == self.group.world_size:
             set_random_state(saved["ranks"][self.group.rank]["random"])
 
-    def _parameter_names(self) -> list[list[str]]:
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [[names.get(id(p), "?") for p in group["params"]] for group in self.optimizer.param_groups]
 
-
-def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: str) -> None:
     """Raise ValueError unless two descriptions of the data, and of its order, are the same."""
     differences = [f"{key} was {then.get(key)} and is {now[key]}" for key in now if now[key] != then.get(key)]
     if differences:
         raise ValueError(
             f"the checkpoint's data cannot be taken up where it was left: {'; '.join(differences)}. Resume with what "
-            "it was trained with, or begin the epoch anew with ignore_data_skip=True"
+            f"it was trained with, or {way_out}"
         )
 
 

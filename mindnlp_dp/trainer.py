@@ -20,6 +20,7 @@ from mindnlp.engine.utils import EvalLoopOutput, EvalPrediction, denumpify_deten
 from mindnlp.transformers import PreTrainedModel
 
 from .arguments import DataParallelArguments, upgrade_arguments
+from .batches import Batch, Collator, as_tensors, num_rows
 from .checkpoint import (
     MODEL_FILES,
     checkpoint_path,
@@ -32,16 +33,14 @@ from .checkpoint import (
     write_module,
     write_weights,
 )
-from .data_source import Batch, mapped
+from .data_source import mapped
 from .evaluation import EvaluationRun, to_numpy, with_prefix
 from .gradient_sync import GradientSynchronizer
-from .loader import Collator, IndexedLoader, PipelineLoader, make_loader, num_rows
+from .loader import IndexedLoader, PipelineLoader, make_loader
 from .process_group import get_process_group
 from .replicas import broadcast_parameters
 from .sharding import check_every_rank_has_a_sample
 from .training_loop import TrainingLoop
-
-Loader = (IndexedLoader, PipelineLoader)
 
 
 class DataParallelTrainerMixin:
@@ -198,9 +197,9 @@ class DataParallelTrainerMixin:
             columns = list(self._signature_columns)  # type: ignore[attr-defined]
         return make_loader(
             dataset,
-            self.group,
             micro_batch_size,
             accumulation_steps,
+            group=self.group,
             collate=self.data_collator,
             columns=columns,
             **options,
@@ -216,7 +215,7 @@ class DataParallelTrainerMixin:
 
     def tensors(self, batch: Batch) -> dict[str, Any]:
         """A batch as the model takes it."""
-        return {name: mindspore.Tensor(array) for name, array in batch.items()}
+        return as_tensors(batch)
 
     # Evaluation.
 
@@ -229,7 +228,7 @@ class DataParallelTrainerMixin:
 
     def get_test_dataset(self, test_dataset: Any) -> Any:
         """The same for :meth:`predict`."""
-        if isinstance(test_dataset, Loader):
+        if isinstance(test_dataset, (IndexedLoader, PipelineLoader)):
             return test_dataset
         return self._make_loader(test_dataset, self.args.eval_batch_size)
 

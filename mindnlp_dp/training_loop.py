@@ -67,8 +67,6 @@ class TrainingLoop:
         self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
-        # How a run that is taken up packed its gradients.
-        self.bucket_order: Optional[list[int]] = None
 
     # Before.
 
@@ -78,7 +76,8 @@ class TrainingLoop:
         loader = trainer.get_train_dataset()
         if saved is None or trainer.args.ignore_data_skip:
             return loader
-        check_same_data(trainer.args.data_order(loader.num_samples), saved["data"])
+        way_out = "begin the epoch anew with ignore_data_skip=True"
+        check_same_data(trainer.args.data_order(loader.num_samples), saved["data"], way_out)
         if loader.global_batch_size != saved["global_batch_size"]:
             per_micro_step = loader.global_batch_size // trainer.args.gradient_accumulation_steps
             trainer.args = copy.copy(trainer.args)
@@ -102,6 +101,13 @@ class TrainingLoop:
             trainer.lr_scheduler = None
             trainer._created_lr_scheduler = False
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self.synchronizer = trainer.synchronizer(trainer.model)
+        updater = MindNLPUpdater(trainer.optimizer, self.synchronizer.parameters, trainer.lr_scheduler)
+        self.train_step = TrainStep(
+            self.synchronizer, updater, self.losses,
+            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
+        )  # fmt: skip
+        self.parts = Run(trainer.model, self.train_step, trainer.callback_handler.callbacks)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
         is_over = self.checkpoint is not None and self._restore(self.checkpoint, max_steps)
@@ -120,14 +126,6 @@ class TrainingLoop:
         handler.train_dataset = self.loader
 
         began = time.time()
-        self.synchronizer = trainer.synchronizer(trainer.model)
-        if self.bucket_order is not None:
-            self.synchronizer.pack_in_order(self.bucket_order)
-        updater = MindNLPUpdater(trainer.optimizer, self.synchronizer.parameters, trainer.lr_scheduler)
-        self.train_step = TrainStep(
-            self.synchronizer, updater, self.losses,
-            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
-        )  # fmt: skip
         sync_seconds_before = self.synchronizer.seconds
         self.tokens_before = state.num_input_tokens_seen
         self.timer.start()
@@ -142,22 +140,14 @@ class TrainingLoop:
 
     # What a checkpoint holds, and how it is taken up.
 
-    def _run_parts(self) -> Run:
-        trainer = self.trainer
-        return Run(
-            self.group, trainer.model, trainer.optimizer, trainer.lr_scheduler, self.losses,
-            trainer.callback_handler.callbacks,
-        )  # fmt: skip
-
     def state(self) -> dict[str, Any]:
         """All that this run consists of, besides the model's weights; the same on every rank."""
         trainer = self.trainer
         return {
-            **self._run_parts().state(),
+            **self.parts.state(),
             "data": self.args.data_order(self.loader.num_samples),
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
-            "bucket_order": self.synchronizer.order,
             "flags": {flag: getattr(trainer.control, flag) for flag in _CONTROL_FLAGS},
             "trainer_state": asdict(trainer.state),
             "last_logged": trainer._globalstep_last_logged,
@@ -167,11 +157,10 @@ class TrainingLoop:
     def _restore(self, saved: dict[str, Any], max_steps: int) -> bool:
         """Take a run up; True when it had come to its end. What a begin would undo waits for its end."""
         trainer = self.trainer
-        self._run_parts().restore(saved)
+        self.parts.restore(saved)
         trainer.state = TrainerState(**saved["trainer_state"])
         trainer._globalstep_last_logged = saved["last_logged"]
         self.grad_norm = saved["grad_norm"]
-        self.bucket_order = saved.get("bucket_order")
         position, step = Position(**saved["position"]), trainer.state.global_step
         self.position = position.where_to_go_on()
         if self.args.ignore_data_skip:
@@ -184,7 +173,7 @@ class TrainingLoop:
         """Random states and stops: callbacks that begin, and reading up to the position, change them."""
         saved, self.checkpoint = self.checkpoint, None
         if saved is not None:
-            self._run_parts().restore_random_state(saved)
+            self.parts.restore_random_state(saved)
             if not saved["position"]["ending_epoch"]:
                 for flag in ("should_training_stop", "should_epoch_stop"):
                     setattr(self.trainer.control, flag, saved["flags"][flag])

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import mindspore
 
 
 class Updater(abc.ABC):
-    """An optimizer, and the parameters that it updates; gradients are in their order, None where there is none."""
+    """An optimizer, and the parameters that it updates; gradients are in their order, None where there is none.
+
+    Attributes:
+        scheduler: steps after every update; None where there is none, or the optimizer has a schedule of its own.
+    """
+
+    scheduler: Any = None
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         self.optimizer = optimizer
@@ -31,6 +37,17 @@ class Updater(abc.ABC):
     @abc.abstractmethod
     def finish(self) -> None:
         """An update is over, be it made or left out: nothing holds on to its gradients, and the schedule goes on."""
+
+    @abc.abstractmethod
+    def parameter_names(self, model: Any) -> list[list[str]]:
+        """What the optimizer updates, by group, by the names in ``model``."""
+
+    @abc.abstractmethod
+    def optimizer_state(self) -> dict[str, Any]:
+        """A tree of plain data, the same on every rank."""
+
+    @abc.abstractmethod
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None: ...
 
 
 class MindNLPUpdater(Updater):
@@ -60,6 +77,16 @@ class MindNLPUpdater(Updater):
         if self.scheduler is not None and not isinstance(self.scheduler, optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step()
 
+    def parameter_names(self, model: Any) -> list[list[str]]:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return [[names.get(id(p), "?") for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(saved)
+
     def _attach(self, gradients: Sequence[Optional[Any]]) -> None:
         for parameter, gradient in zip(self.parameters, gradients):
             parameter.grad = gradient
@@ -83,3 +110,22 @@ class MindSporeUpdater(Updater):
 
     def finish(self) -> None:
         """The optimizer counts its own steps."""
+
+    def parameter_names(self, model: Any) -> list[list[str]]:
+        return [[parameter.name for parameter in self.parameters]]
+
+    def _own_parameters(self) -> dict[str, Any]:
+        """Moments, the step, a learning rate: what the optimizer keeps beside the network's weights."""
+        weights = set(map(id, self.parameters))
+        return {name: p for name, p in self.optimizer.parameters_dict().items() if id(p) not in weights}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return {name: p.asnumpy().copy() for name, p in self._own_parameters().items()}
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        own = self._own_parameters()
+        if own.keys() != saved.keys():
+            differing = ", ".join(sorted(own.keys() ^ saved.keys()))
+            raise ValueError(f"the saved optimizer is another one: only one of the two has {differing}")
+        for name, parameter in own.items():
+            parameter.set_data(mindspore.Tensor(saved[name]))

@@ -59,7 +59,7 @@ INDEXED = {
 @pytest.mark.parametrize("kind", INDEXED)
 @pytest.mark.parametrize("n", [24, 25, 3])
 def test_the_union_of_all_ranks_is_the_data_set(group, kind, n):
-    loader = make_loader(INDEXED[kind](n), group, micro_batch_size=2, accumulation_steps=2, seed=1, shuffle=True)
+    loader = make_loader(INDEXED[kind](n), micro_batch_size=2, accumulation_steps=2, seed=1, shuffle=True)
     assert isinstance(loader, IndexedLoader)
     epochs = [union(group, rows_read(loader, epoch)) for epoch in (0, 1)]
     for windows in epochs:
@@ -71,7 +71,7 @@ def test_the_union_of_all_ranks_is_the_data_set(group, kind, n):
 
 def test_the_global_order_is_the_same_on_any_number_of_ranks(group):
     global_batch = 12
-    loader = make_loader(Numbers(50), group, global_batch // group.world_size, seed=7, shuffle=True)
+    loader = make_loader(Numbers(50), global_batch // group.world_size, seed=7, shuffle=True)
     order = np.random.default_rng([7, 3]).permutation(50).tolist()
     windows = [order[i : i + global_batch] for i in range(0, 50, global_batch)]
     assert union(group, rows_read(loader, epoch=3)) == windows
@@ -79,7 +79,7 @@ def test_the_global_order_is_the_same_on_any_number_of_ranks(group):
 
 
 def test_drop(group):
-    loader = make_loader(Numbers(4 * group.world_size + 1), group, 2, uneven="drop")
+    loader = make_loader(Numbers(4 * group.world_size + 1), 2, uneven="drop")
     assert union(group, rows_read(loader)) == np.arange(4 * group.world_size).reshape(2, -1).tolist()
 
 
@@ -95,7 +95,7 @@ PIPELINES = {
 def test_pipelines_are_read_on_rank_0_and_scattered_in_their_own_order(group, kind):
     batch = 3 * group.world_size
     n = 2 * batch + 1
-    loader = make_loader(PIPELINES[kind](n, batch), group, micro_batch_size=3)
+    loader = make_loader(PIPELINES[kind](n, batch), micro_batch_size=3)
     assert isinstance(loader, PipelineLoader)
     windows = union(group, rows_read(loader))
     assert sum(windows, []) == list(range(n))
@@ -104,7 +104,7 @@ def test_pipelines_are_read_on_rank_0_and_scattered_in_their_own_order(group, ki
 
 def test_a_shuffled_pipeline_gives_another_order_every_epoch(group):
     pipeline = GeneratorDataset(NumberTuples(40), ["x"], shuffle=True).map(lambda x: x, ["x"])
-    loader = make_loader(pipeline, group, micro_batch_size=5, seed=3)
+    loader = make_loader(pipeline, micro_batch_size=5, seed=3)
     first, second, again = (sum(union(group, rows_read(loader, epoch)), []) for epoch in (0, 1, 0))
     assert first != second
     assert first == again  # a function of (seed, epoch), so that a resumed run reads on
@@ -115,7 +115,7 @@ def test_a_pipeline_cut_by_num_shards_is_refused(group):
     cut = GeneratorDataset(NumberTuples(8), ["x"], num_shards=2, shard_id=0)
     for pipeline in (cut, cut.batch(2)):
         with pytest.raises(ValueError, match="already cut by num_shards, and would be cut twice"):
-            make_loader(pipeline, group, 2)
+            make_loader(pipeline, 2)
 
 
 def test_an_error_while_rank_0_reads_reaches_every_rank(group):
@@ -123,13 +123,13 @@ def test_an_error_while_rank_0_reads_reaches_every_rank(group):
         yield {"x": 1}
         raise OSError("the disk is gone")
 
-    loader = make_loader(broken(), group, micro_batch_size=1)
+    loader = make_loader(broken(), micro_batch_size=1)
     with pytest.raises(OSError, match="the disk is gone"):
         rows_read(loader)
 
 
 def test_only_wanted_columns_are_kept_and_labels_are_named(group):
-    loader = make_loader(Rows(4), group, 4, columns=["input_ids", "label"])
+    loader = make_loader(Rows(4), 4, columns=["input_ids", "label"])
     (batch,) = next(loader.windows())
     if batch is not None:
         assert sorted(batch) == ["input_ids", "labels"]
@@ -140,13 +140,13 @@ def test_samples_of_different_lengths_are_explained(group):
         def __getitem__(self, index):
             return {"x": np.zeros(index)}
 
-    loader = make_loader(Ragged(4 * group.world_size), group, 4)
+    loader = make_loader(Ragged(4 * group.world_size), 4)
     with pytest.raises(ValueError, match="'x' have different shapes, .* pass a data_collator"):
         rows_read(loader)
 
 
 def test_what_is_no_data_set_is_refused(group):
     with pytest.raises(TypeError, match="a int is no data set"):
-        make_loader(3, group, 2)
+        make_loader(3, 2)
     with pytest.raises(ValueError, match="the data set is empty"):
-        make_loader(Numbers(0), group, 2)
+        make_loader(Numbers(0), 2)

@@ -1,0 +1,77 @@
+"""A batch: how it is made of samples, how many rows it has, and how a function is called with it.
+
+Goes in: samples, dicts of values. Comes out: columns, arrays with a row a sample; and for the function that computes
+with them, tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable
+
+import numpy as np
+
+Columns = dict[str, np.ndarray]
+Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+
+
+class Batch(dict[str, np.ndarray]):
+    """Columns of a batch by their names, and which samples of the data set its rows are.
+
+    Attributes:
+        indices: int64 of shape ``(rows,)``; in a pipeline, which has no index, the rows' numbers in its order.
+    """
+
+    def __init__(self, columns: Mapping[str, np.ndarray], indices: np.ndarray) -> None:
+        super().__init__(columns)
+        self.indices = indices
+
+
+def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """Stack the samples' columns: values of shape ``s`` become arrays of shape ``(rows, *s)``.
+
+    A column ``label`` becomes ``labels``, as models call it. Raises ValueError when shapes differ.
+    """
+    batch: Columns = {}
+    for name in rows[0]:
+        values = [np.asarray(row[name]) for row in rows]
+        if len({value.shape for value in values}) > 1:
+            raise ValueError(
+                f"the samples' {name!r} have different shapes, {values[0].shape} and "
+                f"{next(v.shape for v in values if v.shape != values[0].shape)} among them; "
+                "pad them to one length, or pass a data_collator that does"
+            )
+        batch["labels" if name == "label" and "labels" not in rows[0] else name] = np.stack(values)
+    return batch
+
+
+def as_arrays(batch: Mapping[str, Any]) -> Columns:
+    """NumPy arrays for a collator's result; float64, which is Python's own, becomes float32."""
+    arrays = {name: np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x) for name, x in batch.items()}
+    return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """The number of rows of a batch: the first dimension of its first column that has one."""
+    return next((int(x.shape[0]) for x in batch.values() if getattr(x, "ndim", 0)), 1)
+
+
+def num_rows_of(batch: Any) -> int:
+    """The same of a batch of any form: columns by name, a tuple or list of arrays, or one array."""
+    if not isinstance(batch, Mapping):
+        batch = dict(enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
+    return num_rows(batch)
+
+
+def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """MindSpore tensors for a batch's arrays."""
+    import mindspore
+
+    return {name: mindspore.Tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
+
+
+def call_with(function: Callable[..., Any], batch: Any) -> Any:
+    """Call it with a batch: columns as keywords, a tuple or list as arguments, anything else as the one argument."""
+    if isinstance(batch, Mapping):
+        return function(**as_tensors(batch))
+    return function(*batch) if isinstance(batch, (tuple, list)) else function(batch)

@@ -1,0 +1,168 @@
+"""A loop of one's own: stopped anywhere and taken up, it ends as one that never stopped; evaluation sees all rows."""
+
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import optim
+from mindspore import nn as cells
+from mindspore import ops
+
+import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import CheckpointError, checkpoints_in
+from models import NUM_LABELS, Rows, alone, tiny_roberta
+
+NUM_SAMPLES, NUM_EPOCHS, NUM_FEATURES = 37, 3, 6
+
+
+class Points:
+    """Samples of a dense net."""
+
+    def __init__(self, num_samples=NUM_SAMPLES):
+        rng = np.random.default_rng(2)
+        self.features = rng.standard_normal((num_samples, NUM_FEATURES)).astype(np.float32)
+        self.labels = rng.integers(0, NUM_LABELS, num_samples).astype(np.int32)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {"features": self.features[index], "labels": self.labels[index]}
+
+
+def roberta(group, seed, **options):
+    """A MindNLP model with dropout, a schedule, and two micro steps an update."""
+    model = tiny_roberta(seed=seed, dropout=0.2)
+    model.set_train(True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optim.AdamW(parameters, lr=1e-2)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    step = dp.make_train_step(
+        lambda input_ids, attention_mask, labels: model(input_ids, attention_mask, labels=labels).loss,
+        optimizer, parameters, accumulation_steps=2, scheduler=scheduler, max_grad_norm=1.0, seed=5, **options,
+    )  # fmt: skip
+    columns = ["input_ids", "attention_mask", "label"]
+    return model, step, loader_of(Rows(NUM_SAMPLES), group, accumulation_steps=2, columns=columns)
+
+
+def cell(group, seed, make_optimizer=None, **options):
+    mindspore.set_seed(seed)
+    net = cells.SequentialCell(cells.Dense(NUM_FEATURES, 16), cells.ReLU(), cells.Dense(16, NUM_LABELS))
+    schedule = cells.cosine_decay_lr(0.0, 0.05, 30, 5, 6)
+    optimizer = (make_optimizer or (lambda p: cells.Adam(p, schedule)))(net.trainable_params())
+    loss_fn = cells.CrossEntropyLoss()
+    step = dp.make_train_step(
+        lambda features, labels: loss_fn(net(ops.dropout(features, 0.2)), labels),
+        optimizer, optimizer.parameters, seed=5, **options,
+    )  # fmt: skip
+    return net, step, loader_of(Points(), group)
+
+
+def loader_of(dataset, group, accumulation_steps=1, **options):
+    """Eight samples an update, whatever the number of ranks."""
+    size = 8 // accumulation_steps // group.world_size
+    return dp.make_loader(dataset, size, accumulation_steps, shuffle=True, seed=1, **options)
+
+
+def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False, **options):
+    """Train to the end, or until ``stop_at`` updates are done; returns weights, losses by update, and the run."""
+    model, step, loader = make(group, seed, **options)
+    dp.broadcast_parameters(model)
+    run = dp.FunctionalRun(folder, model, step, loader)
+    assert run.resume() == resume
+    losses = {}
+    for window in run.windows(NUM_EPOCHS):
+        step(window)
+        losses[step.num_updates] = step.mean_loss()
+        if step.num_updates % save_every == 0:
+            run.save()
+        if step.num_updates == stop_at:
+            break
+    parameters = model.trainable_params() if isinstance(model, cells.Cell) else model.parameters()
+    return [p.asnumpy().copy() for p in parameters], losses, run
+
+
+@pytest.mark.parametrize("make", [roberta, cell])
+@pytest.mark.parametrize("stop_at", [3, 5, 6])
+def test_stopped_and_taken_up_it_ends_as_if_it_had_not(group, shared_tmp_path, make, stop_at):
+    """In the midst of an epoch, at its end, and right behind a checkpoint."""
+    expected, all_losses, _ = go(make, shared_tmp_path / "whole", group)
+    assert len(all_losses) == 15
+    go(make, shared_tmp_path / "stopped", group, stop_at=stop_at)
+    # Other initial weights: all must come from the checkpoint.
+    mine, losses, run = go(make, shared_tmp_path / "stopped", group, seed=4, resume=True)
+    for one, other in zip(mine, expected):
+        np.testing.assert_array_equal(one, other)
+    first = stop_at - stop_at % 2 + 1
+    # The mean over a short batch has another last bit now and then, also without a stop; the weights never.
+    assert losses == pytest.approx({step: loss for step, loss in all_losses.items() if step >= first}, rel=1e-6)
+    assert run.step.num_updates == 15
+    assert [path.name for path in checkpoints_in(run.folder)] == ["checkpoint-12", "checkpoint-14"]
+
+
+def test_saved_at_an_epochs_end(group, shared_tmp_path):
+    expected, _, _ = go(cell, shared_tmp_path / "whole", group)
+    go(cell, shared_tmp_path / "stopped", group, stop_at=5, save_every=5)
+    mine, losses, _ = go(cell, shared_tmp_path / "stopped", group, resume=True)
+    assert min(losses) == 6
+    for one, other in zip(mine, expected):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_damaged_checkpoint_is_passed_over(group, shared_tmp_path):
+    go(cell, shared_tmp_path, group, stop_at=4)
+    if group.is_main:
+        (shared_tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
+    group.barrier()
+    _, step, _ = parts = cell(group, 3)
+    run = dp.FunctionalRun(shared_tmp_path, *parts)
+    if group.is_main:
+        with pytest.warns(RuntimeWarning, match=r"model.safetensors has 4 bytes"):
+            assert run.resume()
+    else:
+        assert run.resume()
+    assert step.num_updates == 2
+
+
+def test_what_cannot_be_taken_up_says_why(group, shared_tmp_path):
+    go(cell, shared_tmp_path, group, stop_at=2)
+    net, step, loader = cell(group, 3)
+
+    def resume(model=net, step=step, loader=loader):
+        return dp.FunctionalRun(shared_tmp_path, model, step, loader).resume()
+
+    fewer = dp.make_loader(Points(30), 8 // group.world_size, shuffle=True, seed=1)
+    with pytest.raises(ValueError, match=r"num_samples was 37 and is 30.* or save to another folder"):
+        resume(loader=fewer)
+    smaller = dp.make_loader(Points(), 4 // group.world_size, shuffle=True, seed=1)
+    with pytest.raises(ValueError, match=rf"updates have 8 samples, this loader's 4; .* \* {group.world_size} ranks"):
+        resume(loader=smaller)
+    other = cells.SequentialCell(cells.Dense(NUM_FEATURES, NUM_LABELS))
+    with pytest.raises(CheckpointError, match="which the model"):
+        resume(model=other)
+    net, step, _ = cell(group, 3, lambda p: cells.Momentum(p, 0.1, 0.9))
+    with pytest.raises(ValueError, match="the saved optimizer is another one: only one of the two has .*moment"):
+        resume(model=net, step=step)
+
+
+@pytest.mark.parametrize("num_samples", [1, 37])
+def test_evaluation_sees_every_row_once_in_order(group, num_samples):
+    net, _, _ = cell(group, 3)
+    dp.broadcast_parameters(net)
+    loss_fn, points = cells.CrossEntropyLoss(), Points(num_samples)
+
+    def predict(features, labels):
+        logits = net(features)
+        return loss_fn(logits, labels), {"logits": logits, "labels": labels}
+
+    evaluation = dp.evaluate(predict, dp.make_loader(points, 3), has_loss=True)
+    assert evaluation.num_samples == num_samples
+    np.testing.assert_array_equal(evaluation.outputs["labels"], points.labels)
+    with alone():
+        expected = dp.evaluate(predict, dp.make_loader(points, num_samples), has_loss=True)
+    np.testing.assert_allclose(evaluation.outputs["logits"], expected.outputs["logits"], rtol=1e-5, atol=1e-6)
+    assert evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
+    without = dp.evaluate(lambda features, labels: net(features), dp.make_loader(points, 3))
+    assert without.loss is None
+    np.testing.assert_array_equal(without.outputs, evaluation.outputs["logits"])
