@@ -1,4 +1,4 @@
-"""The data of the two loops: short phrases and their language (CLDR's, through Babel), as counts of letter pairs."""
+"""The data of the loops: short phrases and their language (CLDR's, through Babel), as counts of letter pairs."""
 
 from __future__ import annotations
 
@@ -48,6 +48,19 @@ def batches_of_this_rank(epoch: int, batch_size: int) -> Iterator[tuple[Any, Any
     for begin in range(0, len(order), batch_size * world_size):
         mine = order[begin : begin + batch_size * world_size][rank::world_size]
         yield mindspore.Tensor(features[mine]), mindspore.Tensor(labels[mine])
+
+
+class Phrases:
+    """A split as a data set with an index: the training one, or the held-out one."""
+
+    def __init__(self, held_out: bool = False) -> None:
+        self._features, self._labels = _arrays(int(held_out), NUM_TEST if held_out else NUM_TRAIN)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"features": self._features[index], "labels": self._labels[index]}
 
 
 def accuracy(network: Any) -> float:

@@ -24,6 +24,7 @@ from mindnlp_dp.text_classification.task import (
     TextClassificationTask,
     as_dataset,
     build_model,
+    build_optimizer,
     prepare_task,
     save_tokenizer,
 )
@@ -93,6 +94,7 @@ def train(
         args,
         train_dataset=as_dataset(task.train),
         eval_dataset=as_dataset(task.test),
+        optimizers=(build_optimizer(config, model), None),
         compute_metrics=lambda p: {"accuracy": accuracy(p.predictions, p.label_ids)},
     )
     if group.is_main and task.num_truncated:

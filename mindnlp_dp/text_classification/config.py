@@ -13,6 +13,8 @@ import yaml
 
 from .examples import InputError
 
+OPTIMIZERS = ("adamw", "lamb", "lars")
+
 
 def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -45,9 +47,10 @@ class FinetuneConfig:
     global_batch_size: int = _setting(128, "samples in an update, over all ranks")
     micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
     eval_batch_size: int = _setting(256, "samples of a rank in one evaluation step")
+    optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
     learning_rate: float = _setting(2e-3, "peak learning rate, after warm-up")
     warmup_ratio: float = _setting(0.1, "share of the updates in which the learning rate rises")
-    weight_decay: float = _setting(0.01, "AdamW's")
+    weight_decay: float = _setting(0.01, "of matrices; biases and norms are not decayed")
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm; 0 means never")
     logging_steps: int = _setting(10, "updates between two log lines")
     save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
@@ -139,7 +142,11 @@ def _check(config: FinetuneConfig) -> None:
                  "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
         if getattr(config, name) < 1:
             raise InputError(f"{name} must be at least 1, got {getattr(config, name)}")
-    for name, choices in (("overlap", ("auto", "true", "false")), ("compression", ("", "fp16", "bf16", "powersgd"))):
+    for name, choices in (
+        ("optimizer", OPTIMIZERS),
+        ("overlap", ("auto", "true", "false")),
+        ("compression", ("", "fp16", "bf16", "powersgd")),
+    ):
         if getattr(config, name) not in choices:
             shown = ", ".join(choice or "nothing" for choice in choices)
             raise InputError(f"{name} must be one of {shown}, got {getattr(config, name)!r}")

@@ -108,6 +108,16 @@ def build_model(config: FinetuneConfig, task: TextClassificationTask) -> Any:
     return model
 
 
+def build_optimizer(config: FinetuneConfig, model: Any) -> Any:
+    """The optimizer of a job; None stands for the Trainer's own, AdamW."""
+    from ..optim import LAMB, LARS, parameter_groups
+
+    kinds: dict[str, Any] = {"lamb": LAMB, "lars": LARS}
+    if config.optimizer not in kinds:
+        return None
+    return kinds[config.optimizer](parameter_groups(model, config.weight_decay), lr=config.learning_rate)
+
+
 def build_roberta(config: FinetuneConfig, vocab_size: int, num_labels: int) -> Any:
     """A RoBERTa classifier from scratch. relu, because MindSpore's gelu is slow on CPU."""
     from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification

@@ -1,4 +1,4 @@
-"""The loop of MindSpore's documentation and ours: the marked lines are all that differs; the weights are the same."""
+"""The loops of homework/: MindSpore's and ours differ in the marked lines, not in the weights; one can be killed."""
 
 from __future__ import annotations
 
@@ -69,3 +69,24 @@ def test_both_loops_end_with_the_same_weights(tmp_path, launcher):
     assert mine[1] == pytest.approx(theirs[1], rel=1e-4)
     # It learns: 29 languages, most of them guessed from letter pairs.
     assert mine[0] > 0.5
+
+
+def test_a_loop_that_is_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
+    def command(folder):
+        logs = tmp_path / f"{folder}-logs"
+        run = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(logs)]
+        return [*run, str(HOMEWORK / "loop_resumable.py"), str(tmp_path / folder)]
+
+    def output(folder):
+        return subprocess.run(command(folder), capture_output=True, text=True, timeout=120).stdout
+
+    whole = output("whole").splitlines()[-1]
+    assert re.fullmatch(r"accuracy 0\.[0-9]+, loss [0-9.]+, digest [0-9a-f]{16}", whole)
+    with subprocess.Popen(command("killed"), stdout=subprocess.PIPE, text=True) as job:
+        for line in job.stdout:
+            if "update 75" in line:
+                # The launcher ends its ranks, which have no time to say anything.
+                job.terminate()
+    resumed = output("killed").splitlines()
+    assert "going on behind update " in resumed[0]
+    assert resumed[-1] == whole
