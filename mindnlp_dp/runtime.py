@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -79,6 +81,14 @@ def step_seed(seed: int, rank: int, step: int, micro_step: int) -> int:
     and ranks, steps and micro steps all differ.
     """
     return int(np.random.SeedSequence([seed, rank, step, micro_step]).generate_state(1)[0] >> 1)
+
+
+def machine() -> str:
+    """The processor, its number of cores, and Python's version, in a line for a report."""
+    model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{named[0] if named else model}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 @contextlib.contextmanager

@@ -133,6 +133,15 @@ def accumulation_steps_for(global_batch_size: int, micro_batch_size: int, world_
     return global_batch_size // together
 
 
+def batch_size_per_rank(global_batch_size: int, world_size: int) -> int:
+    """A rank's part of a global batch in one micro step; ValueError when it does not divide.
+
+    >>> batch_size_per_rank(64, 2)
+    32
+    """
+    return accumulation_steps_for(global_batch_size, 1, world_size)
+
+
 def accumulation_steps_to_keep(global_batch_size: int, per_micro_step: int, world_size: int) -> int:
     """How many micro steps keep a given global batch, when all ranks together take ``per_micro_step`` samples in one.
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint import CheckpointError, has_checkpoints
-from mindnlp_dp.sharding import accumulation_steps_for, check_every_rank_has_a_sample
+from mindnlp_dp.sharding import accumulation_steps_for, batch_size_per_rank, check_every_rank_has_a_sample
 from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
-from mindnlp_dp.text_classification.report import summary, write_results
+from mindnlp_dp.text_classification.report import make_report, summary, write_results
 from mindnlp_dp.text_classification.task import (
     TextClassificationTask,
     as_dataset,
@@ -50,7 +50,7 @@ def training_arguments(config: FinetuneConfig, group: dp.ProcessGroup) -> dp.Dat
     with as_input_error():
         micro_batch_size = config.micro_batch_size
         if not micro_batch_size:
-            micro_batch_size = accumulation_steps_for(config.global_batch_size, 1, group.world_size)
+            micro_batch_size = batch_size_per_rank(config.global_batch_size, group.world_size)
         accumulation_steps = accumulation_steps_for(config.global_batch_size, micro_batch_size, group.world_size)
     return dp.DataParallelArguments(
         output_dir=config.output_dir,
@@ -83,19 +83,21 @@ def train(
 ) -> dict[str, Any]:
     from mindnlp.engine.utils import set_seed
 
-    from mindnlp_dp.evaluation import accuracy
+    from mindnlp_dp.text_classification.recorder import RunRecorder
 
     set_seed(config.seed)
     # A pretrained model is downloaded once on each host, and then taken from its cache.
     with args.main_process_first():
         model = build_model(config, task)
+    recorder = RunRecorder(task.label_names, len(task.train["labels"]))
     trainer = dp.DataParallelTrainer(
         model,
         args,
         train_dataset=as_dataset(task.train),
         eval_dataset=as_dataset(task.test),
         optimizers=(build_optimizer(config, model), None),
-        compute_metrics=lambda p: {"accuracy": accuracy(p.predictions, p.label_ids)},
+        compute_metrics=recorder.metrics,
+        callbacks=[recorder],
     )
     if group.is_main and task.num_truncated:
         print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
@@ -104,29 +106,7 @@ def train(
     )
     with as_input_error(CheckpointError):
         output = trainer.train(resume_from_checkpoint=resume)
-    # Training ends with an epoch, and an epoch with an evaluation.
-    evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
-    digest = dp.assert_replicas_in_sync(trainer.model)
-    report = {
-        "world_size": group.world_size,
-        "backend": group.backend,
-        "train_samples_per_second": output.metrics["train_samples_per_second"],
-        "gradient_sync_share": output.metrics["gradient_sync_share"],
-        "eval_accuracy": evaluation["eval_accuracy"],
-        "eval_loss": evaluation["eval_loss"],
-        # assert_replicas_in_sync has compared the digests of all ranks, and would have raised.
-        "replicas_in_sync": True,
-        "replica_digest": digest,
-        "train_seconds": output.metrics["train_seconds"],
-        "train_loss": output.training_loss,
-        "steps": output.global_step,
-        "global_batch_size": args.global_train_batch_size,
-        "train_samples": len(task.train["labels"]),
-        "eval_samples": len(task.test["labels"]),
-        "num_labels": len(task.label_names),
-        "config": vars(config),
-        "history": trainer.state.log_history,
-    }
+    report = make_report(trainer, output, recorder, config, task)
 
     def save_model(folder: str) -> None:
         trainer.save_model(folder)

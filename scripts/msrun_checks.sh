@@ -39,6 +39,28 @@ check_workers() {
     "start at most that many, or try DEVICE=CPU"
 }
 
+# check_cores NUMBER: this host has a core for each of its processes.
+check_cores() {
+  local cores
+  cores=$(nproc)
+  [ "$1" -le "$cores" ] || fail "$1 processes, but there are $cores cores to use; they would take turns"
+}
+
+# output_dir CONFIG FLAGS...: where a job with these flags writes; flags win over the config.
+output_dir() {
+  local folder
+  folder=$(sed -n 's/^output_dir: *//p' "$1")
+  shift
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --output-dir=*) folder=${1#*=} ;;
+      --output-dir) folder=${2-} ;;
+    esac
+    shift
+  done
+  echo "$folder"
+}
+
 check_script() {
   [ -f "$1" ] || fail "the script $1 does not exist"
 }

@@ -84,6 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     scaling.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
     scaling.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     scaling.set_defaults(run=_scaling)
+    report = commands.add_parser(
+        "report",
+        help="make a page and a picture of one run, or of several side by side",
+        description="Read the report.json of each run and write one HTML page that needs nothing else (loss and "
+        "accuracy over updates and over time, throughput, share of communication, confused classes, digests, the "
+        "commands to repeat it), and the plots as a PNG beside it.",
+    )
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a folder that a run wrote (--output-dir)")
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page, an .html file (default: report.html in the first run)"
+    )
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -124,4 +136,14 @@ def _scaling(args: argparse.Namespace) -> int:
         return run(args.nproc, args.batch, args.updates, args.plot, args.json)
     except (LaunchError, ValueError, RuntimeError) as error:
         print(f"mindnlp-dp scaling: {error}", file=sys.stderr)
+        return 2
+
+
+def _report(args: argparse.Namespace) -> int:
+    from ..report.page import run_report
+
+    try:
+        return run_report(args.runs, args.output)
+    except (ValueError, OSError) as error:
+        print(f"mindnlp-dp report: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional, get_type_hints
 
@@ -65,8 +65,15 @@ class FinetuneConfig:
     tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
 
 
-def parse_config(argv: Optional[Sequence[str]] = None, description: str = "") -> FinetuneConfig:
-    """Settings from ``--config FILE`` and flags.
+def parse_config(
+    argv: Optional[Sequence[str]] = None,
+    description: str = "",
+    defaults: Optional[Mapping[str, Any]] = None,
+    from_scratch: Optional[Mapping[str, Any]] = None,
+) -> FinetuneConfig:
+    """Settings from flags, a ``--config FILE``, and a script's own ``defaults``, in this order.
+
+    ``from_scratch`` are the script's defaults for the model "tiny", which learns from nothing, and learns faster.
 
     Raises:
         InputError: the file is missing, is no YAML mapping, or holds an unknown key or a value of the wrong
@@ -82,12 +89,20 @@ def parse_config(argv: Optional[Sequence[str]] = None, description: str = "") ->
         parser.add_argument(
             f"--{setting.name.replace('_', '-')}",
             metavar=kind.__name__.upper(),
-            help=f"{setting.metadata['help']} (default: {setting.default!r})",
+            help=f"{setting.metadata['help']} (default: {(defaults or {}).get(setting.name, setting.default)!r})",
             **options,
         )
     flags = vars(parser.parse_args(argv))
     file = flags.pop("config", None)
-    config = FinetuneConfig(**{**(read_config_file(file) if file else {}), **flags})
+    chosen = {**(read_config_file(file) if file else {}), **flags}
+    defaults = dict(defaults or {})
+    if chosen.get("model", defaults.get("model")) == "tiny":
+        defaults.update(from_scratch or {})
+    sources = ("dataset", "train_file", "test_file")
+    # Who names data means that, and not also the script's own.
+    replaced = sources if any(name in chosen for name in sources) else ()
+    kept = {name: value for name, value in defaults.items() if name not in replaced}
+    config = FinetuneConfig(**{**kept, **chosen})
     _check(config)
     return config
 

@@ -89,17 +89,24 @@ def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, wha
 
 def _delimited(delimiter: str) -> Callable[[TextIO, str], Iterator[tuple[int, Mapping[str, Any]]]]:
     def read(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        rows = _rows(csv.reader(file, delimiter=delimiter, strict=True), path)
+        # Tabs separate, whatever quotes a text begins with; fields that a program has quoted as a whole are unquoted.
+        quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+        rows = _rows(csv.reader(file, delimiter=delimiter, strict=True, quoting=quoting), path)
         line, header = next(rows, (1, []))
         if not header:
             raise InputError(f"{path}, line 1: the header is missing")
-        header = [name.strip() for name in header]
+        header = [_unquoted(name.strip()) for name in header]
         for line, row in rows:
             if len(row) != len(header):
                 raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}")
-            yield line, dict(zip(header, row))
+            yield line, dict(zip(header, map(_unquoted, row) if quoting == csv.QUOTE_NONE else row))
 
     return read
+
+
+def _unquoted(field: str) -> str:
+    is_quoted = len(field) >= 2 and field[0] == field[-1] == '"'
+    return field[1:-1].replace('""', '"') if is_quoted else field
 
 
 def _json_lines(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

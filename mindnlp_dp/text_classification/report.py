@@ -8,13 +8,68 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files import in_place_of
+from ..replicas import replica_digest
+from ..report.figures import draw_png
+from ..report.runs import REPORT_FILE, RecordedRun
+from ..runtime import machine
+from .config import FinetuneConfig
+from .task import TextClassificationTask
 
-REPORT_FILE, PLOT_FILE, MODEL_FOLDER = "report.json", "training.png", "model"
+if TYPE_CHECKING:
+    from .recorder import RunRecorder
+
+PLOT_FILE, MODEL_FOLDER = "training.png", "model"
+
+
+def make_report(
+    trainer: Any, output: Any, recorder: RunRecorder, config: FinetuneConfig, task: TextClassificationTask
+) -> dict[str, Any]:
+    """What is to be known of a run that has ended with an evaluation; of MindNLP's Trainer, or of ours."""
+    evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
+    metrics, args = output.metrics, trainer.args
+    backend = trainer.group.backend if hasattr(trainer, "group") else "single"
+    # MindNLP's Trainer counts its evaluations as training.
+    is_ours = "train_seconds" in metrics
+    return {
+        "world_size": args.world_size,
+        "backend": backend,
+        "train_samples_per_second": metrics["train_samples_per_second"] if is_ours else recorder.samples_per_second,
+        "gradient_sync_share": metrics.get("gradient_sync_share", 0.0),
+        "eval_accuracy": evaluation["eval_accuracy"],
+        "eval_loss": evaluation["eval_loss"],
+        # Our training loop has compared the digests of all ranks, and would have raised.
+        "replicas_in_sync": is_ours or args.world_size == 1,
+        "replica_digest": replica_digest(trainer.model),
+        "train_seconds": metrics["train_seconds"] if is_ours else recorder.train_seconds,
+        "train_loss": output.training_loss,
+        "steps": output.global_step,
+        "global_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "train_samples": len(task.train["labels"]),
+        "eval_samples": len(task.test["labels"]),
+        "num_labels": len(task.label_names),
+        "confusions": recorder.confusions,
+        "command": command_line(args.world_size, backend),
+        "machine": machine(),
+        "config": vars(config),
+        "history": trainer.state.log_history,
+    }
+
+
+def command_line(world_size: int, backend: str) -> str:
+    """What to type to start this job again, from this folder."""
+    script = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).exists() else sys.argv[0]
+    arguments = shlex.join([script, *sys.argv[1:]])
+    if world_size == 1:
+        return f"python {arguments}"
+    return f"mindnlp-dp run --nproc {world_size} --backend {'mpi' if backend == 'mpi' else 'mindspore'} {arguments}"
 
 
 def write_results(folder: Path, report: dict[str, Any], save_model: Callable[[str], None]) -> None:
@@ -26,7 +81,7 @@ def write_results(folder: Path, report: dict[str, Any], save_model: Callable[[st
     else:
         with in_place_of(folder / PLOT_FILE) as plot:
             title = "{num_labels} labels; {world_size} ranks over {backend}, {global_batch_size} samples an update"
-            plot_history(report["history"], plot, title.format_map(report))
+            draw_png(plot, [RecordedRun(folder.name, report)], title.format_map(report))
     with in_place_of(folder / REPORT_FILE) as file:
         file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -45,32 +100,3 @@ def summary(report: dict[str, Any], folder: Path) -> str:
         "written to": folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder,
     }
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
-
-
-def plot_history(history: list[dict[str, float]], path: Path, title: str) -> None:
-    """Loss (training and held-out) and held-out accuracy over the updates, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def series(key: str) -> tuple[list[float], list[float]]:
-        rows = [row for row in history if key in row]
-        return [row["step"] for row in rows], [row[key] for row in rows]
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    left.plot(*series("loss"), label="training", color="tab:blue")
-    left.plot(*series("eval_loss"), "o-", label="held-out", color="tab:orange")
-    left.set(xlabel="update", ylabel="cross entropy", ylim=(0, None), title="loss")
-    left.legend(frameon=False)
-    right.plot(*series("eval_accuracy"), "o-", color="tab:orange")
-    for step, value in zip(*series("eval_accuracy")):
-        right.annotate(f"{value:.3f}", (step, value), textcoords="offset points", xytext=(0, 7), ha="center")
-    right.set(xlabel="update", ylabel="share of the held-out samples", ylim=(0, 1.05), title="accuracy")
-    right.set_xlim(0, right.get_xlim()[1] * 1.05)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)

@@ -1,0 +1,95 @@
+r"""train_single.py in several processes: RoBERTa learns what bank customers want, data parallel.
+
+    mindnlp-dp run --nproc 2 homework/train_data_parallel.py
+    msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --log_dir=logs/banking77 --join=True \
+        homework/train_data_parallel.py --train-file train.csv --test-file test.csv --model tiny
+
+The lines marked "data parallel" are all that is new. The batch is the global one: each process takes its part of it,
+and the two scripts train the same model. scripts/homework_2npu.sh, homework_2gpu.sh and homework_2cpu.sh start it on
+two cards, or on two cores.
+"""
+
+import sys
+from pathlib import Path
+
+from mindspore.dataset import NumpySlicesDataset
+
+# Before mindnlp: makes MindNLP run on this MindSpore.
+import mindnlp_dp as dp  # data parallel
+from mindnlp_dp.sharding import batch_size_per_rank  # data parallel
+from mindnlp_dp.text_classification.config import as_input_error, parse_config
+from mindnlp_dp.text_classification.examples import InputError
+from mindnlp_dp.text_classification.recorder import RunRecorder
+from mindnlp_dp.text_classification.report import make_report, summary, write_results
+from mindnlp_dp.text_classification.task import build_model, prepare_task, save_tokenizer
+
+from mindnlp.engine import Trainer, TrainingArguments  # isort: skip
+from mindnlp.engine.utils import set_seed  # isort: skip
+
+DEFAULTS = {
+    "dataset": "PolyAI/banking77", "model": "roberta-base", "output_dir": "outputs/banking77_single",
+    "max_length": 32, "num_epochs": 5, "global_batch_size": 64, "learning_rate": 5e-5,
+}  # fmt: skip
+FROM_SCRATCH = {"num_epochs": 15, "learning_rate": 2e-3}
+DEFAULTS["output_dir"] = "outputs/banking77_data_parallel"  # data parallel
+
+
+class Trainer(dp.DataParallelTrainerMixin, Trainer):  # data parallel
+    """MindNLP's, data parallel."""  # data parallel
+
+
+def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
+    config = parse_config(description=description, defaults=defaults, from_scratch=from_scratch)
+    group = dp.init_process_group()  # data parallel
+    task = prepare_task(config)
+    set_seed(config.seed)
+    model = build_model(config, task)
+    batch_size = config.global_batch_size
+    batch_size = batch_size_per_rank(batch_size, group.world_size)  # data parallel
+    args = TrainingArguments(
+        output_dir=config.output_dir,
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=config.eval_batch_size,
+        num_train_epochs=config.num_epochs,
+        max_steps=config.max_steps,
+        learning_rate=config.learning_rate,
+        warmup_ratio=config.warmup_ratio,
+        weight_decay=config.weight_decay,
+        logging_steps=config.logging_steps,
+        evaluation_strategy="epoch",
+        save_strategy="no",
+        seed=config.seed,
+        disable_tqdm=True,
+    )
+    recorder = RunRecorder(task.label_names, len(task.train["labels"]))
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=NumpySlicesDataset(task.train, shuffle=True),
+        eval_dataset=NumpySlicesDataset(task.test, shuffle=False),
+        compute_metrics=recorder.metrics,
+        callbacks=[recorder],
+    )
+    output = trainer.train()
+    if trainer.is_world_process_zero():
+        report = make_report(trainer, output, recorder, config, task)
+
+        def save_model(folder):
+            trainer.save_model(folder)
+            save_tokenizer(config, task, folder)
+
+        write_results(Path(config.output_dir), report, save_model)
+        print(f"\n{summary(report, Path(config.output_dir))}")
+
+
+def run(**options):
+    """Mistakes in settings and data end in a sentence."""
+    try:
+        with as_input_error():
+            main(**options)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    run()

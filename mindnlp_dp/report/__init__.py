@@ -1,0 +1,1 @@
+"""``mindnlp-dp report``: one page, and one picture, from the report.json of one or several runs."""

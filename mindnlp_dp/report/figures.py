@@ -1,0 +1,158 @@
+"""The plots of a report, with matplotlib: one a panel for the page, all of them together for the picture.
+
+Goes in: runs. Comes out: SVG text, or a PNG file. A run has the same colour and the same dashes everywhere, so that
+they can be told apart in grey as well.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .runs import RecordedRun
+
+# Okabe and Ito's colours, which eyes of all kinds can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", "--", "-.", ":")
+_INK, _GRID = "#333333", "#dddddd"
+
+Panel = Callable[[Any, Sequence[RecordedRun]], None]
+
+
+def loss_over_updates(axes: Any, runs: Sequence[RecordedRun]) -> None:
+    _losses(axes, runs, "step", 1.0)
+    axes.set(xlabel="update", title="loss")
+
+
+def loss_over_time(axes: Any, runs: Sequence[RecordedRun]) -> None:
+    scale, unit = _time_unit(runs)
+    _losses(axes, runs, "seconds", scale)
+    axes.set(xlabel=f"{unit} since the beginning", title="loss over time")
+
+
+def accuracy_over_updates(axes: Any, runs: Sequence[RecordedRun]) -> None:
+    _accuracies(axes, runs, "step", 1.0)
+    axes.set(xlabel="update", title="accuracy")
+
+
+def accuracy_over_time(axes: Any, runs: Sequence[RecordedRun]) -> None:
+    scale, unit = _time_unit(runs)
+    _accuracies(axes, runs, "seconds", scale)
+    axes.set(xlabel=f"{unit} since the beginning", title="accuracy over time")
+
+
+def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
+    """A bar a run: its samples a second; the hatched part is the share that went into communication."""
+    rates = [run.report["train_samples_per_second"] for run in runs]
+    shares = [run.report.get("gradient_sync_share") or 0.0 for run in runs]
+    places = range(len(runs))
+    for place, rate, share in zip(places, rates, shares):
+        colour = _COLOURS[place % len(_COLOURS)]
+        axes.barh(place, rate * (1 - share), color=colour, height=0.6)
+        axes.barh(place, rate * share, left=rate * (1 - share), height=0.6, facecolor="white", edgecolor=colour,
+                  hatch="////")  # fmt: skip
+        axes.annotate(f" {rate:.0f}", (rate, place), va="center")
+    axes.set_yticks(places, [run.name for run in runs])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(rates, default=1.0) or 1.0)
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="samples a second; hatched: the share of communication", title="throughput")
+
+
+PANELS: dict[str, Panel] = {
+    "loss": loss_over_updates,
+    "accuracy": accuracy_over_updates,
+    "loss_over_time": loss_over_time,
+    "accuracy_over_time": accuracy_over_time,
+    "throughput": throughput,
+}
+
+
+def panels_for(runs: Sequence[RecordedRun]) -> list[str]:
+    """Those that these runs can fill: runs of older versions did not log their time."""
+    timed = any(run.series("eval_loss", "seconds")[0] for run in runs)
+    return [name for name in PANELS if timed or not name.endswith("over_time")]
+
+
+def draw_svg(name: str, runs: Sequence[RecordedRun]) -> str:
+    """One panel, as an ``<svg>`` element that scales with its place."""
+    height = 0.8 + 0.45 * len(runs) if name == "throughput" else 3.2
+    with _figure(figsize=(5.4, max(height, 1.6))) as figure:
+        PANELS[name](figure.subplots(), runs)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def draw_png(path: Path, runs: Sequence[RecordedRun], title: str) -> None:
+    """All panels."""
+    names = panels_for(runs)
+    curves = [name for name in names if name != "throughput"]
+    rows = len(curves) // 2
+    with _figure(figsize=(10, 3.2 * rows + 0.9 + 0.35 * len(runs))) as figure:
+        grid = figure.add_gridspec(rows + 1, 2, height_ratios=[*[3.2] * rows, 0.5 + 0.35 * len(runs)])
+        for number, name in enumerate(curves):
+            PANELS[name](figure.add_subplot(grid[number // 2, number % 2]), runs)
+        throughput(figure.add_subplot(grid[rows, :]), runs)
+        figure.suptitle(title, fontsize=12)
+        figure.savefig(path, format="png", dpi=130)
+
+
+@contextmanager
+def _figure(**options: Any) -> Iterator[Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {
+        "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": _GRID,
+        "grid.linewidth": 0.6, "axes.edgecolor": _INK, "text.color": _INK, "axes.labelcolor": _INK,
+        "xtick.color": _INK, "ytick.color": _INK, "axes.axisbelow": True, "svg.hashsalt": "mindnlp_dp",
+        # Labels of data sets may be Chinese.
+        "font.family": ["DejaVu Sans", "Noto Sans CJK SC", "sans-serif"],
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        import logging
+
+        # Of a font that is not installed, only another one is taken.
+        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+        figure = pyplot.figure(layout="constrained", **options)
+        try:
+            yield figure
+        finally:
+            pyplot.close(figure)
+
+
+def _time_unit(runs: Sequence[RecordedRun]) -> tuple[float, str]:
+    longest = max((seconds for run in runs for seconds in run.series("eval_loss", "seconds")[0]), default=0.0)
+    return (1.0, "seconds") if longest < 300 else (1 / 60, "minutes")
+
+
+def _losses(axes: Any, runs: Sequence[RecordedRun], over: str, scale: float) -> None:
+    for place, run in enumerate(runs):
+        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
+        at, values = run.series("loss", over)
+        axes.plot([scale * x for x in at], values, color=colour, linestyle=dashes, linewidth=0.9, alpha=0.55)
+        at, values = run.series("eval_loss", over)
+        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=run.name)
+    axes.set(ylabel="cross entropy (thin: training)", ylim=(0, 1.06 * axes.dataLim.ymax), xlim=_from_zero(axes))
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _from_zero(axes: Any) -> tuple[float, float]:
+    return 0.0, 1.04 * axes.dataLim.xmax
+
+
+def _accuracies(axes: Any, runs: Sequence[RecordedRun], over: str, scale: float) -> None:
+    for place, run in enumerate(runs):
+        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
+        at, values = run.series("eval_accuracy", over)
+        label = f"{run.name}: {values[-1]:.4f}" if values else run.name
+        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
+    axes.set(ylabel="share of the held-out samples", ylim=(0, 1.02), xlim=_from_zero(axes))
+    axes.legend(frameon=False, loc="lower right")

@@ -1,0 +1,129 @@
+"""The page and the picture of a report.
+
+Goes in: runs. Comes out: one HTML file that needs nothing else (styles and plots are in it), and a PNG.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from ..files import in_place_of
+from .runs import RecordedRun, read_runs, speed_up
+
+CAPTIONS = {
+    "loss": "Loss over updates: points are evaluations, thin lines the training loss of all ranks. Runs with the same "
+    "global batch do the same updates.",
+    "accuracy": "Accuracy on the held-out samples, after each epoch.",
+    "loss_over_time": "The same losses over wall-clock time, evaluations included.",
+    "accuracy_over_time": "What waiting is worth: accuracy over wall-clock time.",
+    "throughput": "Samples a second over all processes, evaluations left out.",
+}
+
+
+def run_report(paths: Sequence[Path], output: Optional[Path]) -> int:
+    """Write the page and, beside it, the picture; the exit code of the command.
+
+    Raises:
+        ValueError: a run cannot be read, or ``output`` is no .html file.
+    """
+    missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'mindnlp-dp report needs {" and ".join(missing)}; pip install "mindnlp-dp[report]"', file=sys.stderr)
+        return 2
+    runs = read_runs(paths)
+    first = paths[0] if paths[0].is_dir() else paths[0].parent
+    output = output or first / "report.html"
+    if output.suffix != ".html":
+        raise ValueError(f"--output must name a file that ends in .html, got {output}")
+    write_report(runs, output)
+    print(f"written to {output} and {output.with_suffix('.png')}")
+    return 0
+
+
+def write_report(runs: Sequence[RecordedRun], output: Path) -> None:
+    """The page to ``output``, the picture beside it, each complete or not there."""
+    from .figures import draw_png
+
+    with in_place_of(output.with_suffix(".png")) as temporary:
+        draw_png(temporary, runs, _title(runs))
+    with in_place_of(output) as temporary:
+        temporary.write_text(render(runs), encoding="utf-8")
+
+
+def render(runs: Sequence[RecordedRun]) -> str:
+    """The page as text."""
+    import jinja2
+
+    from .figures import draw_svg, panels_for
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["share"] = lambda value: f"{100 * value:.1f} %"
+    environment.filters["duration"] = _duration
+    return environment.get_template("page.html").render(
+        title=_title(runs),
+        runs=runs,
+        verdicts=_verdicts(runs),
+        figures=[(name, draw_svg(name, runs), CAPTIONS[name]) for name in panels_for(runs)],
+        settings=_settings(runs),
+    )
+
+
+def _title(runs: Sequence[RecordedRun]) -> str:
+    report = runs[0].report
+    parts = [f"{report['num_labels']} classes"] if "num_labels" in report else []
+    if "train_samples" in report:
+        parts.append(f"{report['train_samples']:,} training samples")
+    return f"Training report: {', '.join(parts)}" if parts else "Training report"
+
+
+def _verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
+    """What a reader wants to know first: (what, the number, what it means)."""
+    best = max(runs, key=lambda run: run.report["eval_accuracy"])
+    report = best.report
+    samples = f" on {report['eval_samples']:,} held-out samples" if "eval_samples" in report else ""
+    shown = [("accuracy", f"{report['eval_accuracy']:.4f}", f"{best.name},{samples}".rstrip(","))]
+    compared = speed_up(runs)
+    if compared is not None:
+        single, several, factor = compared
+        shown.append(("faster", f"{factor:.2f} x", f"{several.name} than {single.name}, in samples a second"))
+        gap = several.report["eval_accuracy"] - single.report["eval_accuracy"]
+        shown.append(("difference", f"{gap:+.4f}", f"in accuracy, {several.name} to {single.name}"))
+    parallel = [run for run in runs if run.report["world_size"] > 1]
+    if parallel:
+        agree = all(run.report.get("replicas_in_sync") for run in parallel)
+        shares = [run.report.get("gradient_sync_share") or 0.0 for run in parallel]
+        shown.append(("communication", f"{100 * max(shares):.1f} %", "of the training time, at most"))
+        shown.append(
+            ("replicas", "agree", "all processes hold the same weights, to the bit")
+            if agree
+            else ("replicas", "DIFFER", "processes hold different weights: this was not data parallel training")
+        )
+    return shown
+
+
+def _settings(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
+    """Settings in which the runs differ, a row each, and the ones that matter most anyway."""
+    configs = [run.report.get("config") or {} for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    always = ("model", "learning_rate", "num_epochs", "max_length", "seed")
+    rows = []
+    for key in keys:
+        values = [config.get(key, "") for config in configs]
+        if (key in always or any(value != values[0] for value in values)) and key != "output_dir":
+            rows.append((key, values))
+    return rows
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,84 @@
+"""Runs as a report shows them.
+
+Goes in: folders that training left, or report.json files. Comes out: what is in them, checked, under names that tell
+the runs apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+REPORT_FILE = "report.json"
+# Without these there is nothing to show; the rest may be missing, in a run of another version.
+_NEEDED = (
+    "world_size", "backend", "train_samples_per_second", "eval_accuracy", "eval_loss", "replica_digest", "steps",
+    "history",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One run.
+
+    Attributes:
+        name: unlike the other runs'.
+        report: what it left, as it stands in the file.
+    """
+
+    name: str
+    report: dict[str, Any]
+
+    def series(self, key: str, over: str = "step") -> tuple[list[float], list[float]]:
+        """The values of ``key`` in the log, over "step" or "seconds"; empty where one of the two was not logged."""
+        rows = [row for row in self.report["history"] if key in row and over in row]
+        return [row[over] for row in rows], [row[key] for row in rows]
+
+    @property
+    def processes(self) -> str:
+        number = self.report["world_size"]
+        return f"{number} processes, {self.report['backend']}" if number > 1 else "one process"
+
+
+def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
+    """Read the runs in these folders (or files), in this order.
+
+    Raises:
+        ValueError: there is no report, or it is not one.
+    """
+    reports = [_read(path) for path in paths]
+    folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in paths]
+    names = [folder.name for folder in folders]
+    repeated = {name for name, count in Counter(names).items() if count > 1}
+    names = [f"{folder.parent.name}/{name}" if name in repeated else name for folder, name in zip(folders, names)]
+    return [RecordedRun(name, report) for name, report in zip(names, reports)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / REPORT_FILE if path.is_dir() else path
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{file} does not exist; give the folder that a run wrote (its --output-dir), once it has ended"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    missing = [key for key in _NEEDED if not isinstance(report, dict) or key not in report]
+    if missing:
+        raise ValueError(f"{file} is not the report of a run: it lacks {', '.join(missing)}")
+    return report
+
+
+def speed_up(runs: Sequence[RecordedRun]) -> Optional[tuple[RecordedRun, RecordedRun, float]]:
+    """The first run of one process, the fastest of several, and how many times faster that is; None without both."""
+    single = next((run for run in runs if run.report["world_size"] == 1), None)
+    several = [run for run in runs if run.report["world_size"] > 1]
+    if single is None or not several or not single.report["train_samples_per_second"]:
+        return None
+    fastest = max(several, key=lambda run: run.report["train_samples_per_second"])
+    return single, fastest, fastest.report["train_samples_per_second"] / single.report["train_samples_per_second"]

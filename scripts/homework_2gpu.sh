@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# The homework on two GPUs, launched by msrun; then the report page.
+#
+#   bash scripts/homework_2gpu.sh [flags of homework/train_data_parallel.py]
+#
+# MASTER_PORT (default 8118) and LOG_DIR (default logs/homework_2gpu) may be set. Not run by us: there is no GPU here, and MindSpore has plug-ins for CUDA
+# 11.1 and 11.6 only.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
+DEVICE=GPU
+MASTER_PORT=${MASTER_PORT:-8118}
+LOG_DIR=${LOG_DIR:-$ROOT/logs/homework_2gpu}
+check_workers 2
+check_port
+prepare_environment
+
+msrun --worker_num=2 --local_worker_num=2 --master_port="$MASTER_PORT" --log_dir="$LOG_DIR" --join=True \
+  --cluster_time_out=120 --tail_worker_log=0 \
+  "$ROOT/homework/train_data_parallel.py" --config "$ROOT/configs/banking77_2gpu.yaml" "$@"
+
+mindnlp-dp report "$(output_dir "$ROOT/configs/banking77_2gpu.yaml" "$@")"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The homework on two Ascend NPUs, launched by msrun; then the report page.
+#
+#   bash scripts/homework_2npu.sh [flags of homework/train_data_parallel.py]
+#
+# MASTER_PORT (default 8118) and LOG_DIR (default logs/homework_2npu) may be set. Not run by us: there is no NPU here.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
+DEVICE=Ascend
+MASTER_PORT=${MASTER_PORT:-8118}
+LOG_DIR=${LOG_DIR:-$ROOT/logs/homework_2npu}
+check_workers 2
+check_port
+prepare_environment
+
+msrun --worker_num=2 --local_worker_num=2 --master_port="$MASTER_PORT" --log_dir="$LOG_DIR" --join=True \
+  --cluster_time_out=120 --tail_worker_log=0 \
+  "$ROOT/homework/train_data_parallel.py" --config "$ROOT/configs/banking77_2npu.yaml" "$@"
+
+mindnlp-dp report "$(output_dir "$ROOT/configs/banking77_2npu.yaml" "$@")"
