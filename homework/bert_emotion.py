@@ -5,8 +5,8 @@ r"""The course's BERT example, data parallel: three emotions in Chinese dialogue
     mindnlp-dp run --nproc 2 homework/bert_emotion.py --model tiny # two CPU processes, from scratch
     bash scripts/homework_emotion.sh --dataset stanfordnlp/imdb --model bert-base-uncased --max-length 256
 
-The files are those of Baidu's archive: a header, then a label (0 negative, 1 neutral, 2 positive), a tab and a text, whose
-words are separated by spaces. It is train_data_parallel.py with another model and other data.
+The files are those of Baidu's archive: a header, then a label (0 negative, 1 neutral, 2 positive), a tab and a text,
+whose words are separated by spaces. It is train_data_parallel.py with another model and other data.
 """
 
 import sys

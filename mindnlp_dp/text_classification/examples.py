@@ -90,8 +90,9 @@ def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, wha
 def _delimited(delimiter: str) -> Callable[[TextIO, str], Iterator[tuple[int, Mapping[str, Any]]]]:
     def read(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         # Tabs separate, whatever quotes a text begins with; fields that a program has quoted as a whole are unquoted.
-        quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-        rows = _rows(csv.reader(file, delimiter=delimiter, strict=True, quoting=quoting), path)
+        by_tabs = delimiter == "\t"
+        lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if by_tabs else csv.reader(file, strict=True)
+        rows = _rows(lines, path)
         line, header = next(rows, (1, []))
         if not header:
             raise InputError(f"{path}, line 1: the header is missing")
@@ -99,7 +100,7 @@ def _delimited(delimiter: str) -> Callable[[TextIO, str], Iterator[tuple[int, Ma
         for line, row in rows:
             if len(row) != len(header):
                 raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}")
-            yield line, dict(zip(header, map(_unquoted, row) if quoting == csv.QUOTE_NONE else row))
+            yield line, dict(zip(header, map(_unquoted, row) if by_tabs else row))
 
     return read
 

@@ -27,7 +27,7 @@ def test_a_csv_with_commas_quotes_and_line_breaks(tmp_path):
 
 
 def test_quotes_in_a_tsv_are_text(tmp_path):
-    path = write(tmp_path / "a.tsv", 'label\ttext\n1\t"not closed\n0\t"said ""so"""\n1\ta "b" c\n'.encode())
+    path = write(tmp_path / "a.tsv", b'label\ttext\n1\t"not closed\n0\t"said ""so"""\n1\ta "b" c\n')
     assert read_examples(str(path)).texts == ['"not closed', 'said "so"', 'a "b" c']
 
 
