@@ -94,15 +94,17 @@ def parse_config(
         )
     flags = vars(parser.parse_args(argv))
     file = flags.pop("config", None)
-    chosen = {**(read_config_file(file) if file else {}), **flags}
+    from_file = read_config_file(file) if file else {}
     defaults = dict(defaults or {})
-    if chosen.get("model", defaults.get("model")) == "tiny":
+    if {**defaults, **from_file, **flags}.get("model") == "tiny":
         defaults.update(from_scratch or {})
-    sources = ("dataset", "train_file", "test_file")
-    # Who names data means that, and not also the script's own.
-    replaced = sources if any(name in chosen for name in sources) else ()
-    kept = {name: value for name, value in defaults.items() if name not in replaced}
-    config = FinetuneConfig(**{**kept, **chosen})
+    chosen: dict[str, Any] = {}
+    for settings in (defaults, from_file, flags):
+        # Who names a source of data means that one, and not also one that was named before.
+        replaced = {"dataset"} if "train_file" in settings or "test_file" in settings else set()
+        replaced |= {"train_file", "test_file"} if "dataset" in settings else set()
+        chosen = {**{name: value for name, value in chosen.items() if name not in replaced}, **settings}
+    config = FinetuneConfig(**chosen)
     _check(config)
     return config
 
