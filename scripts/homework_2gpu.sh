@@ -14,8 +14,13 @@ check_workers 2
 check_port
 prepare_environment
 
+config=$ROOT/configs/banking77_2gpu.yaml
+out=$(output_dir "$config" "$@")
+rm -f "$out/report.json"
+
+# msrun's exit code is no verdict (it may be 1 after a job that went well); the report that the job wrote is.
 msrun --worker_num=2 --local_worker_num=2 --master_port="$MASTER_PORT" --log_dir="$LOG_DIR" --join=True \
   --cluster_time_out=120 --tail_worker_log=0 \
-  "$ROOT/homework/train_data_parallel.py" --config "$ROOT/configs/banking77_2gpu.yaml" "$@"
+  "$ROOT/homework/train_data_parallel.py" --config "$config" "$@" || tell_errors $?
 
-mindnlp-dp report "$(output_dir "$ROOT/configs/banking77_2gpu.yaml" "$@")"
+mindnlp-dp report "$out"

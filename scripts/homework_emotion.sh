@@ -2,7 +2,7 @@
 # The course's BERT example, in two processes launched by msrun: Baidu's emotion data, or IMDB.
 #
 #   bash scripts/homework_emotion.sh [flags of homework/bert_emotion.py]
-#   bash scripts/homework_emotion.sh --config configs/imdb.yaml
+#   bash scripts/homework_emotion.sh --config configs/imdb_2npu.yaml
 #
 # DEVICE (default Ascend; GPU, CPU), WORKER_NUM (2), MASTER_PORT (8118) and LOG_DIR (logs/homework_emotion) may be set.
 # The data is fetched by python homework/download_emotion.py. Run here on CPU only.

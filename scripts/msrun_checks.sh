@@ -61,6 +61,12 @@ output_dir() {
   echo "$folder"
 }
 
+# tell_errors CODE: what workers had to say; msrun shows rank 0's log only, and another rank may have ended the job.
+tell_errors() {
+  echo "msrun ended with $1; all logs: $LOG_DIR" >&2
+  grep -hs "^error: " "$LOG_DIR"/worker_*.log | sort -u >&2 || true
+}
+
 check_script() {
   [ -f "$1" ] || fail "the script $1 does not exist"
 }

@@ -1,0 +1,119 @@
+"""The homework as a student starts it: its scripts, whole, on small data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindnlp_dp.launch.environment import free_port
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WORDS = {"0": "bad sad angry", "1": "it is so", "2": "good glad happy"}
+
+
+def environment(**more):
+    """The scripts find the environment of these tests, and install nothing."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more}
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """Files of the form of the course's: three classes, a hundred texts."""
+    rng = np.random.default_rng(0)
+    for name, number in (("train", 90), ("test", 30)):
+        labels = [str(label) for label in rng.integers(0, 3, number)]
+        rows = [f"{label}\t{' '.join(rng.permutation(WORDS[label].split()))}" for label in labels]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["label\ttext_a", *rows]) + "\n")
+    return [
+        "--train-file", str(tmp_path / "train.tsv"), "--test-file", str(tmp_path / "test.tsv"), "--model", "tiny",
+        "--output-dir", str(tmp_path / "out"), "--num-epochs", "4", "--hidden-size", "32", "--num-heads", "2",
+        "--intermediate-size", "64", "--num-layers", "1", "--global-batch-size", "8", "--learning-rate", "5e-3",
+    ]  # fmt: skip
+
+
+def run(command, **variables):
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=300
+    )  # fmt: skip
+
+
+def test_one_process_and_two_learn_the_same_task(flags, tmp_path):
+    single = run([sys.executable, "homework/train_single.py", *flags])
+    assert single.returncode == 0, single.stderr
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["world_size"], report["eval_accuracy"]) == (1, 1.0)
+    assert report["train_samples_per_second"] > 0
+    assert (tmp_path / "out/training.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "out").rename(tmp_path / "one")
+
+    parallel = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(tmp_path / "logs")]
+    two = run([*parallel, "homework/train_data_parallel.py", *flags])
+    assert two.returncode == 0, two.stdout + two.stderr
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["world_size"], report["eval_accuracy"], report["replicas_in_sync"]) == (2, 1.0, True)
+    assert report["command"].startswith(
+        "mindnlp-dp run --nproc 2 --backend mpi homework/train_data_parallel.py --train"
+    )
+    assert report["global_batch_size"] == 8
+
+    page = run([sys.executable, "-m", "mindnlp_dp", "report", str(tmp_path / "one"), str(tmp_path / "out")])
+    assert page.returncode == 0, page.stderr
+    assert "one process" in (tmp_path / "one/report.html").read_text()
+
+
+def test_the_script_for_two_cpu_processes_ends_with_a_page(flags, tmp_path):
+    prefix = Path(sys.prefix)
+    if not (prefix / "bin/mindnlp-dp").exists():
+        pytest.skip("needs an environment with mindnlp-dp installed")
+    done = run(
+        ["bash", "scripts/homework_2cpu.sh", *flags],
+        VENV=str(prefix), VIRTUAL_ENV=str(prefix), MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"written to {tmp_path}/out/report.html")
+    assert "2 processes, mccl" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_run_that_failed_gets_no_page_of_an_older_one(flags, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/report.json").write_text("{}")
+    prefix = str(Path(sys.prefix))
+    done = run(
+        ["bash", "scripts/homework_2cpu.sh", *flags, "--global-batch-size", "7"],
+        VENV=prefix, VIRTUAL_ENV=prefix, MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "global_batch_size (7) must be divisible" in done.stderr
+    assert "report.json does not exist" in done.stderr
+
+
+def test_the_courses_example_learns_emotions(flags, tmp_path):
+    done = run(
+        ["bash", "scripts/homework_emotion.sh", *flags],
+        DEVICE="CPU", VIRTUAL_ENV=str(Path(sys.prefix)), MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
+    )  # fmt: skip
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["world_size"], report["backend"], report["eval_accuracy"]) == (2, "mccl", 1.0), done.stdout
+
+
+@pytest.mark.parametrize(("script", "device"), [("homework_2npu.sh", "Ascend"), ("homework_2gpu.sh", "GPU")])
+def test_without_two_cards_it_says_so(script, device):
+    done = run(["bash", f"scripts/{script}"])
+    assert done.returncode == 2
+    assert f"2 workers, but this host has 0 {device} devices to use" in done.stderr
+
+
+def test_without_the_data_it_says_where_it_comes_from(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "homework/bert_emotion.py")], cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: there is no data/emotion; python homework/download_emotion.py fetches it"
+    )

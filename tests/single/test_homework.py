@@ -1,0 +1,145 @@
+"""The homework: what two scripts have in common, its settings, and its download."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import http.server
+import importlib.util
+import io
+import re
+import tarfile
+import threading
+
+import pytest
+
+from mindnlp_dp.text_classification.config import parse_config, read_config_file
+
+
+@pytest.fixture
+def homework(pytestconfig):
+    return pytestconfig.rootpath / "homework"
+
+
+def test_data_parallel_is_single_plus_the_marked_lines(homework):
+    single, parallel = (
+        (homework / name).read_text().partition('"""\n\nimport sys')[2].splitlines()
+        for name in ("train_single.py", "train_data_parallel.py")
+    )
+    changes = [line for line in difflib.ndiff(single, parallel) if line[0] in "+-?" and line[2:].strip()]
+    assert all(line.startswith("+ ") and line.endswith("  # data parallel") for line in changes), changes
+    assert len(changes) == 7
+
+
+def test_every_config_is_read_and_says_what_it_is(pytestconfig):
+    files = sorted((pytestconfig.rootpath / "configs").glob("*.yaml"))
+    assert len(files) >= 6
+    for file in files:
+        parse_config(["--config", str(file)])
+        head = file.read_text().partition("output_dir")[0]
+        for word in ("# command ", "# hardware ", "# time ", "# result ", "# run "):
+            assert word in head, (file, word)
+        assert re.search(r"\b(TIME|RESULT|TODO)\b", head) is None, file
+
+
+def test_the_same_settings_for_one_process_and_for_two_devices(pytestconfig):
+    single, *others = (
+        {**read_config_file(str(pytestconfig.rootpath / f"configs/banking77_{name}.yaml")), "output_dir": ""}
+        for name in ("single", "2npu", "2gpu")
+    )
+    assert all(other == single for other in others)
+
+
+def test_defaults_of_a_script_give_way():
+    defaults = {"dataset": "hub/name", "model": "roberta-base", "learning_rate": 5e-5}
+    scratch = {"learning_rate": 2e-3}
+
+    def parsed(*flags):
+        config = parse_config(list(flags), defaults=defaults, from_scratch=scratch)
+        return config.dataset, config.train_file, config.learning_rate
+
+    assert parsed() == ("hub/name", "", 5e-5)
+    assert parsed("--train-file", "a.csv", "--test-file", "b.csv") == ("", "a.csv", 5e-5)
+    assert parsed("--dataset", "other", "--model", "tiny") == ("other", "", 2e-3)
+    assert parsed("--model", "tiny", "--learning-rate", "0.1") == ("hub/name", "", 0.1)
+
+
+# The download of the emotion data, from a server of the test's own.
+
+FILES = {
+    "train.tsv": b"label\ttext_a\n0\ta\n2\tb\n",
+    "dev.tsv": b"label\ttext_a\n1\tc\n",
+    "test.tsv": b"label\ttext_a\n",
+}
+
+
+def archive_of(files):
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"data/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+@pytest.fixture
+def download(homework):
+    spec = importlib.util.spec_from_file_location("download_emotion", homework / "download_emotion.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def server():
+    """Serves ``server.content``, and says that it is ``server.length`` bytes long."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(self.server.length))
+            self.end_headers()
+            self.wfile.write(self.server.content)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.content = archive_of(FILES)
+        server.length = len(server.content)
+        server.md5 = hashlib.md5(server.content).hexdigest()
+        server.url = f"http://127.0.0.1:{server.server_port}/emotion.tar.gz"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_download(download, server, tmp_path):
+    download.fetch(tmp_path, server.url, server.md5)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.tsv")} == FILES
+
+
+def test_a_download_that_breaks_off_leaves_nothing(download, server, tmp_path):
+    server.length += 10
+    with pytest.raises(download.DownloadError, match=rf"broke off after {len(server.content)} bytes, 10 are missing"):
+        download.fetch(tmp_path, server.url, server.md5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_archive_is_refused(download, server, tmp_path):
+    with pytest.raises(download.DownloadError, match="is not the archive that was published: its MD5 is"):
+        download.fetch(tmp_path, server.url)
+    assert list(tmp_path.glob("*.tsv")) == []
+
+
+def test_without_a_network_it_says_what_would_do(download, server, tmp_path):
+    url = server.url.replace(str(server.server_port), "1")
+    with pytest.raises(download.DownloadError, match=r"cannot be reached \(.*\); fetch it where there is a network"):
+        download.fetch(tmp_path, url, server.md5)
+    # As the message advises.
+    (tmp_path / "emotion.tar.gz").write_bytes(server.content)
+    download.fetch(tmp_path, url, server.md5)
+    assert (tmp_path / "train.tsv").read_bytes() == FILES["train.tsv"]

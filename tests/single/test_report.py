@@ -1,0 +1,171 @@
+"""mindnlp-dp report: what it reads, refuses, and shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from mindnlp_dp.launch.cli import main
+from mindnlp_dp.report.page import render
+from mindnlp_dp.report.runs import RecordedRun, read_runs, speed_up
+from mindnlp_dp.text_classification.recorder import most_confused
+
+
+def report_of(world_size=1, rate=100.0, accuracy=0.5, timed=True, **more):
+    """What a run of two epochs leaves."""
+    history = []
+    for step in range(10, 50, 10):
+        history.append({"loss": 4.0 - step / 20, "step": step, "seconds": step / rate * 64})
+    for step in (20, 40):
+        history.append(
+            {"eval_loss": 3.5 - step / 20, "eval_accuracy": accuracy * step / 40, "step": step, "seconds": step}
+        )
+    if not timed:
+        for row in history:
+            del row["seconds"]
+    return {
+        "world_size": world_size, "backend": "mpi" if world_size > 1 else "single", "train_samples_per_second": rate,
+        "gradient_sync_share": 0.05 if world_size > 1 else 0.0, "eval_accuracy": accuracy, "eval_loss": 1.5,
+        "replicas_in_sync": True, "replica_digest": "0123456789abcdef", "train_seconds": 4000 / rate, "steps": 40,
+        "global_batch_size": 64, "train_samples": 1280, "eval_samples": 320, "num_labels": 3,
+        "confusions": [{"label": "lost <card>", "predicted": "stolen & gone", "count": 7, "of": 40}],
+        "command": "mindnlp-dp run --nproc 2 train.py --train-file 'a b.csv'", "machine": "a machine, 2 cores",
+        "config": {"model": "tiny", "seed": 42, "output_dir": "somewhere"}, "history": history, **more,
+    }  # fmt: skip
+
+
+def write(folder, report):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text(json.dumps(report))
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path):
+    return write(tmp_path / "one", report_of()), write(tmp_path / "two", report_of(2, 190.0, 0.51))
+
+
+class Text(HTMLParser):
+    """The words of a page, and what it would fetch."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.words, self.fetched, self.open = "", [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.fetched += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
+        if tag not in ("meta", "br", "col"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def test_one_page_that_needs_nothing_else(two, capsys):
+    assert main(["report", *map(str, two)]) == 0
+    page = (two[0] / "report.html").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == f"written to {two[0] / 'report.html'} and {two[0] / 'report.png'}\n"
+    assert (two[0] / "report.png").read_bytes().startswith(b"\x89PNG")
+    text = Text(page)
+    assert text.open == []
+    assert text.fetched == []
+    assert "@import" not in page
+    assert "url(http" not in page
+    assert page.count("<svg") == 5
+
+
+def test_what_it_tells(two):
+    words = re.sub(r"\s+", " ", Text(render(read_runs(two))).words)
+    for expected in (
+        "Training report: 3 classes, 1,280 training samples", "one (one process); two (2 processes, mpi)",
+        "0.5100", "two, on 320 held-out samples", "1.90 x", "two than one", "+0.0100", "5.0 %", "agree",
+        "0123456789abcdef, on every process", "lost <card>", "stolen & gone", "7 of 40",
+        "mindnlp-dp run --nproc 2 train.py --train-file 'a b.csv'", "a machine, 2 cores",
+    ):  # fmt: skip
+        assert expected in words, expected
+
+
+def test_replicas_that_differ_are_shown_so(tmp_path):
+    run = write(tmp_path / "run", report_of(2, replicas_in_sync=False))
+    words = Text(render(read_runs([run]))).words
+    assert "DIFFER" in words
+    assert "not on every process" in words
+
+
+def test_a_run_of_an_older_version_is_shown_without_what_it_lacks(tmp_path):
+    report = report_of(2, timed=False)
+    for key in ("confusions", "command", "machine", "config", "train_seconds", "num_labels"):
+        del report[key]
+    page = render(read_runs([write(tmp_path / "old", report)]))
+    assert page.count("<svg") == 3
+    assert "What was taken for what" not in page
+
+
+def test_a_label_cannot_write_into_the_page(tmp_path):
+    report = report_of(confusions=[{"label": "<script>alert(1)</script>", "predicted": "b", "count": 1, "of": 2}])
+    page = render(read_runs([write(tmp_path / "<b>run</b>", report)]))
+    assert "<script" not in page
+    assert "<b>" not in page
+
+
+def test_names_tell_runs_apart(tmp_path):
+    first, second = (write(tmp_path / folder / "run", report_of()) for folder in ("a", "b"))
+    assert [run.name for run in read_runs([first, second])] == ["a/run", "b/run"]
+    assert [run.name for run in read_runs([first / "report.json"])] == ["run"]
+
+
+def test_speed_up_is_of_one_process_and_the_fastest_of_several():
+    runs = [RecordedRun(str(n), report_of(n, rate)) for n, rate in ((2, 150.0), (1, 100.0), (4, 300.0), (1, 50.0))]
+    assert speed_up(runs) == (runs[1], runs[2], 3.0)
+    assert speed_up(runs[:1]) is None
+    assert speed_up(runs[1:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, r"report.json does not exist; give the folder that a run wrote"),
+        ("{", r"report.json is not JSON"),
+        ("[]", r"is not the report of a run: it lacks world_size, backend"),
+        ('{"world_size": 1}', r"is not the report of a run: it lacks backend"),
+    ],
+)
+def test_what_is_no_run_is_told_in_a_sentence(tmp_path, capsys, content, expected):
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    assert re.search(expected, capsys.readouterr().err)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_an_output_that_is_no_page(two, capsys):
+    assert main(["report", str(two[0]), "--output", "page.pdf"]) == 2
+    assert "must name a file that ends in .html" in capsys.readouterr().err
+
+
+def test_without_its_libraries_it_says_what_to_install(two, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["report", str(two[0])]) == 2
+    assert 'pip install "mindnlp-dp[report]"' in capsys.readouterr().err
+
+
+def test_most_confused_counts_both_ways_round():
+    labels = np.array([0, 0, 0, 1, 1, 2, 2])
+    taken_for = np.array([1, 1, 0, 0, 1, 2, 0])
+    predictions = np.eye(3)[taken_for]
+    assert most_confused(predictions, labels, ["a", "b", "c"]) == [
+        {"label": "a", "predicted": "b", "count": 3, "of": 5},
+        {"label": "c", "predicted": "a", "count": 1, "of": 5},
+    ]
+    assert most_confused(np.eye(3), np.arange(3), ["a", "b", "c"]) == []
