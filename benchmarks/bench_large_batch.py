@@ -25,7 +25,7 @@ from mindnlp_dp.optim.scaling import scaled_learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 # What suits the config's own batch: of three to five tried for one epoch each (--num-epochs 1).
-LEARNING_RATES = {"adamw": 2e-3, "lamb": 0.05, "lars": 10.0}
+LEARNING_RATES = {"adamw": 2e-3, "lamb": 0.02, "lars": 10.0}
 RULES = ("sqrt", "linear")
 
 

@@ -139,7 +139,13 @@ def batch_size_per_rank(global_batch_size: int, world_size: int) -> int:
     >>> batch_size_per_rank(64, 2)
     32
     """
-    return accumulation_steps_for(global_batch_size, 1, world_size)
+    below = global_batch_size - global_batch_size % world_size
+    if global_batch_size < 1 or below != global_batch_size:
+        sizes = " or ".join(str(size) for size in (below + world_size, below) if size > 0)
+        raise ValueError(
+            f"global_batch_size ({global_batch_size}) must be divisible by the {world_size} ranks; use {sizes}"
+        )
+    return global_batch_size // world_size
 
 
 def accumulation_steps_to_keep(global_batch_size: int, per_micro_step: int, world_size: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,36 @@ from .runs import RecordedRun
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _INK, _GRID = "#333333", "#dddddd"
+_OVER = {"step": "", "seconds": " over time"}
 
 Panel = Callable[[Any, Sequence[RecordedRun]], None]
 
 
-def loss_over_updates(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    _losses(axes, runs, "step", 1.0)
-    axes.set(xlabel="update", title="loss")
+def losses(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
+    """Training loss (thin) and held-out loss of every run, over "step" or "seconds"."""
+    scale, unit = _unit(runs, over)
+    for place, run in enumerate(runs):
+        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
+        at, values = run.series("loss", over)
+        axes.plot([scale * x for x in at], values, color=colour, linestyle=dashes, linewidth=0.9, alpha=0.55)
+        at, values = run.series("eval_loss", over)
+        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=run.name)
+    axes.set(ylim=(0, 1.06 * axes.dataLim.ymax), xlim=(0, 1.04 * axes.dataLim.xmax))
+    axes.set(xlabel=unit, ylabel="cross entropy (thin: training)", title="loss" + _OVER[over])
+    axes.legend(frameon=False, loc="upper right")
 
 
-def loss_over_time(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    scale, unit = _time_unit(runs)
-    _losses(axes, runs, "seconds", scale)
-    axes.set(xlabel=f"{unit} since the beginning", title="loss over time")
-
-
-def accuracy_over_updates(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    _accuracies(axes, runs, "step", 1.0)
-    axes.set(xlabel="update", title="accuracy")
-
-
-def accuracy_over_time(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    scale, unit = _time_unit(runs)
-    _accuracies(axes, runs, "seconds", scale)
-    axes.set(xlabel=f"{unit} since the beginning", title="accuracy over time")
+def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
+    """Held-out accuracy of every run, over "step" or "seconds"."""
+    scale, unit = _unit(runs, over)
+    for place, run in enumerate(runs):
+        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
+        at, values = run.series("eval_accuracy", over)
+        label = f"{run.name}: {values[-1]:.4f}" if values else run.name
+        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
+    axes.set(ylim=(0, 1.02), xlim=(0, 1.04 * axes.dataLim.xmax))
+    axes.set(xlabel=unit, ylabel="share of the held-out samples", title="accuracy" + _OVER[over])
+    axes.legend(frameon=False, loc="lower right")
 
 
 def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
@@ -63,10 +70,10 @@ def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
 
 
 PANELS: dict[str, Panel] = {
-    "loss": loss_over_updates,
-    "accuracy": accuracy_over_updates,
-    "loss_over_time": loss_over_time,
-    "accuracy_over_time": accuracy_over_time,
+    "loss": partial(losses, over="step"),
+    "accuracy": partial(accuracies, over="step"),
+    "loss_over_time": partial(losses, over="seconds"),
+    "accuracy_over_time": partial(accuracies, over="seconds"),
     "throughput": throughput,
 }
 
@@ -128,31 +135,9 @@ def _figure(**options: Any) -> Iterator[Any]:
             pyplot.close(figure)
 
 
-def _time_unit(runs: Sequence[RecordedRun]) -> tuple[float, str]:
-    longest = max((seconds for run in runs for seconds in run.series("eval_loss", "seconds")[0]), default=0.0)
-    return (1.0, "seconds") if longest < 300 else (1 / 60, "minutes")
-
-
-def _losses(axes: Any, runs: Sequence[RecordedRun], over: str, scale: float) -> None:
-    for place, run in enumerate(runs):
-        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
-        at, values = run.series("loss", over)
-        axes.plot([scale * x for x in at], values, color=colour, linestyle=dashes, linewidth=0.9, alpha=0.55)
-        at, values = run.series("eval_loss", over)
-        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=run.name)
-    axes.set(ylabel="cross entropy (thin: training)", ylim=(0, 1.06 * axes.dataLim.ymax), xlim=_from_zero(axes))
-    axes.legend(frameon=False, loc="upper right")
-
-
-def _from_zero(axes: Any) -> tuple[float, float]:
-    return 0.0, 1.04 * axes.dataLim.xmax
-
-
-def _accuracies(axes: Any, runs: Sequence[RecordedRun], over: str, scale: float) -> None:
-    for place, run in enumerate(runs):
-        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
-        at, values = run.series("eval_accuracy", over)
-        label = f"{run.name}: {values[-1]:.4f}" if values else run.name
-        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
-    axes.set(ylabel="share of the held-out samples", ylim=(0, 1.02), xlim=_from_zero(axes))
-    axes.legend(frameon=False, loc="lower right")
+def _unit(runs: Sequence[RecordedRun], over: str) -> tuple[float, str]:
+    """What values on this axis are multiplied with, and what it says."""
+    if over == "step":
+        return 1.0, "update"
+    longest = max((seconds for run in runs for seconds in run.series("eval_loss", over)[0]), default=0.0)
+    return (1.0, "seconds since the beginning") if longest < 300 else (1 / 60, "minutes since the beginning")

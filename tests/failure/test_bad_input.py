@@ -29,7 +29,7 @@ MISTAKES = {
     ),
     "batch does not divide among ranks": (
         GOOD, GOOD, ["--global-batch-size", "5"],
-        "global_batch_size (5) must be divisible by micro_batch_size (1) * world_size (2) = 2; use 6 or 4",
+        "global_batch_size (5) must be divisible by the 2 ranks; use 6 or 4",
     ),
 }  # fmt: skip
 
