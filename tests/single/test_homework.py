@@ -31,6 +31,19 @@ def test_data_parallel_is_single_plus_the_marked_lines(homework):
     assert len(changes) == 7
 
 
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md", "results.md"])
+def test_what_the_texts_name_exists(homework, name):
+    text = (homework / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(((?!https?:)[^)#]+)\)", text)
+    named = re.findall(r"\b(?:scripts|configs|homework)/[\w.]+\w", text)
+    assert links + named
+    for path in links:
+        assert (homework / path).exists(), path
+    for path in named:
+        assert (homework.parent / path).exists(), path
+    assert "RESULTS" not in text
+
+
 def test_every_config_is_read_and_says_what_it_is(pytestconfig):
     files = sorted((pytestconfig.rootpath / "configs").glob("*.yaml"))
     assert len(files) >= 6
