@@ -17,7 +17,7 @@ from mindspore.dataset import NumpySlicesDataset
 # Before mindnlp: makes MindNLP run on this MindSpore.
 import mindnlp_dp as dp  # data parallel
 from mindnlp_dp.sharding import batch_size_per_rank  # data parallel
-from mindnlp_dp.text_classification.config import as_input_error, parse_config
+from mindnlp_dp.text_classification.config import TaskConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
 from mindnlp_dp.text_classification.recorder import RunRecorder
 from mindnlp_dp.text_classification.report import make_report, summary, write_results
@@ -39,7 +39,7 @@ class Trainer(dp.DataParallelTrainerMixin, Trainer):  # data parallel
 
 
 def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
-    config = parse_config(description=description, defaults=defaults, from_scratch=from_scratch)
+    config = parse_config(TaskConfig, description=description, defaults=defaults, from_scratch=from_scratch)
     group = dp.init_process_group()  # data parallel
     task = prepare_task(config)
     set_seed(config.seed)
@@ -55,6 +55,7 @@ def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
         learning_rate=config.learning_rate,
         warmup_ratio=config.warmup_ratio,
         weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
         logging_steps=config.logging_steps,
         evaluation_strategy="epoch",
         save_strategy="no",

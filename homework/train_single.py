@@ -14,7 +14,7 @@ from pathlib import Path
 from mindspore.dataset import NumpySlicesDataset
 
 # Before mindnlp: makes MindNLP run on this MindSpore.
-from mindnlp_dp.text_classification.config import as_input_error, parse_config
+from mindnlp_dp.text_classification.config import TaskConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
 from mindnlp_dp.text_classification.recorder import RunRecorder
 from mindnlp_dp.text_classification.report import make_report, summary, write_results
@@ -31,7 +31,7 @@ FROM_SCRATCH = {"num_epochs": 15, "learning_rate": 2e-3}
 
 
 def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
-    config = parse_config(description=description, defaults=defaults, from_scratch=from_scratch)
+    config = parse_config(TaskConfig, description=description, defaults=defaults, from_scratch=from_scratch)
     task = prepare_task(config)
     set_seed(config.seed)
     model = build_model(config, task)
@@ -45,6 +45,7 @@ def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
         learning_rate=config.learning_rate,
         warmup_ratio=config.warmup_ratio,
         weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
         logging_steps=config.logging_steps,
         evaluation_strategy="epoch",
         save_strategy="no",

@@ -32,7 +32,7 @@ from mindnlp_dp.text_classification.task import (
 
 def main() -> None:
     try:
-        config = parse_config(description=__doc__)
+        config = parse_config(FinetuneConfig, description=__doc__)
         group = dp.init_process_group(tune_runtime=config.tune_runtime)
         args = training_arguments(config, group)
         task = group.call_on_main(lambda: prepare_task(config), "preparing the data")

@@ -10,7 +10,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 config=${1:-$ROOT/configs/quickstart_short_cpu.yaml}
 source "$ROOT/scripts/environment.sh"
-ensure_environment mpi,quickstart,dev
+ensure_environment mpi,quickstart,report,homework,dev
 source "$ROOT/tests/two_namespaces.sh"
 open_two_hosts || exit 0
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, get_type_hints
+from typing import Any, Optional, TypeVar, get_type_hints
 
 import yaml
 
@@ -21,8 +21,8 @@ def _setting(default: Any, text: str) -> Any:
 
 
 @dataclass
-class FinetuneConfig:
-    """What to train on what, and how. Every field is a key of a config file and a flag."""
+class TaskConfig:
+    """What to train on what. Every field is a key of a config file and a flag."""
 
     train_file: str = _setting("", "CSV, TSV or JSON lines with texts and labels; empty: CLDR phrases, by language")
     test_file: str = _setting("", "the held-out split, in the same form")
@@ -45,17 +45,43 @@ class FinetuneConfig:
     num_epochs: float = _setting(2.0, "passes over the training split")
     max_steps: int = _setting(-1, "stop after so many updates; -1 means num_epochs decides")
     global_batch_size: int = _setting(128, "samples in an update, over all ranks")
-    micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
     eval_batch_size: int = _setting(256, "samples of a rank in one evaluation step")
-    optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
     learning_rate: float = _setting(2e-3, "peak learning rate, after warm-up")
     warmup_ratio: float = _setting(0.1, "share of the updates in which the learning rate rises")
     weight_decay: float = _setting(0.01, "of matrices; biases and norms are not decayed")
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm; 0 means never")
     logging_steps: int = _setting(10, "updates between two log lines")
+    seed: int = _setting(42, "of the weights, the order of the data and dropout")
+
+    def check(self) -> None:
+        """Raise InputError for a setting that is out of range, or two that exclude each other."""
+        if bool(self.train_file) != bool(self.test_file):
+            raise InputError("--train-file and --test-file go together: one trains, the other judges")
+        if self.train_file and self.dataset:
+            raise InputError("--train-file and --dataset are two sources of data; choose one")
+        for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size",
+                     "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
+            self._check_at_least(1, name)
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_epochs <= 0):
+            raise InputError("max_steps or num_epochs must be positive: there is nothing to train")
+        if self.hidden_size % self.num_heads:
+            raise InputError(f"hidden_size ({self.hidden_size}) must be divisible by num_heads ({self.num_heads})")
+        if self.max_length < 3:
+            raise InputError(f"max_length must be at least 3, for two tokens mark the ends, got {self.max_length}")
+
+    def _check_at_least(self, least: int, name: str) -> None:
+        if getattr(self, name) < least:
+            raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass
+class FinetuneConfig(TaskConfig):
+    """The same, and how: in which steps, with what exchange of gradients, with or without checkpoints."""
+
+    micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
+    optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
     resume: bool = _setting(False, "go on from the newest checkpoint in output_dir, if there is one")
-    seed: int = _setting(42, "of the weights, the order of the data and dropout")
     bucket_cap_mb: float = _setting(2.0, "size of a gradient bucket in MiB; 0 means measure it, once for this machine")
     overlap: str = _setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
     compression: str = _setting("", "of gradients: fp16, bf16 or powersgd; empty: none")
@@ -64,14 +90,34 @@ class FinetuneConfig:
     stats: bool = _setting(False, "print what the exchange of gradients took, for each update")
     tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
 
+    def check(self) -> None:
+        super().check()
+        for name, choices in (
+            ("optimizer", OPTIMIZERS),
+            ("overlap", ("auto", "true", "false")),
+            ("compression", ("", "fp16", "bf16", "powersgd")),
+        ):
+            if getattr(self, name) not in choices:
+                shown = ", ".join(choice or "nothing" for choice in choices)
+                raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
+        self._check_at_least(1, "powersgd_rank")
+        for name in ("micro_batch_size", "save_steps", "bucket_cap_mb"):
+            self._check_at_least(0, name)
+
+
+T = TypeVar("T", bound=TaskConfig)
+
 
 def parse_config(
+    kind: type[T],
     argv: Optional[Sequence[str]] = None,
     description: str = "",
     defaults: Optional[Mapping[str, Any]] = None,
     from_scratch: Optional[Mapping[str, Any]] = None,
-) -> FinetuneConfig:
+) -> T:
     """Settings from flags, a ``--config FILE``, and a script's own ``defaults``, in this order.
+
+    ``kind`` is :class:`FinetuneConfig`, or what a script has use for: it takes no other flags.
 
     ``from_scratch`` are the script's defaults for the model "tiny", which learns from nothing, and learns faster.
 
@@ -81,20 +127,20 @@ def parse_config(
     """
     parser = argparse.ArgumentParser(description=description, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings below; flags win over it")
-    types = get_type_hints(FinetuneConfig)
-    for setting in dataclasses.fields(FinetuneConfig):
-        kind = types[setting.name]
+    types = get_type_hints(kind)
+    for setting in dataclasses.fields(kind):
+        value = types[setting.name]
         # A switch alone is on: --stats is --stats true.
-        options: dict[str, Any] = {"type": _boolean, "nargs": "?", "const": True} if kind is bool else {"type": kind}
+        options: dict[str, Any] = {"type": _boolean, "nargs": "?", "const": True} if value is bool else {"type": value}
         parser.add_argument(
             f"--{setting.name.replace('_', '-')}",
-            metavar=kind.__name__.upper(),
+            metavar=value.__name__.upper(),
             help=f"{setting.metadata['help']} (default: {(defaults or {}).get(setting.name, setting.default)!r})",
             **options,
         )
     flags = vars(parser.parse_args(argv))
     file = flags.pop("config", None)
-    from_file = read_config_file(file) if file else {}
+    from_file = read_config_file(file, kind) if file else {}
     defaults = dict(defaults or {})
     if {**defaults, **from_file, **flags}.get("model") == "tiny":
         defaults.update(from_scratch or {})
@@ -104,8 +150,8 @@ def parse_config(
         replaced = {"dataset"} if "train_file" in settings or "test_file" in settings else set()
         replaced |= {"train_file", "test_file"} if "dataset" in settings else set()
         chosen = {**{name: value for name, value in chosen.items() if name not in replaced}, **settings}
-    config = FinetuneConfig(**chosen)
-    _check(config)
+    config = kind(**chosen)
+    config.check()
     return config
 
 
@@ -115,8 +161,8 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def read_config_file(path: str) -> dict[str, Any]:
-    """The settings in a YAML file, checked against :class:`FinetuneConfig`."""
+def read_config_file(path: str, kind: type[TaskConfig] = FinetuneConfig) -> dict[str, Any]:
+    """The settings in a YAML file, checked against ``kind``."""
     try:
         with open(path, encoding="utf-8") as file:
             settings = yaml.safe_load(file)
@@ -126,7 +172,7 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise InputError(f"{path}: expected lines of the form `key: value`")
-    types = get_type_hints(FinetuneConfig)
+    types = get_type_hints(kind)
     for key, value in settings.items():
         if key not in types:
             raise InputError(f"{path}: unknown key {key!r}; known are {', '.join(sorted(types))}")
@@ -148,33 +194,3 @@ def as_input_error(kind: type[ValueError] = ValueError) -> Iterator[None]:
         yield
     except kind as error:
         raise InputError(str(error)) from None
-
-
-def _check(config: FinetuneConfig) -> None:
-    if bool(config.train_file) != bool(config.test_file):
-        raise InputError("--train-file and --test-file go together: one trains, the other judges")
-    if config.train_file and config.dataset:
-        raise InputError("--train-file and --dataset are two sources of data; choose one")
-    for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size",
-                 "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
-        if getattr(config, name) < 1:
-            raise InputError(f"{name} must be at least 1, got {getattr(config, name)}")
-    for name, choices in (
-        ("optimizer", OPTIMIZERS),
-        ("overlap", ("auto", "true", "false")),
-        ("compression", ("", "fp16", "bf16", "powersgd")),
-    ):
-        if getattr(config, name) not in choices:
-            shown = ", ".join(choice or "nothing" for choice in choices)
-            raise InputError(f"{name} must be one of {shown}, got {getattr(config, name)!r}")
-    if config.powersgd_rank < 1:
-        raise InputError(f"powersgd_rank must be at least 1, got {config.powersgd_rank}")
-    for name in ("micro_batch_size", "save_steps", "bucket_cap_mb"):
-        if getattr(config, name) < 0:
-            raise InputError(f"{name} must be at least 0, got {getattr(config, name)}")
-    if config.max_steps == 0 or (config.max_steps < 0 and config.num_epochs <= 0):
-        raise InputError("max_steps or num_epochs must be positive: there is nothing to train")
-    if config.hidden_size % config.num_heads:
-        raise InputError(f"hidden_size ({config.hidden_size}) must be divisible by num_heads ({config.num_heads})")
-    if config.max_length < 3:
-        raise InputError(f"max_length must be at least 3, for two tokens mark the ends, got {config.max_length}")

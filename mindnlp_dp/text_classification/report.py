@@ -20,7 +20,7 @@ from ..replicas import replica_digest
 from ..report.figures import draw_png
 from ..report.runs import REPORT_FILE, RecordedRun
 from ..runtime import machine
-from .config import FinetuneConfig
+from .config import TaskConfig
 from .task import TextClassificationTask
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ PLOT_FILE, MODEL_FOLDER = "training.png", "model"
 
 
 def make_report(
-    trainer: Any, output: Any, recorder: RunRecorder, config: FinetuneConfig, task: TextClassificationTask
+    trainer: Any, output: Any, recorder: RunRecorder, config: TaskConfig, task: TextClassificationTask
 ) -> dict[str, Any]:
     """What is to be known of a run that has ended with an evaluation; of MindNLP's Trainer, or of ours."""
     evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)

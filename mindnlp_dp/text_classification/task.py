@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from . import hub, pretrained
 from .cldr import cldr_phrases
-from .config import FinetuneConfig
+from .config import FinetuneConfig, TaskConfig
 from .examples import Columns, Examples, InputError, label_ids, read_examples
 from .tokenization import BOS, EOS, PAD, encode, train_tokenizer
 
@@ -36,7 +36,7 @@ class TextClassificationTask:
     tokenizer_json: str = ""
 
 
-def prepare_task(config: FinetuneConfig) -> TextClassificationTask:
+def prepare_task(config: TaskConfig) -> TextClassificationTask:
     """Read, split and tokenise the data.
 
     Raises:
@@ -66,7 +66,7 @@ def prepare_task(config: FinetuneConfig) -> TextClassificationTask:
     )
 
 
-def _read(config: FinetuneConfig) -> tuple[Examples, Examples, str, str]:
+def _read(config: TaskConfig) -> tuple[Examples, Examples, str, str]:
     """Both splits, and what to call them in a message."""
     columns = Columns(config.text_column, config.label_column)
     if config.dataset:
@@ -81,7 +81,7 @@ def _read(config: FinetuneConfig) -> tuple[Examples, Examples, str, str]:
     return train, test, "the training split", "the held-out split"
 
 
-def save_tokenizer(config: FinetuneConfig, task: TextClassificationTask, folder: str) -> None:
+def save_tokenizer(config: TaskConfig, task: TextClassificationTask, folder: str) -> None:
     """Write the tokenizer beside the model."""
     if task.tokenizer_json:
         Tokenizer.from_str(task.tokenizer_json).save(str(Path(folder) / "tokenizer.json"))
@@ -96,7 +96,7 @@ def as_dataset(columns: dict[str, np.ndarray]) -> Any:
     return Dataset.from_dict(columns).with_format("numpy")
 
 
-def build_model(config: FinetuneConfig, task: TextClassificationTask) -> Any:
+def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
     """The classifier to train; InputError when a pretrained one cannot be had."""
     num_labels = len(task.label_names)
     if config.model == FROM_SCRATCH:
@@ -118,7 +118,7 @@ def build_optimizer(config: FinetuneConfig, model: Any) -> Any:
     return kinds[config.optimizer](parameter_groups(model, config.weight_decay), lr=config.learning_rate)
 
 
-def build_roberta(config: FinetuneConfig, vocab_size: int, num_labels: int) -> Any:
+def build_roberta(config: TaskConfig, vocab_size: int, num_labels: int) -> Any:
     """A RoBERTa classifier from scratch. relu, because MindSpore's gelu is slow on CPU."""
     from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
 

@@ -13,7 +13,8 @@ import threading
 
 import pytest
 
-from mindnlp_dp.text_classification.config import parse_config, read_config_file
+from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig, parse_config, read_config_file
+from mindnlp_dp.text_classification.examples import InputError
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_every_config_is_read_and_says_what_it_is(pytestconfig):
     files = sorted((pytestconfig.rootpath / "configs").glob("*.yaml"))
     assert len(files) >= 6
     for file in files:
-        parse_config(["--config", str(file)])
+        parse_config(FinetuneConfig if "quickstart" in file.name else TaskConfig, ["--config", str(file)])
         head = file.read_text().partition("output_dir")[0]
         for word in ("# command ", "# hardware ", "# time ", "# result ", "# run "):
             assert word in head, (file, word)
@@ -68,13 +69,22 @@ def test_defaults_of_a_script_give_way():
     scratch = {"learning_rate": 2e-3}
 
     def parsed(*flags):
-        config = parse_config(list(flags), defaults=defaults, from_scratch=scratch)
+        config = parse_config(TaskConfig, list(flags), defaults=defaults, from_scratch=scratch)
         return config.dataset, config.train_file, config.learning_rate
 
     assert parsed() == ("hub/name", "", 5e-5)
     assert parsed("--train-file", "a.csv", "--test-file", "b.csv") == ("", "a.csv", 5e-5)
     assert parsed("--dataset", "other", "--model", "tiny") == ("other", "", 2e-3)
     assert parsed("--model", "tiny", "--learning-rate", "0.1") == ("hub/name", "", 0.1)
+
+
+def test_flags_that_a_script_has_no_use_for_are_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        parse_config(TaskConfig, ["--save-steps", "50"])
+    assert "unrecognized arguments: --save-steps 50" in capsys.readouterr().err
+    (tmp_path / "c.yaml").write_text("overlap: auto\n")
+    with pytest.raises(InputError, match="unknown key 'overlap'; known are dataset, dropout, "):
+        parse_config(TaskConfig, ["--config", str(tmp_path / "c.yaml")])
 
 
 # The download of the emotion data, from a server of the test's own.

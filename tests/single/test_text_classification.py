@@ -150,10 +150,12 @@ def test_tokenizer_and_splits_are_deterministic():
 
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
     path = write(tmp_path / "c.yaml", "num_epochs: 7\nlearning_rate: 3e-4\ntune_runtime: false\n")
-    config = parse_config(["--config", path, "--num-epochs", "1.5"])
+    config = parse_config(FinetuneConfig, ["--config", path, "--num-epochs", "1.5"])
     assert (config.num_epochs, config.learning_rate, config.tune_runtime, config.seed) == (1.5, 3e-4, False, 42)
-    assert parse_config(["--config", path, "--num-epochs", "2"]).num_epochs == 2.0  # a flag that equals a default
-    assert parse_config([]) == FinetuneConfig()
+    assert (
+        parse_config(FinetuneConfig, ["--config", path, "--num-epochs", "2"]).num_epochs == 2.0
+    )  # a flag that equals a default
+    assert parse_config(FinetuneConfig, []) == FinetuneConfig()
 
 
 @pytest.mark.parametrize(
@@ -173,14 +175,14 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
 )
 def test_what_is_wrong_with_a_config_is_said(tmp_path, content, message):
     with pytest.raises(InputError, match=message):
-        parse_config(["--config", write(tmp_path / "c.yaml", content)])
+        parse_config(FinetuneConfig, ["--config", write(tmp_path / "c.yaml", content)])
 
 
 def test_every_shipped_config_is_valid(pytestconfig):
     configs = sorted((pytestconfig.rootpath / "configs").glob("*.yaml"))
     assert configs
     for path in configs:
-        parse_config(["--config", str(path)])
+        parse_config(FinetuneConfig, ["--config", str(path)])
         head = path.read_text()
         assert all(word in head for word in ("# command", "# hardware", "# time", "# result", "# run")), path
 
