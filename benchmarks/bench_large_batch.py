@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart_cpu.yaml")
     parser.add_argument("--factors", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--optimizers", nargs="+", choices=list(LEARNING_RATES), default=list(LEARNING_RATES))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help="for learning rates of larger batches")
     parser.add_argument("--num-epochs", type=float, help="the config's, if not given")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
     runs = []
     for factor in args.factors:
         for optimizer in args.optimizers:
-            for rule in RULES if factor > 1 else RULES[:1]:
+            for rule in args.rules if factor > 1 else args.rules[:1]:
                 rate = scaled_learning_rate(LEARNING_RATES[optimizer], batch_size, factor * batch_size, rule)
                 report = train(
                     config=args.config, optimizer=optimizer, learning_rate=rate,
