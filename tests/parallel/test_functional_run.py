@@ -10,6 +10,7 @@ from mindspore import nn as cells
 from mindspore import ops
 
 import mindnlp_dp as dp
+from mindnlp_dp.batches import default_collate
 from mindnlp_dp.checkpoint import CheckpointError, checkpoints_in
 from models import NUM_LABELS, Rows, alone, tiny_roberta
 
@@ -46,6 +47,13 @@ def roberta(group, seed, **options):
     return model, step, loader_of(Rows(NUM_SAMPLES), group, accumulation_steps=2, columns=columns)
 
 
+def with_noise(rows):
+    """Augments samples from NumPy's own generator, whose state a checkpoint must hold."""
+    batch = default_collate(rows)
+    noise = np.random.standard_normal(batch["features"].shape)
+    return {**batch, "features": batch["features"] + 0.1 * noise.astype(np.float32)}
+
+
 def cell(group, seed, make_optimizer=None, **options):
     mindspore.set_seed(seed)
     net = cells.SequentialCell(cells.Dense(NUM_FEATURES, 16), cells.ReLU(), cells.Dense(16, NUM_LABELS))
@@ -56,7 +64,7 @@ def cell(group, seed, make_optimizer=None, **options):
         lambda features, labels: loss_fn(net(ops.dropout(features, 0.2)), labels),
         optimizer, optimizer.parameters, seed=5, **options,
     )  # fmt: skip
-    return net, step, loader_of(Points(), group)
+    return net, step, loader_of(Points(), group, collate=with_noise)
 
 
 def loader_of(dataset, group, accumulation_steps=1, **options):
