@@ -57,6 +57,7 @@ def write_report(runs: Sequence[RecordedRun], output: Path) -> None:
 def render(runs: Sequence[RecordedRun]) -> str:
     """The page as text."""
     import jinja2
+    import markupsafe
 
     from .figures import draw_svg, panels_for
 
@@ -66,6 +67,8 @@ def render(runs: Sequence[RecordedRun]) -> str:
     )  # fmt: skip
     environment.filters["share"] = lambda value: f"{100 * value:.1f} %"
     environment.filters["duration"] = _duration
+    # Names of classes are long, and may be broken behind an underscore.
+    environment.filters["breakable"] = lambda name: markupsafe.escape(name).replace("_", markupsafe.Markup("_<wbr>"))
     return environment.get_template("page.html").render(
         title=_title(runs),
         runs=runs,

@@ -59,7 +59,7 @@ class Text(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.fetched += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
-        if tag not in ("meta", "br", "col"):
+        if tag not in ("meta", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
