@@ -35,6 +35,7 @@ class TaskConfig:
 
     model: str = _setting("tiny", "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder")
     vocab_size: int = _setting(4000, "tokens of the byte-level BPE")
+    lowercase: bool = _setting(False, "whether that tokenizer takes capital letters for small ones")
     max_length: int = _setting(24, "tokens of a text; longer ones are cut")
     hidden_size: int = _setting(128, "width of the model")
     num_layers: int = _setting(2, "encoder layers")

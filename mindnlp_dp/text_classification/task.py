@@ -53,7 +53,7 @@ def prepare_task(config: TaskConfig) -> TextClassificationTask:
     ]
     tokenizer_json = ""
     if config.model == FROM_SCRATCH:
-        trained = train_tokenizer(train.texts, config.vocab_size, config.max_length)
+        trained = train_tokenizer(train.texts, config.vocab_size, config.max_length, lowercase=config.lowercase)
         tokenizer_json = trained.to_str()
         encoded = [encode(trained, split.texts) for split in (train, test)]
     else:

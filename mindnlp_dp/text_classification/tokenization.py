@@ -17,9 +17,9 @@ SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 BOS, PAD, EOS = range(3)
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> Tokenizer:
+def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int, *, lowercase: bool = False) -> Tokenizer:
     """Train a tokenizer that pads and truncates to ``max_length`` tokens."""
-    bpe = ByteLevelBPETokenizer(add_prefix_space=True)
+    bpe = ByteLevelBPETokenizer(add_prefix_space=True, lowercase=lowercase)
     bpe.train_from_iterator(
         texts, vocab_size=vocab_size, min_frequency=2, special_tokens=list(SPECIAL_TOKENS), show_progress=False
     )
