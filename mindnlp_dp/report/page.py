@@ -112,13 +112,13 @@ def _verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
 
 
 def _settings(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
-    """Settings in which the runs differ, a row each, and the ones that matter most anyway."""
+    """Settings that all runs have and in which they differ, a row each, and the ones that matter most anyway."""
     configs = [run.report.get("config") or {} for run in runs]
-    keys = list(dict.fromkeys(key for config in configs for key in config))
+    keys = [key for key in configs[0] if all(key in config for config in configs)]
     always = ("model", "learning_rate", "num_epochs", "max_length", "seed")
     rows = []
     for key in keys:
-        values = [config.get(key, "") for config in configs]
+        values = [config[key] for config in configs]
         if (key in always or any(value != values[0] for value in values)) and key != "output_dir":
             rows.append((key, values))
     return rows
