@@ -166,9 +166,11 @@ def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
     script.write_text(HEAD + INIT + "(open(f'here_{group.rank}', 'w')).close()\ntime.sleep(600)\n")
     log_dir = tmp_path / "logs"
     command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend]
+    # A shell's background jobs ignore SIGINT, and what they start inherits that: these tests may be such a job.
     launcher = subprocess.Popen(
-        [*command, "--log-dir", str(log_dir), str(script)], cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
+        [*command, "--log-dir", str(log_dir), str(script)], cwd=tmp_path, stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )  # fmt: skip
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not all((tmp_path / f"here_{rank}").exists() for rank in range(2)):
         assert time.monotonic() < deadline, "the ranks never started"
