@@ -24,7 +24,7 @@ from common import launched, machine, write_json
 from mindnlp_dp.optim.scaling import scaled_learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
-# What suits the config's own batch, of several tried for one epoch. (LARS learned nothing at any of five.)
+# What suits the config's own batch, of several tried for one epoch. (LARS learned nothing at any of three.)
 LEARNING_RATES = {"adamw": 2e-3, "lamb": 0.02, "lars": 10.0}
 RULES = ("sqrt", "linear")
 

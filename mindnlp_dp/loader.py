@@ -56,7 +56,7 @@ class IndexedLoader:
     def order(self) -> dict[str, Any]:
         """What the order of the samples is a function of: a run that is taken up must have the same."""
         sampler = self.sampler
-        return {"num_samples": len(self.dataset), "seed": sampler.seed, "shuffle": sampler.shuffle,
+        return {"num_samples": self.num_samples, "seed": sampler.seed, "shuffle": sampler.shuffle,
                 "uneven": sampler.uneven}  # fmt: skip
 
     @property
