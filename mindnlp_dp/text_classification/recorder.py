@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from mindnlp.engine import TrainerCallback
@@ -25,7 +25,8 @@ class RunRecorder(TrainerCallback):
     Attributes:
         train_seconds: spent in epochs so far, evaluations between them left out.
         samples_seen: in that time, over all ranks.
-        confusions: of the last evaluation (:func:`most_confused`).
+        confusions: of the last evaluation (:func:`most_confused`); None where there was none, as on ranks that do not
+            compute metrics, or in a run that had ended when it was taken up.
     """
 
     def __init__(self, label_names: Sequence[str], num_train: int) -> None:
@@ -33,7 +34,7 @@ class RunRecorder(TrainerCallback):
         self.num_train = num_train
         self.train_seconds = 0.0
         self.samples_seen = 0
-        self.confusions: list[dict[str, Any]] = []
+        self.confusions: Optional[list[dict[str, Any]]] = None
         self._began = self._epoch_began = 0.0
         self._began_at_epoch = 0.0
 

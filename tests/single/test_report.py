@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from mindnlp_dp.launch.cli import main
 from mindnlp_dp.report.page import render
 from mindnlp_dp.report.runs import RecordedRun, read_runs, speed_up
-from mindnlp_dp.text_classification.recorder import most_confused
+from mindnlp_dp.text_classification.recorder import RunRecorder, most_confused
 
 
 def report_of(world_size=1, rate=100.0, accuracy=0.5, timed=True, **more):
@@ -158,6 +159,13 @@ def test_without_its_libraries_it_says_what_to_install(two, capsys, monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["report", str(two[0])]) == 2
     assert 'pip install "mindnlp-dp[report]"' in capsys.readouterr().err
+
+
+def test_a_run_that_evaluated_nothing_does_not_claim_that_nothing_was_confused():
+    recorder = RunRecorder(["a", "b"], num_train=4)
+    assert recorder.confusions is None
+    recorder.metrics(SimpleNamespace(predictions=np.eye(2), label_ids=np.arange(2)))
+    assert recorder.confusions == []
 
 
 def test_most_confused_counts_both_ways_round():
