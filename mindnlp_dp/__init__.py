@@ -10,7 +10,7 @@ set of weights, cut the data, take a step, exchange gradients, evaluate::
 
 Names are resolved at first use (PEP 562), so that the launcher starts without
 paying for MindSpore's import. The one thing that happens at import is the
-registration of the patches in :mod:`mindnlp_dp.compat`.
+registration of the patches in :mod:`mindnlp_dp.compat` and its kin.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import compat as compat
+from . import compat_autograd as compat_autograd
+from . import compat_optim as compat_optim
 from . import compat_quiet as compat_quiet
 from . import import_hook
 

@@ -3,7 +3,8 @@
 Goes in: the import of ``mindnlp``. Comes out: the same packages, patched where
 this pair of versions needs it. Nothing is patched before ``mindnlp`` is
 imported, and nothing that works already: each patch looks whether its defect is
-there. With :mod:`mindnlp_dp.compat_quiet`, this is the one module that changes other people's code.
+there. With ``compat_autograd``, ``compat_optim`` and ``compat_quiet``, this is the one module that changes other
+people's code.
 
 A patch is a generator: what stands before its ``yield`` runs before the module
 that it belongs to is executed, what stands behind runs after.
@@ -25,9 +26,9 @@ from packaging.version import Version
 from .import_hook import around
 
 MINDNLP_VERSIONS = ("0.4.1",)
-MINDSPORE_AT_LEAST, MINDSPORE_BELOW = "2.5.0", "2.9.0"
+MINDSPORE_AT_LEAST, MINDSPORE_BELOW = "2.5.0", "2.11.0"
 WORKING_PAIRS = (
-    "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.8.x (tried on CPU), and is accepted with 2.5 and 2.6 "
+    "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.10.x (tried on CPU), and is accepted with 2.5 and 2.6 "
     '(not tried here); pip install "mindspore==2.8.0" "mindnlp==0.4.1"'
 )
 
@@ -37,11 +38,7 @@ class UnsupportedVersionsError(ImportError):
 
 
 def check_versions(mindnlp: str, mindspore: str) -> None:
-    """Raise :class:`UnsupportedVersionsError` unless this pair is known to work.
-
-    MindSpore 2.9 and later take other arguments in the autograd entry points that
-    MindNLP 0.4.1 calls; no patch of ours can reach those.
-    """
+    """Raise :class:`UnsupportedVersionsError` unless this pair is known to work."""
     known = mindnlp in MINDNLP_VERSIONS and Version(MINDSPORE_AT_LEAST) <= Version(mindspore) < Version(MINDSPORE_BELOW)
     if not known:
         raise UnsupportedVersionsError(
@@ -223,24 +220,6 @@ def _types_in_adapter_files(module: types.ModuleType) -> Iterator[None]:
         return entries
 
     module.get_data_list = get_data_list  # type: ignore[attr-defined]
-
-
-# Versions: MindNLP 0.4.1. Cause: an AdamW that loads its state makes float32 tensors of its step counts, and then
-# computes the powers of its betas in float32, where one that never stopped computes them in float64: their weights
-# part in the last bits. An Adam that loads its state dies of a KeyError.
-# Goes when: they leave step counts as they were saved.
-@around("mindnlp.core.optim.adam")
-@around("mindnlp.core.optim.adamw")
-def _adam_that_loads_its_state(module: types.ModuleType) -> Iterator[None]:
-    yield
-
-    def setstate(self: Any, state: Any) -> None:
-        module.Optimizer.__setstate__(self, state)
-        for group in self.param_groups:
-            group.setdefault("amsgrad", False)
-            group.setdefault("maximize", False)
-
-    (module.AdamW if hasattr(module, "AdamW") else module.Adam).__setstate__ = setstate
 
 
 # Versions: MindNLP 0.4.1. Cause: its own Trainer exchanges no gradients, so that each of several processes

@@ -22,7 +22,7 @@ from .gradient_sync import GradientSynchronizer
 from .gradient_window import GradientWindow, NaiveGradientSynchronizer
 from .losses import LossMeter
 from .process_group import ProcessGroup, get_process_group
-from .runtime import seeded, step_seed
+from .runtime import autograd_cleared_on_error, seeded, step_seed
 from .train_step import MicroStep, TrainStep
 from .updaters import MindNLPUpdater, MindSporeUpdater, Updater
 
@@ -114,7 +114,7 @@ def make_train_step(
     if is_plain:
         updater = MindSporeUpdater(optimizer, parameters)
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
-        gradient_fn = mindspore.jit(gradient_fn) if jit else gradient_fn
+        gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
     else:
         from mindnlp.core.autograd import value_and_grad
 

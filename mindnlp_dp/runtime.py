@@ -13,11 +13,13 @@ operator runs: the thread pools are sized once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Callable
 
 import numpy as np
 
@@ -101,3 +103,23 @@ def seeded(seed: int) -> Iterator[None]:
     mindspore.manual_seed(seed)
     np.random.set_state(numpy_state)
     yield
+
+
+def autograd_cleared_on_error(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which computes gradients; when it raises, nothing of its pass is left in MindSpore's autograd.
+
+    MindSpore keeps its record of a pass that did not come to its end, and takes later ones for parts of it: their
+    gradients are zero.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from mindspore.common.api import _pynative_executor
+
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            _pynative_executor.clear_res()
+            raise
+
+    return call
