@@ -9,8 +9,8 @@ have begun, on every rank in the same order::
     bucket 0           ▼─full──▶ start ═══════ exchange ═══════▶          │
     bucket 1                     ▼────────────────full──▶ start ══════════╪══▶ wait ─▶ get
 
-The first window only looks: in which order gradients come, and whether what the hooks see is what the caller
-hands over. When every rank has seen that, buckets are packed anew in rank 0's order. With "auto", windows with and
+The first window only looks in which order gradients come. In every window, what the hooks saw is compared with what
+the caller hands over. When every rank has seen that, buckets are packed anew in rank 0's order. With "auto", windows with and
 without overlap then take turns, and the faster way stays. Both pack the same buckets, and give the same bits.
 
 A hook never raises: MindNLP's backward function is of no use any more when one has. It takes notes, and a window
@@ -59,7 +59,8 @@ class Overlap:
         # Of the backward pass that is under way.
         self._weight: Optional[float] = None
         self.seen: list[int] = []
-        self._evidence: list[tuple[int, Any, Optional[np.ndarray]]] = []
+        # Parameter, gradient and its fingerprint, as the hooks saw them.
+        self._evidence: list[tuple[int, Any, Any]] = []
         # Of the window.
         self._lane: Optional[Lane] = None
         self._scale = 0.0
@@ -144,9 +145,7 @@ class Overlap:
         if self._weight is None:
             return
         try:
-            # Whether the caller changes it in place must be seen, once.
-            copy = self._backend.to_host(gradient).copy() if self.is_learning else None
-            self._evidence.append((index, gradient, copy))
+            self._evidence.append((index, gradient, self._backend.fingerprint(gradient)))
             self.seen.append(index)
             if self.is_sending:
                 number = self._bucket_of[index]
@@ -181,17 +180,23 @@ class Overlap:
     def compare(self, gradients: Sequence[Optional[Any]]) -> None:
         """See whether the gradients that the caller hands over are those that the hooks saw; notes a problem if not.
 
-        After that, nothing of them is held on to.
+        In every window, for a caller may clip, mask or add noise in one that did not in another. After that, nothing of
+        them is held on to.
         """
-        for index, gradient, copy in self._evidence:
-            mine = gradients[index]
-            if mine is None or mine.data_ptr() != gradient.data_ptr():
-                self.problem = self.problem or "a gradient was replaced after its backward pass"
-            elif copy is not None and not np.array_equal(copy, self._backend.to_host(mine), equal_nan=True):
+        there = [mine is not None and mine.data_ptr() == seen.data_ptr() for mine, seen in self._handed_over(gradients)]
+        if not all(there):
+            self.problem = self.problem or "a gradient was replaced after its backward pass"
+        else:
+            now = [self._backend.fingerprint(mine) for mine, _ in self._handed_over(gradients)]
+            if self._backend.first_changed([then for _, _, then in self._evidence], now) is not None:
                 self.problem = self.problem or "a gradient was changed after its backward pass"
         if len(set(self.seen)) != len(self.seen):
             self.problem = self.problem or "a parameter's gradient came in several parts"
         self._evidence.clear()
+
+    def _handed_over(self, gradients: Sequence[Optional[Any]]) -> list[tuple[Optional[Any], Any]]:
+        """Every gradient that a hook saw, behind what the caller has in its place."""
+        return [(gradients[index], seen) for index, seen, _ in self._evidence]
 
     def finish(self, buckets: Sequence[Bucket], weight: float) -> list[tuple[str, float, float]]:
         """Send what is not under way yet, and return when this rank's part of the exchange is done: what took when."""

@@ -18,6 +18,7 @@ from typing import Any, Optional
 import numpy as np
 
 from ..bucket import BucketLayout
+from ..fingerprints import fingerprint
 from .buckets import Bucket, HostBucket
 from .dtypes import dtype_name
 from .ring import Patience
@@ -84,6 +85,16 @@ class Backend(abc.ABC):
 
         tensor = mindspore.Tensor.from_numpy(np.ascontiguousarray(x)) if x.ndim and x.size else mindspore.Tensor(x)
         return tensor if dtype_name(tensor) == dtype else tensor.astype(getattr(mindspore, dtype))
+
+    # Whether a gradient was changed in place; on a device, to be asked for all of them at once.
+
+    def fingerprint(self, gradient: Any) -> Any:
+        """What :meth:`first_changed` compares with a later one of the same gradient."""
+        return fingerprint(self.to_host(gradient))
+
+    def first_changed(self, before: Sequence[Any], after: Sequence[Any]) -> Optional[int]:
+        """The position of the first fingerprint that is not what it was, None if all are."""
+        return next((at for at, (old, new) in enumerate(zip(before, after)) if old != new), None)
 
     # The primitives of a library.
 

@@ -240,6 +240,67 @@ def test_gradients_that_the_caller_changes_are_seen_while_learning(several, grou
     assert sync.overlap.state == f"off: a gradient was {changed} after its backward pass (rank 0)"
 
 
+def one_element(gradients):
+    array = gradients[2].asnumpy()
+    array[1, 2, 1] = np.nextafter(array[1, 2, 1], np.float32(9))
+
+
+def one_row(gradients):
+    gradients[0].asnumpy()[3] = 0
+
+
+def all_signs(gradients):
+    for gradient in gradients:
+        np.negative(gradient.asnumpy(), out=gradient.asnumpy())
+
+
+def clipped(gradients):
+    for gradient in gradients:
+        mindspore.ops.assign(gradient, gradient.clamp(-0.1, 0.1))
+
+
+@pytest.mark.parametrize("change", [one_element, one_row, all_signs, clipped])
+@pytest.mark.parametrize("number", [1, 6])
+def test_gradients_changed_in_place_in_any_window_are_exchanged_as_they_are(group, micro, sync, plain, change, number):
+    """By one rank, and long after the first window: the result is that of an exchange behind the backward pass."""
+    for before in range(number):
+        models.assert_same_sums(*(window(one, micro, group.rank, before) for one in (sync, plain)))
+    assert sync.overlap.state == "on"
+    results = []
+    for one in (sync, plain):
+        with one.backward(1.0):
+            gradients = micro.backward(group.rank, number)
+        if group.rank == group.world_size - 1:
+            change(gradients)
+        one.accumulate(gradients, 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.append([g.asnumpy().copy() for g in one.reduce()])
+    models.assert_same_sums(*results)
+    changed = f"a gradient was changed after its backward pass (rank {group.world_size - 1})"
+    assert sync.overlap.state == f"off: {changed}"
+
+
+def test_a_trainer_that_masks_its_gradients_from_some_update_on(several, group, tmp_path):
+    class Masks(dp.DataParallelTrainer):
+        def training_step(self, model, inputs):
+            loss = super().training_step(model, inputs)
+            if self.state.global_step >= 3:
+                model.roberta.embeddings.word_embeddings.weight.grad.asnumpy()[10:20] = 0
+            return loss
+
+    trained = []
+    for overlap in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = models.train(
+                models.tiny_roberta(), models.Rows(48), tmp_path / str(overlap), Masks,
+                per_device_train_batch_size=4, overlap=overlap, max_steps=6,
+            )  # fmt: skip
+        trained.append(models.weights(trainer.model))
+    models.assert_same_sums(trained[0].values(), trained[1].values())
+
+
 def test_a_hook_that_fails_takes_notes(group, micro, sync, plain, monkeypatch):
     """A hook that raised would spoil the function that it is called from."""
     kind = type(sync.buckets[0])
