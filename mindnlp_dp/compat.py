@@ -153,6 +153,18 @@ def _parameter_grad(module: types.ModuleType) -> Iterator[None]:
         module.Parameter.grad = None
 
 
+# Versions: MindNLP 0.4.1. Cause: MindSpore's nn.DistributedGradReducer asks every parameter how it is to be exchanged,
+# and MindNLP's Parameter, a Tensor, has no answer ("no attribute 'layerwise_parallel'").
+# Goes when: a DistributedGradReducer can be made of MindNLP's parameters.
+@around("mindnlp.core.nn.parameter")
+def _parameters_for_a_reducer(module: types.ModuleType) -> Iterator[None]:
+    yield
+    # What mindspore.Parameter says of one that is replicated, and of the fusion that it is in.
+    for name, replicated in {"layerwise_parallel": False, "comm_fusion": 1}.items():
+        if not hasattr(module.Parameter, name):
+            setattr(module.Parameter, name, replicated)
+
+
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: a Parameter made of mindspore's initializer(...), which gets its
 # memory later, loses what it should hold, and updates in place never reach it.
 # Goes when: MindNLP's Parameter gives such a tensor its memory itself.

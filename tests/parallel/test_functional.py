@@ -12,7 +12,7 @@ from mindspore import nn as cells
 
 import mindnlp_dp as dp
 from mindnlp_dp.backends.buckets import HostBucket
-from models import VOCAB_SIZE, alone, assert_same_sums, tiny_roberta, weights
+from models import VOCAB_SIZE, Rows, alone, assert_same_sums, tiny_roberta, weights
 
 NUM_STEPS, GLOBAL_BATCH = 4, 8
 
@@ -163,6 +163,27 @@ def test_mindspores_own_reducer_gives_the_same_weights(group):
     assert_close(train_cell(group, reducer=True), train_cell(group))
     batches = dense_batches(7)
     assert_close(train_cell(group, batches=batches, reducer=True), train_cell(group, batches=batches))
+
+
+def test_mindspores_own_reducer_takes_mindnlps_parameters(group):
+    if group.backend == "mpi":
+        pytest.skip("DistributedGradReducer needs MindSpore's own communication")
+    rows = Rows(24)
+
+    def trained(with_reducer):
+        model = tiny_roberta()
+        parameters = list(model.parameters())
+        options = {"reducer": cells.DistributedGradReducer(parameters, mean=True)} if with_reducer else {}
+
+        def forward(input_ids, labels):
+            return model(input_ids=input_ids, labels=labels).loss
+
+        step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters, **options)
+        for (batch,) in dp.make_loader(rows, 4, columns=["input_ids", "label"]).windows():
+            step(batch)
+        return [p.asnumpy().copy() for p in parameters]
+
+    assert_close(trained(True), trained(False))
 
 
 def test_a_bad_loss_on_one_rank_is_left_out_on_all(group):
