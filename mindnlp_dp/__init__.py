@@ -32,6 +32,7 @@ _HOME = {
     "destroy_process_group": "process_group",
     "ProcessGroup": "process_group",
     "broadcast_parameters": "replicas",
+    "broadcast_buffers": "replicas",
     "assert_replicas_in_sync": "replicas",
     "replica_digest": "replicas",
     "GlobalBatchSampler": "sharding",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from .process_group import get_process_group as get_process_group
     from .process_group import init_process_group as init_process_group
     from .replicas import assert_replicas_in_sync as assert_replicas_in_sync
+    from .replicas import broadcast_buffers as broadcast_buffers
     from .replicas import broadcast_parameters as broadcast_parameters
     from .replicas import replica_digest as replica_digest
     from .sharding import GlobalBatchSampler as GlobalBatchSampler

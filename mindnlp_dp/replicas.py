@@ -3,6 +3,9 @@
 Goes in: a model a rank, built from whatever seed. Comes out: rank 0's weights
 and buffers on every rank. Later, a digest of all weights tells whether the
 replicas still agree, to the bit.
+
+Buffers that a forward pass changes, such as the running statistics of a batch normalisation, see the samples of their
+own rank, and drift apart: rank 0's are taken over wherever a model is looked at, saved or evaluated.
 """
 
 from __future__ import annotations
@@ -28,12 +31,26 @@ def named_weights(model: Any) -> list[tuple[str, Any]]:
 
     Takes a MindNLP module, a ``mindspore.nn.Cell``, or such pairs.
     """
+    return _each_once(_pairs(model))
+
+
+def named_buffers(model: Any) -> list[tuple[str, Any]]:
+    """What a forward pass may change: the buffers of a MindNLP module; what does not train of a ``mindspore.nn.Cell``.
+
+    A Cell knows no buffers: the running statistics of its batch normalisation are parameters that do not train.
+    """
     if hasattr(model, "named_parameters"):
-        pairs = [*model.named_parameters(), *getattr(model, "named_buffers", tuple)()]
-    elif hasattr(model, "parameters_and_names"):
-        pairs = list(model.parameters_and_names())
-    else:
-        pairs = list(model)
+        return _each_once(getattr(model, "named_buffers", tuple)())
+    return _each_once((name, w) for name, w in _pairs(model) if not getattr(w, "requires_grad", True))
+
+
+def _pairs(model: Any) -> list[tuple[str, Any]]:
+    if hasattr(model, "named_parameters"):
+        return [*model.named_parameters(), *getattr(model, "named_buffers", tuple)()]
+    return list(model.parameters_and_names() if hasattr(model, "parameters_and_names") else model)
+
+
+def _each_once(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     seen: set[int] = set()
     return [(name, w) for name, w in pairs if w is not None and not (id(w) in seen or seen.add(id(w)))]  # type: ignore[func-returns-value]
 
@@ -61,6 +78,23 @@ def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> No
     for _, weight in weights:
         if weight.size:
             set_weight(weight, group.broadcast(weight, src=0))
+
+
+def broadcast_buffers(model: Any, group: Optional[ProcessGroup] = None) -> None:
+    """Give every rank rank 0's buffers, where they differ, in place; a collective.
+
+    As PyTorch's DistributedDataParallel does with ``broadcast_buffers``. It is called before a model's replicas are
+    compared, saved or evaluated, by the Trainer and by :class:`~mindnlp_dp.FunctionalRun`; a loop of one's own that
+    does neither calls it itself.
+    """
+    group = group or get_process_group()
+    buffers = named_buffers(model)
+    if group.world_size == 1 or not buffers:
+        return
+    digests = group.all_gather_object([_weight_digest(name, buffer) for name, buffer in buffers])
+    for (_, buffer), *theirs in zip(buffers, *digests):
+        if len(set(theirs)) > 1:
+            set_weight(buffer, group.broadcast(buffer, src=0))
 
 
 def set_weight(weight: Any, value: Any) -> None:
@@ -142,7 +176,12 @@ def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) ->
     name, weight = weights[index]
     values = group.all_gather_object(weight.asnumpy().astype(np.float64))
     distance = float(np.max(np.abs(values[rank] - values[0])))
+    way_out = (
+        "It is a buffer, which every rank's own samples change: call broadcast_buffers(model) first"
+        if any(buffer is weight for _, buffer in named_buffers(model))
+        else "Call broadcast_parameters(model) after building the model, and let every rank apply the same update"
+    )
     raise ReplicaMismatchError(
         f"replicas are out of sync: {name!r} on rank {rank} differs from rank 0 (largest difference {distance:.3g}). "
-        "Call broadcast_parameters(model) after building the model, and let every rank apply the same update"
+        f"{way_out}"
     )

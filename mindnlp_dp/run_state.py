@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .process_group import ProcessGroup
-from .replicas import assert_replicas_in_sync, replica_digest
+from .replicas import assert_replicas_in_sync, broadcast_buffers, replica_digest
 from .train_step import TrainStep
 
 # MindNLP's EarlyStoppingCallback counts in it, and has no other way to tell its state.
@@ -56,12 +56,13 @@ class Run:
         return self.train_step.synchronizer.group
 
     def state(self) -> dict[str, Any]:
-        """Their state, the same on every rank.
+        """Their state, the same on every rank, which has rank 0's buffers from then on.
 
         Raises:
             ReplicaMismatchError: the ranks' weights differ, so that no checkpoint can hold them.
         """
         step = self.train_step
+        broadcast_buffers(self.model, self.group)
         return {
             "world_size": self.group.world_size,
             "digest": assert_replicas_in_sync(self.model, self.group),

@@ -38,7 +38,7 @@ from .evaluation import EvaluationRun, to_numpy, with_prefix
 from .gradient_sync import GradientSynchronizer
 from .loader import IndexedLoader, PipelineLoader, make_loader
 from .process_group import get_process_group
-from .replicas import broadcast_parameters
+from .replicas import broadcast_buffers, broadcast_parameters
 from .sharding import check_every_rank_has_a_sample
 from .training_loop import TrainingLoop
 
@@ -250,6 +250,7 @@ class DataParallelTrainerMixin:
         if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
             self.model = self.model.to(dtype=mindspore.float16 if args.fp16_full_eval else mindspore.bfloat16)
         self.model.set_train(False)
+        broadcast_buffers(self.model, self.group)
         if args.past_index >= 0:
             trainer._past = None
         trainer.callback_handler.eval_dataset = dataset

@@ -31,7 +31,7 @@ from mindnlp.engine.utils import TrainOutput, has_length
 
 from .checkpoint import remove_old_checkpoints
 from .losses import LossMeter
-from .replicas import assert_replicas_in_sync, broadcast_parameters
+from .replicas import assert_replicas_in_sync, broadcast_buffers, broadcast_parameters
 from .run_state import Position, Run, check_same_data
 from .runtime import seeded, step_seed
 from .sharding import accumulation_steps_to_keep, plan_updates
@@ -288,6 +288,7 @@ class TrainingLoop:
         trainer, args, state = self.trainer, self.args, self.trainer.state
         if args.past_index >= 0 and hasattr(trainer, "_past"):
             del trainer._past
+        broadcast_buffers(trainer.model, self.group)
         digest = assert_replicas_in_sync(trainer.model, self.group)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             trainer._load_best_model()

@@ -1,0 +1,107 @@
+"""Running statistics: every rank's own while it trains, rank 0's wherever a model is compared, saved or evaluated."""
+
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import nn
+from mindnlp.transformers.modeling_outputs import SequenceClassifierOutput
+from mindspore import nn as cells
+
+import mindnlp_dp as dp
+from mindnlp_dp.replicas import ReplicaMismatchError
+from models import LENGTH, NUM_LABELS, Rows, train, weights
+
+
+class Normalised(nn.Module):
+    """A classifier of token numbers with a batch normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        from mindnlp.engine.utils import set_seed
+
+        set_seed(0)
+        self.first = nn.Linear(LENGTH, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, NUM_LABELS)
+
+    def forward(self, input_ids=None, labels=None):
+        logits = self.last(self.norm(self.first(input_ids.astype(mindspore.float32) / 50)))
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def buffers(model):
+    return {name: buffer.asnumpy().copy() for name, buffer in model.named_buffers()}
+
+
+def run(folder, group, **settings):
+    return train(
+        Normalised(), Rows(40), folder, per_device_train_batch_size=8 // group.world_size, eval_dataset=Rows(12, seed=1),
+        **settings,
+    )  # fmt: skip
+
+
+def test_a_trainer_ends_with_one_set_of_running_statistics(group, shared_tmp_path):
+    trainer = run(shared_tmp_path, group)
+    assert trainer.replica_digest == dp.assert_replicas_in_sync(trainer.model)
+    assert int(buffers(trainer.model)["norm.num_batches_tracked"]) == 5
+    outputs = group.all_gather_object(trainer.predict(Rows(12, seed=1)).predictions)
+    for theirs in outputs:
+        np.testing.assert_array_equal(theirs, outputs[0])
+
+
+def test_a_run_that_evaluates_and_saves_is_resumed_to_the_bit(group, shared_tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "evaluation_strategy": "steps",
+                "eval_steps": 3, "lr_scheduler_type": "constant"}  # fmt: skip
+    whole = run(shared_tmp_path / "whole", group, **settings)
+    run(shared_tmp_path / "parts", group, **settings, max_steps=4)
+    resumed = run(shared_tmp_path / "parts", group, **settings, resume=True)
+    assert resumed.replica_digest == whole.replica_digest
+    for name, buffer in buffers(whole.model).items():
+        np.testing.assert_array_equal(buffers(resumed.model)[name], buffer, err_msg=name)
+
+
+def test_synchronising_changes_no_weight(group, shared_tmp_path):
+    often = {"evaluation_strategy": "steps", "eval_steps": 1}
+    once, always = run(shared_tmp_path / "once", group), run(shared_tmp_path / "always", group, **often)
+    for name, weight in weights(once.model).items():
+        np.testing.assert_array_equal(weights(always.model)[name], weight, err_msg=name)
+    for name, buffer in buffers(once.model).items():
+        np.testing.assert_array_equal(buffers(always.model)[name], buffer, err_msg=name)
+
+
+def cell_run(folder, group):
+    mindspore.set_seed(2)
+    network = cells.SequentialCell(cells.Dense(5, 6), cells.BatchNorm1d(6), cells.Dense(6, 2))
+    dp.broadcast_parameters(network)
+    network.set_train()
+    parameters = network.trainable_params()
+    loss_fn = cells.CrossEntropyLoss()
+    step = dp.make_train_step(
+        lambda x, y: loss_fn(network(x), y), cells.Momentum(parameters, 0.1, 0.9), parameters
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    samples = [{"x": rng.standard_normal(5).astype(np.float32), "y": np.int32(i % 2)} for i in range(32)]
+    loader = dp.make_loader(samples, 8 // group.world_size, shuffle=True)
+    return network, step, dp.FunctionalRun(folder, network, step, loader)
+
+
+def test_a_loop_of_ones_own_with_a_batch_normalisation(group, shared_tmp_path):
+    network, step, run = cell_run(shared_tmp_path, group)
+    for number, window in enumerate(run.windows(num_epochs=2)):
+        step(window)
+        if number == 2:
+            run.save()
+    if group.world_size > 1:
+        with pytest.raises(ReplicaMismatchError, match=r"moving_mean.*It is a buffer.*call broadcast_buffers"):
+            dp.assert_replicas_in_sync(network)
+    dp.broadcast_buffers(network)
+    digest = dp.assert_replicas_in_sync(network)
+
+    network, step, run = cell_run(shared_tmp_path, group)
+    assert run.resume()
+    for window in run.windows(num_epochs=2):
+        step(window)
+    dp.broadcast_buffers(network)
+    assert dp.assert_replicas_in_sync(network) == digest
