@@ -1,6 +1,6 @@
-"""Whether an array was changed in place: a few numbers, taken before and after.
+"""What one look at an array tells: whether it is finite, and a few numbers that change when it is changed in place.
 
-Goes in: an array. Comes out: bytes that differ when its values do. An address says nothing about that, a copy would
+Goes in: an array of floating point numbers. Comes out: a truth, or bytes that differ when its values do. An address says nothing about that, a copy would
 cost memory, a cryptographic hash more time than the exchange that it guards: this reads the array once, at the speed
 of memory.
 """
@@ -27,3 +27,10 @@ def fingerprint(array: np.ndarray) -> bytes:
             block = slice(begin, begin + _BLOCK)
             sums += [bits[block].sum(dtype=bits.dtype).tobytes(), flat[block].sum().tobytes()]
     return b"".join(sums)
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether an array holds neither NaN nor infinity."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        # Their sum is finite, or it has to be looked at more closely: large numbers may add up to infinity.
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())

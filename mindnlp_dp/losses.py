@@ -97,18 +97,15 @@ def settle_bad_losses(mine: Sequence[BadLoss], group: ProcessGroup, go_on: bool)
         )
 
 
-def settle_bad_norm(norm: float, step: int, go_on: bool) -> bool:
-    """Whether the averaged gradient, of norm ``norm`` on every rank, may reach the weights; a warning when not.
+def settle_bad_gradient(what: str, step: int, go_on: bool) -> None:
+    """Warn of an averaged gradient, the same on every rank, that must not reach the weights.
 
     Raises:
-        FloatingPointError: it may not, and training does not ``go_on`` without this update.
+        FloatingPointError: training does not ``go_on`` without this update.
     """
-    if math.isfinite(norm):
-        return True
-    report = f"the norm of the averaged gradient is {norm} at step {step}, though every loss is finite"
+    report = f"{what} at step {step}, though every loss is finite"
     if not go_on:
         raise FloatingPointError(
             f"{report}; lower the learning rate, or leave out such updates with logging_nan_inf_filter=True"
         )
     warnings.warn(f"{report}; this update is left out", RuntimeWarning, stacklevel=2)
-    return False

@@ -277,6 +277,10 @@ class ProcessGroup:
         """Memory of the backend's own kind for gradients, a bucket for each layout. A collective."""
         return self._backend.make_buckets(layouts, compression)
 
+    def are_finite(self, arrays: Sequence[Any]) -> bool:
+        """Whether arrays that every rank has hold neither NaN nor infinity. Nothing is sent."""
+        return self._backend.are_finite(arrays)
+
     def _zeros(self, shape: tuple[int, ...], dtype: str, is_numpy: bool) -> Any:
         zeros = np.zeros(shape, np.float32 if dtype == "bfloat16" else dtype)
         if not is_numpy:

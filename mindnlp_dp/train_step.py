@@ -17,7 +17,7 @@ from typing import Any, Optional
 import numpy as np
 
 from .gradient_window import GradientWindow
-from .losses import BadLoss, LossMeter, settle_bad_losses, settle_bad_norm
+from .losses import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses
 from .trace import Timeline
 from .updaters import Updater
 
@@ -39,7 +39,7 @@ class MicroStep:
 class TrainStep:
     """Called by every rank once an update, with its micro steps; they are taken one by one, as they come.
 
-    A loss that is NaN or infinite, and a gradient whose norm is, are left out of the update with a warning, on every
+    A loss that is NaN or infinite, and a gradient that holds such numbers, are left out of the update with a warning, on every
     rank alike; or, without ``leave_out_bad_losses``, raise FloatingPointError on every rank.
     """
 
@@ -82,8 +82,18 @@ class TrainStep:
             if self.max_grad_norm and self.max_grad_norm > 0:
                 with self.timeline.span("clip", step=step):
                     gradients, norm = self.updater.clip(gradients, self.max_grad_norm)
-            if norm is None or settle_bad_norm(norm, step, go_on=self.leave_out_bad_losses):
+            problem = self._problem_of(gradients, norm)
+            if problem:
+                settle_bad_gradient(problem, step, go_on=self.leave_out_bad_losses)
+            else:
                 with self.timeline.span("update", step=step):
                     self.updater.update(gradients)
         self.updater.finish()
         return norm
+
+    def _problem_of(self, gradients: Sequence[Optional[Any]], norm: Optional[float]) -> str:
+        """Why these averaged gradients, of this norm where it is known, must not reach the weights; else empty."""
+        if norm is None:
+            are_finite = self.synchronizer.group.are_finite([g for g in gradients if g is not None])
+            return "" if are_finite else "the averaged gradient holds NaN or infinity"
+        return "" if math.isfinite(norm) else f"the norm of the averaged gradient is {norm}"

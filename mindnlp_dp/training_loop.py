@@ -8,7 +8,7 @@ let a rank without samples take part, and reads its data from the start when it 
 On every rank::
 
     epoch ── window ── training_step a micro batch ── train_step.py ── callbacks ── log, evaluate, save
-       └ next …   └ next …                                                (decisions are rank 0's)
+       └ next …   └ next …                                                (decisions: control.py)
 
 It stands for ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
 0.4.1 (engine/trainer/base.py, lines 886 to 1239 and 1526 to 1581).
@@ -30,6 +30,7 @@ from mindnlp.engine.callbacks import TrainerState
 from mindnlp.engine.utils import TrainOutput, has_length
 
 from .checkpoint import remove_old_checkpoints
+from .control import FLAGS, ControlAgreement
 from .losses import LossMeter
 from .replicas import assert_replicas_in_sync, broadcast_buffers, broadcast_parameters
 from .run_state import Position, Run, check_same_data
@@ -39,8 +40,6 @@ from .throughput import TrainingTimer, speed_metrics
 from .trace import Timeline
 from .train_step import MicroStep, TrainStep
 from .updaters import MindNLPUpdater
-
-_CONTROL_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class TrainingLoop:
@@ -61,6 +60,7 @@ class TrainingLoop:
         # Opening the data may have set other accumulation steps.
         self.args = trainer.args
         self.position = Position()
+        self.agree = ControlAgreement(self.group)
         self.timer = TrainingTimer()
         self.timeline = Timeline(self.group, self.args.trace)
         self.losses = LossMeter(self.group)
@@ -130,7 +130,7 @@ class TrainingLoop:
         self.tokens_before = state.num_input_tokens_seen
         self.timer.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
-        self._agree_on_control()
+        self.agree(trainer.control)
         while not is_over and self.position.epoch < num_epochs:
             self._run_epoch()
             is_over = trainer.control.should_training_stop
@@ -148,7 +148,7 @@ class TrainingLoop:
             "data": self.args.data_order(self.loader.num_samples),
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
-            "flags": {flag: getattr(trainer.control, flag) for flag in _CONTROL_FLAGS},
+            "flags": {flag: getattr(trainer.control, flag) for flag in FLAGS},
             "trainer_state": asdict(trainer.state),
             "last_logged": trainer._globalstep_last_logged,
             "grad_norm": self.grad_norm,
@@ -245,16 +245,9 @@ class TrainingLoop:
 
     # Between updates.
 
-    def _agree_on_control(self) -> None:
-        """Every rank follows rank 0's flags: one rank that stops or evaluates alone hangs the others."""
-        control = self.trainer.control
-        flags = np.array([getattr(control, flag) for flag in _CONTROL_FLAGS], np.int32)
-        for flag, value in zip(_CONTROL_FLAGS, self.group.broadcast(flags)):
-            setattr(control, flag, bool(value))
-
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
-        self._agree_on_control()
+        self.agree(trainer.control)
         if trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log_loss()
         metrics = None
@@ -264,13 +257,13 @@ class TrainingLoop:
                     metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
                     if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
                         trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
-                    self._agree_on_control()
+                    self.agree(trainer.control)
                 if trainer.control.should_save:
                     # What a resumed run cannot know of, this one forgets as well.
                     self.synchronizer.forget_errors()
                     trainer._save_checkpoint(trainer.model, metrics=metrics)
                     trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
-                    self._agree_on_control()
+                    self.agree(trainer.control)
 
     def _log_loss(self) -> None:
         trainer = self.trainer

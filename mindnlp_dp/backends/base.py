@@ -18,7 +18,7 @@ from typing import Any, Optional
 import numpy as np
 
 from ..bucket import BucketLayout
-from ..fingerprints import fingerprint
+from ..fingerprints import fingerprint, is_finite
 from .buckets import Bucket, HostBucket
 from .dtypes import dtype_name
 from .ring import Patience
@@ -85,6 +85,10 @@ class Backend(abc.ABC):
 
         tensor = mindspore.Tensor.from_numpy(np.ascontiguousarray(x)) if x.ndim and x.size else mindspore.Tensor(x)
         return tensor if dtype_name(tensor) == dtype else tensor.astype(getattr(mindspore, dtype))
+
+    def are_finite(self, arrays: Sequence[Any]) -> bool:
+        """Whether they hold neither NaN nor infinity; on a device, by one synchronisation."""
+        return all(map(is_finite, map(self.to_host, arrays)))
 
     # Whether a gradient was changed in place; on a device, to be asked for all of them at once.
 

@@ -101,6 +101,28 @@ def test_a_gradient_that_is_no_number(group, tmp_path):
         train(tiny_roberta(), rows, tmp_path, Overflowing, logging_nan_inf_filter=False, **settings)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_gradient_that_is_no_number_and_is_not_clipped(group, tmp_path, value):
+    """One number among many, on one rank, behind losses that are finite."""
+
+    class Spoils(dp.DataParallelTrainer):
+        def training_step(self, model, inputs):
+            loss = super().training_step(model, inputs)
+            if self.state.global_step == 1 and self.group.rank == self.group.world_size - 1:
+                model.classifier.dense.weight.grad.asnumpy()[3, 5] = value
+            return loss
+
+    settings = {**SETTINGS, "per_device_train_batch_size": 4}
+    rows = Rows(12 * group.world_size)
+    with pytest.warns(RuntimeWarning, match="averaged gradient holds NaN or infinity at step 1.*update is left out"):
+        trainer = train(tiny_roberta(), rows, tmp_path, Spoils, **settings)
+    assert trainer.state.global_step == 3
+    assert all(np.isfinite(weight).all() for weight in weights(trainer.model).values())
+    dp.assert_replicas_in_sync(trainer.model)
+    with pytest.raises(FloatingPointError, match="holds NaN or infinity at step 1"):
+        train(tiny_roberta(), rows, tmp_path, Spoils, logging_nan_inf_filter=False, **settings)
+
+
 def test_rows_of_a_pipeline_are_named_by_their_number(group, tmp_path):
     class Stream:
         def __iter__(self):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -99,24 +101,50 @@ def test_a_metric_that_is_not_there(group, shared_tmp_path):
 @pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop", "should_save", "should_evaluate"])
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_flag_that_a_callback_sets_on_one_rank(group, shared_tmp_path, flag, rank):
-    """Rank 0's counts, on all ranks; another rank's does not, and nobody waits for ever."""
+    """A stop counts from any rank, on all ranks at the same update; the rest is rank 0's, and nobody waits for ever."""
 
     class SetsIt(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if args.process_index == range(args.world_size)[rank]:
                 setattr(control, flag, state.global_step == 1)
 
-    trainer = train(
-        tiny_roberta(), Rows(12 * group.world_size), shared_tmp_path, callbacks=[SetsIt()], eval_dataset=Rows(3),
-        per_device_train_batch_size=4, num_train_epochs=2,
-    )  # fmt: skip
+    counts = rank == 0 or group.world_size == 1 or flag.endswith("_stop")
+    told = f"rank {group.world_size - 1} set {flag} and rank 0 did not"
+    with contextlib.nullcontext() if counts else pytest.warns(RuntimeWarning, match=told):
+        trainer = train(
+            tiny_roberta(), Rows(12 * group.world_size), shared_tmp_path, callbacks=[SetsIt()], eval_dataset=Rows(3),
+            per_device_train_batch_size=4, num_train_epochs=2,
+        )  # fmt: skip
     group.barrier()
-    counts = rank == 0 or group.world_size == 1
     steps = {"should_training_stop": 1, "should_epoch_stop": 4}
     assert same_on_every_rank(group, trainer.state.global_step) == (steps.get(flag, 6) if counts else 6)
     assert os.path.exists(shared_tmp_path / "checkpoint-1") == (flag == "should_save" and counts)
     evaluated = any("eval_loss" in row for row in trainer.state.log_history)
     assert evaluated == (flag == "should_evaluate" and counts)
+
+
+def test_a_signal_that_one_rank_gets_stops_all_at_the_same_update(group, shared_tmp_path):
+    """Its handler does what a user's would: it sets the flag of this rank's trainer."""
+    trainers = []
+
+    class Trainer(dp.DataParallelTrainer):
+        def training_step(self, model, inputs):
+            if self.args.process_index == self.args.world_size - 1 and self.state.global_step == 2:
+                trainers.append(self)
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return super().training_step(model, inputs)
+
+    previous = signal.signal(
+        signal.SIGUSR1, lambda number, frame: setattr(trainers[0].control, "should_training_stop", True)
+    )
+    try:
+        trainer = train(
+            tiny_roberta(), Rows(24 * group.world_size), shared_tmp_path, Trainer, per_device_train_batch_size=4
+        )
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert same_on_every_rank(group, trainer.state.global_step) == 3
+    dp.assert_replicas_in_sync(trainer.model)
 
 
 @pytest.mark.parametrize(

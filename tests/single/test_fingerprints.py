@@ -1,0 +1,68 @@
+"""What changes an array changes its fingerprint; what is large is not infinite."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindnlp_dp.fingerprints import fingerprint, is_finite
+
+
+def arrays(dtype, shape=(300, 257), seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("layout", ["rows", "transposed", "strided"])
+def test_every_kind_of_change_is_seen(dtype, layout):
+    def fresh():
+        array = arrays(dtype)
+        return {"rows": array, "transposed": array.T, "strided": array[::2, 1::3]}[layout]
+
+    before = fingerprint(fresh())
+    assert fingerprint(fresh()) == before
+    changes = {
+        "one bit of one element": lambda a: a.__setitem__((1, 2), np.nextafter(a[1, 2], a.dtype.type(9))),
+        "the sign of one": lambda a: a.__setitem__((1, 2), -a[1, 2]),
+        "all signs": lambda a: np.negative(a, out=a),
+        "a row of zeros": lambda a: a.__setitem__(3, 0),
+        "a scale": lambda a: np.multiply(a, a.dtype.type(0.5), out=a),
+        "a NaN": lambda a: a.__setitem__((0, 0), np.nan),
+    }
+    for what, change in changes.items():
+        array = fresh().copy(order="K")
+        change(array)
+        assert fingerprint(array) != before, what
+
+
+def test_a_nan_that_stays_is_no_change():
+    array = arrays("float32")
+    array[5, 5] = np.nan
+    assert fingerprint(array) == fingerprint(array.copy())
+
+
+@given(st.integers(0, 200_000), st.integers(0, 10**9), st.integers(1, 2**31))
+@settings(max_examples=50, deadline=None)
+def test_any_bits_anywhere_are_seen(length, where, flip):
+    array = arrays("float32", (length + 1,))
+    before = fingerprint(array)
+    array.view(np.uint32)[where % (length + 1)] ^= np.uint32(flip)
+    assert fingerprint(array) != before
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,)])
+def test_small_ones(shape):
+    assert fingerprint(np.ones(shape, np.float32)) == fingerprint(np.ones(shape, np.float32))
+    assert is_finite(np.ones(shape, np.float32))
+
+
+def test_finite_and_not():
+    assert is_finite(np.full(100, 3e38, np.float32)), "their sum is infinite, they are not"
+    for bad in (np.nan, np.inf, -np.inf):
+        array = arrays("float32")
+        array[17, 3] = bad
+        assert not is_finite(array)
+    array[:] = [[np.inf], [-np.inf]] * 150
+    assert not is_finite(array)
