@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Any, Protocol
+import pickle
+from collections.abc import Sequence
+from typing import Any, Optional, Protocol
 
 import numpy as np
 
 from .backends.base import Backend
 from .backends.dtypes import dtype_name
 
+LEVELS = ("auto", "all", "setup")
 OPS = ("sum", "mean", "max", "min")
 TYPES = (
     "float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64",
@@ -33,9 +36,16 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
 
 
-def check_rank(name: str, value: int, ranks: Ranks) -> None:
+def check_level(checks: str) -> None:
+    if checks not in LEVELS:
+        raise ValueError(f"checks must be one of {', '.join(map(repr, LEVELS))}, got {checks!r}")
+
+
+def check_rank(name: str, value: int, ranks: Ranks) -> str:
+    """The argument as it is shown, once it is one."""
     if not 0 <= value < ranks.world_size:
         raise ValueError(f"{name} must be a rank from 0 to {ranks.world_size - 1}, got {value} on rank {ranks.rank}")
+    return f"{name}={value}"
 
 
 def check_peer(name: str, value: int, ranks: Ranks) -> None:
@@ -44,7 +54,8 @@ def check_peer(name: str, value: int, ranks: Ranks) -> None:
         raise ValueError(f"{name} must be another rank, got {value} on rank {ranks.rank} itself")
 
 
-def check_op(x: Any, op: str, rank: int) -> None:
+def check_op(x: Any, op: str, rank: int) -> str:
+    """The operation, once ``x`` can be reduced by it."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
     if op == "mean" and "float" not in dtype_name(x):
@@ -52,6 +63,7 @@ def check_op(x: Any, op: str, rank: int) -> None:
             f"the mean of {dtype_name(x)} would be rounded (rank {rank}); "
             "convert to float32 first, or use op='sum' and divide"
         )
+    return op
 
 
 def checked_array(x: Any, rank: int) -> Any:
@@ -75,23 +87,79 @@ def describe(x: Any) -> str:
     return f"{dtype_name(x)} of shape {tuple(x.shape)}"
 
 
+# As many as NumPy's arrays may have.
+_MOST_DIMENSIONS = 32
+
+
+def message_header(x: Any) -> np.ndarray:
+    """What a message holds, in a fixed number of int64: its type, its number of dimensions, its shape.
+
+    >>> described_by(message_header(np.zeros((2, 3), np.int8)))
+    ((2, 3), 'int8')
+    """
+    header = np.zeros(2 + _MOST_DIMENSIONS, np.int64)
+    header[: 2 + len(x.shape)] = TYPES.index(dtype_name(x)), len(x.shape), *x.shape
+    return header
+
+
+def described_by(header: np.ndarray) -> tuple[tuple[int, ...], str]:
+    """Shape and type of the message that this is the header of."""
+    kind, num_dimensions = header[:2].tolist()
+    return tuple(header[2 : 2 + num_dimensions].tolist()), TYPES[kind]
+
+
 @functools.lru_cache(maxsize=1024)
 def _code_of(call: str) -> int:
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
 
 
-def check_agreement(backend: Backend, call: str, *arguments: str) -> None:
-    """Raise RuntimeError on every rank unless all are making this call, with these arguments.
+def check_agreement(backend: Backend, call: str, *arguments: str, wrong: Optional[Exception] = None) -> None:
+    """Raise on every rank unless all are making this call, with these arguments.
 
-    Libraries pair mismatched collectives up with each other, or hang.
+    Libraries pair mismatched collectives up with each other, or hang. ``wrong`` is what this rank's own arguments
+    should raise: that rank raises it, and the others the same kind, with its rank.
+
+    Raises:
+        RuntimeError: the calls differ; or ``wrong``.
     """
-    if backend.world_size == 1:
-        return
     mine = f"{call}({', '.join(arguments)})"
-    if not backend.all_equal(_code_of(mine)):
-        everyone = enumerate(backend.all_gather_object(mine))
-        calls = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in everyone)
+    if backend.world_size > 1 and not backend.all_equal(_code_of(mine)):
+        everyone = backend.all_gather_object((mine, report_of(wrong)))
+        raise_reported([report for _, report in everyone], wrong, call)
+        calls = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone))
         raise RuntimeError(
             f"the ranks do not agree on a collective: {calls}. Every rank must make the same calls, "
             "in the same order, with the same shapes and types"
         )
+    if wrong is not None:
+        raise wrong
+
+
+# An error of one rank, on all of them.
+
+Report = Optional[tuple[type[Exception], str]]
+
+
+def report_of(error: Optional[Exception]) -> Report:
+    """What travels of an error: its kind, if it can (one that is defined inside a function cannot), and its words."""
+    if error is None:
+        return None
+    try:
+        pickle.dumps(type(error))
+    except (pickle.PicklingError, AttributeError):
+        return RuntimeError, str(error)
+    return type(error), str(error)
+
+
+def raise_reported(reports: Sequence[Report], mine: Optional[Exception], doing: str) -> None:
+    """Raise this rank's own error, if it has one, else the first that another rank reports, with its rank."""
+    if mine is not None:
+        raise mine
+    for rank, report in enumerate(reports):
+        if report is not None:
+            kind, message = report
+            try:
+                remote = kind(f"{doing} failed on rank {rank}: {message}")
+            except TypeError:
+                remote = RuntimeError(f"{doing} failed on rank {rank}: {kind.__name__}: {message}")
+            raise remote

@@ -38,8 +38,8 @@ def _grad_with_has_aux(module: types.ModuleType) -> Iterator[None]:
     module._pynative_executor = Executor()  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: an exception in a forward or backward pass, such as for a label out of
-# range, leaves MindSpore's record of that pass behind, and every later pass of the process gets gradients of zero.
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: an exception in a forward or backward pass, such as for a label out
+# of range, leaves MindSpore's record of that pass behind, and every later pass of the process gets gradients of zero.
 # Goes when: gradients are right in a process in which a backward pass has raised.
 @around("mindnlp.core.autograd.function")
 def _gradients_after_an_exception(module: types.ModuleType) -> Iterator[None]:

@@ -40,7 +40,9 @@ class ControlAgreement:
         for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions]):
             setattr(control, flag, bool(value))
         dropped = [
-            (flag, int(rank) - 1) for flag, rank, is_set in zip(ACTIONS, anybody[len(STOPS) :], actions) if rank > is_set
+            (flag, int(rank) - 1)
+            for flag, rank, is_set in zip(ACTIONS, anybody[len(STOPS) :], actions)
+            if rank > is_set
         ]
         if dropped and not self._has_warned:
             self._has_warned = True

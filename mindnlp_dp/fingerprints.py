@@ -1,8 +1,8 @@
 """What one look at an array tells: whether it is finite, and a few numbers that change when it is changed in place.
 
-Goes in: an array of floating point numbers. Comes out: a truth, or bytes that differ when its values do. An address says nothing about that, a copy would
-cost memory, a cryptographic hash more time than the exchange that it guards: this reads the array once, at the speed
-of memory.
+Goes in: an array of floating point numbers. Comes out: a truth, or bytes that differ when its values do. An address
+says nothing about that, a copy would cost memory, a cryptographic hash more time than the exchange that it guards:
+this reads the array once, at the speed of memory.
 """
 
 from __future__ import annotations

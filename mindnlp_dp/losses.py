@@ -7,7 +7,6 @@ rank, the same report on all of them.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,9 +9,9 @@ have begun, on every rank in the same order::
     bucket 0           ▼─full──▶ start ═══════ exchange ═══════▶          │
     bucket 1                     ▼────────────────full──▶ start ══════════╪══▶ wait ─▶ get
 
-The first window only looks in which order gradients come. In every window, what the hooks saw is compared with what
-the caller hands over. When every rank has seen that, buckets are packed anew in rank 0's order. With "auto", windows with and
-without overlap then take turns, and the faster way stays. Both pack the same buckets, and give the same bits.
+The first window only looks in which order gradients come. When every rank has seen that, buckets are packed anew in
+rank 0's order. With "auto", windows with and without overlap then take turns, and the faster way stays. Both pack the
+same buckets, and give the same bits. In every window, what the hooks saw is compared with what the caller hands over.
 
 A hook never raises: MindNLP's backward function is of no use any more when one has. It takes notes, and a window
 that went wrong on any rank is exchanged again, by all, without overlap (gradient_sync.py).

@@ -39,8 +39,8 @@ class MicroStep:
 class TrainStep:
     """Called by every rank once an update, with its micro steps; they are taken one by one, as they come.
 
-    A loss that is NaN or infinite, and a gradient that holds such numbers, are left out of the update with a warning, on every
-    rank alike; or, without ``leave_out_bad_losses``, raise FloatingPointError on every rank.
+    A loss that is NaN or infinite, and a gradient that holds such numbers, are left out of the update with a warning,
+    on every rank alike; or, without ``leave_out_bad_losses``, raise FloatingPointError on every rank.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
-import numpy as np
 from mindnlp.core import optim
 from mindnlp.engine.callbacks import TrainerState
 from mindnlp.engine.utils import TrainOutput, has_length

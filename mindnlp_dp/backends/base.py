@@ -40,11 +40,13 @@ class Backend(abc.ABC):
 
     Attributes:
         cannot_overlap: why buckets cannot be exchanged during a backward pass; empty when they can.
+        waits_for_a_device: whether taking a result to the host makes a device come to a stop.
         abandoned: why this rank left an exchange half way, if it did; no later one would match the other ranks'.
         bytes_sent: how many bytes of gradients this rank sent to other hosts; None where nobody counts them.
     """
 
     cannot_overlap = ""
+    waits_for_a_device = False
     abandoned = ""
     bytes_sent: Optional[int] = None
     name: str
@@ -63,15 +65,22 @@ class Backend(abc.ABC):
     def from_native(self, y: Any, like: Any) -> Any:
         """Turn a result into the kind of array that ``like`` is."""
 
+    @abc.abstractmethod
+    def widened(self, x: Any) -> Any:
+        """An array of a half type as float32; both are of the kind that this backend exchanges."""
+
     @staticmethod
     def to_host(x: Any) -> np.ndarray:
         """A NumPy array with ``x``'s values, sharing memory where it can.
 
-        bfloat16 becomes float32, which holds all of its values: neither NumPy nor MPI knows it.
+        bfloat16 becomes float32, which holds all of its values: neither NumPy nor MPI knows it. Bytes come in this
+        machine's order.
         """
         is_bfloat16 = dtype_name(x) == "bfloat16"
         if isinstance(x, np.ndarray):
-            return x.astype(np.float32) if is_bfloat16 else x
+            if is_bfloat16:
+                return x.astype(np.float32)
+            return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
         if is_bfloat16:
             import mindspore
 
@@ -170,6 +179,9 @@ class HostBackend(Backend):
 
     def to_native(self, x: Any) -> np.ndarray:
         return np.ascontiguousarray(self.to_host(x)).reshape(x.shape)
+
+    def widened(self, x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32)
 
     def from_native(self, y: np.ndarray, like: Any) -> Any:
         return y.astype(like.dtype, copy=False) if isinstance(like, np.ndarray) else self.from_host(y, dtype_name(like))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 HALF_TYPES = ("float16", "bfloat16")
 
 
@@ -15,5 +17,8 @@ def dtype_name(x: Any) -> str:
 
 @functools.cache
 def _name_of(dtype: Any) -> str:
+    if isinstance(dtype, np.dtype):
+        # Whatever the order of its bytes.
+        return dtype.name
     # MindSpore prints Float32, or mindspore.float32 once MindNLP is imported.
     return str(dtype).lower().rpartition(".")[2].rstrip("_")

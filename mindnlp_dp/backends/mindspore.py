@@ -39,6 +39,7 @@ class MindSporeBackend(Backend):
         self._communication = communication
         self._collectives = distributed
         self.name = _LIBRARY[mindspore.get_context("device_target")]
+        self.waits_for_a_device = self.name != "mccl"
         self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
         self.local_rank = communication.get_local_rank()
         self.local_world_size = communication.get_local_rank_size()
@@ -56,6 +57,9 @@ class MindSporeBackend(Backend):
             return y.asnumpy().astype(like.dtype, copy=False)
         return y if y.dtype == like.dtype else y.astype(like.dtype)
 
+    def widened(self, x: Any) -> Any:
+        return x.astype(self._ms.float32)
+
     def reduces_natively(self, dtype: str) -> bool:
         """Whether the library itself sums this type, exactly as it should."""
         return dtype == "float32" if self.name == "mccl" else dtype in _DEVICES_REDUCE
@@ -63,7 +67,8 @@ class MindSporeBackend(Backend):
     def all_reduce(self, x: Any, op: str) -> Any:
         if dtype_name(x) in HALF_TYPES and self.name == "mccl":
             return self.all_reduce(x.astype(self._ms.float32), op).astype(x.dtype)
-        if not self.reduces_natively(dtype_name(x)):
+        # Whether NaN is larger than a number depends on its rank in MCCL.
+        if not self.reduces_natively(dtype_name(x)) or (op != "sum" and self.name == "mccl"):
             array = x.asnumpy()
             parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
             return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))

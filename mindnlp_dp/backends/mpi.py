@@ -1,19 +1,21 @@
 """MPI through mpi4py: the fast backend on CPU. Arrays are NumPy arrays.
 
-MPI has no half precision: float16 is summed in float32 and rounded once.
+MPI has no half precision: float16 is summed in float32 and rounded once. What OpenMPI reduces otherwise than NumPy
+(sums of small integers saturate in its vector code and wrap around behind it; whether NaN is the largest number depends
+on its place) is gathered, and reduced by NumPy in rank order.
 """
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Optional
 
 import numpy as np
 
 from ..bucket import BucketLayout
-from .base import REDUCTIONS, HostBackend
+from .base import REDUCTIONS, HostBackend, reduce_arrays
 from .buckets import Bucket, sum_dtype
 from .ring import Patience, all_reduce_in_place
 from .shared_memory import CACHE_LINE_BYTES, STAGE_BYTES, HostExchange, SharedBucket, round_up, share_rows
@@ -21,6 +23,8 @@ from .shared_memory import CACHE_LINE_BYTES, STAGE_BYTES, HostExchange, SharedBu
 # From here on, shared memory is faster than MPI's own (benchmarks/bench_all_reduce.py).
 SHARED_FROM_BYTES = 1 << 16
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+# MPI counts in 32 bits; what is longer goes in pieces.
+PIECE_BYTES = 1 << 30
 
 
 class MPIBackend(HostBackend):
@@ -76,10 +80,19 @@ class MPIBackend(HostBackend):
             op = "max" if op == "sum" else op
         out = np.empty_like(wide)
         if wide.nbytes < SHARED_FROM_BYTES or not self._stage():
-            self._comm.Allreduce(wide, out, op=getattr(self._mpi, _OPS[op]))
+            self._all_reduce_by_mpi(wide.reshape(-1), out.reshape(-1), op)
         else:
             self._exchange.all_reduce(wide.reshape(-1), out.reshape(-1), REDUCTIONS[op])
         return out.view(np.bool_) if x.dtype == np.bool_ else out.astype(x.dtype, copy=False)
+
+    def _all_reduce_by_mpi(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
+        is_exact = x.itemsize >= 4 and (op == "sum" or x.dtype.kind in "iu")
+        for begin in range(0, len(x), PIECE_BYTES // x.itemsize):
+            piece = slice(begin, begin + PIECE_BYTES // x.itemsize)
+            if is_exact:
+                self._comm.Allreduce(x[piece], out[piece], op=getattr(self._mpi, _OPS[op]))
+            else:
+                out[piece] = reduce_arrays(self.all_gather(x[piece]), op)
 
     def all_equal(self, number: int) -> bool:
         """Called before every collective, so in memory that is there already."""
@@ -90,26 +103,51 @@ class MPIBackend(HostBackend):
 
     def broadcast(self, x: np.ndarray, src: int) -> np.ndarray:
         out = x.copy()
-        self._comm.Bcast([out, self._mpi.BYTE], root=src)
+        self._broadcast_bytes_of(out, src)
         return out
+
+    def _broadcast_bytes_of(self, array: np.ndarray, src: int) -> None:
+        for piece in _pieces(array):
+            self._comm.Bcast([piece, self._mpi.BYTE], root=src)
 
     def all_gather(self, x: np.ndarray) -> list[np.ndarray]:
         out = np.empty((self.world_size, x.size), x.dtype)
-        self._comm.Allgather([x, self._mpi.BYTE], [out, self._mpi.BYTE])
+        if out.nbytes <= PIECE_BYTES:
+            self._comm.Allgather([x, self._mpi.BYTE], [out, self._mpi.BYTE])
+        else:
+            out[self.rank] = x.reshape(-1)
+            for rank, row in enumerate(out):
+                self._broadcast_bytes_of(row, rank)
         return [part.reshape(x.shape) for part in out]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._comm.allgather(data)
+        lengths = np.empty(self.world_size, np.int64)
+        self._comm.Allgather(np.array([len(data)], np.int64), lengths)
+        ends = np.cumsum(lengths)
+        everything = np.empty(int(ends[-1]), np.uint8)
+        if len(everything) <= PIECE_BYTES:
+            self._comm.Allgatherv([data, self._mpi.BYTE], [everything, lengths, ends - lengths, self._mpi.BYTE])
+        else:
+            everything[ends[self.rank] - len(data) : ends[self.rank]] = np.frombuffer(data, np.uint8)
+            for rank, (end, length) in enumerate(zip(ends, lengths)):
+                self._broadcast_bytes_of(everything[end - length : end], rank)
+        return [everything[end - length : end].tobytes() for end, length in zip(ends, lengths)]
 
     def broadcast_bytes(self, data: bytes, src: int) -> bytes:
-        return self._comm.bcast(data, root=src)
+        length = np.array([len(data)], np.int64)
+        self._comm.Bcast(length, root=src)
+        out = np.frombuffer(bytearray(data), np.uint8) if self.rank == src else np.empty(int(length[0]), np.uint8)
+        self._broadcast_bytes_of(out, src)
+        return data if self.rank == src else out.tobytes()
 
     def send(self, x: np.ndarray, dst: int) -> None:
-        self._comm.Send([x, self._mpi.BYTE], dest=dst)
+        for piece in _pieces(x):
+            self._comm.Send([piece, self._mpi.BYTE], dest=dst)
 
     def recv(self, like: np.ndarray, src: int) -> np.ndarray:
-        out = np.empty_like(like)
-        self._comm.Recv([out, self._mpi.BYTE], source=src)
+        out = np.empty(like.shape, like.dtype)
+        for piece in _pieces(out):
+            self._comm.Recv([piece, self._mpi.BYTE], source=src)
         return out
 
     def barrier(self) -> None:
@@ -169,3 +207,10 @@ class MPIBackend(HostBackend):
     def close(self) -> None:
         for comm in (*self._of_buckets, self._peers, self._host, self._comm):
             comm.Free()
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """A contiguous array as bytes, in pieces that MPI can count."""
+    flat = array.reshape(-1).view(np.uint8)
+    for begin in range(0, len(flat), PIECE_BYTES):
+        yield flat[begin : begin + PIECE_BYTES]

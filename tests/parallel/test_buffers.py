@@ -37,8 +37,8 @@ def buffers(model):
 
 def run(folder, group, **settings):
     return train(
-        Normalised(), Rows(40), folder, per_device_train_batch_size=8 // group.world_size, eval_dataset=Rows(12, seed=1),
-        **settings,
+        Normalised(), Rows(40), folder, eval_dataset=Rows(12, seed=1),
+        per_device_train_batch_size=8 // group.world_size, **settings,
     )  # fmt: skip
 
 

@@ -119,6 +119,73 @@ def test_ranks_that_disagree_all_get_the_error(group):
     assert group.all_reduce(np.ones(1, np.float32))[0] == group.world_size  # and the group still works
 
 
+@pytest.mark.parametrize(
+    ("kind", "says", "call"),
+    [
+        (ValueError, "op must be one of sum, mean, max, min, got 'avg'", lambda g, x: g.all_reduce(x, "avg")),
+        (TypeError, "got list on rank", lambda g, x: g.all_gather([1, 2])),
+        (TypeError, "the mean of int32 would be rounded", lambda g, x: g.all_reduce(x.astype(np.int32), "mean")),
+        (ValueError, "src must be a rank from 0", lambda g, x: g.broadcast(x, src=99)),
+        (ValueError, "dst must be a rank from 0", lambda g, x: g.reduce(x, dst=-1)),
+        (ValueError, "expected a first dimension", lambda g, x: g.reduce_scatter(np.zeros((9, 1)))),
+        (ValueError, "src must be a rank from 0", lambda g, x: g.broadcast_object(x, src=99)),
+    ],
+)
+def test_wrong_arguments_of_one_rank_are_an_error_on_all(group, kind, says, call):
+    last = group.world_size - 1
+    with pytest.raises(kind, match=says if group.rank == last else f"failed on rank {last}: .*{says}"):
+        call(group, ranks(group)) if group.rank == last else group.all_reduce(ranks(group))
+    assert group.all_reduce(np.ones(1, np.float32))[0] == group.world_size  # and the group still works
+
+
+def test_a_message_that_is_not_what_was_expected(group):
+    if group.world_size == 1 or group.backend == "mccl":
+        pytest.skip("needs point-to-point calls")
+    sent = np.arange(6, dtype=np.float64).reshape(2, 3)
+    for like in (np.zeros(6), np.zeros((2, 3), np.float32), np.zeros((0, 3)), np.zeros((2, 3), np.int64)):
+        if group.rank == 0:
+            group.send(sent, dst=1)
+        elif group.rank == 1:
+            with pytest.raises(
+                ValueError, match=r"recv on rank 1: expected .*, and rank 0 sent float64 of shape \(2, 3\)"
+            ):
+                group.recv(like, src=0)
+    if group.rank == 0:
+        group.send(np.zeros((0, 2)), dst=1)
+        group.send(sent, dst=1)
+    elif group.rank == 1:
+        with pytest.raises(ValueError, match=r"rank 0 sent float64 of shape \(0, 2\)"):
+            group.recv(sent, src=0)
+        np.testing.assert_array_equal(group.recv(np.zeros((2, 3)), src=0), sent)
+    group.barrier()
+
+
+def test_arrays_that_go_in_pieces(group, monkeypatch):
+    """As those beyond 1 GiB do under MPI (failure/test_large_arrays.py sends real ones)."""
+    if group.backend != "mpi":
+        pytest.skip("MPI counts in 32 bits")
+    from mindnlp_dp.backends import mpi
+
+    monkeypatch.setattr(mpi, "PIECE_BYTES", 1000)
+    n, last = group.world_size, group.world_size - 1
+    x = np.arange(777, dtype=np.float64) + group.rank
+    np.testing.assert_array_equal(group.broadcast(x, src=last), np.arange(777) + last)
+    for rank, part in enumerate(group.all_gather(x)):
+        np.testing.assert_array_equal(part, np.arange(777) + rank)
+    for op, expected in {"sum": np.arange(777) * n + n * (n - 1) / 2, "max": np.arange(777) + last}.items():
+        np.testing.assert_array_equal(group.all_reduce(x, op), expected)
+    data = bytes(range(256)) * (5 + group.rank)
+    assert group.all_gather_object(data) == [bytes(range(256)) * (5 + rank) for rank in range(n)]
+    assert group.broadcast_object(data, src=last) == bytes(range(256)) * (5 + last)
+    assert group.all_gather_object(b"") == [b""] * n
+    if n > 1 and group.rank in (0, 1):
+        if group.rank == 0:
+            group.send(x, dst=1)
+        else:
+            np.testing.assert_array_equal(group.recv(x, src=0), np.arange(777))
+    group.barrier()
+
+
 def test_wrong_arguments(group):
     with pytest.raises(ValueError, match="op must be one of sum, mean, max, min, got 'avg'"):
         group.all_reduce(ranks(group), "avg")

@@ -6,6 +6,8 @@ with NumPy, in float64 or in integers.
 
 from __future__ import annotations
 
+import functools
+
 import mindspore
 import ml_dtypes
 import numpy as np
@@ -176,6 +178,76 @@ def test_halves_are_summed_in_float32_and_rounded_once(group, dtype):
     x = np.array([big if group.rank == 0 else 1]).astype(numpy_type(dtype))
     expected = np.float32(big + group.world_size - 1).astype(numpy_type(dtype))
     assert group.all_reduce(x)[0] == expected
+
+
+# Around the widths of vector registers, 16, 32 and 64 bytes, and past the size from which shared memory is used.
+LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 70_001]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
+def test_integers_wrap_around_as_numpys_do_at_every_length(group, dtype):
+    """OpenMPI's vector code saturates where its tail loop wraps around: one array held both."""
+    info = np.iinfo(dtype)
+    for length in LENGTHS:
+        parts = [
+            np.random.default_rng([length, rank]).integers(info.min, info.max, length, dtype, endpoint=True)
+            for rank in range(group.world_size)
+        ]
+        parts[0][-1] = parts[-1][-1] = info.max
+        for op, function in REDUCERS.items():
+            expected = functools.reduce(function, parts)
+            np.testing.assert_array_equal(group.all_reduce(parts[group.rank], op), expected, err_msg=f"{op} {length}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_floats_at_every_length(group, dtype):
+    for length in LENGTHS:
+        parts = [
+            np.random.default_rng([length, rank]).standard_normal(length).astype(dtype)
+            for rank in range(group.world_size)
+        ]
+        parts[-1][-1] = np.inf
+        mine = parts[group.rank]
+        for op, function in {"max": np.maximum, "min": np.minimum}.items():
+            np.testing.assert_array_equal(group.all_reduce(mine, op), functools.reduce(function, parts))
+        expected = np.sum([part.astype(np.float64) for part in parts], axis=0)
+        tolerance = {"float16": 2e-3, "float32": 1e-6, "float64": 1e-14}[dtype]
+        np.testing.assert_allclose(group.all_reduce(mine), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("length", [1, 9, 100, 70_001])
+def test_a_nan_of_any_rank_wins_everywhere(group, dtype, length):
+    for holder in range(group.world_size):
+        x = np.full(length, group.rank, dtype)
+        if group.rank == holder:
+            x[length // 2] = np.nan
+        for op in REDUCERS:
+            result = group.all_reduce(x, op)
+            assert np.flatnonzero(np.isnan(result)).tolist() == [length // 2], (holder, op)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@every_array
+def test_the_mean_of_halves_does_not_overflow(group, dtype, kind):
+    largest = {"float16": 65504.0, "bfloat16": 3e37}[dtype]
+    x = as_kind(np.full(5, largest).astype(numpy_type(dtype)), kind)
+    check(group.all_reduce(x, "mean"), as_numpy(x), x)
+    rows = as_kind(np.full((group.world_size, 3), largest).astype(numpy_type(dtype)), kind)
+    check(group.reduce_scatter(rows, "mean"), as_numpy(rows)[0], rows)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i2", ">i8", ">u4"])
+def test_bytes_in_the_other_order(group, dtype):
+    x = (np.arange(6).reshape(2, 3) + group.rank).astype(dtype)
+    n, last = group.world_size, group.world_size - 1
+    for result, expected in [
+        (group.all_reduce(x), np.arange(6).reshape(2, 3) * n + n * (n - 1) // 2),
+        (group.broadcast(x, src=last), np.arange(6).reshape(2, 3) + last),
+        (group.all_gather(x)[last], np.arange(6).reshape(2, 3) + last),
+    ]:
+        assert result.dtype == x.dtype
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_what_is_no_array_of_a_known_type_is_refused(group):

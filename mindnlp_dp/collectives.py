@@ -1,0 +1,285 @@
+"""The group of a job's processes, and the collectives that everything else calls.
+
+Goes in: a backend (:mod:`mindnlp_dp.backends`). Comes out: functions of arrays and objects that every rank calls.
+
+Collectives are functional, take NumPy arrays and MindSpore tensors, and give back
+the kind that they were given. All ranks must call the same ones in the same
+order; ranks that do not agree get an error that shows every rank's call, and so do all when one rank's
+arguments are wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Callable, Optional, TypeVar
+
+import numpy as np
+
+from .backends.base import Backend
+from .backends.buckets import Bucket
+from .backends.dtypes import HALF_TYPES, dtype_name
+from .bucket import BucketLayout
+from .collective_checks import (
+    check_agreement,
+    check_op,
+    check_peer,
+    check_rank,
+    checked_array,
+    describe,
+    described_by,
+    message_header,
+    numel,
+    raise_reported,
+    report_of,
+)
+
+T = TypeVar("T")
+
+
+class ProcessGroup:
+    """All processes of a job.
+
+    Attributes:
+        rank: this process, from 0 to ``world_size - 1``.
+        world_size: how many processes there are.
+        local_rank, local_world_size: the same, counted on this host.
+        backend: the library that moves the bytes: ``"single"``, ``"mpi"``, ``"hccl"``, ``"nccl"`` or ``"mccl"``.
+        is_main: whether this is rank 0, the one that writes and logs.
+    """
+
+    def __init__(self, backend: Backend, kind: str = "single", *, checks: str = "auto") -> None:
+        self._backend = backend
+        self.backend_kind = kind
+        self._checks_hot_calls = checks == "all" or (checks == "auto" and not backend.waits_for_a_device)
+
+    @property
+    def rank(self) -> int:
+        return self._backend.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._backend.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self._backend.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self._backend.local_world_size
+
+    @property
+    def backend(self) -> str:
+        return self._backend.name
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
+
+    # Arrays: NumPy arrays or MindSpore tensors of any real type, any shape and any layout in memory. Shapes
+    # and types are the same on every rank.
+
+    def all_reduce(self, x: Any, op: str = "sum", *, is_hot: bool = False) -> Any:
+        """Reduce elementwise over the ranks; every rank gets the result, shaped like ``x``.
+
+        ``op`` is ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Half precision is summed in float32 on CPU, and for
+        its mean everywhere. Integers that are too small for their sum wrap around, and NaN wins over all numbers, as
+        with NumPy. Of booleans, ``sum`` and ``max`` are "any", ``min`` is "all". The ``mean`` of integers or booleans
+        raises TypeError: it would be rounded. ``is_hot`` says that every rank makes this call at every update,
+        whatever happens: see ``checks`` of :func:`~mindnlp_dp.init_process_group`.
+        """
+        x = self._agree("all_reduce", lambda: (checked_array(x, self.rank), [check_op(x, op, self.rank)]), is_hot)
+        total = self._reduced(x, op)
+        return x.copy() if total is None else self._backend.from_native(total, x)
+
+    def _agree(self, call: str, check: Callable[[], tuple[Any, list[str]]], is_hot: bool = False) -> Any:
+        """Check this rank's arguments, and that all ranks make the same call; returns the array that ``check`` does.
+
+        ``check`` returns it with what must be the same on every rank besides its type and shape, or raises ValueError
+        or TypeError. A rank with wrong arguments takes part, so that the others hear of it, and raises its own error.
+        """
+        wrong: Optional[Exception] = None
+        try:
+            x, arguments = check()
+            arguments = [*arguments, *([] if x is None else [describe(x)])]
+        except (TypeError, ValueError) as error:
+            wrong, arguments = error, [str(error)]
+        if wrong is not None or not is_hot or self._checks_hot_calls:
+            check_agreement(self._backend, call, *arguments, wrong=wrong)
+        return x
+
+    def _reduced(self, x: Any, op: str) -> Optional[Any]:
+        """The reduction as the backend's own kind of array; None for an empty ``x``."""
+        if numel(x) == 0:
+            return None
+        native = self._backend.to_native(x)
+        if op != "mean":
+            return self._backend.all_reduce(native, op)
+        # The sum of half types may not fit into them, where their mean does.
+        wide = self._backend.widened(native) if dtype_name(x) in HALF_TYPES else native
+        return _divide(self._backend.all_reduce(wide, "sum"), self.world_size)
+
+    def reduce(self, x: Any, dst: int = 0, op: str = "sum") -> Optional[Any]:
+        """Like :meth:`all_reduce`, but the result is rank ``dst``'s; the others get None."""
+        self._agree("reduce", lambda: (None, [check_rank("dst", dst, self)]))
+        result = self.all_reduce(x, op)
+        return result if self.rank == dst else None
+
+    def reduce_scatter(self, x: Any, op: str = "sum") -> Any:
+        """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r``."""
+
+        def check() -> tuple[Any, list[str]]:
+            array = checked_array(x, self.rank)
+            if array.ndim == 0 or array.shape[0] != self.world_size:
+                raise ValueError(
+                    f"reduce_scatter on rank {self.rank}: expected a first dimension of world_size "
+                    f"({self.world_size}), got shape {tuple(array.shape)}"
+                )
+            return array, [check_op(array, op, self.rank)]
+
+        x = self._agree("reduce_scatter", check)
+        total = self._reduced(x, op)
+        if total is None:
+            return x.copy()[self.rank]
+        return self._backend.from_native(total[self.rank : self.rank + 1].reshape(x.shape[1:]), x)
+
+    def broadcast(self, x: Any, src: int = 0) -> Any:
+        """Every rank gets rank ``src``'s ``x``."""
+        x = self._agree("broadcast", lambda: (checked_array(x, self.rank), [check_rank("src", src, self)]))
+        if numel(x) == 0:
+            return x.copy()
+        return self._backend.from_native(self._backend.broadcast(self._backend.to_native(x), src), x)
+
+    def all_gather(self, x: Any) -> list[Any]:
+        """Every rank gets the list of all ranks' ``x``, in rank order."""
+        x = self._agree("all_gather", lambda: (checked_array(x, self.rank), []))
+        if numel(x) == 0:
+            return [x.copy() for _ in range(self.world_size)]
+        gathered = self._backend.all_gather(self._backend.to_native(x))
+        return [self._backend.from_native(part, x) for part in gathered]
+
+    def gather(self, x: Any, dst: int = 0) -> Optional[list[Any]]:
+        """Rank ``dst`` gets the list of all ranks' ``x``, in rank order; the others get None."""
+        self._agree("gather", lambda: (None, [check_rank("dst", dst, self)]))
+        gathered = self.all_gather(x)
+        return gathered if self.rank == dst else None
+
+    def scatter(self, xs: Optional[Sequence[Any]], src: int = 0) -> Any:
+        """Rank ``r`` gets ``xs[r]``; only rank ``src`` passes ``xs``, one array a rank, the others None."""
+
+        def check() -> tuple[None, list[str]]:
+            arguments = [check_rank("src", src, self)]
+            if self.rank == src and (xs is None or len(xs) != self.world_size):
+                got = "None" if xs is None else len(xs)
+                raise ValueError(f"scatter from rank {src}: expected {self.world_size} arrays, one a rank, got {got}")
+            if self.rank == src and xs is not None:
+                mine.extend(checked_array(x, self.rank) for x in xs)
+            return None, arguments
+
+        mine: list[Any] = []
+        self._agree("scatter", check)
+        header = [(tuple(x.shape), dtype_name(x), isinstance(x, np.ndarray)) for x in mine]
+        parts: list[Any] = []
+        for index, (shape, dtype, is_numpy) in enumerate(self.broadcast_object(header, src)):
+            parts.append(self.broadcast(mine[index] if mine else self._zeros(shape, dtype, is_numpy), src))
+        return parts[self.rank]
+
+    # Between two ranks. What is sent says what it is, so that rank ``dst`` never takes it for something else.
+
+    def send(self, x: Any, dst: int) -> None:
+        """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it."""
+        x = checked_array(x, self.rank)
+        check_peer("dst", dst, self)
+        self._backend.send(self._backend.to_native(message_header(x)), dst)
+        if numel(x):
+            self._backend.send(self._backend.to_native(x), dst)
+
+    def recv(self, like: Any, src: int) -> Any:
+        """Receive an array with the shape and type of ``like`` from rank ``src``.
+
+        Raises:
+            ValueError: rank ``src`` sent another shape or type. What it sent is taken, and lost.
+        """
+        like = checked_array(like, self.rank)
+        check_peer("src", src, self)
+        header = self._backend.recv(self._backend.to_native(message_header(like)), src)
+        shape, dtype = described_by(self._backend.to_host(header))
+        sent = like if (shape, dtype) == (tuple(like.shape), dtype_name(like)) else self._zeros(shape, dtype, True)
+        x = (
+            self._backend.from_native(self._backend.recv(self._backend.to_native(sent), src), sent)
+            if numel(sent)
+            else like
+        )
+        if sent is not like:
+            raise ValueError(
+                f"recv on rank {self.rank}: expected {describe(like)}, and rank {src} sent {dtype} of shape {shape}"
+            )
+        return x.copy() if numel(like) == 0 else x
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        check_agreement(self._backend, "barrier")
+        self._backend.barrier()
+
+    # Python objects, through pickle: between the processes of one job only, never from a file.
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Every rank gets rank ``src``'s object."""
+        self._agree("broadcast_object", lambda: (None, [check_rank("src", src, self)]))
+        return self._backend.broadcast_object(obj, src)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Every rank gets the list of all ranks' objects, in rank order."""
+        check_agreement(self._backend, "all_gather_object")
+        return self._backend.all_gather_object(obj)
+
+    # What the ranks do as one.
+
+    def call_where(self, here: bool, function: Callable[[], T], doing: str) -> Optional[T]:
+        """Call ``function`` on the ranks that say ``here``; the others get None, and every rank the same exception."""
+        result, error = None, None
+        if here:
+            try:
+                result = function()
+            except Exception as caught:  # noqa: BLE001
+                # Whatever it is, it goes to every rank.
+                error = caught
+        self.raise_together(error, doing)
+        return result
+
+    def call_on_main(self, function: Callable[[], T], doing: str) -> T:
+        """Call ``function`` on rank 0; every rank gets its result, or the same exception."""
+        return self.broadcast_object(self.call_where(self.is_main, function, doing))  # type: ignore[return-value]
+
+    def raise_together(self, error: Optional[Exception], doing: str) -> None:
+        """Raise on every rank when any rank brings an error; the lowest such rank's is the cause.
+
+        The rank that failed raises its own error. The others raise the same kind, with the
+        rank and ``doing`` in front, or RuntimeError where that kind cannot be rebuilt.
+        """
+        raise_reported(self.all_gather_object(report_of(error)), error, doing)
+
+    def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
+        """Memory of the backend's own kind for gradients, a bucket for each layout. A collective."""
+        return self._backend.make_buckets(layouts, compression)
+
+    def are_finite(self, arrays: Sequence[Any]) -> bool:
+        """Whether arrays that every rank has hold neither NaN nor infinity. Nothing is sent."""
+        return self._backend.are_finite(arrays)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str, is_numpy: bool) -> Any:
+        zeros = np.zeros(shape, np.float32 if dtype == "bfloat16" else dtype)
+        if not is_numpy:
+            return self._backend.from_host(zeros, dtype)
+        # NumPy learns bfloat16 from ml_dtypes, and a bfloat16 array cannot have come from elsewhere.
+        return zeros.astype(importlib.import_module("ml_dtypes").bfloat16) if dtype == "bfloat16" else zeros
+
+
+def _divide(x: Any, divisor: int) -> Any:
+    mean = (x / divisor).astype(x.dtype)
+    # NumPy makes a number of an array without dimensions.
+    return np.asarray(mean) if isinstance(x, np.ndarray) else mean
