@@ -18,7 +18,15 @@ from ..bucket import BucketLayout
 from .base import REDUCTIONS, HostBackend, reduce_arrays
 from .buckets import Bucket, sum_dtype
 from .ring import Patience, all_reduce_in_place
-from .shared_memory import CACHE_LINE_BYTES, STAGE_BYTES, HostExchange, SharedBucket, round_up, share_rows
+from .shared_memory import (
+    CACHE_LINE_BYTES,
+    STAGE_BYTES,
+    HostExchange,
+    SharedBucket,
+    round_up,
+    share_rows,
+    why_no_memory_is_shared,
+)
 
 # From here on, shared memory is faster than MPI's own (benchmarks/bench_all_reduce.py).
 SHARED_FROM_BYTES = 1 << 16
@@ -45,9 +53,10 @@ class MPIBackend(HostBackend):
         self._peers = self._comm.Split(self.local_rank, self.rank)
         self._exchange = HostExchange(self._host, self._peers)
         self._open_bucket_channel()
-        # Slices go round rings of equal length only.
-        sizes = self._comm.allgather(self.local_world_size)
-        self._shares_memory = self.world_size > 1 and len(set(sizes)) == 1
+        why_not = why_no_memory_is_shared(self._comm.allgather(self.local_world_size))
+        self._shares_memory = self.world_size > 1 and not why_not
+        if why_not and self.rank == 0:
+            print(f"MPI itself moves gradients: {why_not}", flush=True)
         if self.world_size == 1:
             self.cannot_overlap = "there is one rank"
         elif MPI.Query_thread() < MPI.THREAD_MULTIPLE:

@@ -45,6 +45,7 @@ from .ring import HalfWire, Patience, barrier, ring_all_reduce, sum_over_hosts, 
 STAGE_BYTES = 1 << 20
 # Slices begin at whole cache lines, so that no two ranks write to one.
 CACHE_LINE_BYTES = 64
+_NONCE_BYTES = 16
 
 
 def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
@@ -54,18 +55,25 @@ def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
 
     A collective of the host.
     """
-    num_bytes = round_up(max(row_bytes, 1), CACHE_LINE_BYTES) * host.size
+    row = round_up(max(row_bytes, 1), CACHE_LINE_BYTES)
+    num_bytes = row * host.size
     mine, memory = -1, None
+    # Behind the rows: the others know by it what they have opened.
+    nonce = os.urandom(_NONCE_BYTES)
     if host.rank == 0:
         with contextlib.suppress(OSError):
             mine = os.memfd_create("mindnlp-dp")
-            # Now, with an error, rather than later, with a signal.
-            os.posix_fallocate(mine, 0, num_bytes)
-            memory = mmap.mmap(mine, num_bytes)
-    process, descriptor = host.bcast((os.getpid(), mine), root=0)
-    if host.rank != 0:
-        with contextlib.suppress(OSError, ValueError):
-            mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+            os.ftruncate(mine, num_bytes)
+            os.pwrite(mine, nonce, num_bytes)
+    process, descriptor, nonce = host.bcast((os.getpid(), mine, nonce), root=0)
+    with contextlib.suppress(OSError, ValueError):
+        if host.rank != 0:
+            # Where processes are numbered otherwise there, as in a container of its own, this is another file, or none.
+            mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_NONBLOCK)
+        if os.pread(mine, _NONCE_BYTES + 1, num_bytes) == nonce:
+            # Now, with an error, rather than later, with a signal; and every row by its own rank, so that it lies in
+            # the memory beside that rank's core.
+            os.posix_fallocate(mine, host.rank * row, row)
             memory = mmap.mmap(mine, num_bytes)
     everybody_has_it = all(host.allgather(memory is not None))
     if mine >= 0:
@@ -73,6 +81,20 @@ def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
     if not everybody_has_it or memory is None:
         return None
     return np.frombuffer(memory, np.uint8).reshape(host.size, -1)
+
+
+def why_no_memory_is_shared(ranks_by_host: Sequence[int]) -> str:
+    """Empty where slices can go round rings of equal length: hosts must have as many ranks as each other.
+
+    >>> why_no_memory_is_shared([2, 2])
+    ''
+    """
+    if len(set(ranks_by_host)) <= 1:
+        return ""
+    return (
+        f"hosts have {min(ranks_by_host)} to {max(ranks_by_host)} ranks; start as many on every host to have gradients "
+        "exchanged in shared memory, several times faster"
+    )
 
 
 def round_up(number: int, multiple: int) -> int:

@@ -1,0 +1,133 @@
+"""Rows that the ranks of a host share: found, verified, allocated by their own ranks; or None on all of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import mindspore
+import numpy as np
+import pytest
+
+from mindnlp_dp.backends import buckets, shared_memory
+from mindnlp_dp.backends.base import SingleProcessBackend
+from mindnlp_dp.backends.buckets import HostBucket, references_tell
+from mindnlp_dp.backends.shared_memory import share_rows, why_no_memory_is_shared
+from mindnlp_dp.bucket import pack_buckets
+
+
+class Host:
+    """One rank of a host of two, in this process; the other one answers as told."""
+
+    size = 2
+
+    def __init__(self, rank, told=None):
+        self.rank = rank
+        self.told = told
+
+    def bcast(self, mine, root):
+        return self.told or mine
+
+    def allgather(self, has_it):
+        return [has_it, True]
+
+
+def test_what_was_opened_is_the_memory_that_was_made():
+    made = os.memfd_create("rows")
+    os.ftruncate(made, 2 * 128)
+    os.pwrite(made, b"n" * 16, 2 * 128)
+    rows = share_rows(Host(1, (os.getpid(), made, b"n" * 16)), 100)
+    assert rows.shape == (2, 128)
+    rows[1, :3] = [1, 2, 3]
+    assert os.pread(made, 3, 128) == bytes([1, 2, 3])
+    os.close(made)
+
+
+@pytest.mark.parametrize("what", ["another file", "another nonce", "a longer file", "nothing", "a folder"])
+def test_what_only_has_its_number_is_not_taken_for_it(what, tmp_path):
+    """In another PID namespace the process and the descriptor are somebody else's."""
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(256) + (b"x" if what == "another nonce" else b"n") * (17 if what == "a longer file" else 16))
+        file.truncate(200 if what == "another file" else None)
+        file.flush()
+        number = {"nothing": 9999, "a folder": os.open(tmp_path, os.O_RDONLY)}.get(what, file.fileno())
+        before = os.pread(file.fileno(), 1000, 0)
+        assert share_rows(Host(1, (os.getpid(), number, b"n" * 16)), 100) is None
+        assert os.pread(file.fileno(), 1000, 0) == before, "it was written to"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_allocates_its_own_row(rank, monkeypatch):
+    allocated = []
+    monkeypatch.setattr(
+        shared_memory.os, "posix_fallocate", lambda fd, start, length: allocated.append((start, length))
+    )
+    made = os.memfd_create("rows")
+    os.ftruncate(made, 2 * 4096)
+    os.pwrite(made, b"n" * 16, 2 * 4096)
+    rows = share_rows(Host(rank, (os.getpid(), made, b"n" * 16) if rank else None), 4096)
+    os.close(made)
+    assert rows is not None
+    assert allocated == [(rank * 4096, 4096)]
+
+
+def test_no_room_is_no_memory(monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    assert share_rows(Host(0), 4096) is None
+
+
+def test_hosts_with_other_numbers_of_ranks_are_told():
+    assert why_no_memory_is_shared([3, 3, 3]) == ""
+    assert why_no_memory_is_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start as many on every host")
+
+
+def bucket():
+    backend = SingleProcessBackend()
+    (layout,) = pack_buckets([(3, 2)], ["float32"], 1.0)
+    return HostBucket(layout, backend)
+
+
+def result_of(one, value):
+    one.put(0, np.full((3, 2), value, np.float32), 1.0)
+    one.start(1.0)
+    result = one.get(0)
+    one.clear()
+    return result
+
+
+def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
+    assert references_tell(SingleProcessBackend.from_host)
+    one = bucket()
+    address = result_of(one, 1.0).data_ptr()
+    assert result_of(one, 2.0).data_ptr() == address
+    held = result_of(one, 3.0)
+    array = held.asnumpy()
+    del held
+    assert (result_of(one, 4.0).asnumpy() == 4.0).all()
+    assert (array == 3.0).all(), "somebody still looked at it"
+
+
+def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
+    """As if tensors shared an array's memory without holding on to the array."""
+    held = []
+
+    def from_host(array, dtype):
+        tensor = mindspore.Tensor.from_numpy(array.copy())
+        held.append(tensor)
+        return tensor
+
+    def shares(first, second):
+        return True
+
+    monkeypatch.setattr(buckets.np, "shares_memory", shares)
+    assert not references_tell(from_host)
+    monkeypatch.setattr(buckets, "references_tell", lambda from_host: False)
+    one = bucket()
+    first = result_of(one, 1.0)
+    memory = one._results[0]
+    del first
+    result_of(one, 2.0)
+    assert one._results[0] is not memory
