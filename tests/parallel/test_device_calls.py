@@ -1,4 +1,4 @@
-"""MindSpore's collective calls as they are: those of mint, and the primitives that a GPU needs, on the CPU's library."""
+"""MindSpore's collective calls themselves: those of mint, and the primitives that a GPU needs; on the CPU's library."""
 
 from __future__ import annotations
 

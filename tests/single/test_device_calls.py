@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from mindnlp.core import nn
 from mindnlp.core.autograd import value_and_grad
-from stand_in_device import StandInDevice, counted_host_reads, counted_operators
 
 from mindnlp_dp.backends.mindspore import DeviceBucket, MindSporeBackend
 from mindnlp_dp.bucket import pack_buckets
 from mindnlp_dp.gradient_sync import GradientSynchronizer
 from mindnlp_dp.process_group import ProcessGroup
+from stand_in_device import StandInDevice, counted_host_reads, counted_operators
 
 SHAPES = [(30, 20), (20,), (50, 10), (), (3, 2)]
 
