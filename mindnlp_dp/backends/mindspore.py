@@ -195,7 +195,8 @@ class DeviceBucket(Bucket):
     not fit into its own range.
 
     A device computes faster than this process can tell it to, so operators are few: gradients wait until the bucket
-    is full, and are then flattened, weighted and added at once.
+    is full, or until its sum is wanted, and are then flattened, weighted and added at once. Until then nobody may
+    write into them.
     """
 
     is_asynchronous = True

@@ -5,14 +5,16 @@ from __future__ import annotations
 import mindspore
 import numpy as np
 import pytest
-from mindnlp.core import nn
+from mindnlp.core import nn, optim
 from mindnlp.core.autograd import value_and_grad
 
 from mindnlp_dp.backends.mindspore import DeviceBucket, MindSporeBackend
 from mindnlp_dp.bucket import pack_buckets
+from mindnlp_dp.compat import obey_device_target
+from mindnlp_dp.functional import make_train_step
 from mindnlp_dp.gradient_sync import GradientSynchronizer
 from mindnlp_dp.process_group import ProcessGroup
-from stand_in_device import StandInDevice, counted_host_reads, counted_operators
+from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators
 
 SHAPES = [(30, 20), (20,), (50, 10), (), (3, 2)]
 
@@ -55,6 +57,14 @@ def test_the_stand_in_refuses_what_the_real_calls_would(monkeypatch):
         mindspore.mint.distributed.all_reduce(x)
     with pytest.raises(AssertionError, match="AllReduce of BFloat16"):
         mindspore.ops.AllReduce("sum")(x.astype(mindspore.bfloat16))
+
+
+def test_the_device_is_chosen_by_its_name(monkeypatch):
+    chosen = []
+    monkeypatch.setenv("DEVICE_TARGET", "Ascend")
+    monkeypatch.setattr(mindspore, "set_device", bound(mindspore.set_device, lambda **given: chosen.append(given)))
+    obey_device_target()
+    assert chosen == [{"device_target": "Ascend", "device_id": None}]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "int16", "uint8", "bool"])
@@ -124,6 +134,15 @@ def test_parameters_of_other_types(group, dtype):
         np.testing.assert_array_equal(mean.astype(mindspore.float32).asnumpy(), np.full(shape, 3, np.float32))
 
 
+def adamw(parameters):
+    parameters = [nn.Parameter(parameter) for parameter in parameters]
+    return optim.AdamW(parameters, lr=1e-3), parameters
+
+
+def mindspores_adam(parameters):
+    return mindspore.nn.Adam(parameters, 1e-3), parameters
+
+
 def test_a_steady_update_waits_for_the_device_so_often(group, parameters):
     """Every wait leaves a device without work. Here: the agreement on the window's weight, and the header's two."""
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
@@ -133,6 +152,31 @@ def test_a_steady_update_waits_for_the_device_so_often(group, parameters):
         window(sync, parameters, 2.0)
     print(f"{group.backend}: {len(reads)} waits in an update of {len(sync.buckets)} buckets: {', '.join(reads)}")
     assert len(reads) == 3
+
+
+@pytest.mark.parametrize("make", [adamw, mindspores_adam])
+def test_a_whole_step_waits_for_the_device_so_often(group, make):
+    """The loss, the window's three and the norm of its gradient; the optimizers wait for nothing."""
+    parameters = [
+        mindspore.Parameter(mindspore.Tensor(np.ones(shape, np.float32)), name=f"p{index}")
+        for index, shape in enumerate([(30, 20), (20,), (50, 10)])
+    ]
+    optimizer, parameters = make(parameters)
+    step = make_train_step(
+        lambda x: sum((p * p).sum() for p in parameters) * x.mean(),
+        optimizer,
+        parameters,
+        max_grad_norm=1.0,
+        group=group,
+        overlap=True,
+    )
+    batch = mindspore.Tensor(np.ones((4, 2), np.float32))
+    for _ in range(3):
+        step(batch)
+    with counted_host_reads() as reads:
+        step(batch)
+    print(f"{group.backend}, {type(optimizer).__module__}: {len(reads)} waits in a step: {', '.join(reads)}")
+    assert len(reads) == 5
 
 
 # The bucket itself.
