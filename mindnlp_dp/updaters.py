@@ -97,7 +97,8 @@ class MindSporeUpdater(Updater):
 
     def clip(self, gradients: Sequence[Optional[Any]], max_norm: float) -> tuple[Sequence[Optional[Any]], float]:
         squares = [(g.astype(mindspore.float32) ** 2).sum() for g in gradients if g is not None]
-        norm = math.sqrt(sum(float(square.asnumpy()) for square in squares))
+        # Fetched at once: every fetch waits for the device.
+        norm = math.sqrt(sum(mindspore.ops.stack(squares).asnumpy().tolist())) if squares else 0.0
         if norm <= max_norm or not math.isfinite(norm):
             return gradients, norm
         factor = max_norm / (norm + 1e-6)

@@ -2,13 +2,13 @@
 
 MCCL is the narrowest of the three. What it refuses, or gets wrong without a word
 (float64; large int64 in MindSpore 2.7), goes by a path that is exact: the bytes are
-gathered, and every rank reduces them in rank order.
+gathered, and every rank reduces them in rank order. So does what MindSpore's NCCL has no kernel for.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from ..bucket import BucketLayout
 from .base import Backend, reduce_arrays
 from .buckets import Bucket
+from .device_calls import DeviceCalls, MintCalls, PrimitiveCalls, copy_of
 from .dtypes import HALF_TYPES, dtype_name
 from .ring import Patience
 
@@ -23,7 +24,12 @@ from .ring import Patience
 _HINT_BYTES = 1 << 20
 _MPI_OVER_COPIES = 1.6
 _LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
-_DEVICES_REDUCE = {"float32", "float16", "bfloat16", "int8", "int32", "int64"}
+# What each sums itself, exactly as it should.
+_REDUCES = {
+    "hccl": {"float32", "float16", "bfloat16", "int8", "int32", "int64"},
+    "nccl": {"float32", "float16", "int8", "int32", "int64"},
+    "mccl": {"float32"},
+}
 
 
 class MindSporeBackend(Backend):
@@ -33,13 +39,12 @@ class MindSporeBackend(Backend):
 
         # In MindSpore's scheduler process this call serves the job and never returns.
         communication.init()
-        from mindspore.mint import distributed
 
         self._ms = mindspore
         self._communication = communication
-        self._collectives = distributed
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
+        self._calls: DeviceCalls = PrimitiveCalls() if self.name == "nccl" else MintCalls()
         self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
         self.local_rank = communication.get_local_rank()
         self.local_world_size = communication.get_local_rank_size()
@@ -50,7 +55,7 @@ class MindSporeBackend(Backend):
     def to_native(self, x: Any) -> Any:
         if isinstance(x, np.ndarray):
             return self._ms.Tensor(np.ascontiguousarray(self.to_host(x)).reshape(x.shape))
-        return x.astype(self._ms.float32) if dtype_name(x) == "bfloat16" and self.name == "mccl" else x
+        return x.astype(self._ms.float32) if dtype_name(x) == "bfloat16" and self.name != "hccl" else x
 
     def from_native(self, y: Any, like: Any) -> Any:
         if isinstance(like, np.ndarray):
@@ -62,57 +67,48 @@ class MindSporeBackend(Backend):
 
     def reduces_natively(self, dtype: str) -> bool:
         """Whether the library itself sums this type, exactly as it should."""
-        return dtype == "float32" if self.name == "mccl" else dtype in _DEVICES_REDUCE
+        return dtype in _REDUCES[self.name]
 
     def all_reduce(self, x: Any, op: str) -> Any:
-        if dtype_name(x) in HALF_TYPES and self.name == "mccl":
-            return self.all_reduce(x.astype(self._ms.float32), op).astype(x.dtype)
+        dtype = dtype_name(x)
         # Whether NaN is larger than a number depends on its rank in MCCL.
-        if not self.reduces_natively(dtype_name(x)) or (op != "sum" and self.name == "mccl"):
-            array = x.asnumpy()
-            parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
-            return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
-        out = x.copy()
-        self._collectives.all_reduce(out, op=op)
-        return out
+        if self.reduces_natively(dtype) and (op == "sum" or self.name != "mccl"):
+            return self._calls.all_reduce(x, op)
+        if dtype in HALF_TYPES:
+            return self.all_reduce(x.astype(self._ms.float32), op).astype(x.dtype)
+        array = x.asnumpy()
+        parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
+        return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
 
-    def begin_all_reduce(self, x: Any) -> Any:
-        """Begin to sum a float32, float16 or bfloat16 tensor in place; returns a handle to wait for.
+    def begin_all_reduce(self, x: Any) -> tuple[Any, Optional[Any]]:
+        """Begin to sum a float32, float16 or bfloat16 tensor, in its memory or new one; the sum, and its handle if any.
 
         On a device its stream goes on with it. MCCL, dispatched synchronously as a CPU wants it, has ended by then.
         """
-        return self._collectives.all_reduce(x, op="sum", async_op=True)
+        return self._calls.begin_sum(x)
 
     def broadcast(self, x: Any, src: int) -> Any:
-        if self.name != "mccl":
-            out = x.copy()
-            self._collectives.broadcast(out, src=src)
-            return out
+        if self.name == "hccl":
+            return self._calls.broadcast(x, src)
         array = x.asnumpy()
         return self._from_bytes(self._broadcast_uint8(_as_bytes(array), src), array)
 
     def all_gather(self, x: Any) -> list[Any]:
-        if self.name != "mccl":
-            out = [self._ms.mint.empty_like(x) for _ in range(self.world_size)]
-            self._collectives.all_gather(out, x.contiguous())
-            return out
+        if self.name == "hccl":
+            return self._calls.all_gather(x, self.world_size)
         array = x.asnumpy()
         return [self._from_bytes(part, array) for part in self._gather(_as_bytes(array))]
 
-    # MCCL moves every type as its bytes. All ranks' arrays are of one length here.
+    # MCCL and NCCL move every type as its bytes. All ranks' arrays are of one length here.
 
     def _from_bytes(self, data: np.ndarray, like: np.ndarray) -> Any:
         return self._ms.Tensor(data.view(like.dtype).reshape(like.shape).copy())
 
     def _broadcast_uint8(self, array: np.ndarray, src: int) -> np.ndarray:
-        out = self._ms.Tensor(array.copy())
-        self._collectives.broadcast(out, src=src)
-        return out.asnumpy()
+        return self._calls.broadcast(self._ms.Tensor(array), src).asnumpy()
 
     def _gather(self, array: np.ndarray) -> list[np.ndarray]:
-        out = [self._ms.Tensor(np.zeros_like(array)) for _ in range(self.world_size)]
-        self._collectives.all_gather(out, self._ms.Tensor(array))
-        return [part.asnumpy() for part in out]
+        return [part.asnumpy() for part in self._calls.all_gather(self._ms.Tensor(array), self.world_size)]
 
     # Byte strings may differ in length.
 
@@ -132,13 +128,11 @@ class MindSporeBackend(Backend):
 
     def send(self, x: Any, dst: int) -> None:
         self._refuse_point_to_point("send")
-        self._collectives.send(x, dst=dst)
+        self._calls.send(x, dst)
 
     def recv(self, like: Any, src: int) -> Any:
         self._refuse_point_to_point("recv")
-        out = like.copy()
-        self._collectives.recv(out, src=src)
-        return out
+        return self._calls.recv(like, src)
 
     def _refuse_point_to_point(self, call: str) -> None:
         if self.name == "mccl":
@@ -154,6 +148,10 @@ class MindSporeBackend(Backend):
     def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
         if self.name == "mccl" and not self._has_hinted:
             self._hint_at_mpi()
+        if self.name == "nccl" and compression == "bf16":
+            raise ValueError(
+                f'compression="bf16" on rank {self.rank}: MindSpore has no sum of bfloat16 for GPUs; use "fp16"'
+            )
         return [DeviceBucket(layout, self, compression) for layout in layouts]
 
     def _hint_at_mpi(self) -> None:
@@ -200,6 +198,10 @@ class DeviceBucket(Bucket):
     On the wire they have their parameters' type, or the half type of ``compression``; before that they are weighted
     and summed in float32, because a sum of half-precision gradients, weighted by samples, may
     not fit into its own range.
+
+    A device computes faster than this process can tell it to, so operators are few: gradients wait until the bucket
+    is full, or until its sum is wanted, and are then flattened, weighted and added at once. Until then nobody may
+    write into them.
     """
 
     is_asynchronous = True
@@ -216,49 +218,76 @@ class DeviceBucket(Bucket):
         self._wire_dtype = half if half is not None and layout.dtype == "float32" else self._dtype
         # Only what the user asked to be rounded is summed in half precision by MCCL.
         self._begins = self._wire_dtype != self._dtype or backend.reduces_natively(layout.dtype)
-        self._parts: dict[int, Any] = {}
-        self._kept: dict[int, Any] = {}
+        # Gradients that are not in the sum yet, and what they have in common: weight and type.
+        self._waiting: dict[int, Any] = {}
+        self._kind: tuple[float, Any] = (0.0, None)
+        # No operator writes into a sum, so that what is kept stays as it is.
+        self._sum: Optional[Any] = None
+        self._kept: Optional[Any] = None
         self._result: Optional[Any] = None
         self._handle: Optional[Any] = None
+        self._slices: dict[int, Any] = {}
 
     def put(self, index: int, gradient: Any, weight: float) -> None:
-        part = gradient.astype(self._sum_dtype).reshape(-1) * weight
-        self._parts[index] = self._parts[index] + part if index in self._parts else part
+        kind = (weight, gradient.dtype)
+        if index in self._waiting or kind != self._kind:
+            self._add_waiting()
+        self._waiting[index], self._kind = gradient, kind
+        if len(self._waiting) == len(self.layout.slots):
+            self._add_waiting()
 
-    def keep(self) -> None:
-        self._kept = dict(self._parts)
+    def _add_waiting(self) -> None:
+        if not self._waiting:
+            return
+        weight, dtype = self._kind
+        flat = self._flattened(self._waiting, dtype)
+        part = (flat if dtype == self._sum_dtype else flat.astype(self._sum_dtype)) * weight
+        self._sum = part if self._sum is None else self._sum + part
+        self._waiting.clear()
 
-    def restore(self) -> None:
-        self._parts = dict(self._kept)
-
-    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
-        parts: Sequence[Any] = [
-            self._parts[slot.index] if slot.index in self._parts else self._ms.ops.zeros((slot.numel,), self._sum_dtype)
+    def _flattened(self, gradients: Mapping[int, Any], dtype: Any) -> Any:
+        """All slots one behind the other, zeros where there is no gradient; it may share a gradient's memory."""
+        parts = [
+            gradients[slot.index].reshape(-1) if slot.index in gradients else self._ms.ops.zeros((slot.numel,), dtype)
             for slot in self.layout.slots
         ]
-        flat = self._ms.ops.cat(list(parts)) if len(parts) > 1 else parts[0]
-        self._result = (flat * scale).astype(self._wire_dtype)
+        return self._ms.ops.cat(parts) if len(parts) > 1 else parts[0]
+
+    def keep(self) -> None:
+        self._add_waiting()
+        self._kept = self._sum
+
+    def restore(self) -> None:
+        self._waiting.clear()
+        self._sum = self._kept
+
+    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
+        self._add_waiting()
+        mine = self._flattened({}, self._sum_dtype) if self._sum is None else self._sum * scale
+        wire = mine if self._wire_dtype == self._sum_dtype else mine.astype(self._wire_dtype)
         if self._begins:
-            self._handle = self._backend.begin_all_reduce(self._result)
+            self._result, self._handle = self._backend.begin_all_reduce(wire)
         else:
-            self._result = self._backend.all_reduce(self._result, "sum")
+            self._result = self._backend.all_reduce(wire, "sum")
 
     def wait(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
         assert self._result is not None, "wait before start"
-        self._result = self._result.astype(self._dtype)
+        if self._result.dtype != self._dtype:
+            self._result = self._result.astype(self._dtype)
+        sizes = [slot.numel for slot in self.layout.slots]
+        self._slices = dict(zip(self._slots, self._ms.ops.split(self._result, sizes)))
 
     def get(self, index: int) -> Any:
-        slot = self._slots[index]
-        assert self._result is not None, "get before start"
-        return self._result[slot.offset : slot.offset + slot.numel].reshape(slot.shape).copy()
+        # A copy: MindSpore refuses to assign to a view, and MindNLP's clip_grad_norm_ assigns to gradients.
+        return copy_of(self._slices[index].reshape(self._slots[index].shape))
 
     def release(self) -> None:
         """Nobody else reads these tensors."""
 
     def clear(self) -> None:
-        self._parts.clear()
-        self._kept.clear()
-        self._result = self._handle = None
+        self._waiting.clear()
+        self._slices.clear()
+        self._sum = self._kept = self._result = self._handle = None

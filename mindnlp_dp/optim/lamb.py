@@ -7,11 +7,11 @@ learning: training BERT in 76 minutes", ICLR 2020, algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp.core import ops
 
-from ._trust import TrustRatioOptimizer, check_betas, norm
+from ._trust import TrustRatioOptimizer, check_betas
 
 
 class LAMB(TrustRatioOptimizer):
@@ -44,23 +44,26 @@ class LAMB(TrustRatioOptimizer):
             use_trust_ratio=use_trust_ratio,
         )  # fmt: skip
 
-    def _update(self, parameter: Any, gradient: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _direction(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> Any:
         if not state:
             state["step"] = 0
             state["exp_avg"] = ops.zeros_like(parameter)
             state["exp_avg_sq"] = ops.zeros_like(parameter)
         beta1, beta2 = group["betas"]
         state["step"] += 1
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        gradient, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
         ops.assign(mean, beta1 * mean + (1 - beta1) * gradient)
         ops.assign(square, beta2 * square + (1 - beta2) * gradient * gradient)
-        direction = (mean / (1 - beta1 ** state["step"])) / (
-            ops.sqrt(square / (1 - beta2 ** state["step"])) + group["eps"]
-        )
-        update = direction + group["weight_decay"] * parameter
-        ratio = 1.0
-        if group["use_trust_ratio"]:
-            weights, length = norm(parameter), norm(update)
-            if weights > 0 and length > 0:
-                ratio = min(weights / length, group["max_trust_ratio"])
-        ops.assign(parameter, parameter - group["lr"] * ratio * update)
+        adam = (mean / (1 - beta1 ** state["step"])) / (ops.sqrt(square / (1 - beta2 ** state["step"])) + group["eps"])
+        return adam + group["weight_decay"] * parameter
+
+    def _move(
+        self,
+        parameter: Any,
+        direction: Any,
+        lengths: Optional[tuple[float, float]],
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> None:
+        ratio = 1.0 if lengths is None else min(lengths[0] / lengths[1], group["max_trust_ratio"])
+        ops.assign(parameter, parameter - group["lr"] * ratio * direction)

@@ -6,11 +6,11 @@ You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp.core import ops
 
-from ._trust import TrustRatioOptimizer, norm
+from ._trust import TrustRatioOptimizer
 
 
 class LARS(TrustRatioOptimizer):
@@ -43,15 +43,24 @@ class LARS(TrustRatioOptimizer):
             use_trust_ratio=use_trust_ratio,
         )  # fmt: skip
 
-    def _update(self, parameter: Any, gradient: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _direction(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> Any:
+        return parameter.grad
+
+    def _move(
+        self,
+        parameter: Any,
+        direction: Any,
+        lengths: Optional[tuple[float, float]],
+        state: dict[str, Any],
+        group: dict[str, Any],
+    ) -> None:
         if not state:
             state["momentum_buffer"] = ops.zeros_like(parameter)
         decay, rate = group["weight_decay"], 1.0
-        if group["use_trust_ratio"]:
-            weights, length = norm(parameter), norm(gradient)
-            if weights > 0 and length > 0:
-                rate = group["trust_coefficient"] * weights / (length + decay * weights)
+        if lengths is not None:
+            weights, gradient = lengths
+            rate = group["trust_coefficient"] * weights / (gradient + decay * weights)
         velocity = state["momentum_buffer"]
-        step = group["lr"] * rate * (gradient + decay * parameter)
+        step = group["lr"] * rate * (direction + decay * parameter)
         ops.assign(velocity, group["momentum"] * velocity + step)
         ops.assign(parameter, parameter - velocity)

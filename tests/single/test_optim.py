@@ -8,7 +8,9 @@ import pytest
 from mindnlp.core import nn
 
 from mindnlp_dp.optim import LAMB, LARS, parameter_groups, scaled_learning_rate, warmup_factor
+from mindnlp_dp.updaters import MindSporeUpdater
 from models import tiny_roberta
+from stand_in_device import counted_host_reads
 
 SHAPES = [(6, 4), (4,), (3, 2, 2)]
 NUM_STEPS = 7
@@ -149,3 +151,33 @@ def test_rates_grow_with_the_batch():
 def test_what_is_out_of_range_is_said(make, said):
     with pytest.raises(ValueError, match=said):
         make([nn.Parameter(mindspore.Tensor(np.ones(2, np.float32)))])
+
+
+# On a device every read of a value waits for it.
+
+
+@pytest.mark.parametrize("make", [lambda p: LAMB(p, 0.02, weight_decay=0.1), lambda p: LARS(p, 0.5)])
+def test_a_step_on_a_device_waits_for_it_once(monkeypatch, make):
+    on_host = run(make)
+    monkeypatch.setattr(mindspore, "get_context", lambda key: "Ascend")
+    for mine, expected in zip(run(make), on_host):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+    parameters = [nn.Parameter(mindspore.Tensor(x.astype(np.float32))) for x in start()]
+    optimizer = make(parameters)
+    for index, parameter in enumerate(parameters):
+        parameter.grad = mindspore.Tensor(gradient(0, index).astype(np.float32))
+    with counted_host_reads() as reads:
+        optimizer.step()
+    assert reads == ["asnumpy"]
+
+
+def test_clipping_for_mindspores_optimizers_waits_once():
+    updater = MindSporeUpdater(None, [None] * (len(SHAPES) + 1))
+    gradients = [mindspore.Tensor(x.astype(np.float32)) for x in start()]
+    with counted_host_reads() as reads:
+        clipped, norm = updater.clip([*gradients, None], 0.5)
+    assert reads == ["asnumpy"]
+    assert norm == pytest.approx(np.sqrt(sum((x**2).sum() for x in start())))
+    for mine, x in zip(clipped, start()):
+        np.testing.assert_allclose(mine.asnumpy(), x * 0.5 / norm, rtol=1e-5)
+    assert updater.clip([None], 0.5) == ([None], 0.0)

@@ -1,0 +1,280 @@
+"""The device path on a stand-in, for no NPU or GPU is here: the arguments of its calls, its sums, and its waits."""
+
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import nn, optim
+from mindnlp.core.autograd import value_and_grad
+
+from mindnlp_dp.backends.mindspore import DeviceBucket, MindSporeBackend
+from mindnlp_dp.bucket import pack_buckets
+from mindnlp_dp.compat import obey_device_target
+from mindnlp_dp.functional import make_train_step
+from mindnlp_dp.gradient_sync import GradientSynchronizer
+from mindnlp_dp.process_group import ProcessGroup
+from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators
+
+SHAPES = [(30, 20), (20,), (50, 10), (), (3, 2)]
+
+
+@pytest.fixture(params=["Ascend", "GPU"])
+def device(request, monkeypatch):
+    return StandInDevice(monkeypatch, request.param)
+
+
+@pytest.fixture
+def group(device):
+    return ProcessGroup(MindSporeBackend())
+
+
+@pytest.fixture
+def parameters():
+    return [nn.Parameter(mindspore.Tensor(np.zeros(shape, np.float32))) for shape in SHAPES]
+
+
+def tensors(value, dtype="float32"):
+    return [mindspore.Tensor(np.full(shape, value, np.float32)).astype(getattr(mindspore, dtype)) for shape in SHAPES]
+
+
+def window(sync, parameters, value, weight=4.0):
+    run = value_and_grad(lambda: sum((p * value).sum() for p in parameters), tuple(parameters), attach_grads=False)
+    with sync.backward(weight):
+        _, gradients = run()
+    sync.accumulate(gradients, weight)
+    return sync.reduce()
+
+
+def test_the_stand_in_refuses_what_the_real_calls_would(monkeypatch):
+    StandInDevice(monkeypatch, "GPU")
+    x = mindspore.Tensor(np.ones(3, np.float32))
+    with pytest.raises(TypeError, match="dest"):
+        mindspore.mint.distributed.send(x, dest=1)
+    with pytest.raises(TypeError, match="root"):
+        mindspore.ops.Broadcast(root=1)
+    with pytest.raises(AssertionError, match="all_reduce is documented for .*'Ascend', 'CPU'.*, not for GPU"):
+        mindspore.mint.distributed.all_reduce(x)
+    with pytest.raises(AssertionError, match="AllReduce of BFloat16"):
+        mindspore.ops.AllReduce("sum")(x.astype(mindspore.bfloat16))
+
+
+def test_the_device_is_chosen_by_its_name(monkeypatch):
+    chosen = []
+    monkeypatch.setenv("DEVICE_TARGET", "Ascend")
+    monkeypatch.setattr(mindspore, "set_device", bound(mindspore.set_device, lambda **given: chosen.append(given)))
+    obey_device_target()
+    assert chosen == [{"device_target": "Ascend", "device_id": None}]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "int16", "uint8", "bool"])
+def test_collectives_of_every_type(group, dtype):
+    is_integer = dtype not in ("float64", "float32", "float16", "bfloat16")
+    x = mindspore.Tensor(np.array([[1, 0, 3]], np.int64)).astype(getattr(mindspore, dtype))
+    as_numbers = mindspore.int64 if is_integer else mindspore.float32
+
+    def same(y, times=1):
+        expected = (x.astype(as_numbers).asnumpy() * times).astype(bool if dtype == "bool" else None)
+        return y.dtype == x.dtype and np.array_equal(y.astype(as_numbers).asnumpy(), expected)
+
+    assert same(group.all_reduce(x), 2)
+    assert same(group.all_reduce(x, op="max"))
+    assert same(group.broadcast(x, src=1))
+    assert [same(part) for part in group.all_gather(x)] == [True, True]
+
+
+def test_large_integers_stay_exact(group):
+    x = mindspore.Tensor(np.array([2**61 + 1, -(2**61) - 1], np.int64))
+    np.testing.assert_array_equal(group.all_reduce(x, op="max").asnumpy(), x.asnumpy())
+
+
+def test_objects_and_messages(group):
+    assert group.all_gather_object({"a": [1, None]}) == [{"a": [1, None]}] * 2
+    assert group.broadcast_object(("b", 2.5)) == ("b", 2.5)
+    group.barrier()
+    x = mindspore.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
+    group.send(x, dst=1)
+    np.testing.assert_array_equal(group.recv(x * 0, src=1).asnumpy(), x.asnumpy())
+
+
+# Windows of gradients.
+
+
+@pytest.mark.parametrize("compression", [None, "fp16"])
+def test_windows_that_learn_and_windows_that_send(device, group, parameters, compression):
+    sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3, compression=compression)
+    for value in (1.0, 2.0, 3.0):
+        for shape, mean in zip(SHAPES, window(sync, parameters, value)):
+            assert mean.dtype == mindspore.float32
+            np.testing.assert_array_equal(mean.asnumpy(), np.full(shape, value, np.float32))
+    assert sync.overlap.state == "on"
+    assert len(sync.buckets) > 1
+
+
+def test_bfloat16_is_compressed_where_the_library_adds_it(device, group, parameters):
+    if group.backend == "nccl":
+        with pytest.raises(ValueError, match='on rank 0: MindSpore has no sum of bfloat16 for GPUs; use "fp16"'):
+            GradientSynchronizer(parameters, group, compression="bf16")
+    else:
+        sync = GradientSynchronizer(parameters, group, overlap=False, compression="bf16")
+        np.testing.assert_array_equal(window(sync, parameters, 2.0)[0].asnumpy(), 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_parameters_of_other_types(group, dtype):
+    (layout,) = pack_buckets(SHAPES, [dtype] * len(SHAPES), 25)
+    (bucket,) = group.make_buckets([layout])
+    for index, gradient in enumerate(tensors(3, dtype)):
+        bucket.put(index, gradient, 2.0)
+    bucket.start(0.25)
+    bucket.wait()
+    for index, shape in enumerate(SHAPES):
+        mean = bucket.get(index)
+        assert mean.dtype == getattr(mindspore, dtype)
+        np.testing.assert_array_equal(mean.astype(mindspore.float32).asnumpy(), np.full(shape, 3, np.float32))
+
+
+def adamw(parameters):
+    parameters = [nn.Parameter(parameter) for parameter in parameters]
+    return optim.AdamW(parameters, lr=1e-3), parameters
+
+
+def mindspores_adam(parameters):
+    return mindspore.nn.Adam(parameters, 1e-3), parameters
+
+
+def test_a_steady_update_waits_for_the_device_so_often(group, parameters):
+    """Every wait leaves a device without work. Here: the agreement on the window's weight, and the header's two."""
+    sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
+    for _ in range(3):
+        window(sync, parameters, 1.0)
+    with counted_host_reads() as reads:
+        window(sync, parameters, 2.0)
+    print(f"{group.backend}: {len(reads)} waits in an update of {len(sync.buckets)} buckets: {', '.join(reads)}")
+    assert len(reads) == 3
+
+
+@pytest.mark.parametrize("make", [adamw, mindspores_adam])
+def test_a_whole_step_waits_for_the_device_so_often(group, make):
+    """The loss, the window's three and the norm of its gradient; the optimizers wait for nothing."""
+    parameters = [
+        mindspore.Parameter(mindspore.Tensor(np.ones(shape, np.float32)), name=f"p{index}")
+        for index, shape in enumerate([(30, 20), (20,), (50, 10)])
+    ]
+    optimizer, parameters = make(parameters)
+    step = make_train_step(
+        lambda x: sum((p * p).sum() for p in parameters) * x.mean(),
+        optimizer,
+        parameters,
+        max_grad_norm=1.0,
+        group=group,
+        overlap=True,
+    )
+    batch = mindspore.Tensor(np.ones((4, 2), np.float32))
+    for _ in range(3):
+        step(batch)
+    with counted_host_reads() as reads:
+        step(batch)
+    print(f"{group.backend}, {type(optimizer).__module__}: {len(reads)} waits in a step: {', '.join(reads)}")
+    assert len(reads) == 5
+
+
+# The bucket itself.
+
+
+@pytest.fixture
+def bucket(group):
+    (layout,) = pack_buckets(SHAPES, ["float32"] * len(SHAPES), 25)
+    (bucket,) = group.make_buckets([layout])
+    assert isinstance(bucket, DeviceBucket)
+    return bucket
+
+
+def put_all(bucket, value, weight):
+    for index, gradient in enumerate(tensors(value)):
+        bucket.put(index, gradient, weight)
+
+
+def results(bucket, scale=1.0):
+    bucket.start(scale)
+    bucket.wait()
+    return [bucket.get(index) for index in range(len(SHAPES))]
+
+
+def assert_all(means, value):
+    for mean, shape in zip(means, SHAPES):
+        np.testing.assert_array_equal(mean.asnumpy(), np.full(shape, value, np.float32))
+
+
+def operators_of_an_update(group, num_parameters):
+    (layout,) = pack_buckets([(2, 3)] * num_parameters, ["float32"] * num_parameters, 25)
+    (bucket,) = group.make_buckets([layout])
+    gradients = [mindspore.Tensor(np.ones((2, 3), np.float32)) for _ in range(num_parameters)]
+    with counted_operators() as (methods, functions):
+        for index, gradient in enumerate(gradients):
+            bucket.put(index, gradient, 2.0)
+        bucket.start(0.5)
+        bucket.wait()
+        for index in range(num_parameters):
+            bucket.get(index)
+    return len(methods) + len(functions)
+
+
+def test_a_parameter_costs_few_operators(group):
+    """Two that only look at memory in another shape, and one copy; the rest is the bucket's."""
+    assert operators_of_an_update(group, 30) - operators_of_an_update(group, 20) == 3 * 10
+
+
+def test_gradients_are_weighted_and_added(bucket):
+    put_all(bucket, 1, 3.0)
+    put_all(bucket, 5, 0.5)
+    assert_all(results(bucket, scale=0.25), 2 * (3 + 2.5) / 4)
+
+
+def test_a_gradient_that_is_not_there_counts_as_zeros(bucket):
+    bucket.put(1, tensors(1)[1], 2.0)
+    bucket.put(1, tensors(1)[1], 3.0)
+    bucket.put(0, tensors(4)[0], 1.0)
+    one, two, *rest = results(bucket)
+    assert (one.asnumpy() == 8).all()
+    assert (two.asnumpy() == 10).all()
+    assert not any(mean.asnumpy().any() for mean in rest)
+
+
+def test_gradients_of_several_types_in_one_bucket(bucket):
+    """A caller may hand over a half type's gradient for a float32 parameter."""
+    for index, (wide, half) in enumerate(zip(tensors(4), tensors(4, "float16"))):
+        bucket.put(index, half if index % 2 else wide, 1.0)
+    assert_all(results(bucket), 8)
+
+
+def test_what_was_kept_is_restored_after_the_sum_and_after_half_a_backward_pass(bucket):
+    put_all(bucket, 2, 1.0)
+    bucket.keep()
+    put_all(bucket, 100, 1.0)
+    assert_all(results(bucket), 204)
+    bucket.restore()
+    bucket.put(0, tensors(100)[0], 1.0)
+    bucket.restore()
+    assert_all(results(bucket), 4)
+    bucket.clear()
+    bucket.restore()
+    assert_all(results(bucket), 0)
+
+
+def test_results_can_be_written_to_and_are_nobody_elses(bucket):
+    """MindNLP's clip_grad_norm_ assigns to gradients, which MindSpore refuses where they are views."""
+    put_all(bucket, 1, 1.0)
+    means = results(bucket)
+    for mean in means:
+        mindspore.ops.assign(mean, mean * 0)
+    assert_all([bucket.get(index) for index in range(len(SHAPES))], 2)
+
+
+def test_a_gradient_may_change_once_all_of_its_bucket_were_put(bucket):
+    gradients = tensors(1)
+    for index, gradient in enumerate(gradients):
+        bucket.put(index, gradient, 1.0)
+    for gradient in gradients:
+        gradient.assign_value(gradient * 7)
+    assert_all(results(bucket), 2)

@@ -1,0 +1,209 @@
+"""A device of two ranks that is played on CPU tensors, and counters of what a process asks of it.
+
+Every call to MindSpore's communication is bound to the signature that the installed MindSpore has, and refused where
+its documentation does not name the device. Rank 1 has the same tensors as rank 0, which is this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import threading
+
+import mindspore
+from mindspore import communication, ops
+from mindspore.communication.comm_func import CommHandle
+from mindspore.mint import distributed
+
+# What MindSpore's kernels for NCCL are registered for.
+NCCL_TYPES = ("bool", "int8", "int32", "int64", "uint8", "uint32", "uint64", "float16", "float32")
+HOST_READS = ("asnumpy", "item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__array__")
+METHODS = (
+    "astype", "to", "reshape", "view", "copy", "clone", "contiguous", "split", "narrow", "__getitem__",
+    "__add__", "__radd__", "__mul__", "__rmul__", "__truediv__",
+)  # fmt: skip
+FUNCTIONS = ("cat", "concat", "stack", "zeros", "split", "deepcopy")
+
+
+def bound(real, play):
+    """``play``, with all arguments by name once they fit the real function."""
+    signature = inspect.signature(real)
+
+    def call(*args, **kwargs):
+        arguments = signature.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        return play(**arguments.arguments)
+
+    return call
+
+
+def platforms(real):
+    """For which devices MindSpore's documentation has it."""
+    return re.findall(r"``(\w+)``", re.search(r"Supported Platforms:\s*\n(.*)", inspect.getdoc(real)).group(1))
+
+
+def inputs_of(primitive):
+    section = re.search(r"Inputs:(.*?)(Outputs|Raises):", inspect.getdoc(primitive), re.DOTALL)
+    return re.findall(r"\*\*(\w+)\*\* \(", section.group(1)) if section else []
+
+
+class Handle:
+    """What was begun has ended when somebody has waited for it, and not before."""
+
+    def __init__(self, end):
+        self._end = end
+        # The methods that the real one has, and no others.
+        self.wait = bound(lambda: CommHandle.wait, self._wait)
+
+    def _wait(self):
+        self._end()
+        self._end = lambda: None
+
+
+class StandInDevice:
+    """Patches MindSpore while a backend is made and used: ``target`` is "Ascend" or "GPU".
+
+    Attributes:
+        calls: the names of the collectives and messages that were begun.
+    """
+
+    def __init__(self, monkeypatch, target):
+        self.calls = []
+        self._sent = []
+        self._target = target
+        monkeypatch.setattr(mindspore, "get_context", bound(mindspore.get_context, lambda attr_key: target))
+        for name, number in (("rank", 0), ("group_size", 2), ("local_rank", 0), ("local_rank_size", 2)):
+            real = getattr(communication, f"get_{name}")
+            monkeypatch.setattr(communication, f"get_{name}", self._stand_in(real, lambda group, n=number: n))
+        for name in ("init", "release"):
+            monkeypatch.setattr(communication, name, self._stand_in(getattr(communication, name), lambda **_: None))
+        for name in ("all_reduce", "broadcast", "all_gather", "send", "recv"):
+            play = self._stand_in(getattr(distributed, name), self._noted(name, getattr(self, f"_{name}")))
+            monkeypatch.setattr(distributed, name, play)
+        primitives = {
+            "AllReduce": self._reduced_anew,
+            "AllGather": lambda x, group: ops.cat((x, x)),
+            "Broadcast": lambda xs, root_rank, group: tuple(x.copy() for x in xs),
+            "Send": lambda x, **_: self._sent.append(x.copy()),
+            "Receive": self._received_anew,
+        }
+        for name, play in primitives.items():
+            monkeypatch.setattr(ops, name, self._primitive(getattr(ops, name), play))
+
+    def _stand_in(self, real, play):
+        def refuse(**_):
+            raise AssertionError(f"{real.__name__} is documented for {platforms(real)}, not for {self._target}")
+
+        return bound(real, play if self._target in platforms(real) else refuse)
+
+    def _noted(self, name, play):
+        def call(*args, **kwargs):
+            self.calls.append(name)
+            return play(*args, **kwargs)
+
+        return call
+
+    def _primitive(self, real, play):
+        def make(**arguments):
+            # The real one checks what it is made with.
+            real(**arguments)
+
+            def call(*inputs):
+                assert len(inputs) == len(inputs_of(real)), f"{real.__name__} takes {inputs_of(real)}"
+                for x in (x for given in inputs for x in (given if isinstance(given, tuple) else (given,))):
+                    assert str(x.dtype).lower().rpartition(".")[2] in NCCL_TYPES, f"{real.__name__} of {x.dtype}"
+                return self._noted(real.__name__, play)(*inputs, **arguments)
+
+            return call
+
+        return self._stand_in(real, make)
+
+    # mint's work in place.
+
+    def _all_reduce(self, tensor, op, group, async_op):
+        def end():
+            tensor.assign_value(_reduced(tensor, op))
+
+        return Handle(end) if async_op else end()
+
+    def _broadcast(self, tensor, src, group, async_op):
+        """The other rank has the same."""
+
+    def _all_gather(self, tensor_list, tensor, group, async_op):
+        assert len(tensor_list) == 2
+        for out in tensor_list:
+            assert (out.dtype, out.shape) == (tensor.dtype, tensor.shape)
+            out.assign_value(tensor)
+
+    def _send(self, tensor, dst, group, tag):
+        self._sent.append(tensor.copy())
+
+    def _recv(self, tensor, src, group, tag):
+        tensor.assign_value(self._sent.pop(0))
+        return 0
+
+    # Primitives give new tensors.
+
+    def _reduced_anew(self, x, op, group):
+        return _reduced(x, op)
+
+    def _received_anew(self, shape, dtype, **_):
+        received = self._sent.pop(0)
+        assert (list(received.shape), received.dtype) == (shape, dtype)
+        return received
+
+
+def _reduced(x, op):
+    assert op in ("sum", "prod", "min", "max")
+    # The CPU adds no half types.
+    is_half = x.dtype in (mindspore.float16, mindspore.bfloat16)
+    wide = x.astype(mindspore.float32) if is_half else x
+    return (wide + wide if op == "sum" else wide).astype(x.dtype)
+
+
+@contextlib.contextmanager
+def counted(owner, names):
+    """Counts what this thread calls of ``owner`` itself: names in order, without what those call in their turn."""
+    me, depth, calls = threading.get_ident(), 0, []
+
+    def counting(name, real):
+        def call(*args, **kwargs):
+            nonlocal depth
+            if threading.get_ident() != me:
+                return real(*args, **kwargs)
+            if depth == 0:
+                calls.append(name)
+            depth += 1
+            try:
+                return real(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    originals = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+    was_own = {name for name in originals if name in vars(owner)}
+    try:
+        for name, real in originals.items():
+            setattr(owner, name, counting(name, real))
+        yield calls
+    finally:
+        for name, real in originals.items():
+            if name in was_own:
+                setattr(owner, name, real)
+            else:
+                delattr(owner, name)
+
+
+@contextlib.contextmanager
+def counted_host_reads():
+    """What waits for a device, for its values are wanted on the host."""
+    with counted(mindspore.Tensor, HOST_READS) as calls:
+        yield calls
+
+
+@contextlib.contextmanager
+def counted_operators():
+    with counted(mindspore.Tensor, METHODS) as methods, counted(ops, FUNCTIONS) as functions:
+        yield methods, functions
