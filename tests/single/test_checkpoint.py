@@ -183,6 +183,36 @@ def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, mo
     assert unpack_state(read_state(tmp_path / "checkpoint-3")) == {"n": 1}
 
 
+def test_what_a_folder_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A name in a folder is on the disk when the folder is: the folder that is renamed, and the ones in it."""
+    events = []
+    fsync, replace = os.fsync, Path.replace
+
+    def record_fsync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        events.append("renamed")
+        # What was flushed under the old name.
+        events[:-1] = [path.relative_to(source) for path in events[:-1]]
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "replace", record_replace)
+
+    def write_model(folder):
+        (folder / "tokenizer").mkdir()
+        for name in ("model.safetensors", "tokenizer/vocab.json"):
+            (folder / name).write_bytes(b"1")
+
+    write_checkpoint(tmp_path / "checkpoint-1", {"n": 1}, write_model)
+    renamed = events.index("renamed")
+    written = [path.relative_to(tmp_path / "checkpoint-1") for path in (tmp_path / "checkpoint-1").rglob("*")]
+    assert sorted(events[:renamed]) == sorted([Path("."), *written])
+    assert events[renamed + 1 :] == [tmp_path]
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-3])
 
