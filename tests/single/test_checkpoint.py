@@ -223,6 +223,13 @@ def flip(path):
     path.write_bytes(data)
 
 
+def rewrite(checkpoint, change):
+    """Its manifest, after ``change``."""
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    change(manifest)
+    (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -233,6 +240,31 @@ def flip(path):
         (lambda c: cut(c / "state.safetensors"), "state.safetensors has .* bytes, .* were written"),
         (lambda c: flip(c / "state.safetensors"), "state.safetensors is not what was written, its hash differs"),
         (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"]["model.safetensors"].pop("bytes")),
+            "checkpoint.json is damaged: expected bytes and blake2b of 'model.safetensors', got {'blake2b': ",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"model.safetensors": 7})),
+            "checkpoint.json is damaged: expected bytes and blake2b of 'model.safetensors', got 7",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest.update(files=[])),
+            "checkpoint.json is damaged: files is a list, expected the names of files",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"../x": {"bytes": 1, "blake2b": ""}})),
+            "checkpoint.json is damaged: '../x' is no file in the folder",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"/x": {"bytes": 1, "blake2b": ""}})),
+            "checkpoint.json is damaged: '/x' is no file in the folder",
+        ),
+        (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it lacks state"),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"].pop("state.safetensors")),
+            "checkpoint.json is damaged: files lacks state.safetensors",
+        ),
     ],
 )
 def test_every_kind_of_damage_is_named_and_passed_over(tmp_path, harm, message):
