@@ -238,8 +238,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
     if version != FORMAT:
         raise CheckpointError(f"{path} is of format {version}; this mindnlp_dp reads format {FORMAT}")
-    wrong = _wrong_with(manifest)
-    if wrong:
+    if wrong := _wrong_with(manifest):
         raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}")
     return manifest
 
