@@ -72,8 +72,8 @@ def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
         callbacks=[recorder],
     )
     output = trainer.train()
+    report = make_report(trainer, output, recorder, config, task)
     if trainer.is_world_process_zero():
-        report = make_report(trainer, output, recorder, config, task)
 
         def save_model(folder):
             trainer.save_model(folder)

@@ -209,21 +209,10 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
     """Read the manifest, and hold every file against it.
 
     Raises:
-        CheckpointError: there is no manifest, or a file is missing, or not what was written.
+        CheckpointError: there is no manifest, or it is damaged, or a file is missing, or not what was written.
     """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files, version = manifest["files"], manifest["format"]
-    except OSError:
-        raise CheckpointError(
-            f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved with save_only_model, by "
-            "MindNLP's own Trainer, or in part; from_pretrained may load its weights"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
-    if version != FORMAT:
-        raise CheckpointError(f"{path} is of format {version}; this mindnlp_dp reads format {FORMAT}")
-    for name, expected in files.items():
+    manifest = _read_manifest(path)
+    for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{path} is damaged: {name} is missing")
@@ -234,6 +223,39 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
         if _hash(file) != expected["blake2b"]:
             raise CheckpointError(f"{path} is damaged: {name} is not what was written, its hash differs")
     return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except OSError:
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved with save_only_model, by "
+            "MindNLP's own Trainer, or in part; from_pretrained may load its weights"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+    if version != FORMAT:
+        raise CheckpointError(f"{path} is of format {version}; this mindnlp_dp reads format {FORMAT}")
+    if wrong := _wrong_with(manifest):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}")
+    return manifest
+
+
+def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
+    """What is missing in a manifest, or of another form than was written; None when nothing is."""
+    if "state" not in manifest:
+        return "it lacks state"
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        return f"files is a {type(files).__name__}, expected the names of files"
+    for name, entry in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{name!r} is no file in the folder"
+        if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "blake2b"}:
+            return f"expected bytes and blake2b of {name!r}, got {entry!r}"
+    return None if STATE in files else f"files lacks {STATE}"
 
 
 def read_state(path: Path) -> PackedState:

@@ -57,8 +57,9 @@ def clean_up_after_a_kill(folder: Path, pattern: str) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file, or everything in a folder, on the disk before its new name is."""
-    for file in path.rglob("*") if path.is_dir() else [path]:
+    """Have a file, or a folder with everything in it, on the disk before its new name is."""
+    # A folder is what holds the names of its files.
+    for file in [path, *path.rglob("*")]:
         if file.is_file():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())

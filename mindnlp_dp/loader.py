@@ -20,13 +20,20 @@ A pipeline that was cut by ``num_shards`` is refused: it would be cut twice.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional, Union
 
 import numpy as np
 
 from .batches import Batch, Collator, Columns, as_arrays, default_collate, num_rows
-from .data_source import check_same_samples, indexed_source, is_batched, is_mindspore_dataset, seeded_iterator
+from .data_source import (
+    check_same_samples,
+    checked_row,
+    indexed_source,
+    is_batched,
+    is_mindspore_dataset,
+    seeded_iterator,
+)
 from .process_group import ProcessGroup, get_process_group
 from .sharding import GlobalBatchSampler, split_evenly
 
@@ -79,11 +86,8 @@ class IndexedLoader:
             rows = self.dataset.__getitems__(indices.tolist())
         else:
             rows = [self.dataset[int(index)] for index in indices]
-        if rows and not isinstance(rows[0], Mapping):
-            raise TypeError(
-                f"sample {int(indices[0])} is a {type(rows[0]).__name__}, expected a dict of column names and values "
-                f"(rank {self._group.rank})"
-            )
+        if rows:
+            checked_row(rows[0], int(indices[0]), self._group.rank)
         if self._columns is not None:
             rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
         return Batch(as_arrays(self._collate(rows)), indices)
@@ -191,12 +195,12 @@ def make_loader(
 
     Raises:
         ValueError: the pipeline is already cut by ``num_shards``, or there are no samples.
-        TypeError: the data set can neither be indexed nor iterated.
+        TypeError: the data set can neither be indexed nor iterated, or its samples are no dicts.
     """
     group = group or get_process_group()
     source = indexed_source(dataset)
     if source is not None:
-        check_same_samples(source, group)
+        check_same_samples(source, group, columns)
         sampler = GlobalBatchSampler(
             len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven
         )

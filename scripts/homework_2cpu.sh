@@ -7,6 +7,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
+config=$ROOT/configs/banking77_2cpu.yaml
+out=$(output_dir "$config" "$@")
 DEVICE=CPU
 MASTER_PORT=${MASTER_PORT:-8118}
 LOG_DIR=${LOG_DIR:-$ROOT/logs/homework_2cpu}
@@ -14,9 +16,6 @@ check_cores 2
 check_port
 ensure_environment report
 prepare_environment
-
-config=$ROOT/configs/banking77_2cpu.yaml
-out=$(output_dir "$config" "$@")
 rm -f "$out/report.json"
 
 # msrun's exit code is no verdict (it may be 1 after a job that went well); the report that the job wrote is.

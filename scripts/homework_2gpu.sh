@@ -7,15 +7,14 @@
 # 11.1 and 11.6 only.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
+config=$ROOT/configs/banking77_2gpu.yaml
+out=$(output_dir "$config" "$@")
 DEVICE=GPU
 MASTER_PORT=${MASTER_PORT:-8118}
 LOG_DIR=${LOG_DIR:-$ROOT/logs/homework_2gpu}
 check_workers 2
 check_port
 prepare_environment
-
-config=$ROOT/configs/banking77_2gpu.yaml
-out=$(output_dir "$config" "$@")
 rm -f "$out/report.json"
 
 # msrun's exit code is no verdict (it may be 1 after a job that went well); the report that the job wrote is.

@@ -6,15 +6,14 @@
 # MASTER_PORT (default 8118) and LOG_DIR (default logs/homework_2npu) may be set. Not run by us: there is no NPU here.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
+config=$ROOT/configs/banking77_2npu.yaml
+out=$(output_dir "$config" "$@")
 DEVICE=Ascend
 MASTER_PORT=${MASTER_PORT:-8118}
 LOG_DIR=${LOG_DIR:-$ROOT/logs/homework_2npu}
 check_workers 2
 check_port
 prepare_environment
-
-config=$ROOT/configs/banking77_2npu.yaml
-out=$(output_dir "$config" "$@")
 rm -f "$out/report.json"
 
 # msrun's exit code is no verdict (it may be 1 after a job that went well); the report that the job wrote is.

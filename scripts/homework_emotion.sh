@@ -8,6 +8,8 @@
 # The data is fetched by python homework/download_emotion.py. Run here on CPU only.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
+# Refuses a flag that names no folder.
+output_dir "$ROOT/configs/emotion_2npu.yaml" "$@" >/dev/null
 DEVICE=${DEVICE:-Ascend}
 WORKER_NUM=${WORKER_NUM:-2}
 MASTER_PORT=${MASTER_PORT:-8118}

@@ -46,7 +46,8 @@ check_cores() {
   [ "$1" -le "$cores" ] || fail "$1 processes, but there are $cores cores to use; they would take turns"
 }
 
-# output_dir CONFIG FLAGS...: where a job with these flags writes; flags win over the config.
+# output_dir CONFIG FLAGS...: where a job with these flags writes; flags win over the config. Without a name the job
+# would write, and a script remove, files in the root folder.
 output_dir() {
   local folder
   folder=$(sed -n 's/^output_dir: *//p' "$1")
@@ -58,6 +59,7 @@ output_dir() {
     esac
     shift
   done
+  case $folder in '' | -*) fail "--output-dir must name a folder, got '$folder'" ;; esac
   echo "$folder"
 }
 

@@ -60,6 +60,8 @@ class TaskConfig:
             raise InputError("--train-file and --test-file go together: one trains, the other judges")
         if self.train_file and self.dataset:
             raise InputError("--train-file and --dataset are two sources of data; choose one")
+        if not self.output_dir.strip():
+            raise InputError(f"output_dir must name a folder, got {self.output_dir!r}")
         for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size",
                      "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
             self._check_at_least(1, name)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Optional, TextIO
@@ -15,6 +17,9 @@ from typing import Any, Callable, Optional, TextIO
 TEXT_COLUMNS = ("text", "text_a", "sentence")
 LABEL_COLUMNS = ("label", "category", "intent")
 LONGEST_REASON = 120
+TSV_LINE_BREAKS = (
+    "; quotes are text in TSV, so that no field can hold a line break: if one does, save the file as CSV or JSON lines"
+)
 
 
 class InputError(ValueError):
@@ -55,7 +60,7 @@ def read_examples(path: str, columns: Columns = USUAL_COLUMNS) -> Examples:
     if reader is None:
         raise InputError(f"{path}: expected a file that ends in {', '.join(readers)}")
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with _fields_of_any_length(), open(path, newline="", encoding="utf-8-sig") as file:
             return collect(reader(file, path), columns, path)
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file") from None
@@ -87,6 +92,16 @@ def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, wha
     return examples
 
 
+@contextmanager
+def _fields_of_any_length() -> Iterator[None]:
+    # The csv module has one limit for a whole process, of 131,072 characters.
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
 def _delimited(delimiter: str) -> Callable[[TextIO, str], Iterator[tuple[int, Mapping[str, Any]]]]:
     def read(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         # Tabs separate, whatever quotes a text begins with; fields that a program has quoted as a whole are unquoted.
@@ -99,7 +114,8 @@ def _delimited(delimiter: str) -> Callable[[TextIO, str], Iterator[tuple[int, Ma
         header = [_unquoted(name.strip()) for name in header]
         for line, row in rows:
             if len(row) != len(header):
-                raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}")
+                reason = TSV_LINE_BREAKS if by_tabs and len(row) < len(header) else ""
+                raise InputError(f"{path}, line {line}: {len(row)} fields, but the header has {len(header)}{reason}")
             yield line, dict(zip(header, map(_unquoted, row) if by_tabs else row))
 
     return read

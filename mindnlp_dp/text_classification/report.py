@@ -32,10 +32,16 @@ PLOT_FILE, MODEL_FOLDER = "training.png", "model"
 def make_report(
     trainer: Any, output: Any, recorder: RunRecorder, config: TaskConfig, task: TextClassificationTask
 ) -> dict[str, Any]:
-    """What is to be known of a run that has ended with an evaluation; of MindNLP's Trainer, or of ours."""
+    """What is to be known of a run that has ended with an evaluation; of MindNLP's Trainer, or of ours.
+
+    A collective: it compares the weights of all ranks as they are now.
+    """
     evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
     metrics, args = output.metrics, trainer.args
-    backend = trainer.group.backend if hasattr(trainer, "group") else "single"
+    digest = replica_digest(trainer.model)
+    backend, digests = "single", [digest]
+    if hasattr(trainer, "group"):
+        backend, digests = trainer.group.backend, trainer.group.all_gather_object(digest)
     # MindNLP's Trainer counts its evaluations as training.
     is_ours = "train_seconds" in metrics
     return {
@@ -45,9 +51,9 @@ def make_report(
         "gradient_sync_share": metrics.get("gradient_sync_share", 0.0),
         "eval_accuracy": evaluation["eval_accuracy"],
         "eval_loss": evaluation["eval_loss"],
-        # Our training loop has compared the digests of all ranks, and would have raised.
-        "replicas_in_sync": is_ours or args.world_size == 1,
-        "replica_digest": replica_digest(trainer.model),
+        "replicas_in_sync": len(set(digests)) == 1,
+        "replica_digest": digests[0],
+        "replica_digests": digests,
         "train_seconds": metrics["train_seconds"] if is_ours else recorder.train_seconds,
         "train_loss": output.training_loss,
         "steps": output.global_step,
@@ -89,6 +95,9 @@ def write_results(folder: Path, report: dict[str, Any], save_model: Callable[[st
 
 def summary(report: dict[str, Any], folder: Path) -> str:
     """The report as the lines that end a run."""
+    replicas = f"yes, digest {report['replica_digest']}"
+    if not report["replicas_in_sync"]:
+        replicas = f"NO, digests by rank {', '.join(report['replica_digests'])}"
     rows = {
         "world size": report["world_size"],
         "backend": report["backend"],
@@ -97,7 +106,7 @@ def summary(report: dict[str, Any], folder: Path) -> str:
         "gradient sync": f"{100 * report['gradient_sync_share']:.1f} % of the training time",
         "evaluation": f"accuracy {report['eval_accuracy']:.4f}, loss {report['eval_loss']:.4f} "
         f"on {report['eval_samples']} held-out samples, {report['num_labels']} labels",
-        "replicas in sync": f"{'yes' if report['replicas_in_sync'] else 'NO'}, digest {report['replica_digest']}",
+        "replicas in sync": replicas,
         "written to": folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder,
     }
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())

@@ -74,6 +74,16 @@ def test_an_unknown_config_key(launch, tmp_path):
     assert "error: c.yaml: unknown key 'epochs'" in job.output
 
 
+@pytest.mark.parametrize("path", [FINETUNE, ROOT / "homework" / "train_data_parallel.py"], ids=lambda path: path.name)
+def test_no_name_for_the_results(launch, tmp_path, path):
+    job = launch(path, "--model", "tiny", "--output-dir=")
+    assert job.exit_code == 1
+    assert job.output.count("error:") == 1, job.output
+    assert "error: output_dir must name a folder, got ''\n" in job.output
+    assert "Traceback" not in job.output
+    assert sorted(os.listdir(tmp_path)) == ["logs"]
+
+
 def test_results_that_cannot_be_written_leave_no_half(launch, tmp_path):
     """The plot's place is taken by a folder: the error is every rank's, and no report claims success."""
     (tmp_path / "out" / "training.png").mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -96,8 +97,11 @@ def test_models_that_differ_by_construction(launch, backend):
 def test_a_data_set_shuffled_by_rank(launch, backend):
     job = launch(script(SHUFFLED_BY_RANK), backend=backend)
     assert job.exit_code == 1
-    assert "sample 0 of rank 1 is not that of rank 0: the data set was shuffled" in job.output
-    assert "give every rank the same one, the trainer shuffles and shards it" in job.output
+    assert "sample 0 of rank 1 is not that of rank 0: its column 'input_ids' holds int64 (8,) [" in job.output
+    assert (
+        "; the data set was shuffled or built with a seed that differs by rank; give every rank the same one"
+        in job.output
+    )
 
 
 def test_an_evaluation_set_smaller_than_the_world_is_no_mistake(launch):
@@ -175,6 +179,34 @@ HOSTS = {"MASTER_ADDR": "127.0.0.1", "NNODES": "2", "NODE_RANK": "0", "DEVICE": 
 def test_the_scripts_check_their_variables(name, environ, message):
     done = run_msrun_script(name, **{"DEVICE": "CPU", **environ})
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "scripts").glob("homework_*.sh")))
+@pytest.mark.parametrize(
+    ("flags", "got"),
+    [
+        (["--output-dir="], ""),
+        (["--output-dir", ""], ""),
+        (["--output-dir", "somewhere", "--output-dir="], ""),
+        (["--model", "tiny", "--output-dir"], ""),
+        (["--output-dir", "--model=tiny"], "--model=tiny"),
+    ],
+)
+def test_a_script_without_a_name_to_write_to_touches_nothing(tmp_path, name, flags, got):
+    """A stand-in for rm says what would be removed: a report in the root folder."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for program in ("rm", "msrun", "mindnlp-dp"):
+        (programs / program).write_text(f'#!/bin/sh\necho {program} "$@"\n')
+        (programs / program).chmod(0o755)
+    done = run_msrun_script(
+        name, *flags, PATH=f"{programs}:{os.environ['PATH']}", LOG_DIR=str(tmp_path / "logs"),
+        # A script that gets as far as its environment finds no Python to make it with, and installs nothing.
+        VENV=str(tmp_path / "venv"), PYTHON="/bin/false", VIRTUAL_ENV=sys.prefix,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, f"error: --output-dir must name a folder, got '{got}'\n")
+    assert done.stdout == ""
+    assert not (tmp_path / "logs").exists()
 
 
 def test_a_script_that_does_not_exist():

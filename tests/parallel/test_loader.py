@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+
+import mindspore
 import numpy as np
 import pytest
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
@@ -150,3 +153,117 @@ def test_what_is_no_data_set_is_refused(group):
         make_loader(3, 2)
     with pytest.raises(ValueError, match="the data set is empty"):
         make_loader(Numbers(0), 2)
+
+
+class Rowwise:
+    """Four samples; ``row`` makes each from its index."""
+
+    def __init__(self, row):
+        self.row = row
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.row(index)
+
+
+class Opaque:
+    """As most objects, it shows where it lies in memory."""
+
+
+THE_SAME_EVERYWHERE = {
+    "lists of several lengths": lambda: [[1, 2], [3], []],
+    "dicts": lambda: {"b": ["x"], "a": None},
+    "arrays of lists": lambda: np.array([[1], [2, 3]], dtype=object),
+    "not a number": lambda: float("nan"),
+    "objects": Opaque,
+    "objects in a list": lambda: [Opaque()],
+    "random values": lambda: np.random.default_rng().random(3),
+    "records": lambda: np.zeros(2, [("a", "i4"), ("b", "f8", 2)]),
+}
+
+
+@pytest.mark.parametrize("kind", THE_SAME_EVERYWHERE)
+def test_data_that_is_the_same_on_every_rank_is_taken(group, kind):
+    source = Rowwise(lambda index: {"x": np.int64(index), "other": THE_SAME_EVERYWHERE[kind]()})
+    for columns in (None, ["x"]):
+        assert len(make_loader(source, 2, columns=columns)) == -(-4 // (2 * group.world_size))
+
+
+DIFFERENCES = {
+    # name: what rank 0 holds, what the last rank holds, how the two are shown.
+    "numbers": (3, 4, ("3", "4")),
+    "texts": ("the same beginning, " * 5 + "b", "the same beginning, " * 5 + "c", ("beginning, b'", "beginning, c'")),
+    "nested": ([[1], [2, {"a": 5}]], [[1], [2, {"a": 6}]], ("5}]]", "6}]]")),
+    "types": (1, "1", ("1", "'1'")),
+    "arrays": (np.arange(3), np.arange(1, 4), ("int64 (3,) [0, 1, 2]", "int64 (3,) [1, 2, 3]")),
+    "large arrays": (np.zeros(2000), np.eye(1, 2000)[0], ("float64 (2000,) of hash", "float64 (2000,) of hash")),
+    "arrays of another type": (np.zeros(1, "i4"), np.zeros(1, "i8"), ("int32 (1,) [0]", "int64 (1,) [0]")),
+    "nothing": (None, 0, ("None", "0")),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_a_column_that_differs_is_named_and_shown_beside_one_that_cannot_be_compared(group, kind):
+    if group.world_size == 1:
+        pytest.skip("one rank agrees with itself")
+    *values, shown = DIFFERENCES[kind]
+    last = group.world_size - 1
+    value = values[group.rank == last]
+    source = Rowwise(lambda index: {"image": Opaque(), "noise": np.random.rand(), "x": value if index == 2 else 0})
+    with pytest.raises(ValueError, match=rf"sample 2 of rank {last} is not that of rank 0: its column 'x'") as caught:
+        make_loader(source, 2)
+    others, _, rank_0s = str(caught.value).partition("rank 0's")
+    assert shown[1] in others
+    assert shown[0] in rank_0s
+    assert len(str(caught.value)) < 400
+    make_loader(source, 2, columns=["image", "noise"])
+
+
+def test_tensors_are_compared(group):
+    if group.world_size == 1:
+        pytest.skip("one rank agrees with itself")
+    for dtype in (mindspore.float32, mindspore.bfloat16):
+        for value, differs in ((1.5, False), (float(group.rank), True)):
+            tensor = mindspore.Tensor([value], dtype)
+            source = Rowwise(lambda index, tensor=tensor: {"x": tensor})
+            expected = pytest.raises(ValueError, match="column 'x' holds") if differs else contextlib.nullcontext()
+            with expected:
+                make_loader(source, 2)
+
+
+def test_a_column_that_a_rank_lacks(group):
+    if group.world_size == 1:
+        pytest.skip("one rank agrees with itself")
+    source = Rowwise(lambda index: {"x": index, **({"y": 7} if group.rank == 0 else {})})
+    with pytest.raises(ValueError, match=r"sample 0 of rank 1 .* its column 'y' holds nothing, rank 0's 7;"):
+        make_loader(source, 2)
+    make_loader(source, 2, columns=["x"])
+
+
+def test_a_value_that_changes_at_some_samples_only_is_not_compared_at_the_others(group):
+    """An image that is flipped now and then may well be the same twice on one rank, and another on the next."""
+    source = Rowwise(lambda index: {"x": index, "image": np.random.default_rng().random() if index else group.rank})
+    make_loader(source, 2)
+
+
+@pytest.mark.parametrize("sample", [(1, [2, 3]), [1], "text", Opaque()])
+def test_a_sample_that_is_no_dict_is_refused_on_every_rank(group, sample):
+    with pytest.raises(TypeError, match=rf"sample \d is a {type(sample).__name__}, expected a dict of column names"):
+        rows_read(make_loader(Rowwise(lambda index: sample), 2))
+
+
+def test_a_source_that_fails_on_one_rank_fails_on_every_rank(group):
+    if group.world_size == 1:
+        pytest.skip("one rank has nobody to wait for it")
+    last = group.world_size - 1
+
+    def row(index):
+        if group.rank == last:
+            raise OSError("the disk is gone")
+        return {"x": index}
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        make_loader(Rowwise(row), 2)
+    assert group.all_gather_object(group.rank) == list(range(group.world_size))

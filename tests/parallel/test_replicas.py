@@ -7,6 +7,12 @@ from mindnlp.core import nn, ops
 
 import mindnlp_dp as dp
 from mindnlp_dp.replicas import ReplicaMismatchError, replicas_in_sync
+from mindnlp_dp.report.page import render
+from mindnlp_dp.report.runs import RecordedRun
+from mindnlp_dp.text_classification.config import TaskConfig
+from mindnlp_dp.text_classification.recorder import RunRecorder
+from mindnlp_dp.text_classification.report import make_report, summary
+from mindnlp_dp.text_classification.task import TextClassificationTask
 from models import Rows, tiny_roberta, train, weights
 
 
@@ -56,6 +62,40 @@ def test_the_first_weight_that_differs_is_named_on_every_rank(group):
     message = rf"'linear.bias' on rank {last} differs from rank 0 \(largest difference 0.25\)"
     with pytest.raises(ReplicaMismatchError, match=message):
         dp.assert_replicas_in_sync(model)
+
+
+def test_a_report_tells_of_replicas_that_differ(group, tmp_path):
+    """One rank's weights are touched behind the last update, where nothing else would look at them again."""
+    task = TextClassificationTask({"labels": np.zeros(8)}, {"labels": np.zeros(6)}, ["a", "b", "c"], 0)
+    recorder = RunRecorder(task.label_names, num_train=8)
+    trainer = train(
+        tiny_roberta(), Rows(8), tmp_path, per_device_train_batch_size=2, eval_dataset=Rows(6),
+        evaluation_strategy="epoch", compute_metrics=recorder.metrics, callbacks=[recorder],
+    )  # fmt: skip
+
+    def report():
+        return make_report(trainer, trainer.output, recorder, TaskConfig(), task)
+
+    equal = report()
+    assert equal["replica_digests"] == [trainer.replica_digest] * group.world_size
+    assert equal["replicas_in_sync"]
+    assert f"yes, digest {trainer.replica_digest}" in summary(equal, tmp_path)
+    assert "DIFFER" not in render([RecordedRun("run", equal)])
+    if group.world_size == 1:
+        return
+    last = group.world_size - 1
+    if group.rank == last:
+        bias = trainer.model.classifier.out_proj.bias
+        mindspore.ops.assign(bias, bias + 1)
+    differing = report()
+    assert differing["replica_digests"] == group.all_gather_object(dp.replica_digest(trainer.model))
+    assert differing["replica_digests"][:last] == equal["replica_digests"][:last]
+    assert differing["replica_digests"][last] != trainer.replica_digest
+    assert not differing["replicas_in_sync"]
+    assert f"NO, digests by rank {', '.join(differing['replica_digests'])}" in summary(differing, tmp_path)
+    page = render([RecordedRun("run", differing)])
+    assert "DIFFER" in page
+    assert "not on every process" in page
 
 
 def test_models_that_differ_by_construction_hang_nobody(group):

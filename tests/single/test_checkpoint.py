@@ -183,6 +183,36 @@ def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, mo
     assert unpack_state(read_state(tmp_path / "checkpoint-3")) == {"n": 1}
 
 
+def test_what_a_folder_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A name in a folder is on the disk when the folder is: the folder that is renamed, and the ones in it."""
+    events = []
+    fsync, replace = os.fsync, Path.replace
+
+    def record_fsync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        events.append("renamed")
+        # What was flushed under the old name.
+        events[:-1] = [path.relative_to(source) for path in events[:-1]]
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "replace", record_replace)
+
+    def write_model(folder):
+        (folder / "tokenizer").mkdir()
+        for name in ("model.safetensors", "tokenizer/vocab.json"):
+            (folder / name).write_bytes(b"1")
+
+    write_checkpoint(tmp_path / "checkpoint-1", {"n": 1}, write_model)
+    renamed = events.index("renamed")
+    written = [path.relative_to(tmp_path / "checkpoint-1") for path in (tmp_path / "checkpoint-1").rglob("*")]
+    assert sorted(events[:renamed]) == sorted([Path("."), *written])
+    assert events[renamed + 1 :] == [tmp_path]
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-3])
 
@@ -191,6 +221,13 @@ def flip(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+
+
+def rewrite(checkpoint, change):
+    """Its manifest, after ``change``."""
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    change(manifest)
+    (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +240,31 @@ def flip(path):
         (lambda c: cut(c / "state.safetensors"), "state.safetensors has .* bytes, .* were written"),
         (lambda c: flip(c / "state.safetensors"), "state.safetensors is not what was written, its hash differs"),
         (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"]["model.safetensors"].pop("bytes")),
+            "checkpoint.json is damaged: expected bytes and blake2b of 'model.safetensors', got {'blake2b': ",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"model.safetensors": 7})),
+            "checkpoint.json is damaged: expected bytes and blake2b of 'model.safetensors', got 7",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest.update(files=[])),
+            "checkpoint.json is damaged: files is a list, expected the names of files",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"../x": {"bytes": 1, "blake2b": ""}})),
+            "checkpoint.json is damaged: '../x' is no file in the folder",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"/x": {"bytes": 1, "blake2b": ""}})),
+            "checkpoint.json is damaged: '/x' is no file in the folder",
+        ),
+        (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it lacks state"),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["files"].pop("state.safetensors")),
+            "checkpoint.json is damaged: files lacks state.safetensors",
+        ),
     ],
 )
 def test_every_kind_of_damage_is_named_and_passed_over(tmp_path, harm, message):

@@ -97,11 +97,14 @@ def test_what_it_tells(two):
         assert expected in words, expected
 
 
-def test_replicas_that_differ_are_shown_so(tmp_path):
-    run = write(tmp_path / "run", report_of(2, replicas_in_sync=False))
+@pytest.mark.parametrize("more", [{}, {"replica_digests": ["0123456789abcdef", "fedcba9876543210"]}])
+def test_replicas_that_differ_are_shown_so(tmp_path, more):
+    """An older version's report has no digest but rank 0's."""
+    run = write(tmp_path / "run", report_of(2, replicas_in_sync=False, **more))
     words = Text(render(read_runs([run]))).words
     assert "DIFFER" in words
     assert "not on every process" in words
+    assert ("by rank 0123456789abcdef, fedcba9876543210" in words) == bool(more)
 
 
 def test_a_run_of_an_older_version_is_shown_without_what_it_lacks(tmp_path):

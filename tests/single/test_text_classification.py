@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -36,11 +37,29 @@ def test_a_tsv_with_the_label_in_front(tmp_path):
     assert read_examples(path) == Examples(["good day"], ["0"])
 
 
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
+    limit = csv.field_size_limit()
+    text = "word " * limit
+    path = write(tmp_path / name, f"text{delimiter}label\n{text}{delimiter}x\n")
+    assert read_examples(path) == Examples([text], ["x"])
+    # Other readers in this process keep theirs, also when a file is refused.
+    with pytest.raises(InputError):
+        read_examples(write(tmp_path / name, ""))
+    assert csv.field_size_limit() == limit
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", "text,label\na,b,c\n", r"a.csv, line 2: 3 fields, but the header has 2"),
         ("a.csv", 'text,label\n"a\nb",x\nc\n', r"a.csv, line 4: 1 fields, but the header has 2"),
+        (
+            "a.tsv", 'label\ttext\n1\t"one\ntwo"\n',
+            "a.tsv, line 3: 1 fields, but the header has 2; quotes are text in TSV, so that no field can hold a line "
+            "break: if one does, save the file as CSV or JSON lines",
+        ),
+        ("a.tsv", "label\ttext\n1\ttwo\tthree\n", "a.tsv, line 2: 3 fields, but the header has 2$"),
         ("a.csv", "text,label\n ,x\n", "a.csv, line 2: the text is empty"),
         ("a.csv", "text,label\na,\n", "a.csv, line 2: the label is empty"),
         ("a.csv", "text,label\n", "a.csv: there are no rows below the header"),
@@ -54,7 +73,7 @@ def test_a_tsv_with_the_label_in_front(tmp_path):
         ("a.csv", b"text,label\n\xff,x\n", "a.csv: not UTF-8 at byte 11"),
         ("a.txt", "text,label\n", "a.txt: expected a file that ends in .csv, .tsv, .jsonl, .json"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message):
         read_examples(write(tmp_path / name, content))
@@ -169,6 +188,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         ("hidden_size: 10\nnum_heads: 4\n", r"hidden_size \(10\) must be divisible by num_heads \(4\)"),
         ("num_epochs: 0\n", "max_steps or num_epochs must be positive"),
         ("global_batch_size: 0\n", "global_batch_size must be at least 1, got 0"),
+        ("output_dir: ''\n", "output_dir must name a folder, got ''"),
         ("train_file: a.csv\n", "--train-file and --test-file go together"),
         ("train_file: a.csv\ntest_file: b.csv\ndataset: c\n", "are two sources of data; choose one"),
     ],
