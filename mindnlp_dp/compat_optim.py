@@ -42,6 +42,22 @@ def _adam_without_new_constants(module: types.ModuleType) -> Iterator[None]:
     module.raw_adam_amsgrad = with_tensors(module.raw_adam_amsgrad, 4)  # type: ignore[attr-defined]
 
 
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindSpore's norm of a tensor of no, three or more dimensions is None
+# on CPU, so that clip_grad_norm_ dies of a scalar parameter, or of a convolution's ("The pointer[elementi] is null").
+# Goes when: mindspore.ops.norm returns a number for them.
+@around("mindnlp.core.ops.reduction")
+def _norm_of_any_shape(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock = module.norm
+
+    @functools.wraps(stock)
+    def norm(input: Any, p: Any = "fro", dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        result = stock(input, p, dim, *args, **kwargs)
+        return stock(input.reshape(-1), p, None, *args, **kwargs) if result is None and dim is None else result
+
+    module.norm = norm  # type: ignore[attr-defined]
+
+
 # Versions: MindNLP 0.4.1. Cause: an AdamW that loads its state makes float32 tensors of its step counts, and then
 # computes the powers of its betas in float32, where one that never stopped computes them in float64: their weights
 # part in the last bits. An Adam that loads its state dies of a KeyError.

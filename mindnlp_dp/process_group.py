@@ -14,6 +14,8 @@ from .collectives import ProcessGroup
 from .compat import obey_device_target
 from .rendezvous import choose_backend, detect_launch, make_backend
 
+__all__ = ["ProcessGroup", "destroy_process_group", "get_process_group", "init_process_group"]
+
 _group: Optional[ProcessGroup] = None
 # Whether this process ever joined a job; stays so when it has left.
 was_started = False

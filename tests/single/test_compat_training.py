@@ -10,7 +10,7 @@ from pathlib import Path
 import mindspore
 import numpy as np
 import pytest
-from mindnlp.core import ops, optim
+from mindnlp.core import nn, ops, optim
 from mindnlp.core.nn import Parameter
 
 TESTS = str(Path(__file__).resolve().parent.parent)
@@ -46,6 +46,16 @@ def test_no_scalar_that_changes_reaches_mindspores_kernel(monkeypatch):
     # The betas and epsilon stay what they are.
     assert scalars == [[0.9, 0.999, 1e-8]] * 6
     assert len({id(arguments[3]) for arguments in seen}) == 3, "one tensor an update, for all parameters"
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4), (2, 3, 1, 5)])
+def test_gradients_of_any_shape_are_clipped(shape):
+    parameter = Parameter(mindspore.Tensor(np.zeros(shape, np.float32)))
+    gradient = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    parameter.grad = mindspore.Tensor(gradient)
+    norm = nn.utils.clip_grad_norm_([parameter], 0.1)
+    assert float(norm.asnumpy()) == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-6)
+    np.testing.assert_allclose(parameter.grad.asnumpy(), gradient * 0.1 / np.linalg.norm(gradient), rtol=1e-4)
 
 
 GROWTH = """
