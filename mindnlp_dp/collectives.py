@@ -267,6 +267,15 @@ class ProcessGroup:
         """Memory of the backend's own kind for gradients, a bucket for each layout. A collective."""
         return self._backend.make_buckets(layouts, compression)
 
+    def sum_header(self, numbers: np.ndarray, last: Any = 0.0) -> np.ndarray:
+        """The sums over the ranks of ``numbers``, a flat float32 array, and of ``last``; made at every update.
+
+        ``last`` may be a tensor of one number, so that a device is waited for once. See ``checks`` of
+        :func:`~mindnlp_dp.init_process_group`.
+        """
+        self._agree("sum_header", lambda: (numbers, []), is_hot=True)
+        return self._backend.sum_header(numbers, last)
+
     def are_finite(self, arrays: Sequence[Any]) -> bool:
         """Whether arrays that every rank has hold neither NaN nor infinity. Nothing is sent."""
         return self._backend.are_finite(arrays)

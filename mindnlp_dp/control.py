@@ -35,14 +35,14 @@ class ControlAgreement:
         # Ranks count from 1 here, so that the largest number names one that has set a flag.
         set_by = mine * (group.rank + 1)
         of_rank_0 = mine[len(STOPS) :] * group.is_main
-        agreed = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max")
+        agreed = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max", is_hot=True)
         anybody, actions = agreed[: len(FLAGS)], agreed[len(FLAGS) :]
         for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions]):
             setattr(control, flag, bool(value))
         dropped = [
             (flag, int(rank) - 1)
             for flag, rank, is_set in zip(ACTIONS, anybody[len(STOPS) :], actions)
-            if rank > is_set
+            if rank and not is_set
         ]
         if dropped and not self._has_warned:
             self._has_warned = True

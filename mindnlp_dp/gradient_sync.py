@@ -40,8 +40,8 @@ from .powersgd import DEFAULT_RANK, PowerSGD, check_rank, is_compressed
 from .process_group import ProcessGroup
 
 DEFAULT_BUCKET_CAP_MB = 2.0
-__all__ = ["GradientSynchronizer", "NaiveGradientSynchronizer"]
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
+__all__ = ["GradientSynchronizer", "NaiveGradientSynchronizer"]
 
 
 class GradientSynchronizer(GradientWindow):
@@ -142,15 +142,15 @@ class GradientSynchronizer(GradientWindow):
             yield
             return
         self._check_not_abandoned()
-        if self._is_open:
+        if self.overlap.is_open:
             self.overlap.problem = "two backward passes of a window were called its last"
         else:
             self.overlap.begin(self.buckets, weight, self._weight)
-            self._sent_weight = weight if self._is_open else None
+            self._sent_weight = weight if self.overlap.is_open else None
         try:
             yield
         except BaseException as error:
-            if self._is_open:
+            if self.overlap.is_open:
                 self._abandon(error)
             self._begin_window()
             raise
@@ -160,11 +160,6 @@ class GradientSynchronizer(GradientWindow):
     def _abandon(self, error: BaseException) -> None:
         """The ranks' exchanges do not match any more: no later one may begin."""
         self.group._backend.abandoned = f"{type(error).__name__}: {error}"
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether this window is under way to the other ranks."""
-        return self.overlap.is_open
 
     def _check_not_abandoned(self) -> None:
         abandoned = self.group._backend.abandoned
@@ -182,7 +177,7 @@ class GradientSynchronizer(GradientWindow):
 
     def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
         overlap = self.overlap
-        if not self._is_open:
+        if not self.overlap.is_open:
             super()._add(gradients, weight)
             if overlap.is_learning and overlap.seen:
                 overlap.compare(gradients)
@@ -217,9 +212,12 @@ class GradientSynchronizer(GradientWindow):
             self._is_exchanged = True
         has_problem, is_spoilt = self.overlap.problem is not None, self._sent_weight is not None
         notes = [has_problem, is_spoilt, self._has_compared and not has_problem]
-        used, (num_problems, num_spoilt, num_learnt) = self._exchange_header(notes)
-        if num_problems or num_spoilt:
-            self._go_back(has_problem=num_problems > 0)
+        used, (num_problems, num_spoilt, num_learnt, num_changed) = self._exchange_header(
+            notes, self.overlap.has_changed
+        )
+        if num_problems or num_spoilt or num_changed:
+            self._go_back(has_problem=num_problems + num_changed > 0)
+            num_learnt = 0
         gradients = self._average(used)
         if self.overlap.is_learning and num_learnt == self.group.world_size:
             self.pack_in_order(self.group.broadcast_object(list(self.overlap.seen)))
@@ -237,7 +235,8 @@ class GradientSynchronizer(GradientWindow):
                 super()._add(gradients, weight)
             self._is_exchanged = False
         if has_problem:
-            reports = self.group.all_gather_object(self.overlap.problem)
+            changed = "a gradient was changed after its backward pass" if float(self.overlap.has_changed) else None
+            reports = self.group.all_gather_object(self.overlap.problem or changed)
             rank, report = next((rank, report) for rank, report in enumerate(reports) if report)
             self.overlap.turn_off(f"{report} (rank {rank})")
             if self.group.is_main:

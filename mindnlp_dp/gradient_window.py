@@ -204,12 +204,16 @@ class GradientWindow(abc.ABC):
         used, _ = self._exchange_header([])
         return self._average(used)
 
-    def _exchange_header(self, notes: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Add up the ranks' weights; returns which parameters any rank used, and the sums of their ``notes``."""
+    def _exchange_header(self, notes: Sequence[float], last_note: Any = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """Add up the ranks' weights; returns which parameters any rank used, and the sums of their ``notes``.
+
+        ``last_note``, whose sum is the last one, may be a tensor that a device is still at work on.
+        """
         mine = np.array([self._weight, self._skipped, *notes], np.float32)
-        header = self.group.all_reduce(np.concatenate([mine, self._used]))
-        self.total_weight, self.num_skipped = float(header[0]), int(header[1])
-        return header[len(mine) :] > 0, header[2 : len(mine)]
+        header = self.group.sum_header(np.concatenate([self._used, mine]), last_note)
+        used, (weight, skipped, *sums) = header[: len(self._used)], header[len(self._used) :]
+        self.total_weight, self.num_skipped = float(weight), int(skipped)
+        return used > 0, np.array(sums)
 
     def _average(self, used: np.ndarray) -> list[Optional[Any]]:
         if self.total_weight > 0:

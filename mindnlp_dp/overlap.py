@@ -45,12 +45,15 @@ class Overlap:
         is_sending: whether this window's exchange begins during its backward pass; the same on every rank.
         is_learning: whether this window only looks; the same on every rank.
         problem: what went wrong on this rank in this window, None if nothing did.
+        has_changed: whether a gradient was changed in place after its backward pass: a truth, or a tensor of one number
+            that is not zero then.
         seen: the parameters whose gradients the hooks saw in this window, in that order.
     """
 
     def __init__(self, parameters: Sequence[Any], wanted: Union[bool, str], backend: Backend) -> None:
         self.state = "learning"
         self.problem: Optional[str] = None
+        self.has_changed: Any = False
         self._wanted = wanted
         self._backend = backend
         self._parameters = parameters
@@ -63,7 +66,7 @@ class Overlap:
         self._evidence: list[tuple[int, Any, Any]] = []
         # Of the window.
         self._lane: Optional[Lane] = None
-        self._scale = 0.0
+        self._scale: Any = None
         self._missing: list[int] = []
         self._next = 0
         self._spans: list[tuple[str, float, float]] = []
@@ -135,9 +138,8 @@ class Overlap:
         lane = self._lane
 
         def agree() -> None:
-            total = self._backend.total(weight, lane.patience)
             # Without any weight there is nothing to exchange, on any rank.
-            self._scale = 1.0 / total if total > 0 else 0.0
+            self._scale = self._backend.inverse_total(weight, lane.patience)
 
         lane.submit(agree)
 
@@ -165,7 +167,7 @@ class Overlap:
         assert lane is not None, "sends in a window that was not opened"
 
         def exchange() -> None:
-            if self._scale:
+            if self._scale is not None:
                 began = time.perf_counter()
                 bucket.start(self._scale, lane.patience)
                 self._spans.append((f"bucket {number}", began, time.perf_counter()))
@@ -188,8 +190,7 @@ class Overlap:
             self.problem = self.problem or "a gradient was replaced after its backward pass"
         else:
             now = [self._backend.fingerprint(mine) for mine, _ in self._handed_over(gradients)]
-            if self._backend.first_changed([then for _, _, then in self._evidence], now) is not None:
-                self.problem = self.problem or "a gradient was changed after its backward pass"
+            self.has_changed = self._backend.have_changed([then for _, _, then in self._evidence], now)
         if len(set(self.seen)) != len(self.seen):
             self.problem = self.problem or "a parameter's gradient came in several parts"
         self._evidence.clear()
@@ -215,6 +216,7 @@ class Overlap:
             self._lane.abandon()
             self._lane = None
         self._weight = self.problem = self._began = None
+        self.has_changed = False
         self.seen.clear()
         self._evidence.clear()
         self._spans.clear()

@@ -273,6 +273,8 @@ class TrainingLoop:
         trainer._globalstep_last_logged = trainer.state.global_step
         trainer.store_flos()
         trainer.log(logs)
+        # MindNLP resets it where a rank writes the log.
+        trainer.control.should_log = False
 
     # After.
 

@@ -95,19 +95,19 @@ class Backend(abc.ABC):
         tensor = mindspore.Tensor.from_numpy(np.ascontiguousarray(x)) if x.ndim and x.size else mindspore.Tensor(x)
         return tensor if dtype_name(tensor) == dtype else tensor.astype(getattr(mindspore, dtype))
 
+    # What is asked of all gradients at once, so that a device has to be waited for once.
+
     def are_finite(self, arrays: Sequence[Any]) -> bool:
-        """Whether they hold neither NaN nor infinity; on a device, by one synchronisation."""
+        """Whether they hold neither NaN nor infinity."""
         return all(map(is_finite, map(self.to_host, arrays)))
 
-    # Whether a gradient was changed in place; on a device, to be asked for all of them at once.
-
     def fingerprint(self, gradient: Any) -> Any:
-        """What :meth:`first_changed` compares with a later one of the same gradient."""
+        """What :meth:`have_changed` compares with a later one of the same gradient."""
         return fingerprint(self.to_host(gradient))
 
-    def first_changed(self, before: Sequence[Any], after: Sequence[Any]) -> Optional[int]:
-        """The position of the first fingerprint that is not what it was, None if all are."""
-        return next((at for at, (old, new) in enumerate(zip(before, after)) if old != new), None)
+    def have_changed(self, before: Sequence[Any], after: Sequence[Any]) -> Any:
+        """Whether any fingerprint is not what it was: a truth; or, on a device, a tensor that will hold one."""
+        return list(before) != list(after)
 
     # The primitives of a library.
 
@@ -143,10 +143,19 @@ class Backend(abc.ABC):
 
     # What follows from them.
 
-    def total(self, number: float, patience: Optional[Patience] = None) -> float:
-        """The sum of the ranks' numbers, in float32; from another thread, with patience."""
+    def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
+        """One over the sum of the ranks' numbers, for :meth:`.Bucket.start`; None where it is 0.
+
+        From another thread, with patience. On a device a tensor, which nobody waits for.
+        """
         mine = self.to_native(np.array([number], np.float32))
-        return float(self.to_host(self.all_reduce(mine, "sum"))[0])
+        total = float(self.to_host(self.all_reduce(mine, "sum"))[0])
+        return 1.0 / total if total > 0 else None
+
+    def sum_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
+        """The sums of the ranks' numbers, float32, behind which stands ``last``: one more, or a tensor of one."""
+        mine = self.to_native(np.append(numbers, np.float32(last)))
+        return self.to_host(self.all_reduce(mine, "sum"))
 
     def all_equal(self, number: int) -> bool:
         """Whether all ranks bring the same number, of at most 62 bits: the largest of [n, -n] tells."""
@@ -172,10 +181,10 @@ class HostBackend(Backend):
     def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
         return [HostBucket(layout, self) for layout in layouts]
 
-    def total(self, number: float, patience: Optional[Patience] = None) -> float:
+    def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
         mine = np.array([number], np.float32)
         self.all_reduce_in_place(mine, patience)
-        return float(mine[0])
+        return 1.0 / float(mine[0]) if mine[0] > 0 else None
 
     def to_native(self, x: Any) -> np.ndarray:
         return np.ascontiguousarray(self.to_host(x)).reshape(x.shape)

@@ -8,7 +8,7 @@ gathered, and every rank reduces them in rank order. So does what MindSpore's NC
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -16,7 +16,8 @@ import numpy as np
 from ..bucket import BucketLayout
 from .base import Backend, reduce_arrays
 from .buckets import Bucket
-from .device_calls import DeviceCalls, MintCalls, PrimitiveCalls, copy_of
+from .device_bucket import DeviceBucket
+from .device_calls import DeviceCalls, MintCalls, PrimitiveCalls
 from .dtypes import HALF_TYPES, dtype_name
 from .ring import Patience
 
@@ -79,6 +80,39 @@ class MindSporeBackend(Backend):
         array = x.asnumpy()
         parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
         return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
+
+    # On a device, what is only passed on to it stays there.
+
+    def are_finite(self, arrays: Sequence[Any]) -> bool:
+        if not self.waits_for_a_device or not arrays:
+            return super().are_finite(arrays)
+        bad = [self._ms.ops.logical_not(self._ms.ops.isfinite(x)).astype(self._ms.float32).sum() for x in arrays]
+        return not float(self._ms.ops.stack(bad).sum().asnumpy())
+
+    def fingerprint(self, gradient: Any) -> Any:
+        if not self.waits_for_a_device:
+            return super().fingerprint(gradient)
+        wide = gradient.astype(self._ms.float32)
+        return self._ms.ops.stack([wide.sum(), wide.abs().sum()])
+
+    def have_changed(self, before: Sequence[Any], after: Sequence[Any]) -> Any:
+        if not self.waits_for_a_device or not before:
+            return super().have_changed(before, after)
+        old, new = self._ms.ops.cat(list(before)), self._ms.ops.cat(list(after))
+        # NaN is no change where it was NaN before: only such numbers are not equal to themselves.
+        is_same = self._ms.ops.logical_or(old == new, self._ms.ops.logical_and(old != old, new != new))  # noqa: PLR0124
+        return self._ms.ops.logical_not(is_same).astype(self._ms.float32).sum().reshape(1)
+
+    def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
+        if not self.waits_for_a_device:
+            return super().inverse_total(number, patience)
+        # Without any weight it is infinite, and nobody takes what is scaled by it.
+        return 1.0 / self.all_reduce(self._ms.Tensor(np.array([number], np.float32)), "sum")
+
+    def sum_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
+        if not isinstance(last, self._ms.Tensor):
+            return super().sum_header(numbers, last)
+        return self.to_host(self.all_reduce(self._ms.ops.cat([self._ms.Tensor(numbers), last]), "sum"))
 
     def begin_all_reduce(self, x: Any) -> tuple[Any, Optional[Any]]:
         """Begin to sum a float32, float16 or bfloat16 tensor, in its memory or new one; the sum, and its handle if any.
@@ -190,104 +224,3 @@ def _best_seconds(call: Callable[[], object]) -> float:
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-class DeviceBucket(Bucket):
-    """A bucket of tensors that stay on their device, flattened for the exchange.
-
-    On the wire they have their parameters' type, or the half type of ``compression``; before that they are weighted
-    and summed in float32, because a sum of half-precision gradients, weighted by samples, may
-    not fit into its own range.
-
-    A device computes faster than this process can tell it to, so operators are few: gradients wait until the bucket
-    is full, or until its sum is wanted, and are then flattened, weighted and added at once. Until then nobody may
-    write into them.
-    """
-
-    is_asynchronous = True
-
-    def __init__(self, layout: BucketLayout, backend: MindSporeBackend, compression: Optional[str] = None) -> None:
-        super().__init__(layout)
-        import mindspore
-
-        self._ms = mindspore
-        self._backend = backend
-        self._dtype = getattr(mindspore, layout.dtype)
-        self._sum_dtype = mindspore.float32 if layout.dtype in HALF_TYPES else self._dtype
-        half = {"fp16": mindspore.float16, "bf16": mindspore.bfloat16}.get(compression or "")
-        self._wire_dtype = half if half is not None and layout.dtype == "float32" else self._dtype
-        # Only what the user asked to be rounded is summed in half precision by MCCL.
-        self._begins = self._wire_dtype != self._dtype or backend.reduces_natively(layout.dtype)
-        # Gradients that are not in the sum yet, and what they have in common: weight and type.
-        self._waiting: dict[int, Any] = {}
-        self._kind: tuple[float, Any] = (0.0, None)
-        # No operator writes into a sum, so that what is kept stays as it is.
-        self._sum: Optional[Any] = None
-        self._kept: Optional[Any] = None
-        self._result: Optional[Any] = None
-        self._handle: Optional[Any] = None
-        self._slices: dict[int, Any] = {}
-
-    def put(self, index: int, gradient: Any, weight: float) -> None:
-        kind = (weight, gradient.dtype)
-        if index in self._waiting or kind != self._kind:
-            self._add_waiting()
-        self._waiting[index], self._kind = gradient, kind
-        if len(self._waiting) == len(self.layout.slots):
-            self._add_waiting()
-
-    def _add_waiting(self) -> None:
-        if not self._waiting:
-            return
-        weight, dtype = self._kind
-        flat = self._flattened(self._waiting, dtype)
-        part = (flat if dtype == self._sum_dtype else flat.astype(self._sum_dtype)) * weight
-        self._sum = part if self._sum is None else self._sum + part
-        self._waiting.clear()
-
-    def _flattened(self, gradients: Mapping[int, Any], dtype: Any) -> Any:
-        """All slots one behind the other, zeros where there is no gradient; it may share a gradient's memory."""
-        parts = [
-            gradients[slot.index].reshape(-1) if slot.index in gradients else self._ms.ops.zeros((slot.numel,), dtype)
-            for slot in self.layout.slots
-        ]
-        return self._ms.ops.cat(parts) if len(parts) > 1 else parts[0]
-
-    def keep(self) -> None:
-        self._add_waiting()
-        self._kept = self._sum
-
-    def restore(self) -> None:
-        self._waiting.clear()
-        self._sum = self._kept
-
-    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
-        self._add_waiting()
-        mine = self._flattened({}, self._sum_dtype) if self._sum is None else self._sum * scale
-        wire = mine if self._wire_dtype == self._sum_dtype else mine.astype(self._wire_dtype)
-        if self._begins:
-            self._result, self._handle = self._backend.begin_all_reduce(wire)
-        else:
-            self._result = self._backend.all_reduce(wire, "sum")
-
-    def wait(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
-        assert self._result is not None, "wait before start"
-        if self._result.dtype != self._dtype:
-            self._result = self._result.astype(self._dtype)
-        sizes = [slot.numel for slot in self.layout.slots]
-        self._slices = dict(zip(self._slots, self._ms.ops.split(self._result, sizes)))
-
-    def get(self, index: int) -> Any:
-        # A copy: MindSpore refuses to assign to a view, and MindNLP's clip_grad_norm_ assigns to gradients.
-        return copy_of(self._slices[index].reshape(self._slots[index].shape))
-
-    def release(self) -> None:
-        """Nobody else reads these tensors."""
-
-    def clear(self) -> None:
-        self._waiting.clear()
-        self._slices.clear()
-        self._sum = self._kept = self._result = self._handle = None

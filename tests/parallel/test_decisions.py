@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import warnings
 
 import numpy as np
 import pytest
@@ -145,6 +146,17 @@ def test_a_signal_that_one_rank_gets_stops_all_at_the_same_update(group, shared_
         signal.signal(signal.SIGUSR1, previous)
     assert same_on_every_rank(group, trainer.state.global_step) == 3
     dp.assert_replicas_in_sync(trainer.model)
+
+
+def test_ranks_that_want_the_same_are_told_nothing(group, shared_tmp_path):
+    """Logs, evaluations and saves in one update, at its end and at the epoch's: no rank's flag is left behind."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*rank 0 decides")
+        train(
+            tiny_roberta(), Rows(16 * group.world_size), shared_tmp_path, eval_dataset=Rows(3), logging_steps=1,
+            per_device_train_batch_size=4, evaluation_strategy="steps", eval_steps=2, save_strategy="epoch",
+            num_train_epochs=2,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mindnlp.core import nn
 from mindnlp.core.autograd import value_and_grad
 
 from mindnlp_dp.backends.base import SingleProcessBackend
-from mindnlp_dp.backends.mindspore import DeviceBucket
+from mindnlp_dp.backends.device_bucket import DeviceBucket
 from mindnlp_dp.gradient_sync import GradientSynchronizer
 from mindnlp_dp.process_group import ProcessGroup
 
@@ -55,8 +55,8 @@ class DeviceBackend(SingleProcessBackend):
     def __init__(self):
         self.stream = Stream()
 
-    def total(self, number, patience=None):
-        return 2 * number
+    def inverse_total(self, number, patience=None):
+        return 0.5 / number
 
     def all_reduce(self, x, op):
         # The header: weight, notes and used parameters of both ranks, which agree.
@@ -83,7 +83,7 @@ class TwoRanks(ProcessGroup):
 
 @pytest.fixture
 def group(monkeypatch):
-    monkeypatch.setattr("mindnlp_dp.process_group.check_agreement", lambda *_: None)
+    monkeypatch.setattr("mindnlp_dp.collectives.check_agreement", lambda *_, **__: None)
     monkeypatch.setattr("mindnlp_dp.gradient_window.check_same_structure", lambda *_: None)
     return TwoRanks(DeviceBackend())
 
