@@ -256,10 +256,10 @@ def _refuse_the_stock_trainer_in_several_processes(module: types.ModuleType) -> 
     @functools.wraps(stock_train)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         launch = detect_launch(os.environ)
-        if launch.world_size > 1 and not getattr(self, "is_data_parallel", False):
+        if launch.num_known > 1 and not getattr(self, "is_data_parallel", False):
             raise RuntimeError(
-                f"{launch.by} started {launch.world_size} processes, and MindNLP's own Trainer would train "
-                f"{launch.world_size} separate models; call mindnlp_dp.init_process_group() and use "
+                f"{launch.by} started {launch.num_known} processes, and MindNLP's own Trainer would train "
+                f"{launch.num_known} separate models; call mindnlp_dp.init_process_group() and use "
                 "mindnlp_dp.DataParallelTrainer (for a Trainer of your own: mindnlp_dp.DataParallelTrainerMixin)"
             )
         return stock_train(self, *args, **kwargs)

@@ -40,8 +40,8 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> P
     process (:mod:`mindnlp_dp.runtime`); pass ``False`` to keep MindSpore's own.
 
     Raises:
-        ValueError: ``backend`` is unknown, contradicts the launcher, or contradicts an earlier call.
-        ImportError: the backend's library is not installed.
+        ValueError: ``backend`` is unknown, or contradicts the launcher or an earlier call.
+        ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
     global _group, was_started
     if _group is not None:
@@ -51,8 +51,8 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> P
 
     # MindNLP obeys DEVICE_TARGET when it is imported, which may be later.
     device = obey_device_target()
-    kind = choose_backend(backend, detect_launch(os.environ), device)
-    implementation = make_backend(kind)
+    kind = choose_backend(backend, launch := detect_launch(os.environ), device)
+    implementation = make_backend(kind, launch)
     if tune_runtime:
         from .runtime import configure_runtime
 
@@ -71,7 +71,7 @@ def get_process_group() -> ProcessGroup:
     if _group is not None:
         return _group
     launch = detect_launch(os.environ)
-    among = f", though {launch.by} started {launch.world_size} processes" if launch.world_size > 1 else ""
+    among = f", though {launch.by} started {launch.num_known} processes" if launch.num_known > 1 else ""
     raise RuntimeError(
         f"no process group{among}; call mindnlp_dp.init_process_group() first, before the model is built"
     )

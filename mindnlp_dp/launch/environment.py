@@ -25,6 +25,20 @@ CLUSTER_VARIABLES = (
     "DEVICE_ID",
 )
 _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_")
+# What the launcher of the shell that we run in says of its own processes, which are not ours: torchrun, and Slurm,
+# on whose nodes mpirun would start ranks if it knew of the job. SLURM_JOB_ID stays, for scripts that name files by it.
+_OUTER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "SLURM_JOBID",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS",
+)
 TOPOLOGY_TIMEOUT_SECONDS = 120
 
 
@@ -33,7 +47,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     cleaned = {
         name: value
         for name, value in environ.items()
-        if name not in CLUSTER_VARIABLES and not name.startswith(_MPI_PREFIXES)
+        if name not in (*CLUSTER_VARIABLES, *_OUTER_VARIABLES) and not name.startswith(_MPI_PREFIXES)
     }
     # Errors only: MindSpore's cluster warns many times in every healthy start.
     cleaned.setdefault("GLOG_v", "3")

@@ -20,6 +20,12 @@ def test_stale_variables_are_left_out():
     assert environment == {"HOME": "/root", "GLOG_v": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def test_an_outer_launchers_ranks_are_not_ours():
+    slurm = {"SLURM_JOBID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    outer = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **slurm, "SLURM_JOB_ID": "7"}
+    assert clean_environment(outer) == {"SLURM_JOB_ID": "7", "GLOG_v": "3", "PYTHONUNBUFFERED": "1"}
+
+
 def test_a_cluster_process_knows_its_place():
     environment = cluster_environment(STALE, "MS_WORKER", nproc=2, port=1234, rank=1)
     assert environment["MS_ROLE"] == "MS_WORKER"

@@ -1,0 +1,75 @@
+"""Launchers other than ours: the ranks meet, or one sentence says why they cannot and what to type."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import TIMEOUT_SECONDS
+
+MEET = """
+import mindnlp_dp as dp
+group = dp.init_process_group()
+print(group.all_gather_object(group.rank), flush=True)
+"""
+SLURM_STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Run a script behind a command such as mpirun, and wait."""
+
+    def run(script, *before, **environ):
+        path = tmp_path / "script.py"
+        path.write_text(script)
+        return subprocess.run(
+            [*before, sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=tmp_path, env={**os.environ, **environ}, timeout=TIMEOUT_SECONDS,
+        )  # fmt: skip
+
+    return run
+
+
+def mpirun(*options):
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [os.path.join(os.path.dirname(sys.executable), "mpirun"), *root, "--oversubscribe", "-n", "2", *options]
+
+
+# What PMIx gives to a process of srun --mpi=pmix or of prun, without what mpirun adds.
+BARE_PMIX = ["env", "-u", "OMPI_COMM_WORLD_SIZE", "-u", "OMPI_COMM_WORLD_RANK"]
+
+
+@pytest.mark.parametrize(
+    "slurm", [[], [f"{name}={value}" for name, value in SLURM_STEP.items()]], ids=["alone", "srun"]
+)
+def test_pmix_alone_is_served_by_mpi(start, slurm):
+    job = start(MEET, *mpirun(*BARE_PMIX, *slurm))
+    assert (job.returncode, job.stdout) == (0, "[0, 1]\n[0, 1]\n")
+
+
+def test_a_pmi_that_our_mpi_does_not_speak(start):
+    job = start(MEET, PMI_SIZE="2", PMI_RANK="0", **SLURM_STEP)
+    assert job.returncode == 1
+    assert "srun --mpi started 2 processes, but mpi sees 1, so that they would train separate models" in job.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "instead"),
+    [(SLURM_STEP, "srun --mpi=pmix"), ({"RANK": "1", "WORLD_SIZE": "2"}, "mindnlp-dp run --nproc 2 script.py")],
+    ids=["srun", "torchrun"],
+)
+def test_processes_that_cannot_meet_train_nothing(start, environ, instead):
+    job = start(MEET, **environ)
+    assert job.returncode == 1
+    assert f"which cannot meet and would train 2 separate models; type {instead}" in job.stdout
+
+
+@pytest.mark.parametrize("backend", ["mpi", "mindspore"])
+def test_our_launcher_inside_another_ones_process(launch, backend):
+    job = launch(
+        MEET, backend=backend, RANK="3", WORLD_SIZE="4", SLURM_JOBID="7", SLURM_NODELIST="x[1-2]", **SLURM_STEP
+    )
+    assert (job.exit_code, job.output) == (0, "[0, 1]\n")
