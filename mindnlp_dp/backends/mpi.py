@@ -5,14 +5,13 @@ MPI has no half precision: float16 is summed in float32 and rounded once.
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Sequence
 from typing import Optional
 
 import numpy as np
 
 from ..bucket import BucketLayout
+from .abort import end_together
 from .base import REDUCTIONS, HostBackend
 from .buckets import Bucket, sum_dtype
 from .ring import Patience, all_reduce_in_place
@@ -49,25 +48,12 @@ class MPIBackend(HostBackend):
         elif MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             self.cannot_overlap = "this MPI was started without MPI_THREAD_MULTIPLE"
         self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
-        self._abort_all_on_exception()
+        end_together(MPI)
 
     def _open_bucket_channel(self) -> None:
         """Buckets may be exchanged by another thread than the one that calls collectives meanwhile."""
         self._of_buckets = [comm.Dup() for comm in (self._comm, self._host, self._peers)]
         self._bucket_exchange = HostExchange(*self._of_buckets[1:])
-
-    def _abort_all_on_exception(self) -> None:
-        """An uncaught exception on one rank ends the job; without this the others wait in MPI for ever."""
-        previous = sys.excepthook
-
-        def excepthook(kind: type[BaseException], error: BaseException, trace: Optional[types.TracebackType]) -> None:
-            previous(kind, error, trace)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if self.world_size > 1:
-                self._comm.Abort(1)
-
-        sys.excepthook = excepthook
 
     def all_reduce(self, x: np.ndarray, op: str) -> np.ndarray:
         wide = x.astype(np.float32) if x.dtype == np.float16 else x

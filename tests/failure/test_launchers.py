@@ -73,3 +73,60 @@ def test_our_launcher_inside_another_ones_process(launch, backend):
         MEET, backend=backend, RANK="3", WORLD_SIZE="4", SLURM_JOBID="7", SLURM_NODELIST="x[1-2]", **SLURM_STEP
     )
     assert (job.exit_code, job.output) == (0, "[0, 1]\n")
+
+
+# Under mpirun by hand, nobody but the rank itself ends the others.
+
+LEAVE = """
+import argparse, sys
+import mindnlp_dp as dp
+from mindnlp_dp.backends import abort
+abort.PATIENCE_SECONDS = 1.0
+group = dp.init_process_group()
+
+def tidy_up():
+    try:
+        sys.exit(6)
+    finally:
+        print("tidied up")
+
+def change_mind():
+    try:
+        sys.exit(6)
+    except SystemExit:
+        pass
+
+if group.rank == 1:
+    {leave}
+group.barrier()
+print("reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("leave", "exit_code", "said"),
+    [
+        ("sys.exit(4)", 4, ""),
+        ("exit(5)", 5, ""),
+        ("sys.exit('no such file')", 1, "no such file"),
+        ("argparse.ArgumentParser().parse_args(['--epochs'])", 2, "unrecognized arguments: --epochs"),
+        ("tidy_up()", 6, "tidied up"),
+    ],
+)
+def test_an_exit_code_under_mpirun_ends_all_ranks(start, leave, exit_code, said):
+    job = start(LEAVE.format(leave=leave), *mpirun())
+    assert job.returncode == exit_code
+    assert said in job.stdout
+    assert "reached" not in job.stdout
+
+
+def test_an_exit_that_was_caught_ends_nothing(start):
+    job = start(LEAVE.format(leave="change_mind()") + "raise SystemExit(0)\n", *mpirun())
+    assert (job.returncode, job.stdout) == (0, "reached\nreached\n")
+
+
+def test_a_rank_that_leaves_early_says_so_and_ends_nothing(start):
+    job = start(LEAVE.format(leave="sys.exit(0)").replace("group.barrier()", "import time; time.sleep(3)"), *mpirun())
+    assert job.returncode == 0
+    assert job.stdout.startswith("rank 1 of 2 came to its end 1 s ago, and others have not. If they wait for it in a")
+    assert job.stdout.endswith("reached\n")
