@@ -17,6 +17,7 @@ from ..bucket import BucketLayout
 from .base import Backend, reduce_arrays
 from .buckets import Bucket
 from .dtypes import HALF_TYPES, dtype_name
+from .late_ranks import WatchedCollectives
 from .ring import Patience
 
 # What the hint at MPI measures, and what its exchange takes over a copy in and out (benchmarks/bench_gradient_sync.py).
@@ -37,9 +38,9 @@ class MindSporeBackend(Backend):
 
         self._ms = mindspore
         self._communication = communication
-        self._collectives = distributed
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
+        self._collectives = WatchedCollectives(distributed, self.rank) if self.name == "mccl" else distributed
         self.local_rank = communication.get_local_rank()
         self.local_world_size = communication.get_local_rank_size()
         if self.world_size == 1:

@@ -40,6 +40,8 @@ _OUTER_VARIABLES = (
     "SLURM_STEP_NUM_TASKS",
 )
 TOPOLOGY_TIMEOUT_SECONDS = 120
+# How long a rank may be late for a collective under MCCL. Our launcher sees by itself when a rank fails.
+NODE_TIMEOUT_SECONDS = 3600
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -67,6 +69,7 @@ def cluster_environment(
         MS_SCHED_PORT=str(port),
         MS_TOPO_TIMEOUT=str(TOPOLOGY_TIMEOUT_SECONDS),
     )
+    environment.setdefault("MS_NODE_TIMEOUT", str(NODE_TIMEOUT_SECONDS))
     if rank is not None:
         environment.update(MS_NODE_ID=str(rank), RANK_ID=str(rank), RANK_SIZE=str(nproc), DEVICE_ID=str(rank))
     return environment

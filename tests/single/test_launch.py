@@ -8,6 +8,7 @@ import pytest
 
 from mindnlp_dp.launch.cli import main
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port, launched_rank
+from mindnlp_dp.launch.verdict import Ended, Status, find_failure, write_status
 
 STALE = {
     "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8", "MS_NODE_ID": "5", "RANK_ID": "5",
@@ -31,12 +32,59 @@ def test_a_cluster_process_knows_its_place():
     assert environment["MS_ROLE"] == "MS_WORKER"
     assert (environment["MS_WORKER_NUM"], environment["MS_NODE_ID"], environment["MS_SCHED_PORT"]) == ("2", "1", "1234")
     assert "RANK_TABLE_FILE" not in environment
+    assert int(environment["MS_NODE_TIMEOUT"]) > 600
+    users = cluster_environment({**STALE, "MS_NODE_TIMEOUT": "7"}, "MS_WORKER", nproc=2, port=1234, rank=1)
+    assert users["MS_NODE_TIMEOUT"] == "7"
     assert "MS_NODE_ID" not in cluster_environment(STALE, "MS_SCHED", nproc=2, port=1234)
 
 
 def test_a_free_port_can_be_bound():
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
+
+
+KILLED = """prterun noticed that process rank 1 with PID 12 on node vm exited on
+signal 9 (Killed)."""
+LEFT = """   Process name: [prterun-vm-3980@1,1]
+   Exit code:    3"""
+LEFT_WELL = """prterun has exited due to process rank 1 with PID 4116 on node vm exiting
+improperly. There are three reasons this could occur:"""
+MPIRUN = [Ended(None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ended", "printed", "verdict"),
+    [
+        ({0: Status(1, 5.0), 1: Status(3, 4.0)}, MPIRUN, LEFT, (1, 3, "failed with exit code 3")),
+        ({}, MPIRUN, KILLED, (1, 137, "was killed by signal 9")),
+        ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
+        ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
+        ({}, MPIRUN, "no slots", (None, 1, "")),
+        ({}, [Ended(1, -9)], "", (1, 137, "was killed by signal 9")),
+        ({}, [Ended(0, -15), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
+        # A rank that waited is not to blame where another failed, left, came to its end, or never came.
+        ({0: Status(1, 5.0, True), 1: Status(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
+        ({0: Status(1, 5.0, True)}, [Ended(0, 1), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({0: Status(1, 9.0, True), 1: Status(0, 1.0)}, [], "", (1, 1, "came to its end, and rank 0 waited 8 s longer")),
+        ({0: Status(1, 9.0, True)}, [Ended(0, 1)], "", (1, 1, "was still busy elsewhere when rank 0 gave up")),
+        ({0: Status(1, 9.0, True), 1: Status(1, 9.0, True)}, [], "", (0, 1, "failed with exit code 1")),
+    ],
+)
+def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
+    for index, status in statuses.items():
+        write_status(tmp_path, index, status)
+    (tmp_path / "launcher.log").write_text(printed)
+    rank, code, what = verdict
+    failure = find_failure(ended, tmp_path, nproc=2)
+    assert (failure.rank, failure.exit_code) == (rank, code)
+    assert failure.what.startswith(what)
+
+
+@pytest.mark.parametrize("returncode", [0, 1])
+def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
+    for rank in range(2):
+        write_status(tmp_path, rank, Status(0, 1.0))
+    assert find_failure([Ended(0, returncode), Ended(1, 0)], tmp_path, nproc=2) is None
 
 
 def test_launched_rank():
