@@ -56,7 +56,7 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True) -> P
     if tune_runtime:
         from .runtime import configure_runtime
 
-        configure_runtime(device, implementation.local_rank, implementation.local_world_size)
+        configure_runtime(device, implementation)
     _group = ProcessGroup(implementation, kind)
     was_started = True
     return _group

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..bucket import BucketLayout
 from .abort import end_together
-from .base import REDUCTIONS, HostBackend
+from .base import REDUCTIONS, HostBackend, T
 from .buckets import Bucket, sum_dtype
 from .ring import Patience, all_reduce_in_place
 from .shared_memory import CACHE_LINE_BYTES, STAGE_BYTES, HostExchange, SharedBucket, round_up, share_rows
@@ -83,6 +83,9 @@ class MPIBackend(HostBackend):
         out = np.empty((self.world_size, x.size), x.dtype)
         self._comm.Allgather([x, self._mpi.BYTE], [out, self._mpi.BYTE])
         return [part.reshape(x.shape) for part in out]
+
+    def gather_on_host(self, obj: T) -> list[T]:
+        return self._host.allgather(obj)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return self._comm.allgather(data)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from conftest import TIMEOUT_SECONDS
+from mindnlp_dp.runtime import split_cores
 
 MEET = """
 import mindnlp_dp as dp
@@ -73,6 +74,25 @@ def test_our_launcher_inside_another_ones_process(launch, backend):
         MEET, backend=backend, RANK="3", WORLD_SIZE="4", SLURM_JOBID="7", SLURM_NODELIST="x[1-2]", **SLURM_STEP
     )
     assert (job.exit_code, job.output) == (0, "[0, 1]\n")
+
+
+CORES = """
+import os
+import mindnlp_dp as dp
+group = dp.init_process_group()
+cores = group.all_gather_object(sorted(os.sched_getaffinity(0)))
+if group.is_main:
+    print(cores, flush=True)
+"""
+
+
+def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
+    cores = sorted(os.sched_getaffinity(0))
+    halves = [list(split_cores(cores, 2, index)) for index in range(2)]
+    assert start(CORES, *mpirun("--bind-to", "none")).stdout == f"{halves}\n"
+    # A narrower set, as a container or a batch system gives it; of one core there is nothing to split.
+    job = start(CORES, "taskset", "-c", str(cores[-1]), *mpirun("--bind-to", "none"))
+    assert job.stdout == f"{[cores[-1:]] * 2}\n"
 
 
 # Under mpirun by hand, nobody but the rank itself ends the others.
