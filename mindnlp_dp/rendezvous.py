@@ -69,6 +69,16 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
     return Launch("none", 1)
 
 
+def card_of_this_process(environ: Mapping[str, str]) -> Optional[int]:
+    """The card, counted from 0 on this host, that the launcher meant for this process; None where it did not say.
+
+    DEVICE_ID may be left over where no process was given a role.
+    """
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
+        return int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+    return int(environ["DEVICE_ID"]) if "MS_ROLE" in environ and "DEVICE_ID" in environ else None
+
+
 def choose_backend(requested: str, launch: Launch, device: str) -> str:
     """Resolve ``"auto"``: MPI under mpirun on CPU, MindSpore under msrun or on a device, single when alone.
 

@@ -15,18 +15,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
 
-from .devices import too_many_workers
+from .devices import default_device, too_many_workers
 from .environment import clean_environment, cluster_environment, find_mpirun, free_port
 from .verdict import Ended, find_failure, read_statuses, report_failure
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
+# HCCL and NCCL close their links to other cards; one that is killed may leave its card unusable for a while.
+DEVICE_GRACE_SECONDS = 20.0
 # How long some ranks may have finished before the others' silence is worth a word.
 PATIENCE_SECONDS = 30.0
 # Loaded here, for little is safe between fork and exec. The number is Linux's (prctl(2)).
@@ -48,9 +50,14 @@ def run_job(
     """
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise LaunchError(f"the script {command[0]} does not exist")
+    environ = dict(os.environ)
     if backend is None:
-        backend = "mindspore" if os.environ.get("DEVICE_TARGET") in ("Ascend", "GPU") else "mpi"
-    if wrong := too_many_workers(nproc, os.environ):
+        device = default_device(environ)
+        backend = "mindspore" if device in ("Ascend", "GPU") else "mpi"
+        if backend == "mindspore" and "DEVICE_TARGET" not in environ:
+            environ["DEVICE_TARGET"] = device
+            print(f"this host has {device} cards: --backend mindspore, with them; DEVICE_TARGET=CPU does without")
+    if wrong := too_many_workers(nproc, environ):
         raise LaunchError(wrong)
     log_dir = log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid()))
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -61,14 +68,14 @@ def run_job(
     start = _start_mpi if backend == "mpi" else _start_cluster
     began = time.monotonic()
     with _interruptible(), open(log_dir / "launcher.log", "wb") as launcher_log:
-        processes = start(nproc, worker, log_dir, launcher_log)
+        processes = start(nproc, worker, environ, log_dir, launcher_log)
         try:
             ended = _watch(processes, log_dir, nproc)
         except KeyboardInterrupt:
             print("interrupted: ending all ranks", file=sys.stderr)
             return 128 + signal.SIGINT
         finally:
-            _end(processes)
+            _end(processes, grace_seconds(environ))
     failure = find_failure([Ended(p.rank, p.popen.returncode) for p in ended], log_dir, nproc)
     if failure is None:
         return 0
@@ -86,7 +93,7 @@ class _Process:
     serves: bool = False
 
 
-def _start_mpi(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> list[_Process]:
+def _start_mpi(nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO) -> list[_Process]:
     mpirun = find_mpirun()
     if mpirun is None:
         raise LaunchError('mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore')
@@ -94,17 +101,19 @@ def _start_mpi(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> l
     options = ["-n", str(nproc), "--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    return [_Process(_popen([mpirun, *options, *worker], clean_environment(os.environ), log), None)]
+    return [_Process(_popen([mpirun, *options, *worker], clean_environment(environ), log), None)]
 
 
-def _start_cluster(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> list[_Process]:
+def _start_cluster(
+    nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO
+) -> list[_Process]:
     port = free_port()
     processes = []
     for rank in range(nproc):
-        environment = cluster_environment(os.environ, "MS_WORKER", nproc, port, rank)
+        environment = cluster_environment(environ, "MS_WORKER", nproc, port, rank)
         processes.append(_Process(_popen(worker, environment, log), rank))
     scheduler = [sys.executable, "-m", "mindnlp_dp.launch.scheduler"]
-    environment = cluster_environment(os.environ, "MS_SCHED", nproc, port)
+    environment = cluster_environment(environ, "MS_SCHED", nproc, port)
     with open(log_dir / "scheduler.log", "wb") as scheduler_log:
         processes.append(_Process(_popen(scheduler, environment, scheduler_log), None, serves=True))
     return processes
@@ -182,13 +191,18 @@ def _show(log: Path, offset: int) -> int:
     return offset + len(new)
 
 
-def _end(processes: list[_Process]) -> None:
+def grace_seconds(environ: Mapping[str, str]) -> float:
+    """How long ranks may take to end when they are asked to."""
+    return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
+
+
+def _end(processes: list[_Process], grace: float) -> None:
     """End what still runs: politely, then, after a grace period, for good."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.popen.poll() is None:
                 _signal_session(process.popen.pid, number)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + grace
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 

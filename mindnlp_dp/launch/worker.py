@@ -2,7 +2,7 @@
 
 ``python -m mindnlp_dp.launch.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
 
-It binds itself to its cores before anything starts threads, sends its output to
+On CPU it binds itself to its cores before anything starts threads. It sends its output to
 ``worker_R.log``, runs the script as ``python`` would, and says in ``worker_R.status``
 how that ended. A script that fails leaves at once: the clean-up of a communication library
 would wait for ranks that wait for this one.
@@ -31,7 +31,9 @@ def main() -> None:
     log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
     command = sys.argv[4:]
     rank = launched_rank(os.environ)
-    os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), nproc, rank))
+    # A block of cores may be far from a rank's card, which its driver knows better.
+    if os.environ.get("DEVICE_TARGET", "CPU") == "CPU":
+        os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), nproc, rank))
     log = os.open(log_dir / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from mindnlp_dp.compat import obey_device_target
 from mindnlp_dp.launch.cli import main
+from mindnlp_dp.launch.devices import default_device
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port, launched_rank
+from mindnlp_dp.launch.run import grace_seconds
 from mindnlp_dp.launch.verdict import Ended, Status, find_failure, write_status
 
 STALE = {
@@ -120,3 +125,56 @@ def test_python_m_is_the_command():
     done = subprocess.run([sys.executable, "-m", "mindnlp_dp", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "usage: mindnlp-dp" in done.stdout
+
+
+NPUS, NO_NPUS = {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, {"ASCEND_RT_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "device"),
+    [
+        (NPUS, "Ascend"),
+        (NO_NPUS, "CPU"),  # GPUs alone: MindSpore as PyPI has it cannot use them
+        ({**NPUS, "DEVICE_TARGET": "CPU"}, "CPU"),
+        ({**NO_NPUS, "DEVICE_TARGET": "GPU"}, "GPU"),
+    ],
+)
+def test_the_device_of_a_job(environ, device):
+    assert default_device(environ) == device
+
+
+def test_npus_are_not_left_alone(monkeypatch, capsys, tmp_path):
+    """Without DEVICE_TARGET the job goes to the cards, says so, and asks them how many there are."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.delenv("DEVICE_TARGET", raising=False)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
+    assert main(["run", "--nproc", "3", str(script)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "this host has Ascend cards: --backend mindspore, with them; DEVICE_TARGET=CPU does without\n"
+    assert "3 workers, but this host has 2 Ascend devices" in said.err
+
+
+def test_devices_get_more_time_to_end():
+    assert grace_seconds({"DEVICE_TARGET": "Ascend"}) > grace_seconds({}) == grace_seconds({"DEVICE_TARGET": "CPU"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "card"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_RANK": "11"}, 3),
+        (cluster_environment({}, "MS_WORKER", nproc=2, port=1, rank=1), 1),
+        ({"DEVICE_ID": "5"}, None),  # left over
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("chosen", [False, True], ids=["", "the script chose"])
+def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
+    set_to = []
+    conf = SimpleNamespace(get_instance=lambda: SimpleNamespace(is_device_enable=lambda: chosen))
+    monkeypatch.setattr("mindspore._c_expression.DeviceManagerConf", conf)
+    monkeypatch.setattr("mindspore.get_context", lambda name: set_to[-1][0] if set_to else "Ascend")
+    monkeypatch.setattr("mindspore.set_device", lambda *device: set_to.append(device))
+    monkeypatch.setattr(os, "environ", environ)
+    assert obey_device_target() == "Ascend"
+    assert set_to == ([] if card is None or chosen else [("Ascend", card)])
