@@ -89,13 +89,21 @@ def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
 def obey_device_target() -> str:
     """Switch MindSpore to the device that DEVICE_TARGET names, if it does; return the device in use.
 
-    DEVICE_TARGET is MindNLP's variable: CPU, GPU or Ascend.
+    DEVICE_TARGET is MindNLP's variable: CPU, GPU or Ascend. Of several cards, each process takes its own,
+    for MindSpore itself sees to that under msrun only. A device that the script has set stays.
     """
     import mindspore
+    from mindspore._c_expression import DeviceManagerConf
 
-    target = os.environ.get("DEVICE_TARGET")
-    if target in ("CPU", "GPU", "Ascend") and target != mindspore.get_context("device_target"):
-        mindspore.set_device(target)
+    from .rendezvous import card_of_this_process
+
+    current, target = mindspore.get_context("device_target"), os.environ.get("DEVICE_TARGET")
+    device = target if target in ("CPU", "GPU", "Ascend") else current
+    card = card_of_this_process(os.environ) if device != "CPU" else None
+    if card is not None and not DeviceManagerConf.get_instance().is_device_enable():
+        mindspore.set_device(device, card)
+    elif device != current:
+        mindspore.set_device(device)
     return str(mindspore.get_context("device_target"))
 
 
@@ -247,10 +255,10 @@ def _refuse_the_stock_trainer_in_several_processes(module: types.ModuleType) -> 
     @functools.wraps(stock_train)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         launch = detect_launch(os.environ)
-        if launch.world_size > 1 and not getattr(self, "is_data_parallel", False):
+        if launch.num_known > 1 and not getattr(self, "is_data_parallel", False):
             raise RuntimeError(
-                f"{launch.by} started {launch.world_size} processes, and MindNLP's own Trainer would train "
-                f"{launch.world_size} separate models; call mindnlp_dp.init_process_group() and use "
+                f"{launch.by} started {launch.num_known} processes, and MindNLP's own Trainer would train "
+                f"{launch.num_known} separate models; call mindnlp_dp.init_process_group() and use "
                 "mindnlp_dp.DataParallelTrainer (for a Trainer of your own: mindnlp_dp.DataParallelTrainerMixin)"
             )
         return stock_train(self, *args, **kwargs)

@@ -32,8 +32,8 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True, chec
     question makes wait.
 
     Raises:
-        ValueError: ``backend`` or ``checks`` is unknown, or ``backend`` contradicts the launcher, or an earlier call.
-        ImportError: the backend's library is not installed.
+        ValueError: ``backend`` or ``checks`` is unknown, or ``backend`` contradicts the launcher or an earlier call.
+        ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
     global _group, was_started
     if _group is not None:
@@ -44,12 +44,12 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True, chec
     check_level(checks)
     # MindNLP obeys DEVICE_TARGET when it is imported, which may be later.
     device = obey_device_target()
-    kind = choose_backend(backend, detect_launch(os.environ), device)
-    implementation = make_backend(kind)
+    kind = choose_backend(backend, launch := detect_launch(os.environ), device)
+    implementation = make_backend(kind, launch)
     if tune_runtime:
         from .runtime import configure_runtime
 
-        configure_runtime(device, implementation.local_rank, implementation.local_world_size)
+        configure_runtime(device, implementation)
     _group = ProcessGroup(implementation, kind, checks=checks)
     was_started = True
     return _group
@@ -64,7 +64,7 @@ def get_process_group() -> ProcessGroup:
     if _group is not None:
         return _group
     launch = detect_launch(os.environ)
-    among = f", though {launch.by} started {launch.world_size} processes" if launch.world_size > 1 else ""
+    among = f", though {launch.by} started {launch.num_known} processes" if launch.num_known > 1 else ""
     raise RuntimeError(
         f"no process group{among}; call mindnlp_dp.init_process_group() first, before the model is built"
     )

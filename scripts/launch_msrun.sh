@@ -8,6 +8,9 @@
 #   MASTER_PORT  TCP port on which the processes meet          (default 8118, msrun's own)
 #   LOG_DIR      where worker_R.log and scheduler.log go       (default logs/msrun)
 #
+# MS_NODE_TIMEOUT is MindSpore's own (default 30): the seconds that a rank may be late for the others on CPU, and
+# that msrun takes to end a job of which a rank has failed.
+#
 # Without a script it runs the quickstart. The environment is the active one, or .venv if there is one.
 # Run here on CPU only; Ascend and GPU are MindSpore's documented way, not tried by us.
 set -euo pipefail

@@ -12,6 +12,9 @@
 #   MASTER_PORT       TCP port of MASTER_ADDR                       (default 8118, msrun's own)
 #   LOG_DIR           where worker_R.log and scheduler.log go       (default logs/msrun-node-NODE_RANK)
 #
+# MS_NODE_TIMEOUT is MindSpore's own (default 30): the seconds that a rank may be late for the others on CPU, and
+# that msrun takes to end a job of which a rank has failed.
+#
 # The hosts need the same script, data and environment. Tried between two network namespaces of one machine,
 # on CPU (tests/two_hosts.sh); not tried on Ascend or GPU.
 set -euo pipefail

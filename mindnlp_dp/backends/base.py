@@ -13,7 +13,7 @@ import abc
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from .buckets import Bucket, HostBucket
 from .dtypes import dtype_name
 from .ring import Patience
 
+T = TypeVar("T")
 REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "sum": np.add,
     "max": np.maximum,
@@ -162,6 +163,13 @@ class Backend(abc.ABC):
         pair = self.to_native(np.array([number, -number], np.int64))
         largest, minus_smallest = self.to_host(self.all_reduce(pair, "max")).tolist()
         return largest == -minus_smallest
+
+    def gather_on_host(self, obj: T) -> Optional[list[T]]:
+        """The objects of this host's ranks, by local rank; None where no operator may run for it.
+
+        It is called before the runtime is configured. Operators, MCCL's too, start MindSpore's threads.
+        """
+        return None
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]

@@ -19,6 +19,7 @@ from .buckets import Bucket
 from .device_bucket import DeviceBucket
 from .device_calls import DeviceCalls, MintCalls, PrimitiveCalls
 from .dtypes import HALF_TYPES, dtype_name
+from .late_ranks import WatchedCollectives
 from .ring import Patience
 
 # What the hint at MPI measures, and what its exchange takes over a copy in and out (benchmarks/bench_gradient_sync.py).
@@ -45,8 +46,9 @@ class MindSporeBackend(Backend):
         self._communication = communication
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
-        self._calls: DeviceCalls = PrimitiveCalls() if self.name == "nccl" else MintCalls()
         self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
+        calls: Any = PrimitiveCalls() if self.name == "nccl" else MintCalls()
+        self._calls: DeviceCalls = WatchedCollectives(calls, self.rank) if self.name == "mccl" else calls
         self.local_rank = communication.get_local_rank()
         self.local_world_size = communication.get_local_rank_size()
         if self.world_size == 1:

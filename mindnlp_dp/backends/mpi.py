@@ -7,15 +7,14 @@ on its place) is gathered, and reduced by NumPy in rank order.
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
 import numpy as np
 
 from ..bucket import BucketLayout
-from .base import REDUCTIONS, HostBackend, reduce_arrays
+from .abort import end_together
+from .base import REDUCTIONS, HostBackend, T, reduce_arrays
 from .buckets import Bucket, sum_dtype
 from .ring import Patience, all_reduce_in_place
 from .shared_memory import (
@@ -62,25 +61,12 @@ class MPIBackend(HostBackend):
         elif MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             self.cannot_overlap = "this MPI was started without MPI_THREAD_MULTIPLE"
         self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
-        self._abort_all_on_exception()
+        end_together(MPI)
 
     def _open_bucket_channel(self) -> None:
         """Buckets may be exchanged by another thread than the one that calls collectives meanwhile."""
         self._of_buckets = [comm.Dup() for comm in (self._comm, self._host, self._peers)]
         self._bucket_exchange = HostExchange(*self._of_buckets[1:])
-
-    def _abort_all_on_exception(self) -> None:
-        """An uncaught exception on one rank ends the job; without this the others wait in MPI for ever."""
-        previous = sys.excepthook
-
-        def excepthook(kind: type[BaseException], error: BaseException, trace: Optional[types.TracebackType]) -> None:
-            previous(kind, error, trace)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if self.world_size > 1:
-                self._comm.Abort(1)
-
-        sys.excepthook = excepthook
 
     def all_reduce(self, x: np.ndarray, op: str) -> np.ndarray:
         wide = x.astype(np.float32) if x.dtype == np.float16 else x
@@ -128,6 +114,9 @@ class MPIBackend(HostBackend):
             for rank, row in enumerate(out):
                 self._broadcast_bytes_of(row, rank)
         return [part.reshape(x.shape) for part in out]
+
+    def gather_on_host(self, obj: T) -> list[T]:
+        return self._host.allgather(obj)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = np.empty(self.world_size, np.int64)

@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         "--backend",
         choices=("mpi", "mindspore"),
         help="mpi: mpirun, the fast one on CPU; mindspore: HCCL, NCCL or MCCL by device "
-        "(default: mindspore when DEVICE_TARGET is Ascend or GPU, else mpi)",
+        "(default: mindspore when DEVICE_TARGET is Ascend or GPU, or when it is not set and there are NPUs, else mpi)",
     )
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")

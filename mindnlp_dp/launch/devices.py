@@ -21,6 +21,16 @@ def count_devices(device: str, environ: Mapping[str, str]) -> int:
     return len(glob.glob(pattern))
 
 
+def default_device(environ: Mapping[str, str]) -> str:
+    """The device that a job trains on: what DEVICE_TARGET says, else Ascend where there are NPUs, else the CPU.
+
+    A GPU is no reason to leave the CPU: MindSpore as PyPI has it cannot use one.
+    """
+    if "DEVICE_TARGET" in environ:
+        return environ["DEVICE_TARGET"]
+    return "Ascend" if count_devices("Ascend", environ) else "CPU"
+
+
 def too_many_workers(num_workers: int, environ: Mapping[str, str]) -> Optional[str]:
     """What is wrong when more workers than cards are asked for; a CPU takes any number."""
     device = environ.get("DEVICE_TARGET", "CPU")

@@ -25,7 +25,23 @@ CLUSTER_VARIABLES = (
     "DEVICE_ID",
 )
 _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_")
+# What the launcher of the shell that we run in says of its own processes, which are not ours: torchrun, and Slurm,
+# on whose nodes mpirun would start ranks if it knew of the job. SLURM_JOB_ID stays, for scripts that name files by it.
+_OUTER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "SLURM_JOBID",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS",
+)
 TOPOLOGY_TIMEOUT_SECONDS = 120
+# How long a rank may be late for a collective under MCCL. Our launcher sees by itself when a rank fails.
+NODE_TIMEOUT_SECONDS = 3600
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -33,7 +49,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     cleaned = {
         name: value
         for name, value in environ.items()
-        if name not in CLUSTER_VARIABLES and not name.startswith(_MPI_PREFIXES)
+        if name not in (*CLUSTER_VARIABLES, *_OUTER_VARIABLES) and not name.startswith(_MPI_PREFIXES)
     }
     # Errors only: MindSpore's cluster warns many times in every healthy start.
     cleaned.setdefault("GLOG_v", "3")
@@ -53,6 +69,7 @@ def cluster_environment(
         MS_SCHED_PORT=str(port),
         MS_TOPO_TIMEOUT=str(TOPOLOGY_TIMEOUT_SECONDS),
     )
+    environment.setdefault("MS_NODE_TIMEOUT", str(NODE_TIMEOUT_SECONDS))
     if rank is not None:
         environment.update(MS_NODE_ID=str(rank), RANK_ID=str(rank), RANK_SIZE=str(nproc), DEVICE_ID=str(rank))
     return environment

@@ -10,27 +10,27 @@ after a job that went well.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
 
-from .devices import too_many_workers
+from .devices import default_device, too_many_workers
 from .environment import clean_environment, cluster_environment, find_mpirun, free_port
+from .verdict import Ended, find_failure, read_statuses, report_failure
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
+# HCCL and NCCL close their links to other cards; one that is killed may leave its card unusable for a while.
+DEVICE_GRACE_SECONDS = 20.0
 # How long some ranks may have finished before the others' silence is worth a word.
 PATIENCE_SECONDS = 30.0
-TAIL_LINES = 15
 # Loaded here, for little is safe between fork and exec. The number is Linux's (prctl(2)).
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -38,14 +38,6 @@ _PR_SET_PDEATHSIG = 1
 
 class LaunchError(Exception):
     """The job cannot be started as asked."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The rank that ended the job, and its exit code; 128 + N after signal N, as in a shell."""
-
-    rank: Optional[int]
-    exit_code: int
 
 
 def run_job(
@@ -58,9 +50,14 @@ def run_job(
     """
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise LaunchError(f"the script {command[0]} does not exist")
+    environ = dict(os.environ)
     if backend is None:
-        backend = "mindspore" if os.environ.get("DEVICE_TARGET") in ("Ascend", "GPU") else "mpi"
-    if wrong := too_many_workers(nproc, os.environ):
+        device = default_device(environ)
+        backend = "mindspore" if device in ("Ascend", "GPU") else "mpi"
+        if backend == "mindspore" and "DEVICE_TARGET" not in environ:
+            environ["DEVICE_TARGET"] = device
+            print(f"this host has {device} cards: --backend mindspore, with them; DEVICE_TARGET=CPU does without")
+    if wrong := too_many_workers(nproc, environ):
         raise LaunchError(wrong)
     log_dir = log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid()))
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -71,18 +68,18 @@ def run_job(
     start = _start_mpi if backend == "mpi" else _start_cluster
     began = time.monotonic()
     with _interruptible(), open(log_dir / "launcher.log", "wb") as launcher_log:
-        processes = start(nproc, worker, log_dir, launcher_log)
+        processes = start(nproc, worker, environ, log_dir, launcher_log)
         try:
             ended = _watch(processes, log_dir, nproc)
         except KeyboardInterrupt:
             print("interrupted: ending all ranks", file=sys.stderr)
             return 128 + signal.SIGINT
         finally:
-            _end(processes)
-    failure = _find_failure(ended, log_dir, nproc)
+            _end(processes, grace_seconds(environ))
+    failure = find_failure([Ended(p.rank, p.popen.returncode) for p in ended], log_dir, nproc)
     if failure is None:
         return 0
-    _report(failure, log_dir, nproc, time.monotonic() - began)
+    report_failure(failure, log_dir, nproc, time.monotonic() - began)
     return failure.exit_code
 
 
@@ -96,7 +93,7 @@ class _Process:
     serves: bool = False
 
 
-def _start_mpi(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> list[_Process]:
+def _start_mpi(nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO) -> list[_Process]:
     mpirun = find_mpirun()
     if mpirun is None:
         raise LaunchError('mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore')
@@ -104,17 +101,19 @@ def _start_mpi(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> l
     options = ["-n", str(nproc), "--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    return [_Process(_popen([mpirun, *options, *worker], clean_environment(os.environ), log), None)]
+    return [_Process(_popen([mpirun, *options, *worker], clean_environment(environ), log), None)]
 
 
-def _start_cluster(nproc: int, worker: list[str], log_dir: Path, log: BinaryIO) -> list[_Process]:
+def _start_cluster(
+    nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO
+) -> list[_Process]:
     port = free_port()
     processes = []
     for rank in range(nproc):
-        environment = cluster_environment(os.environ, "MS_WORKER", nproc, port, rank)
+        environment = cluster_environment(environ, "MS_WORKER", nproc, port, rank)
         processes.append(_Process(_popen(worker, environment, log), rank))
     scheduler = [sys.executable, "-m", "mindnlp_dp.launch.scheduler"]
-    environment = cluster_environment(os.environ, "MS_SCHED", nproc, port)
+    environment = cluster_environment(environ, "MS_SCHED", nproc, port)
     with open(log_dir / "scheduler.log", "wb") as scheduler_log:
         processes.append(_Process(_popen(scheduler, environment, scheduler_log), None, serves=True))
     return processes
@@ -144,15 +143,19 @@ def _end_with_the_launcher() -> None:
 def _watch(processes: list[_Process], log_dir: Path, nproc: int) -> list[_Process]:
     """Show rank 0's log until all processes have ended, or one has failed; return those that have ended."""
     working = [process for process in processes if not process.serves]
-    shown, patient = 0, True
+    shown, finished, patient = 0, dict[int, float](), True
     while True:
         ended = [process for process in working if process.popen.poll() is not None]
-        statuses = _statuses(log_dir, nproc)
-        if patient and statuses and time.time() - min(s["time"] for s in statuses.values()) > PATIENCE_SECONDS:
+        statuses = read_statuses(log_dir, nproc)
+        for rank in [*statuses, *(process.rank for process in ended if process.rank is not None)]:
+            finished.setdefault(rank, time.monotonic())
+        if patient and finished and time.monotonic() - min(finished.values()) > PATIENCE_SECONDS:
             patient = False
-            _mention_stragglers(sorted(statuses), nproc)
-        failed = any(status["exit_code"] != 0 for status in statuses.values()) or any(
-            process.rank is not None and _exit_code(process, log_dir) != 0 for process in ended
+            _mention_stragglers(sorted(finished), nproc)
+        # A status tells better than the exit code of a process, which a library may have changed.
+        failed = any(status.exit_code != 0 for status in statuses.values()) or any(
+            process.rank is not None and process.rank not in statuses and process.popen.returncode != 0
+            for process in ended
         )
         shown = _show(log_dir / "worker_0.log", shown)
         if not failed and len(ended) < len(working):
@@ -188,13 +191,18 @@ def _show(log: Path, offset: int) -> int:
     return offset + len(new)
 
 
-def _end(processes: list[_Process]) -> None:
+def grace_seconds(environ: Mapping[str, str]) -> float:
+    """How long ranks may take to end when they are asked to."""
+    return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
+
+
+def _end(processes: list[_Process], grace: float) -> None:
     """End what still runs: politely, then, after a grace period, for good."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.popen.poll() is None:
                 _signal_session(process.popen.pid, number)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + grace
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
@@ -218,64 +226,3 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-# Judging.
-
-
-def _status(log_dir: Path, rank: int) -> Optional[dict[str, float]]:
-    try:
-        return json.loads((log_dir / f"worker_{rank}.status").read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def _statuses(log_dir: Path, nproc: int) -> dict[int, dict[str, float]]:
-    """How the ranks that have said so ended."""
-    return {rank: status for rank in range(nproc) if (status := _status(log_dir, rank)) is not None}
-
-
-def _exit_code(process: _Process, log_dir: Path) -> int:
-    assert process.rank is not None
-    status = _status(log_dir, process.rank)
-    code = int(status["exit_code"]) if status is not None else process.popen.returncode
-    return 128 - code if code < 0 else code
-
-
-def _find_failure(ended: list[_Process], log_dir: Path, nproc: int) -> Optional[Failure]:
-    """The rank that failed first: by its own word; else the one whose process ended by itself, and badly."""
-    statuses = _statuses(log_dir, nproc)
-    failed = {rank: status for rank, status in statuses.items() if status["exit_code"] != 0}
-    if failed:
-        rank = min(failed, key=lambda r: failed[r]["time"])
-        return Failure(rank, int(failed[rank]["exit_code"]))
-    if len(statuses) == nproc or all(process.popen.returncode == 0 for process in ended):
-        return None
-    for process in ended:
-        if process.rank is not None and process.popen.returncode != 0:
-            return Failure(process.rank, _exit_code(process, log_dir))
-    # mpirun is the only process that we see; a rank that was killed is named in what it printed.
-    said = (log_dir / "launcher.log").read_text(errors="replace")
-    if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
-        return Failure(int(killed[1]), 128 + int(killed[2]))
-    return Failure(None, next((abs(p.popen.returncode) for p in ended if p.popen.returncode), 1))
-
-
-def _report(failure: Failure, log_dir: Path, nproc: int, seconds: float) -> None:
-    if failure.rank is None:
-        print(f"the job failed before its ranks started; {log_dir}/launcher.log says:", file=sys.stderr)
-        print(_tail(log_dir / "launcher.log"), file=sys.stderr)
-        return
-    code = failure.exit_code
-    how = f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
-    print(f"rank {failure.rank} of {nproc} {how} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
-    main = _status(log_dir, 0)
-    if failure.rank != 0 and not (main is not None and main["exit_code"] != 0):
-        print(f"worker_{failure.rank}.log ends:\n{_tail(log_dir / f'worker_{failure.rank}.log')}", file=sys.stderr)
-
-
-def _tail(log: Path) -> str:
-    if not log.exists():
-        return "  (nothing)"
-    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    return "\n".join(f"  {line}" for line in lines)

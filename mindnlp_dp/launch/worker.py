@@ -2,7 +2,7 @@
 
 ``python -m mindnlp_dp.launch.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
 
-It binds itself to its cores before anything starts threads, sends its output to
+On CPU it binds itself to its cores before anything starts threads. It sends its output to
 ``worker_R.log``, runs the script as ``python`` would, and says in ``worker_R.status``
 how that ended. A script that fails leaves at once: the clean-up of a communication library
 would wait for ranks that wait for this one.
@@ -10,7 +10,6 @@ would wait for ranks that wait for this one.
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
@@ -22,6 +21,7 @@ from typing import Optional
 
 from ..runtime import split_cores
 from .environment import launched_rank
+from .verdict import Status, write_status
 
 # Rank 0 is the one that is shown: when all fail together, it gets to speak first.
 OTHERS_WAIT_SECONDS = 0.2
@@ -31,17 +31,19 @@ def main() -> None:
     log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
     command = sys.argv[4:]
     rank = launched_rank(os.environ)
-    os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), nproc, rank))
+    # A block of cores may be far from a rank's card, which its driver knows better.
+    if os.environ.get("DEVICE_TARGET", "CPU") == "CPU":
+        os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), nproc, rank))
     log = os.open(log_dir / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
 
-    code = _run(command)
+    code, waited = _run(command)
     sys.stdout.flush()
     sys.stderr.flush()
     if code != 0 and rank != 0:
         time.sleep(OTHERS_WAIT_SECONDS)
-    _write_status(log_dir / f"worker_{rank}.status", code)
+    write_status(log_dir, rank, Status(code, time.time(), waited))
     if code != 0:
         os._exit(code)
     if nproc > 1 and not _met_the_others():
@@ -62,8 +64,8 @@ def _silence_libraries() -> None:
     os.dup2(nowhere, 2)
 
 
-def _run(command: list[str]) -> int:
-    """Run a script or module, and return the exit code that ``python`` would have ended with."""
+def _run(command: list[str]) -> tuple[int, bool]:
+    """Run a script or module; return ``python``'s exit code, and whether it waited in vain for another rank."""
     is_module = command[0] == "-m"
     sys.argv = command[1:] if is_module else command
     try:
@@ -75,14 +77,24 @@ def _run(command: list[str]) -> int:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as leave:
         if leave.code is None or isinstance(leave.code, int):
-            return (leave.code or 0) & 0xFF
+            return (leave.code or 0) & 0xFF, _waited_in_vain(leave)
         print(leave.code, file=sys.stderr)
-        return 1
+        return 1, _waited_in_vain(leave)
     except BaseException as error:  # noqa: BLE001
         # Whatever ended the script, the launcher must hear of it.
         traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+        return 130 if isinstance(error, KeyboardInterrupt) else 1, _waited_in_vain(error)
+    return 0, False
+
+
+def _waited_in_vain(error: Optional[BaseException]) -> bool:
+    """Whether an error comes of a rank that did not come; that rank is to be named, and not this one."""
+    late_ranks = sys.modules.get("mindnlp_dp.backends.late_ranks")
+    while late_ranks is not None and error is not None:
+        if isinstance(error, late_ranks.LateRankError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackType]:
@@ -102,12 +114,6 @@ def _met_the_others() -> bool:
         or "mpi4py.MPI" in sys.modules
         or (management is not None and management.GlobalComm.INITED)
     )
-
-
-def _write_status(path: Path, code: int) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"exit_code": code, "time": time.time()}))
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from mindnlp_dp.compat import obey_device_target
 from mindnlp_dp.launch.cli import main
+from mindnlp_dp.launch.devices import default_device
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port, launched_rank
+from mindnlp_dp.launch.run import grace_seconds
+from mindnlp_dp.launch.verdict import Ended, Status, find_failure, write_status
 
 STALE = {
     "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8", "MS_NODE_ID": "5", "RANK_ID": "5",
@@ -20,17 +26,70 @@ def test_stale_variables_are_left_out():
     assert environment == {"HOME": "/root", "GLOG_v": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def test_an_outer_launchers_ranks_are_not_ours():
+    slurm = {"SLURM_JOBID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    outer = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **slurm, "SLURM_JOB_ID": "7"}
+    assert clean_environment(outer) == {"SLURM_JOB_ID": "7", "GLOG_v": "3", "PYTHONUNBUFFERED": "1"}
+
+
 def test_a_cluster_process_knows_its_place():
     environment = cluster_environment(STALE, "MS_WORKER", nproc=2, port=1234, rank=1)
     assert environment["MS_ROLE"] == "MS_WORKER"
     assert (environment["MS_WORKER_NUM"], environment["MS_NODE_ID"], environment["MS_SCHED_PORT"]) == ("2", "1", "1234")
     assert "RANK_TABLE_FILE" not in environment
+    assert int(environment["MS_NODE_TIMEOUT"]) > 600
+    users = cluster_environment({**STALE, "MS_NODE_TIMEOUT": "7"}, "MS_WORKER", nproc=2, port=1234, rank=1)
+    assert users["MS_NODE_TIMEOUT"] == "7"
     assert "MS_NODE_ID" not in cluster_environment(STALE, "MS_SCHED", nproc=2, port=1234)
 
 
 def test_a_free_port_can_be_bound():
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
+
+
+KILLED = """prterun noticed that process rank 1 with PID 12 on node vm exited on
+signal 9 (Killed)."""
+LEFT = """   Process name: [prterun-vm-3980@1,1]
+   Exit code:    3"""
+LEFT_WELL = """prterun has exited due to process rank 1 with PID 4116 on node vm exiting
+improperly. There are three reasons this could occur:"""
+MPIRUN = [Ended(None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ended", "printed", "verdict"),
+    [
+        ({0: Status(1, 5.0), 1: Status(3, 4.0)}, MPIRUN, LEFT, (1, 3, "failed with exit code 3")),
+        ({}, MPIRUN, KILLED, (1, 137, "was killed by signal 9")),
+        ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
+        ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
+        ({}, MPIRUN, "no slots", (None, 1, "")),
+        ({}, [Ended(1, -9)], "", (1, 137, "was killed by signal 9")),
+        ({}, [Ended(0, -15), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
+        # A rank that waited is not to blame where another failed, left, came to its end, or never came.
+        ({0: Status(1, 5.0, True), 1: Status(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
+        ({0: Status(1, 5.0, True)}, [Ended(0, 1), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({0: Status(1, 9.0, True), 1: Status(0, 1.0)}, [], "", (1, 1, "came to its end, and rank 0 waited 8 s longer")),
+        ({0: Status(1, 9.0, True)}, [Ended(0, 1)], "", (1, 1, "was still busy elsewhere when rank 0 gave up")),
+        ({0: Status(1, 9.0, True), 1: Status(1, 9.0, True)}, [], "", (0, 1, "failed with exit code 1")),
+    ],
+)
+def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
+    for index, status in statuses.items():
+        write_status(tmp_path, index, status)
+    (tmp_path / "launcher.log").write_text(printed)
+    rank, code, what = verdict
+    failure = find_failure(ended, tmp_path, nproc=2)
+    assert (failure.rank, failure.exit_code) == (rank, code)
+    assert failure.what.startswith(what)
+
+
+@pytest.mark.parametrize("returncode", [0, 1])
+def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
+    for rank in range(2):
+        write_status(tmp_path, rank, Status(0, 1.0))
+    assert find_failure([Ended(0, returncode), Ended(1, 0)], tmp_path, nproc=2) is None
 
 
 def test_launched_rank():
@@ -66,3 +125,56 @@ def test_python_m_is_the_command():
     done = subprocess.run([sys.executable, "-m", "mindnlp_dp", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "usage: mindnlp-dp" in done.stdout
+
+
+NPUS, NO_NPUS = {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, {"ASCEND_RT_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "device"),
+    [
+        (NPUS, "Ascend"),
+        (NO_NPUS, "CPU"),  # GPUs alone: MindSpore as PyPI has it cannot use them
+        ({**NPUS, "DEVICE_TARGET": "CPU"}, "CPU"),
+        ({**NO_NPUS, "DEVICE_TARGET": "GPU"}, "GPU"),
+    ],
+)
+def test_the_device_of_a_job(environ, device):
+    assert default_device(environ) == device
+
+
+def test_npus_are_not_left_alone(monkeypatch, capsys, tmp_path):
+    """Without DEVICE_TARGET the job goes to the cards, says so, and asks them how many there are."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.delenv("DEVICE_TARGET", raising=False)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
+    assert main(["run", "--nproc", "3", str(script)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "this host has Ascend cards: --backend mindspore, with them; DEVICE_TARGET=CPU does without\n"
+    assert "3 workers, but this host has 2 Ascend devices" in said.err
+
+
+def test_devices_get_more_time_to_end():
+    assert grace_seconds({"DEVICE_TARGET": "Ascend"}) > grace_seconds({}) == grace_seconds({"DEVICE_TARGET": "CPU"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "card"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_RANK": "11"}, 3),
+        (cluster_environment({}, "MS_WORKER", nproc=2, port=1, rank=1), 1),
+        ({"DEVICE_ID": "5"}, None),  # left over
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("chosen", [False, True], ids=["", "the script chose"])
+def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
+    set_to = []
+    conf = SimpleNamespace(get_instance=lambda: SimpleNamespace(is_device_enable=lambda: chosen))
+    monkeypatch.setattr("mindspore._c_expression.DeviceManagerConf", conf)
+    monkeypatch.setattr("mindspore.get_context", lambda name: set_to[-1][0] if set_to else "Ascend")
+    monkeypatch.setattr("mindspore.set_device", lambda *device: set_to.append(device))
+    monkeypatch.setattr(os, "environ", environ)
+    assert obey_device_target() == "Ascend"
+    assert set_to == ([] if card is None or chosen else [("Ascend", card)])

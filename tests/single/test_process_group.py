@@ -4,7 +4,7 @@ import pytest
 
 import mindnlp_dp as dp
 from mindnlp_dp import process_group
-from mindnlp_dp.rendezvous import Launch, choose_backend, detect_launch
+from mindnlp_dp.rendezvous import Launch, check_world_size, choose_backend, detect_launch
 
 ALONE, MPIRUN, MSRUN = Launch("none", 1), Launch("mpirun", 2), Launch("msrun", 2)
 STALE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}
@@ -15,13 +15,37 @@ def no_group(monkeypatch):
     monkeypatch.setattr(process_group, "_group", None)
 
 
-def test_detect_launch():
-    assert detect_launch({}) == ALONE
-    assert detect_launch({"OMPI_COMM_WORLD_SIZE": "2"}) == MPIRUN
-    assert detect_launch({"PMI_SIZE": "2"}) == MPIRUN
-    assert detect_launch({"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2"}) == MSRUN
-    assert detect_launch({"MS_WORKER_NUM": "2"}) == ALONE  # left over: no process was given a role
-    assert detect_launch({"OMPI_COMM_WORLD_SIZE": "2", **STALE}) == MPIRUN
+STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+SRUN, SRUN_MPI, PMIX = Launch("srun", 2), Launch("srun --mpi", 2), Launch("PMIx", None, 1)
+TORCHRUN = Launch("torchrun", 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch"),
+    [
+        ({}, ALONE),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, MPIRUN),
+        ({"PMI_SIZE": "2"}, MPIRUN),
+        ({"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2"}, MSRUN),
+        ({"MS_WORKER_NUM": "2"}, ALONE),  # left over: no process was given a role
+        ({"OMPI_COMM_WORLD_SIZE": "2", **STALE}, MPIRUN),
+        (STEP, SRUN),
+        ({**STEP, "SLURM_STEP_ID": ""}, ALONE),  # the shell of sbatch
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, ALONE),
+        ({**STEP, "SLURM_NTASKS": "1"}, ALONE),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, ALONE),  # the shell of salloc: a step of one task in a larger job
+        ({**STEP, "PMIX_RANK": "1"}, SRUN_MPI),
+        ({**STEP, "PMI_SIZE": "2"}, SRUN_MPI),
+        ({**STEP, "PMIX_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, MPIRUN),
+        ({**STEP, "PMI_SIZE": "2", "MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2"}, MSRUN),
+        ({"PMIX_RANK": "1"}, PMIX),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, TORCHRUN),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ALONE),
+        ({"RANK": "1", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"}, MPIRUN),
+    ],
+)
+def test_detect_launch(environ, launch):
+    assert detect_launch(environ) == launch
 
 
 @pytest.mark.parametrize(
@@ -34,6 +58,8 @@ def test_detect_launch():
         (MPIRUN, "GPU", "mindspore"),
         (MSRUN, "CPU", "mindspore"),
         (MSRUN, "Ascend", "mindspore"),
+        (SRUN_MPI, "CPU", "mpi"),
+        (PMIX, "CPU", "mpi"),
     ],
 )
 def test_auto(launch, device, backend):
@@ -47,6 +73,34 @@ def test_contradictions():
         choose_backend("single", MSRUN, "CPU")
     with pytest.raises(ValueError, match="started alone; mindnlp-dp run --nproc 2 --backend mpi script.py"):
         choose_backend("mpi", ALONE, "CPU")
+
+
+@pytest.mark.parametrize("requested", ["auto", "mpi", "mindspore"])
+@pytest.mark.parametrize(
+    ("launch", "instead"),
+    [(SRUN, "srun --mpi=pmix python script.py"), (TORCHRUN, "mindnlp-dp run --nproc 2 script.py")],
+)
+def test_processes_that_cannot_meet(requested, launch, instead):
+    with pytest.raises(ValueError, match=f"{launch.by} started 2 processes, which cannot meet.*; type {instead}"):
+        choose_backend(requested, launch, "CPU")
+
+
+def test_devices_are_not_reached_through_slurms_mpi():
+    with pytest.raises(ValueError, match="MindSpore's own libraries do not meet that way.*launch_msrun_multi_node.sh"):
+        choose_backend("auto", SRUN_MPI, "Ascend")
+
+
+@pytest.mark.parametrize(
+    ("launch", "world_size"), [(ALONE, 1), (MPIRUN, 2), (SRUN_MPI, 2), (PMIX, 2), (PMIX, 7), (Launch("PMIx", None), 1)]
+)
+def test_a_world_that_is_whole(launch, world_size):
+    check_world_size(launch, world_size, "mpi")
+
+
+@pytest.mark.parametrize(("launch", "world_size"), [(MPIRUN, 1), (SRUN_MPI, 1), (PMIX, 1), (SRUN_MPI, 4)])
+def test_a_library_that_sees_other_processes(launch, world_size):
+    with pytest.raises(RuntimeError, match=f"{launch.by} started .*2 processes, but mpi sees {world_size}.*; type "):
+        check_world_size(launch, world_size, "mpi")
 
 
 def test_init_is_idempotent_and_destroy_ends_it(no_group):

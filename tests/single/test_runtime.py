@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.runtime import seeded, split_cores, step_seed
+from mindnlp_dp.runtime import cores_granted, num_operator_threads, own_cores, seeded, split_cores, step_seed
 
 
 def test_split_cores_literally():
@@ -25,6 +25,52 @@ def test_split_cores_uses_every_core_once_when_there_are_enough(num_cores, num_p
     assert all(blocks)
     if num_processes <= num_cores:
         assert sum(blocks, ()) == tuple(range(num_cores))
+
+
+@pytest.mark.parametrize(
+    ("sets", "mine"),
+    [
+        ([(0, 1), (0, 1)], [(0,), (1,)]),  # nobody bound them apart, on the whole machine
+        ([(4, 5, 6), (4, 5, 6)], [(4, 5), (6,)]),  # or in a container
+        ([(0, 1), (2, 3)], [(0, 1), (2, 3)]),
+        ([(0,), (0,)], [(0,), (0,)]),
+        ([(0, 1), (0, 1), (2, 3), (2, 3)], [(0,), (1,), (2,), (3,)]),
+        ([(0, 1), (1, 2)], [(0, 1), (1, 2)]),
+    ],
+)
+def test_processes_with_the_same_cores_split_them(sets, mine):
+    assert [own_cores(sets, index) for index in range(len(sets))] == mine
+
+
+V2 = {"/proc/self/cgroup": "0::/job/rank\n"}
+V1 = {"/proc/self/cgroup": "5:memory:/job\n2:cpu,cpuacct:/job\n0::/\n"}
+V1_FOLDER, V2_FOLDER = "/sys/fs/cgroup/cpu,cpuacct", "/sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("files", "granted"),
+    [
+        ({}, None),
+        (V2, None),
+        ({**V2, f"{V2_FOLDER}/job/rank/cpu.max": "max 100000\n"}, None),
+        ({**V2, f"{V2_FOLDER}/job/rank/cpu.max": "150000 100000\n"}, 1.5),
+        ({**V2, f"{V2_FOLDER}/job/rank/cpu.max": "max 100000\n", f"{V2_FOLDER}/job/cpu.max": "200000 50000\n"}, 4.0),
+        ({"/proc/self/cgroup": "0::/\n", f"{V2_FOLDER}/cpu.max": "200000 100000\n"}, 2.0),  # inside a container
+        ({**V1, f"{V1_FOLDER}/job/cpu.cfs_quota_us": "-1\n", f"{V1_FOLDER}/job/cpu.cfs_period_us": "100000\n"}, None),
+        ({**V1, f"{V1_FOLDER}/job/cpu.cfs_quota_us": "3000\n", f"{V1_FOLDER}/job/cpu.cfs_period_us": "1000\n"}, 3.0),
+        ({**V1, f"{V1_FOLDER}/cpu.cfs_quota_us": "50000\n", f"{V1_FOLDER}/cpu.cfs_period_us": "100000\n"}, 0.5),
+    ],
+)  # fmt: skip
+def test_cores_granted_by_cgroups(files, granted):
+    assert cores_granted(lambda file: files.get(file, "")) == granted
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "granted", "num_processes", "threads"),
+    [(4, None, 2, 4), (4, 4.0, 2, 2), (4, 16.0, 2, 4), (4, 3.0, 2, 1), (1, 0.5, 2, 1)],
+)
+def test_operator_threads_fit_the_quota(num_cores, granted, num_processes, threads):
+    assert num_operator_threads(num_cores, granted, num_processes) == threads
 
 
 def test_step_seeds_differ_and_are_fixed():
@@ -54,11 +100,14 @@ def test_seeded_replays_dropout_and_keeps_numpys_state():
 
 CONFIGURE = """
 import json, os, sys
+from mindnlp_dp.backends.base import SingleProcessBackend
 from mindnlp_dp.runtime import configure_runtime
 import mindspore
 if "own" in sys.argv:
     mindspore.device_context.cpu.op_tuning.threads_num(3)
-settings = configure_runtime(sys.argv[1], local_rank=int(sys.argv[2]), local_world_size=int(sys.argv[3]))
+class Ranks(SingleProcessBackend):
+    local_rank, local_world_size = int(sys.argv[2]), int(sys.argv[3])
+settings = configure_runtime(sys.argv[1], Ranks())
 print(json.dumps([list(settings.cores), settings.operator_threads, settings.synchronous_dispatch,
                   sorted(os.sched_getaffinity(0))]))
 """

@@ -1,0 +1,142 @@
+"""Which rank ended a job, and how: from what ranks wrote, from how their processes ended, from what mpirun printed.
+
+A rank's own word counts most. One that waited in vain for another is not to blame: the other is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank said at its end; ``waited``: it gave up waiting for another rank."""
+
+    exit_code: int
+    time: float
+    waited: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended: its rank, None for mpirun, and its return code as subprocess gives it."""
+
+    rank: Optional[int]
+    returncode: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that ended the job, the job's exit code (128 + N after signal N, as in a shell), and what happened."""
+
+    rank: Optional[int]
+    exit_code: int
+    what: str
+
+
+def write_status(log_dir: Path, rank: int, status: Status) -> None:
+    path = log_dir / f"worker_{rank}.status"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(vars(status)))
+    temporary.replace(path)
+
+
+def read_statuses(log_dir: Path, nproc: int) -> dict[int, Status]:
+    """How the ranks that have said so ended."""
+    statuses = {}
+    for rank in range(nproc):
+        try:
+            statuses[rank] = Status(**json.loads((log_dir / f"worker_{rank}.status").read_text()))
+        except (FileNotFoundError, ValueError):
+            pass
+    return statuses
+
+
+def find_failure(ended: Sequence[Ended], log_dir: Path, nproc: int) -> Optional[Failure]:
+    """The rank that ended the job; None when it went well."""
+    statuses = read_statuses(log_dir, nproc)
+    gone = {process.rank: process.returncode for process in ended if process.rank is not None}
+    silent = {rank: code for rank, code in gone.items() if rank not in statuses}
+    failed = {rank: status for rank, status in statuses.items() if status.exit_code != 0}
+    if failed:
+        rank = min(failed, key=lambda r: (failed[r].waited, failed[r].time))
+        if failed[rank].waited:
+            return _find_missing(rank, statuses, silent, nproc)
+        return Failure(rank, failed[rank].exit_code, _how(failed[rank].exit_code))
+    if len(statuses) == nproc or all(process.returncode == 0 for process in ended):
+        return None
+    if silent:
+        return _find_silent(silent)
+    return _read_mpirun((log_dir / "launcher.log").read_text(errors="replace")) or Failure(
+        None, next((abs(process.returncode) for process in ended if process.returncode), 1), ""
+    )
+
+
+def _find_missing(waiting: int, statuses: dict[int, Status], silent: dict[int, int], nproc: int) -> Failure:
+    """The rank that ``waiting`` and others that gave up have waited for: gone, or at its end, or still under way."""
+    code = statuses[waiting].exit_code
+    if silent:
+        return _find_silent(silent)
+    left = {rank: status for rank, status in statuses.items() if not status.waited}
+    if left:
+        rank = min(left, key=lambda r: left[r].time)
+        before = statuses[waiting].time - left[rank].time
+        return Failure(rank, code, f"came to its end, and rank {waiting} waited {before:.0f} s longer for it,")
+    rank = next((rank for rank in range(nproc) if rank not in statuses), waiting)
+    if rank == waiting:
+        return Failure(waiting, code, _how(code))
+    return Failure(rank, code, f"was still busy elsewhere when rank {waiting} gave up waiting for it,")
+
+
+def _find_silent(silent: dict[int, int]) -> Failure:
+    """Of ranks whose processes ended without a word, the one that left; a library that misses it kills the others."""
+    rank = next((rank for rank, code in silent.items() if code == 0), next(iter(silent)))
+    code = silent[rank]
+    return Failure(rank, 128 - code if code < 0 else code or 1, _how(128 - code) if code < 0 else _left(code))
+
+
+def _read_mpirun(said: str) -> Optional[Failure]:
+    """mpirun, of whose ranks we see none, names in what it prints the one that was killed or left."""
+    if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
+        code = 128 + int(killed[2])
+        return Failure(int(killed[1]), code, _how(code))
+    if left := re.search(r"Process name: \[[^\]]*,(\d+)\]\s+Exit code:\s+(\d+)", said):
+        return Failure(int(left[1]), int(left[2]), _left(int(left[2])))
+    if left := re.search(r"process rank (\d+) with PID \d+[^,]*?exiting\s+improperly", said):
+        return Failure(int(left[1]), 1, _left(0))
+    return None
+
+
+def _how(code: int) -> str:
+    return f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
+
+
+def _left(code: int) -> str:
+    return f"left with exit code {code}, past the end of the script (os._exit),"
+
+
+def report_failure(failure: Failure, log_dir: Path, nproc: int, seconds: float) -> None:
+    """Print who ended the job, after how many seconds, and its log's end unless rank 0's, which is shown, says why."""
+    if failure.rank is None:
+        print(f"the job failed before its ranks started; {log_dir}/launcher.log says:", file=sys.stderr)
+        print(_tail(log_dir / "launcher.log"), file=sys.stderr)
+        return
+    print(f"rank {failure.rank} of {nproc} {failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
+    main = read_statuses(log_dir, 1).get(0)
+    if failure.rank != 0 and not (main is not None and main.exit_code != 0):
+        print(f"worker_{failure.rank}.log ends:\n{_tail(log_dir / f'worker_{failure.rank}.log')}", file=sys.stderr)
+
+
+def _tail(log: Path) -> str:
+    if not log.exists():
+        return "  (nothing)"
+    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n".join(f"  {line}" for line in lines or ["(nothing)"])

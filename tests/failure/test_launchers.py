@@ -1,0 +1,152 @@
+"""Launchers other than ours: the ranks meet, or one sentence says why they cannot and what to type."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import TIMEOUT_SECONDS
+from mindnlp_dp.runtime import split_cores
+
+MEET = """
+import mindnlp_dp as dp
+group = dp.init_process_group()
+print(group.all_gather_object(group.rank), flush=True)
+"""
+SLURM_STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Run a script behind a command such as mpirun, and wait."""
+
+    def run(script, *before, **environ):
+        path = tmp_path / "script.py"
+        path.write_text(script)
+        return subprocess.run(
+            [*before, sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=tmp_path, env={**os.environ, **environ}, timeout=TIMEOUT_SECONDS,
+        )  # fmt: skip
+
+    return run
+
+
+def mpirun(*options):
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [os.path.join(os.path.dirname(sys.executable), "mpirun"), *root, "--oversubscribe", "-n", "2", *options]
+
+
+# What PMIx gives to a process of srun --mpi=pmix or of prun, without what mpirun adds.
+BARE_PMIX = ["env", "-u", "OMPI_COMM_WORLD_SIZE", "-u", "OMPI_COMM_WORLD_RANK"]
+
+
+@pytest.mark.parametrize(
+    "slurm", [[], [f"{name}={value}" for name, value in SLURM_STEP.items()]], ids=["alone", "srun"]
+)
+def test_pmix_alone_is_served_by_mpi(start, slurm):
+    job = start(MEET, *mpirun(*BARE_PMIX, *slurm))
+    assert (job.returncode, job.stdout) == (0, "[0, 1]\n[0, 1]\n")
+
+
+def test_a_pmi_that_our_mpi_does_not_speak(start):
+    job = start(MEET, PMI_SIZE="2", PMI_RANK="0", **SLURM_STEP)
+    assert job.returncode == 1
+    assert "srun --mpi started 2 processes, but mpi sees 1, so that they would train separate models" in job.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "instead"),
+    [(SLURM_STEP, "srun --mpi=pmix"), ({"RANK": "1", "WORLD_SIZE": "2"}, "mindnlp-dp run --nproc 2 script.py")],
+    ids=["srun", "torchrun"],
+)
+def test_processes_that_cannot_meet_train_nothing(start, environ, instead):
+    job = start(MEET, **environ)
+    assert job.returncode == 1
+    assert f"which cannot meet and would train 2 separate models; type {instead}" in job.stdout
+
+
+@pytest.mark.parametrize("backend", ["mpi", "mindspore"])
+def test_our_launcher_inside_another_ones_process(launch, backend):
+    job = launch(
+        MEET, backend=backend, RANK="3", WORLD_SIZE="4", SLURM_JOBID="7", SLURM_NODELIST="x[1-2]", **SLURM_STEP
+    )
+    assert (job.exit_code, job.output) == (0, "[0, 1]\n")
+
+
+CORES = """
+import os
+import mindnlp_dp as dp
+group = dp.init_process_group()
+cores = group.all_gather_object(sorted(os.sched_getaffinity(0)))
+if group.is_main:
+    print(cores, flush=True)
+"""
+
+
+def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
+    cores = sorted(os.sched_getaffinity(0))
+    halves = [list(split_cores(cores, 2, index)) for index in range(2)]
+    assert start(CORES, *mpirun("--bind-to", "none")).stdout == f"{halves}\n"
+    # A narrower set, as a container or a batch system gives it; of one core there is nothing to split.
+    job = start(CORES, "taskset", "-c", str(cores[-1]), *mpirun("--bind-to", "none"))
+    assert job.stdout == f"{[cores[-1:]] * 2}\n"
+
+
+# Under mpirun by hand, nobody but the rank itself ends the others.
+
+LEAVE = """
+import argparse, sys
+import mindnlp_dp as dp
+from mindnlp_dp.backends import abort
+abort.PATIENCE_SECONDS = 1.0
+group = dp.init_process_group()
+
+def tidy_up():
+    try:
+        sys.exit(6)
+    finally:
+        print("tidied up")
+
+def change_mind():
+    try:
+        sys.exit(6)
+    except SystemExit:
+        pass
+
+if group.rank == 1:
+    {leave}
+group.barrier()
+print("reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("leave", "exit_code", "said"),
+    [
+        ("sys.exit(4)", 4, ""),
+        ("exit(5)", 5, ""),
+        ("sys.exit('no such file')", 1, "no such file"),
+        ("argparse.ArgumentParser().parse_args(['--epochs'])", 2, "unrecognized arguments: --epochs"),
+        ("tidy_up()", 6, "tidied up"),
+    ],
+)
+def test_an_exit_code_under_mpirun_ends_all_ranks(start, leave, exit_code, said):
+    job = start(LEAVE.format(leave=leave), *mpirun())
+    assert job.returncode == exit_code
+    assert said in job.stdout
+    assert "reached" not in job.stdout
+
+
+def test_an_exit_that_was_caught_ends_nothing(start):
+    job = start(LEAVE.format(leave="change_mind()") + "raise SystemExit(0)\n", *mpirun())
+    assert (job.returncode, job.stdout) == (0, "reached\nreached\n")
+
+
+def test_a_rank_that_leaves_early_says_so_and_ends_nothing(start):
+    job = start(LEAVE.format(leave="sys.exit(0)").replace("group.barrier()", "import time; time.sleep(3)"), *mpirun())
+    assert job.returncode == 0
+    assert job.stdout.startswith("rank 1 of 2 came to its end 1 s ago, and others have not. If they wait for it in a")
+    assert job.stdout.endswith("reached\n")
