@@ -41,8 +41,8 @@ setup(
     package_data={"mindnlp_dp": ["py.typed", "report/page.html"]},
     python_requires=">=3.9,<3.13",
     install_requires=[
-        # 2.9 and later break MindNLP 0.4.1's autograd (mindnlp_dp/compat.py).
-        "mindspore>=2.5.0,<2.9.0",
+        # Those that mindnlp_dp/compat.py accepts.
+        "mindspore>=2.5.0,<2.11.0",
         "mindnlp==0.4.1",
         "numpy>=1.22,<2",
         # MindNLP 0.4.1 imports what datasets 4 removed; pyarrow 21 removed what datasets 3 uses.

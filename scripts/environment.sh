@@ -3,10 +3,11 @@
 #   ensure_environment EXTRAS      e.g. mpi,quickstart; afterwards its programs are first on PATH
 #
 # PYTHON names the interpreter (default: the first of python3, python3.12 ... python3.9 that fits),
-# VENV the folder (default: .venv beside setup.py).
+# VENV the folder (default: .venv beside setup.py), MINDSPORE the version (default: the one that all suites run on).
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
+MINDSPORE=${MINDSPORE:-2.8.0}
 
 _python_fits() {
   "$1" -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
@@ -24,6 +25,10 @@ _find_python() {
   return 1
 }
 
+_what_is_installed() {
+  echo "MindSpore $MINDSPORE, $(cksum <"$ROOT/setup.py")"
+}
+
 ensure_environment() {
   local extras=$1 stamp python
   stamp=$VENV/.installed-${extras//,/-}
@@ -31,7 +36,7 @@ ensure_environment() {
   # One installation at a time, however many scripts were started; the lock ends with the subshell.
   (
     flock 9
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(cksum <"$ROOT/setup.py")" ] && [ -x "$VENV/bin/mindnlp-dp" ]; then
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(_what_is_installed)" ] && [ -x "$VENV/bin/mindnlp-dp" ]; then
       exit 0
     fi
     if [ ! -x "$VENV/bin/python" ]; then
@@ -40,8 +45,9 @@ ensure_environment() {
       "$python" -m venv "$VENV" || exit 1
     fi
     echo "installing mindnlp_dp[$extras] and what it needs (about 3 GB; a minute or several)"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$extras]" || exit 1
-    cksum <"$ROOT/setup.py" >"$stamp"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$extras]" \
+      "mindspore==$MINDSPORE" || exit 1
+    _what_is_installed >"$stamp"
   ) 9>"$VENV.lock" || return 1
   export PATH="$VENV/bin:$PATH"
 }

@@ -48,7 +48,9 @@ class MindSporeBackend(Backend):
         self.waits_for_a_device = self.name != "mccl"
         self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
         calls: Any = PrimitiveCalls() if self.name == "nccl" else MintCalls()
-        self._calls: DeviceCalls = WatchedCollectives(calls, self.rank) if self.name == "mccl" else calls
+        if self.name == "mccl":
+            calls = WatchedCollectives(calls, self.rank)
+        self._calls: DeviceCalls = calls
         self.local_rank = communication.get_local_rank()
         self.local_world_size = communication.get_local_rank_size()
         if self.world_size == 1:

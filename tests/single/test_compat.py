@@ -16,33 +16,33 @@ def run(code, **environ):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environ})
 
 
-@pytest.mark.parametrize("mindspore", ["2.7.0", "2.7.1.post1", "2.8.0", "2.8.3"])
+@pytest.mark.parametrize("mindspore", ["2.7.0", "2.7.1.post1", "2.8.0", "2.8.3", "2.9.0", "2.10.0", "2.10.1"])
 def test_pairs_that_work(mindspore):
     check_versions("0.4.1", mindspore)
 
 
 @pytest.mark.parametrize(
-    ("mindnlp", "mindspore"), [("0.4.1", "2.9.0"), ("0.4.1", "2.10.0"), ("0.4.1", "2.4.1"), ("0.5.1", "2.7.0")]
+    ("mindnlp", "mindspore"), [("0.4.1", "2.11.0"), ("0.4.1", "2.4.1"), ("0.5.1", "2.7.0"), ("0.5.1", "2.10.0")]
 )
 def test_a_pair_that_does_not_work_is_named_with_those_that_do(mindnlp, mindspore):
     with pytest.raises(UnsupportedVersionsError) as caught:
         check_versions(mindnlp, mindspore)
     message = str(caught.value)
     assert f"MindNLP {mindnlp} with MindSpore {mindspore} is not a pair that works" in message
-    assert "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.8.x" in message
+    assert "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.10.x" in message
     assert issubclass(UnsupportedVersionsError, ImportError)
 
 
 def test_the_check_runs_when_mindnlp_is_imported():
     code = """
 import mindnlp_dp.compat as compat
-compat.importlib.metadata.version = {"mindnlp": "0.4.1", "mindspore": "2.10.0"}.__getitem__
+compat.importlib.metadata.version = {"mindnlp": "0.4.1", "mindspore": "2.11.0"}.__getitem__
 import mindnlp
 """
     done = run(code)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "mindnlp_dp.compat.UnsupportedVersionsError: MindNLP 0.4.1 with MindSpore 2.10.0 is not a pair that works"
+        "mindnlp_dp.compat.UnsupportedVersionsError: MindNLP 0.4.1 with MindSpore 2.11.0 is not a pair that works"
     )
 
 
