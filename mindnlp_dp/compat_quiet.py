@@ -66,7 +66,7 @@ def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
             os.environ["MS_ALLOC_CONF"] = users_own
 
 
-# Versions: MindSpore 2.9+. Cause: MindNLP imports mindspore.common.api, and makes an Eps, both of which MindSpore reports
+# Versions: MindSpore 2.9+. Cause: MindNLP imports mindspore.common.api and makes an Eps, both of which MindSpore reports
 # as deprecated on the terminal of every process.
 # Goes when: MindNLP uses what took their place.
 @around("mindnlp")
