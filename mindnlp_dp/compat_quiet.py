@@ -66,8 +66,8 @@ def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
             os.environ["MS_ALLOC_CONF"] = users_own
 
 
-# Versions: MindSpore 2.9+. Cause: MindNLP imports mindspore.common.api and makes an Eps, both of which MindSpore reports
-# as deprecated on the terminal of every process.
+# Versions: MindSpore 2.9+. Cause: MindNLP imports mindspore.common.api and makes an Eps, both of which MindSpore
+# reports as deprecated on the terminal of every process.
 # Goes when: MindNLP uses what took their place.
 @around("mindnlp")
 def _quiet_deprecations_at_import(module: types.ModuleType) -> Iterator[None]:

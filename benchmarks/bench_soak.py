@@ -1,0 +1,133 @@
+"""Whether memory grows: a thousand updates with evaluations and saves, by our Trainer and by MindNLP's own.
+
+    python benchmarks/bench_soak.py [--updates 1000] [--json FILE]
+
+A small RoBERTa, AdamW with a linear schedule, an evaluation every 50 updates and a checkpoint every 100. What counts is
+the slope of the resident memory over the updates, after the first fifth of them, in KB an update; a model's size hardly
+matters to it. MindNLP's own AdamW is measured as it ships, and ours on two ranks as well. "operators alone" is the
+model's forward and backward pass: what MindSpore's kernels for CPU keep, whoever calls them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import launched, machine, run_job, write_json
+
+KINDS = {
+    "MindNLP's own Trainer": ("stock", 1),
+    "ours, one process": ("ours", 1),
+    "ours, two ranks": ("ours", 2),
+    "ours, SGD": ("sgd", 1),
+    "operators alone": ("operators", 1),
+}
+EVALUATE_EVERY, SAVE_EVERY = 50, 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--kind", choices=[kind for kind, _ in KINDS.values()], help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.kind:
+        measured = run_kind(args.kind, args.updates)
+        if measured is not None:
+            args.write.write_text(json.dumps(measured))
+        return
+    print(f"{machine()}; {args.updates} updates")
+    print(f"{'':24}{'KB an update':>14}{'at the end':>14}")
+    table: dict[str, Any] = {}
+    for name, (kind, num_ranks) in KINDS.items():
+        command = [*(launched("mpi", 2) if num_ranks == 2 else [sys.executable]), __file__]
+        memory = run_job([*command, "--kind", kind, "--updates", str(args.updates)])
+        table[name] = {"kb_an_update": slope(memory), "mb_at_the_end": memory[-1] / 1024, "kb": memory}
+        print(f"{name:24}{table[name]['kb_an_update']:14.1f}{table[name]['mb_at_the_end']:11.0f} MB", flush=True)
+    write_json(args.json, {"machine": machine(), "updates": args.updates, "table": table})
+
+
+def slope(memory: list[float]) -> float:
+    """KB an update, by least squares, after what is set up in the first fifth."""
+    later = memory[len(memory) // 5 :]
+    return float(np.polyfit(np.arange(len(later)), later, 1)[0])
+
+
+def resident_kb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
+
+
+def run_kind(kind: str, num_updates: int) -> list[float] | None:
+    """Resident memory after every update, on rank 0."""
+    import mindnlp_dp as dp
+
+    group = dp.init_process_group()
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from models import Rows, tiny_roberta
+
+    rows, memory = Rows(256), []
+    model = tiny_roberta(num_layers=2, dropout=0.1)
+    if kind == "operators":
+        return operators_alone(model, rows, num_updates)
+    from mindnlp.engine import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            memory.append(resident_kb())
+
+    settings: dict[str, Any] = {
+        "max_steps": num_updates, "learning_rate": 1e-3, "per_device_train_batch_size": 8, "disable_tqdm": True,
+        "evaluation_strategy": "steps", "eval_steps": EVALUATE_EVERY, "save_strategy": "steps",
+        "save_steps": SAVE_EVERY, "save_total_limit": 1, "logging_steps": 100,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "stock":
+            train_stock(model, rows, Path(folder), settings, Watch())
+        else:
+            arguments = dp.DataParallelArguments(folder, optim="sgd" if kind == "sgd" else "adamw", **settings)
+            dp.DataParallelTrainer(
+                model, arguments, train_dataset=rows, eval_dataset=Rows(16), callbacks=[Watch()]
+            ).train()
+    return memory if group.is_main else None
+
+
+def train_stock(model: Any, rows: Any, folder: Path, settings: dict[str, Any], watch: Any) -> None:
+    """MindNLP's Trainer and its AdamW, without the patch that makes tensors of its scalars."""
+    from mindnlp.core import ops
+    from mindnlp.engine import Trainer, TrainingArguments
+    from mindspore.dataset import GeneratorDataset
+
+    ops.optim.raw_adam = ops.optim.raw_adam.__wrapped__
+
+    def pipeline(number: int) -> Any:
+        source = [(rows.input_ids[i], rows.labels[i]) for i in range(number)]
+        return GeneratorDataset(source, ["input_ids", "labels"], shuffle=False)
+
+    arguments = TrainingArguments(str(folder), **settings)
+    Trainer(model, arguments, train_dataset=pipeline(256), eval_dataset=pipeline(16), callbacks=[watch]).train()
+
+
+def operators_alone(model: Any, rows: Any, num_updates: int) -> list[float]:
+    import mindspore
+    from mindnlp.core.autograd import value_and_grad
+
+    model.set_train(True)
+    ids, labels = mindspore.Tensor(rows.input_ids[:8]), mindspore.Tensor(rows.labels[:8])
+    parameters = tuple(model.parameters())
+    run = value_and_grad(lambda: model(input_ids=ids, labels=labels).loss, parameters, attach_grads=False)
+    memory = []
+    for _ in range(num_updates):
+        run()
+        memory.append(resident_kb())
+    return memory
+
+
+if __name__ == "__main__":
+    main()
