@@ -7,7 +7,9 @@
 begins with gradients in each rank's private memory and ends with their mean there: naive (one all-reduce a parameter)
 over MCCL and over MPI; in buckets through MPI's own Allreduce; ours, in shared memory; and PyTorch's gloo on the same
 bytes, in buckets of 25 MiB, as its DistributedDataParallel makes them. Beside them one copy in and one copy out, by
-both ranks at once: no exchange through memory takes less. Jobs are run in turns; medians are printed.
+both ranks at once: no exchange through memory takes less. Last, what exchange during the backward pass adds: a look at
+every gradient in its hook and behind the pass, for somebody may have changed it. Jobs are run in turns; medians are
+printed.
 
 Below the table: the memory that our exchange keeps, a rank, in multiples of the gradients. Memory that ranks share
 counts once (Linux's proportional set size).
@@ -35,6 +37,7 @@ NAMES = {
     "gloo": "buckets, PyTorch's gloo",
     "buckets_mccl": "buckets, MCCL",
     "naive_mccl": "naive, MCCL",
+    "fingerprints": "a look at every gradient, twice",
 }
 
 
@@ -59,6 +62,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
     import mindspore
 
     import mindnlp_dp as dp
+    from mindnlp_dp.fingerprints import fingerprint
 
     group = dp.init_process_group(backend)
     rng = np.random.default_rng(group.rank)
@@ -75,6 +79,13 @@ def measure(backend: str, model: str) -> dict[str, Any]:
                 np.copyto(result, staged)
 
         seconds["copy"] = median_seconds(group.barrier, copies, 9)
+
+        def look_twice() -> None:
+            for array in arrays:
+                fingerprint(array)
+                fingerprint(array)
+
+        seconds["fingerprints"] = median_seconds(group.barrier, look_twice, 9)
         before = proportional_bytes()
         ours = dp.GradientSynchronizer(parameters, group)
         seconds["ours"] = median_seconds(group.barrier, partial(ours, gradients), 9)

@@ -48,7 +48,7 @@ def main() -> None:
     table: dict[str, Any] = {}
     for name, (kind, num_ranks) in KINDS.items():
         command = [*(launched("mpi", 2) if num_ranks == 2 else [sys.executable]), __file__]
-        memory = run_job([*command, "--kind", kind, "--updates", str(args.updates)])
+        memory: Any = run_job([*command, "--kind", kind, "--updates", str(args.updates)])
         table[name] = {"kb_an_update": slope(memory), "mb_at_the_end": memory[-1] / 1024, "kb": memory}
         print(f"{name:24}{table[name]['kb_an_update']:14.1f}{table[name]['mb_at_the_end']:11.0f} MB", flush=True)
     write_json(args.json, {"machine": machine(), "updates": args.updates, "table": table})
