@@ -93,18 +93,23 @@ def obey_device_target() -> str:
     for MindSpore itself sees to that under msrun only. A device that the script has set stays.
     """
     import mindspore
-    from mindspore._c_expression import DeviceManagerConf
 
     from .rendezvous import card_of_this_process
 
     current, target = mindspore.get_context("device_target"), os.environ.get("DEVICE_TARGET")
     device = target if target in ("CPU", "GPU", "Ascend") else current
     card = card_of_this_process(os.environ) if device != "CPU" else None
-    if card is not None and not DeviceManagerConf.get_instance().is_device_enable():
+    if card is not None and not _has_set_a_device():
         mindspore.set_device(device, card)
     elif device != current:
         mindspore.set_device(device)
     return str(mindspore.get_context("device_target"))
+
+
+def _has_set_a_device() -> bool:
+    from mindspore._c_expression import DeviceManagerConf
+
+    return bool(DeviceManagerConf.get_instance().is_device_enable())
 
 
 # Versions: MindSpore 2.7+ on CPU. Cause: Tensor.repeat has no CPU kernel there, and MindNLP's evaluation
