@@ -3,15 +3,17 @@
 # without overlap, with and without compression. The hosts are network namespaces of this machine, with a core each.
 #
 #   bash benchmarks/bench_two_hosts.sh [--steps 8] [--json FILE] [--rate 1gbit]        needs root and iproute2
+#   bash benchmarks/bench_two_hosts.sh --rate 20mbit --compression yes                  the default beside what rounds
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-rate=1gbit json= steps=8
+rate=1gbit json= steps=8 compression=no
 while [ $# -gt 0 ]; do
   case $1 in
     --rate) rate=$2 ;;
     --json) json=$2 ;;
     --steps) steps=$2 ;;
-    *) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+    --compression) compression=$2 ;;
+    *) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
   esac
   shift 2
 done
@@ -21,10 +23,8 @@ source "$ROOT/tests/two_namespaces.sh"
 open_two_hosts || exit 0
 limit_wire "$rate"
 
-variants=(
-  compute after "after, zeros skipped" "after, fp16, all bytes" "overlap, all bytes" overlap "overlap, fp16"
-  "overlap, bf16" "PowerSGD, rank 4"
-)
+variants=(compute overlap "overlap, fp16" "overlap, bf16" "PowerSGD, rank 4")
+[ "$compression" = yes ] || variants+=(after "after, zeros skipped" "after, fp16, all bytes" "overlap, all bytes")
 on_both "$ROOT/benchmarks/train_bert.py" --variants "${variants[@]}" --steps "$steps" --write "$work/steps.json" \
   >"$work/out" 2>&1 || { tail -n 30 "$work/out"; exit 1; }
 python "$ROOT/benchmarks/two_hosts_table.py" "$work/steps.json" --rate "$rate" ${json:+--json "$json"}
