@@ -22,23 +22,32 @@ FLAGS = (*STOPS, *ACTIONS)
 
 
 class ControlAgreement:
-    """Called by every rank between two updates; one small all-reduce."""
+    """Called by every rank between two updates; one small all-reduce.
+
+    Attributes:
+        agreed: the flags as all ranks have them since the last call. Ranks go by these: a rank's own ``control`` may
+            be set at any moment, by a signal handler for instance, and counts at the next call.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._has_warned = False
+        self.agreed = dict.fromkeys(FLAGS, False)
 
-    def __call__(self, control: Any) -> None:
-        """Set the flags of ``control`` to what all ranks follow."""
+    def __call__(self, control: Any) -> dict[str, bool]:
+        """Agree on the flags; ``control`` has them as well then, but for what was set in it meanwhile."""
         group = self._group
-        mine = np.array([getattr(control, flag) for flag in FLAGS], np.int32)
+        seen = {flag: bool(getattr(control, flag)) for flag in FLAGS}
+        mine = np.array(list(seen.values()), np.int32)
         # Ranks count from 1 here, so that the largest number names one that has set a flag.
         set_by = mine * (group.rank + 1)
         of_rank_0 = mine[len(STOPS) :] * group.is_main
-        agreed = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max", is_hot=True)
-        anybody, actions = agreed[: len(FLAGS)], agreed[len(FLAGS) :]
-        for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions]):
-            setattr(control, flag, bool(value))
+        result = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max", is_hot=True)
+        anybody, actions = result[: len(FLAGS)], result[len(FLAGS) :]
+        self.agreed = {flag: bool(value) for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions])}
+        for flag, value in self.agreed.items():
+            if value != seen[flag]:
+                setattr(control, flag, value)
         dropped = [
             (flag, int(rank) - 1)
             for flag, rank, is_set in zip(ACTIONS, anybody[len(STOPS) :], actions)
@@ -53,3 +62,4 @@ class ControlAgreement:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        return self.agreed

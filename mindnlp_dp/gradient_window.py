@@ -103,7 +103,7 @@ class GradientWindow(abc.ABC):
         try:
             yield
         except BaseException:
-            self._begin_window()
+            self.drop()
             raise
         finally:
             self._exchange_is_off = before
@@ -123,6 +123,10 @@ class GradientWindow(abc.ABC):
 
     def forget_errors(self) -> None:  # noqa: B027
         """Forget what the next window would make up for, as a process does that resumes here; called by every rank."""
+
+    def drop(self) -> None:
+        """Forget what this rank has accumulated, as after an exception: no half window is ever exchanged."""
+        self._begin_window()
 
     def _begin_window(self) -> None:
         self._weight, self._skipped = 0.0, 0

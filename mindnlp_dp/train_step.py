@@ -62,17 +62,26 @@ class TrainStep:
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; returns the norm of the averaged gradient, if it is clipped."""
-        sync, bad = self.synchronizer, []
-        for micro in micro_steps:
-            if math.isfinite(micro.loss):
-                sync.accumulate(micro.gradients, micro.weight)
-                self.losses.add(micro.loss, micro.weight)
-            else:
-                sync.skip()
-                indices = () if micro.indices is None else tuple(micro.indices.tolist())
-                bad.append(BadLoss(micro.loss, sync.group.rank, step, indices))
+        sync = self.synchronizer
+        losses: list[tuple[float, float]] = []
+        bad: list[BadLoss] = []
+        try:
+            for micro in micro_steps:
+                if math.isfinite(micro.loss):
+                    sync.accumulate(micro.gradients, micro.weight)
+                    losses.append((micro.loss, micro.weight))
+                else:
+                    sync.skip()
+                    indices = () if micro.indices is None else tuple(micro.indices.tolist())
+                    bad.append(BadLoss(micro.loss, sync.group.rank, step, indices))
+        except BaseException:
+            # Whoever goes on after that begins with an empty window.
+            sync.drop()
+            raise
         with self.timeline.span("wait for gradients", step=step):
             gradients: Sequence[Optional[Any]] = sync.reduce()
+        for loss, weight in losses:
+            self.losses.add(loss, weight)
         for name, began, ended in sync.last_window.spans:
             self.timeline.add(name, began, ended, "exchange", step=step)
         if sync.num_skipped:

@@ -29,7 +29,7 @@ from mindnlp.engine.callbacks import TrainerState
 from mindnlp.engine.utils import TrainOutput, has_length
 
 from .checkpoint import remove_old_checkpoints
-from .control import FLAGS, ControlAgreement
+from .control import ControlAgreement
 from .losses import LossMeter
 from .replicas import assert_replicas_in_sync, broadcast_buffers, broadcast_parameters
 from .run_state import Position, Run, check_same_data
@@ -132,7 +132,7 @@ class TrainingLoop:
         self.agree(trainer.control)
         while not is_over and self.position.epoch < num_epochs:
             self._run_epoch()
-            is_over = trainer.control.should_training_stop
+            is_over = self.agree.agreed["should_training_stop"]
             self.position = Position(self.position.epoch + 1)
         self.timer.stop()
         return self._finish(began, self.synchronizer.seconds - sync_seconds_before)
@@ -147,7 +147,7 @@ class TrainingLoop:
             "data": self.args.data_order(self.loader.num_samples),
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
-            "flags": {flag: getattr(trainer.control, flag) for flag in FLAGS},
+            "flags": dict(self.agree.agreed),
             "trainer_state": asdict(trainer.state),
             "last_logged": trainer._globalstep_last_logged,
             "grad_norm": self.grad_norm,
@@ -186,6 +186,7 @@ class TrainingLoop:
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
         windows = self.loader.windows(position.epoch, position.update)
         self._restore_what_begins_undo()
+        self.agree(trainer.control)
         while not self._stops():
             window = next(windows, None)
             if window is None:
@@ -207,13 +208,13 @@ class TrainingLoop:
                 print(f"epoch {position.epoch} holds no batches; training stops at step {trainer.state.global_step}")
             trainer.control.should_training_stop = True
         position.ending_epoch = True
-        position.epoch_done |= trainer.control.should_epoch_stop or position.update == self.updates_per_epoch
+        position.epoch_done |= self.agree.agreed["should_epoch_stop"] or position.update == self.updates_per_epoch
         trainer.control = trainer.callback_handler.on_epoch_end(args, trainer.state, trainer.control)
         self._log_evaluate_save()
 
     def _stops(self) -> bool:
-        control, state = self.trainer.control, self.trainer.state
-        return control.should_epoch_stop or control.should_training_stop or state.global_step >= state.max_steps
+        agreed, state = self.agree.agreed, self.trainer.state
+        return agreed["should_epoch_stop"] or agreed["should_training_stop"] or state.global_step >= state.max_steps
 
     def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
         """Run this rank's micro batches of one global batch, one by one."""
@@ -246,23 +247,24 @@ class TrainingLoop:
 
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
-        self.agree(trainer.control)
-        if trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
+        agreed = self.agree(trainer.control)
+        if agreed["should_log"] and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log_loss()
+            # Callbacks that saw the log may want something.
+            agreed = self.agree(trainer.control)
         metrics = None
-        if trainer.control.should_evaluate or trainer.control.should_save:
-            with self.timer.paused():
-                if trainer.control.should_evaluate:
-                    metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
-                    if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
-                        trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
-                    self.agree(trainer.control)
-                if trainer.control.should_save:
-                    # What a resumed run cannot know of, this one forgets as well.
-                    self.synchronizer.forget_errors()
-                    trainer._save_checkpoint(trainer.model, metrics=metrics)
-                    trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
-                    self.agree(trainer.control)
+        with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
+            if agreed["should_evaluate"]:
+                metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
+                if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
+                    trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
+                agreed = self.agree(trainer.control)
+            if agreed["should_save"]:
+                # What a resumed run cannot know of, this one forgets as well.
+                self.synchronizer.forget_errors()
+                trainer._save_checkpoint(trainer.model, metrics=metrics)
+                trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
+                self.agree(trainer.control)
 
     def _log_loss(self) -> None:
         trainer = self.trainer

@@ -28,6 +28,9 @@ def test_every_kind_of_change_is_seen(dtype, layout):
         "the sign of one": lambda a: a.__setitem__((1, 2), -a[1, 2]),
         "all signs": lambda a: np.negative(a, out=a),
         "a row of zeros": lambda a: a.__setitem__(3, 0),
+        "two rows in each other's place": lambda a: a.__setitem__([3, 4], a[[4, 3]]),
+        "pairs in each other's place": lambda a: a.__setitem__((slice(None), [0, 1]), a[:, [1, 0]]),
+        "the signs of one column": lambda a: np.negative(a[:, 1], out=a[:, 1]),
         "a scale": lambda a: np.multiply(a, a.dtype.type(0.5), out=a),
         "a NaN": lambda a: a.__setitem__((0, 0), np.nan),
     }
@@ -35,6 +38,18 @@ def test_every_kind_of_change_is_seen(dtype, layout):
         array = fresh().copy(order="K")
         change(array)
         assert fingerprint(array) != before, what
+
+
+def test_a_gradient_of_two_labels_that_is_reversed():
+    """It is exactly [g, -g]: its sum is zero before and after."""
+    g = arrays("float32", (768,))
+    for both in (np.stack([g, -g]), np.stack([g, -g], axis=1)):
+        assert fingerprint(both) != fingerprint(-both)
+
+
+def test_numbers_whose_sum_overflows():
+    array = np.full((64, 64), 2000, np.float16)
+    assert fingerprint(array) != fingerprint(array * np.float16(0.5))
 
 
 def test_a_nan_that_stays_is_no_change():
