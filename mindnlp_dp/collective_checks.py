@@ -70,8 +70,10 @@ def checked_array(x: Any, rank: int) -> Any:
     """``x``, a NumPy number as an array without dimensions; TypeError for what no backend can move."""
     if isinstance(x, np.generic):
         x = np.asarray(x)
-    if not hasattr(x, "dtype") or dtype_name(x) not in TYPES:
-        what = dtype_name(x) if hasattr(x, "dtype") else type(x).__name__
+    # By asnumpy, for MindSpore need not be here.
+    is_array = isinstance(x, np.ndarray) or hasattr(x, "asnumpy")
+    if not is_array or dtype_name(x) not in TYPES:
+        what = dtype_name(x) if is_array else type(x).__name__
         raise TypeError(
             f"expected a NumPy array or a MindSpore tensor of {', '.join(TYPES)}; got {what} on rank {rank}. "
             "Other things travel with broadcast_object and all_gather_object"
@@ -89,22 +91,28 @@ def describe(x: Any) -> str:
 
 # As many as NumPy's arrays may have.
 _MOST_DIMENSIONS = 32
+_CANNOT_BE_SENT = -1
 
 
-def message_header(x: Any) -> np.ndarray:
+def message_header(x: Optional[Any]) -> np.ndarray:
     """What a message holds, in a fixed number of int64: its type, its number of dimensions, its shape.
+
+    None stands for one that cannot be sent.
 
     >>> described_by(message_header(np.zeros((2, 3), np.int8)))
     ((2, 3), 'int8')
     """
-    header = np.zeros(2 + _MOST_DIMENSIONS, np.int64)
-    header[: 2 + len(x.shape)] = TYPES.index(dtype_name(x)), len(x.shape), *x.shape
+    header = np.full(2 + _MOST_DIMENSIONS, _CANNOT_BE_SENT, np.int64)
+    if x is not None:
+        header[: 2 + len(x.shape)] = TYPES.index(dtype_name(x)), len(x.shape), *x.shape
     return header
 
 
-def described_by(header: np.ndarray) -> tuple[tuple[int, ...], str]:
-    """Shape and type of the message that this is the header of."""
+def described_by(header: np.ndarray, src: int = 0) -> tuple[tuple[int, ...], str]:
+    """Shape and type of the message that this is the header of; ValueError when rank ``src`` could not send any."""
     kind, num_dimensions = header[:2].tolist()
+    if kind == _CANNOT_BE_SENT:
+        raise ValueError(f"recv: rank {src} could not send its message; its own error says why")
     return tuple(header[2 : 2 + num_dimensions].tolist()), TYPES[kind]
 
 

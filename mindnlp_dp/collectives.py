@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Optional
 
 import numpy as np
 
-from .backends.base import Backend
 from .backends.buckets import Bucket
 from .backends.dtypes import HALF_TYPES, dtype_name
 from .bucket import BucketLayout
@@ -30,14 +29,11 @@ from .collective_checks import (
     described_by,
     message_header,
     numel,
-    raise_reported,
-    report_of,
 )
+from .rank_group import RankGroup
 
-T = TypeVar("T")
 
-
-class ProcessGroup:
+class ProcessGroup(RankGroup):
     """All processes of a job.
 
     Attributes:
@@ -47,38 +43,6 @@ class ProcessGroup:
         backend: the library that moves the bytes: ``"single"``, ``"mpi"``, ``"hccl"``, ``"nccl"`` or ``"mccl"``.
         is_main: whether this is rank 0, the one that writes and logs.
     """
-
-    def __init__(self, backend: Backend, kind: str = "single", *, checks: str = "auto") -> None:
-        self._backend = backend
-        self.backend_kind = kind
-        self._checks_hot_calls = checks == "all" or (checks == "auto" and not backend.waits_for_a_device)
-
-    @property
-    def rank(self) -> int:
-        return self._backend.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._backend.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self._backend.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self._backend.local_world_size
-
-    @property
-    def backend(self) -> str:
-        return self._backend.name
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def __repr__(self) -> str:
-        return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
 
     # Arrays: NumPy arrays or MindSpore tensors of any real type, any shape and any layout in memory. Shapes
     # and types are the same on every rank.
@@ -95,22 +59,6 @@ class ProcessGroup:
         x = self._agree("all_reduce", lambda: (checked_array(x, self.rank), [check_op(x, op, self.rank)]), is_hot)
         total = self._reduced(x, op)
         return x.copy() if total is None else self._backend.from_native(total, x)
-
-    def _agree(self, call: str, check: Callable[[], tuple[Any, list[str]]], is_hot: bool = False) -> Any:
-        """Check this rank's arguments, and that all ranks make the same call; returns the array that ``check`` does.
-
-        ``check`` returns it with what must be the same on every rank besides its type and shape, or raises ValueError
-        or TypeError. A rank with wrong arguments takes part, so that the others hear of it, and raises its own error.
-        """
-        wrong: Optional[Exception] = None
-        try:
-            x, arguments = check()
-            arguments = [*arguments, *([] if x is None else [describe(x)])]
-        except (TypeError, ValueError) as error:
-            wrong, arguments = error, [str(error)]
-        if wrong is not None or not is_hot or self._checks_hot_calls:
-            check_agreement(self._backend, call, *arguments, wrong=wrong)
-        return x
 
     def _reduced(self, x: Any, op: str) -> Optional[Any]:
         """The reduction as the backend's own kind of array; None for an empty ``x``."""
@@ -191,9 +139,16 @@ class ProcessGroup:
     # Between two ranks. What is sent says what it is, so that rank ``dst`` never takes it for something else.
 
     def send(self, x: Any, dst: int) -> None:
-        """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it."""
-        x = checked_array(x, self.rank)
+        """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it.
+
+        What cannot be sent is an error on both ranks; only a ``dst`` that is no other rank is one on this rank alone.
+        """
         check_peer("dst", dst, self)
+        try:
+            x = checked_array(x, self.rank)
+        except TypeError:
+            self._backend.send(self._backend.to_native(message_header(None)), dst)
+            raise
         self._backend.send(self._backend.to_native(message_header(x)), dst)
         if numel(x):
             self._backend.send(self._backend.to_native(x), dst)
@@ -202,12 +157,12 @@ class ProcessGroup:
         """Receive an array with the shape and type of ``like`` from rank ``src``.
 
         Raises:
-            ValueError: rank ``src`` sent another shape or type. What it sent is taken, and lost.
+            ValueError: rank ``src`` sent another shape or type, which is taken and lost, or could not send.
         """
         like = checked_array(like, self.rank)
         check_peer("src", src, self)
         header = self._backend.recv(self._backend.to_native(message_header(like)), src)
-        shape, dtype = described_by(self._backend.to_host(header))
+        shape, dtype = described_by(self._backend.to_host(header), src)
         sent = like if (shape, dtype) == (tuple(like.shape), dtype_name(like)) else self._zeros(shape, dtype, True)
         x = (
             self._backend.from_native(self._backend.recv(self._backend.to_native(sent), src), sent)
@@ -225,43 +180,10 @@ class ProcessGroup:
         check_agreement(self._backend, "barrier")
         self._backend.barrier()
 
-    # Python objects, through pickle: between the processes of one job only, never from a file.
-
-    def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Every rank gets rank ``src``'s object."""
-        self._agree("broadcast_object", lambda: (None, [check_rank("src", src, self)]))
-        return self._backend.broadcast_object(obj, src)
-
-    def all_gather_object(self, obj: T) -> list[T]:
-        """Every rank gets the list of all ranks' objects, in rank order."""
-        check_agreement(self._backend, "all_gather_object")
-        return self._backend.all_gather_object(obj)
-
-    # What the ranks do as one.
-
-    def call_where(self, here: bool, function: Callable[[], T], doing: str) -> Optional[T]:
-        """Call ``function`` on the ranks that say ``here``; the others get None, and every rank the same exception."""
-        result, error = None, None
-        if here:
-            try:
-                result = function()
-            except Exception as caught:  # noqa: BLE001
-                # Whatever it is, it goes to every rank.
-                error = caught
-        self.raise_together(error, doing)
-        return result
-
-    def call_on_main(self, function: Callable[[], T], doing: str) -> T:
-        """Call ``function`` on rank 0; every rank gets its result, or the same exception."""
-        return self.broadcast_object(self.call_where(self.is_main, function, doing))  # type: ignore[return-value]
-
-    def raise_together(self, error: Optional[Exception], doing: str) -> None:
-        """Raise on every rank when any rank brings an error; the lowest such rank's is the cause.
-
-        The rank that failed raises its own error. The others raise the same kind, with the
-        rank and ``doing`` in front, or RuntimeError where that kind cannot be rebuilt.
-        """
-        raise_reported(self.all_gather_object(report_of(error)), error, doing)
+    def reopen_if_abandoned(self) -> None:
+        """Go on where ranks have left an exchange of gradients half way, all of those that did; a collective."""
+        if any(self.all_gather_object(self._backend.abandoned)):
+            self._backend.reopen()
 
     def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]:
         """Memory of the backend's own kind for gradients, a bucket for each layout. A collective."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from .batches import call_with, num_rows_of
 from .process_group import ProcessGroup, get_process_group
+from .replicas import broadcast_buffers
 
 if TYPE_CHECKING:
     from .loader import Loader
@@ -34,6 +35,7 @@ def evaluate(
     predict_fn: Callable[..., Any],
     loader: Loader,
     *,
+    model: Any = None,
     has_loss: bool = False,
     weight_of: Optional[Callable[[Any], float]] = None,
     group: Optional[ProcessGroup] = None,
@@ -45,11 +47,16 @@ def evaluate(
             tuples, lists or dicts of tensors with the rows in front. What shall be compared with them, such as
             labels, it returns beside them.
         loader: what :func:`~mindnlp_dp.make_loader` made, without ``shuffle``.
+        model: the one that ``predict_fn`` calls, whose buffers are made rank 0's first; a model with a batch
+            normalisation wants it, unless :class:`~mindnlp_dp.FunctionalRun` has just ended its epochs.
         has_loss: whether ``predict_fn`` returns a pair, its mean loss and the outputs.
         weight_of: what a batch's loss weighs; by default its number of rows.
     """
     weight_of = weight_of or num_rows_of
-    run = EvaluationRun(group or get_process_group())
+    group = group or get_process_group()
+    if model is not None:
+        broadcast_buffers(model, group)
+    run = EvaluationRun(group)
     for window in loader.windows():
         for batch in window:
             if batch is None:

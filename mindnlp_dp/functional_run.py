@@ -29,6 +29,7 @@ from .checkpoint import (
 )
 from .functional import FunctionalStep
 from .loader import Loader
+from .replicas import broadcast_buffers
 from .run_state import Position, Run, check_same_data
 
 
@@ -83,6 +84,8 @@ class FunctionalRun:
             for window in windows:
                 yield window if self.step.accumulation_steps > 1 else window[0]
             begin = Position(begin.epoch + 1)
+        # Who has come to the end looks at the model: all ranks see the same one.
+        broadcast_buffers(self.model, self.group)
 
     def save(self) -> Path:
         """Write a checkpoint; one rank writes, the others return when it has, or raise what it raised."""

@@ -75,6 +75,8 @@ class GradientSynchronizer(GradientWindow):
         powersgd_rank: int = DEFAULT_RANK,
     ) -> None:
         super().__init__(parameters, group)
+        self.group.reopen_if_abandoned()
+        self._channel = self.group._backend.channel
         if overlap not in (True, False, "auto"):
             raise ValueError(f'overlap must be True, False or "auto", got {overlap!r}')
         if compression not in COMPRESSIONS:
@@ -103,11 +105,8 @@ class GradientSynchronizer(GradientWindow):
         self._has_compared = False
 
     def _make_powersgd(self, rank: int) -> Optional[PowerSGD]:
-        matrices = {
-            index: shape
-            for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes))
-            if is_compressed(shape, dtype, rank)
-        }
+        kinds = enumerate(zip(self._shapes, self._dtypes))
+        matrices = {index: shape for index, (shape, dtype) in kinds if is_compressed(shape, dtype, rank)}
         return PowerSGD(matrices, rank, self.group) if matrices else None
 
     def pack_in_order(self, order: Sequence[int]) -> None:
@@ -162,11 +161,13 @@ class GradientSynchronizer(GradientWindow):
         self.group._backend.abandoned = f"{type(error).__name__}: {error}"
 
     def _check_not_abandoned(self) -> None:
-        abandoned = self.group._backend.abandoned
-        if abandoned:
+        backend = self.group._backend
+        if backend.abandoned or backend.channel != self._channel:
+            reason = f" ({backend.abandoned})" if backend.abandoned else ""
             raise RuntimeError(
-                f"rank {self.group.rank} left the exchange of a window half way ({abandoned}), and the other ranks "
-                "wait for it; end the job, or pass overlap=False to be able to go on after such an error"
+                f"rank {self.group.rank} left the exchange of a window half way{reason}. If all ranks did, call "
+                "train() again, or make a new synchroniser or train step, on all of them (on a device, start new "
+                "processes); if not, the others wait for this one: end the job"
             )
 
     def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:

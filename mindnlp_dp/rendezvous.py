@@ -60,11 +60,13 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
         if num_tasks > 1:
             return Launch("srun --mpi" if "PMIX_RANK" in environ or "PMI_SIZE" in environ else "srun", num_tasks)
         return Launch("none", 1)
-    if "PMI_SIZE" in environ:
-        return Launch("mpirun", int(environ["PMI_SIZE"]))
-    if "PMIX_RANK" in environ:
-        return Launch("PMIx", None, int(environ["PMIX_RANK"]))
-    if "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1":
+    for name in ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if name in environ:
+            return Launch("mpirun", int(environ[name]))
+    for name in ("PMIX_RANK", "PMI_RANK"):
+        if name in environ:
+            return Launch("PMIx", None, int(environ[name]))
+    if environ.get("RANK") and environ.get("WORLD_SIZE") not in (None, "", "1"):
         return Launch("torchrun", int(environ["WORLD_SIZE"]))
     return Launch("none", 1)
 

@@ -149,6 +149,8 @@ class DataParallelTrainerMixin:
             ValueError: it cannot be taken up with this data, or by this number of ranks.
             FloatingPointError: a loss or a gradient is no number, and ``logging_nan_inf_filter`` is False.
         """
+        # An earlier call may have failed with an exchange under way, on some ranks further than on others.
+        self._synchronizer = None
         folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
         self.group.call_where(
             self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"

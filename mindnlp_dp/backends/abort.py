@@ -6,8 +6,8 @@ does an exit code; a rank that came to its end waits here, asleep, and says
 after a while that it does.
 
 Python tells nobody at exit with which code it exits. ``sys.exit``, and with it argparse,
-``exit`` and ``quit`` are made to remember it. A bare ``raise SystemExit(3)`` stays unknown: it
-is taken for an early end. ``mindnlp-dp run`` and ``python -m mpi4py`` know that code as well.
+``exit`` and ``quit`` are made to remember it. A bare ``raise SystemExit(3)`` stays unknown, and so does a
+``from sys import exit`` of another module than the script: they are taken for an early end. ``mindnlp-dp run`` and ``python -m mpi4py`` know that code as well.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ class _Exits:
         while frame.f_back is not None:
             frame = frame.f_back
         self._outermost = frame
+        # Where the script has it under a name of its own, too: from sys import exit.
+        names = vars(sys.modules["__main__"])
+        for name in [name for name, value in names.items() if value is sys.exit]:
+            names[name] = self._exit
         sys.exit = self._exit  # type: ignore[assignment]
         # What the names exit and quit are.
         quitter = sys.modules.get("_sitebuiltins")
@@ -95,17 +99,22 @@ class _Exits:
 
     def final_code(self) -> int:
         """The code with which this process exits, as far as it is known; 0 otherwise."""
-        if self._last is None or self._was_caught(self._last):
+        if self._last is None or not self._ended_the_script(self._last):
             return 0
         code = self._last.code
         if code is None or isinstance(code, int):
             return (code or 0) & 0xFF
         return 1
 
-    def _was_caught(self, leave: SystemExit) -> bool:
-        """Whether the script went on to its own end after it, or the function that handled it last did so."""
+    def _ended_the_script(self, leave: SystemExit) -> bool:
+        """Whether it went through the outermost frame where that ended; a caught one did not, or did so elsewhere."""
         trace = leave.__traceback__
-        return _has_returned(self._outermost) or (trace is not None and _has_returned(trace.tb_frame))
+        return (
+            trace is not None
+            and trace.tb_frame is self._outermost
+            and trace.tb_lasti == self._outermost.f_lasti
+            and not _has_returned(self._outermost)
+        )
 
 
 def _has_returned(frame: types.FrameType) -> bool:

@@ -43,12 +43,14 @@ class Backend(abc.ABC):
         cannot_overlap: why buckets cannot be exchanged during a backward pass; empty when they can.
         waits_for_a_device: whether taking a result to the host makes a device come to a stop.
         abandoned: why this rank left an exchange half way, if it did; no later one would match the other ranks'.
+        channel: how often buckets were given a new channel; those of an older one are of no use.
         bytes_sent: how many bytes of gradients this rank sent to other hosts; None where nobody counts them.
     """
 
     cannot_overlap = ""
     waits_for_a_device = False
     abandoned = ""
+    channel = 0
     bytes_sent: Optional[int] = None
     name: str
     rank: int
@@ -139,6 +141,11 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def make_buckets(self, layouts: Sequence[BucketLayout], compression: Optional[str] = None) -> list[Bucket]: ...
 
+    def reopen(self) -> None:
+        """Give buckets a new channel, after ranks left an exchange on the old one half way; a collective."""
+        self.abandoned = ""
+        self.channel += 1
+
     @abc.abstractmethod
     def close(self) -> None: ...
 
@@ -173,10 +180,6 @@ class Backend(abc.ABC):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
-
-    def broadcast_object(self, obj: Any, src: int) -> Any:
-        data = self.broadcast_bytes(pickle.dumps(obj) if self.rank == src else b"", src)
-        return obj if self.rank == src else pickle.loads(data)
 
 
 class HostBackend(Backend):

@@ -192,6 +192,11 @@ class MindSporeBackend(Backend):
             )
         return [DeviceBucket(layout, self, compression) for layout in layouts]
 
+    def reopen(self) -> None:
+        """MCCL's calls had ended, on all ranks, or none would have come here; a device's are still under way."""
+        if not self.waits_for_a_device:
+            super().reopen()
+
     def _hint_at_mpi(self) -> None:
         """Say once how much faster MPI would be here. A collective."""
         self._has_hinted = True

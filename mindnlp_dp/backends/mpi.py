@@ -63,6 +63,11 @@ class MPIBackend(HostBackend):
         self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
         end_together(MPI)
 
+    def reopen(self) -> None:
+        # The old communicators stay as they are, with what was begun on them.
+        super().reopen()
+        self._open_bucket_channel()
+
     def _open_bucket_channel(self) -> None:
         """Buckets may be exchanged by another thread than the one that calls collectives meanwhile."""
         self._of_buckets = [comm.Dup() for comm in (self._comm, self._host, self._peers)]

@@ -99,6 +99,7 @@ def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
 
 LEAVE = """
 import argparse, sys
+from sys import exit as leave_under_another_name
 import mindnlp_dp as dp
 from mindnlp_dp.backends import abort
 abort.PATIENCE_SECONDS = 1.0
@@ -128,6 +129,7 @@ print("reached", flush=True)
     [
         ("sys.exit(4)", 4, ""),
         ("exit(5)", 5, ""),
+        ("leave_under_another_name(7)", 7, ""),
         ("sys.exit('no such file')", 1, "no such file"),
         ("argparse.ArgumentParser().parse_args(['--epochs'])", 2, "unrecognized arguments: --epochs"),
         ("tidy_up()", 6, "tidied up"),
@@ -142,6 +144,13 @@ def test_an_exit_code_under_mpirun_ends_all_ranks(start, leave, exit_code, said)
 
 def test_an_exit_that_was_caught_ends_nothing(start):
     job = start(LEAVE.format(leave="change_mind()") + "raise SystemExit(0)\n", *mpirun())
+    assert (job.returncode, job.stdout) == (0, "reached\nreached\n")
+
+
+def test_an_exit_that_the_script_itself_caught_ends_nothing(start):
+    """It went through the same frame as the last one, but from another place."""
+    caught = "try:\n        sys.exit(2)\n    except SystemExit:\n        pass"
+    job = start(LEAVE.format(leave=caught) + "raise SystemExit(0)\n", *mpirun())
     assert (job.returncode, job.stdout) == (0, "reached\nreached\n")
 
 

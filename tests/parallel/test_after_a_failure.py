@@ -72,3 +72,135 @@ def test_a_loop_of_ones_own_after_a_label_out_of_range():
     after = functional_losses(*new_network(), label=1)
     assert after == before
     assert after[2] < after[0]
+
+
+class FailsOnce(dp.DataParallelTrainer):
+    """Raises in the second micro step of a window, on every rank, once."""
+
+    error = ValueError("not this one")
+    calls = 0
+    is_bad = True
+
+    def training_step(self, model, inputs):
+        self.calls += 1
+        if self.is_bad and self.calls == 2:
+            raise self.error
+        return super().training_step(model, inputs)
+
+
+@pytest.mark.parametrize("error", [ValueError("not this one"), KeyboardInterrupt()])
+def test_half_a_window_is_dropped(tmp_path, error):
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+
+    class Fails(FailsOnce):
+        pass
+
+    Fails.error = error
+    expected = weights(train(tiny_roberta(), Rows(24), tmp_path / "whole", **settings).model)
+    model = tiny_roberta()
+    args = dp.DataParallelArguments(
+        str(tmp_path / "bad"), num_train_epochs=1, learning_rate=1e-2, save_strategy="no", disable_tqdm=True, **settings
+    )
+    trainer = Fails(model, args, train_dataset=Rows(24))
+    with pytest.raises(type(error)):
+        trainer.train()
+    trainer.is_bad = False
+    trainer.train()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(weights(model)[name], weight, err_msg=name)
+
+
+def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
+    network, optimizer = new_network()
+    has_failed = []
+
+    def forward(x, y):
+        if len(has_failed) == 1:
+            has_failed.append(True)
+            raise ZeroDivisionError
+        has_failed.append(True)
+        return mindspore.ops.nll_loss(mindspore.ops.log_softmax(network(x), -1), y)
+
+    step = dp.make_train_step(forward, optimizer, list(network.trainable_params()), accumulation_steps=2)
+    x = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
+    batch = (mindspore.Tensor(x), mindspore.Tensor(np.zeros(4, np.int32)))
+    other = (mindspore.Tensor(-x), mindspore.Tensor(np.ones(4, np.int32)))
+    with pytest.raises(ZeroDivisionError):
+        step([other, other])
+    step([batch, batch])
+    mine, mean = network.weight.asnumpy().copy(), step.mean_loss()
+
+    network, optimizer = new_network()
+    step = dp.make_train_step(
+        lambda x, y: mindspore.ops.nll_loss(mindspore.ops.log_softmax(network(x), -1), y),
+        optimizer, list(network.trainable_params()), accumulation_steps=2,
+    )  # fmt: skip
+    step([batch, batch])
+    np.testing.assert_array_equal(mine, network.weight.asnumpy())
+    assert mean == step.mean_loss()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_all_ranks_fail_with_an_exchange_under_way(group, tmp_path, again):
+    """The next training has a channel of its own, be it that trainer's or another one, overlapping or not."""
+
+    class Fails(dp.DataParallelTrainer):
+        is_bad = True
+
+        def compute_loss(self, model, inputs, return_outputs=False):
+            loss = super().compute_loss(model, inputs, return_outputs)
+            if self.is_bad and self.state.global_step == 3:
+                raise ValueError("on every rank")
+            return loss
+
+    settings = {"per_device_train_batch_size": 2, "learning_rate": 0.0}
+    model = tiny_roberta()
+    args = dp.DataParallelArguments(
+        str(tmp_path / "bad"), overlap=True, num_train_epochs=1, save_strategy="no", disable_tqdm=True, **settings
+    )
+    trainer = Fails(model, args, train_dataset=Rows(16 * group.world_size))
+    with pytest.raises(ValueError, match="on every rank"):
+        trainer.train()
+    if again:
+        trainer.is_bad = False
+        assert trainer.train().global_step == 8
+    else:
+        for overlap in (True, False):
+            rows = Rows(16 * group.world_size)
+            other = train(tiny_roberta(), rows, tmp_path / str(overlap), overlap=overlap, **settings)
+            assert other.state.global_step == 8
+    dp.assert_replicas_in_sync(model)
+
+
+def test_a_synchroniser_of_an_exchange_that_was_left_says_so(group):
+    if group.world_size == 1:
+        pytest.skip("one rank exchanges nothing")
+    from mindnlp.core import nn
+    from mindnlp.core.autograd import value_and_grad
+
+    parameter = nn.Parameter(mindspore.Tensor(np.ones((3, 2), np.float32)))
+
+    def fails():
+        loss = (parameter * parameter).sum()
+        if is_bad:
+            raise ValueError
+        return loss
+
+    is_bad = False
+    sync = dp.GradientSynchronizer([parameter], group, overlap=True)
+    run = value_and_grad(fails, (parameter,), attach_grads=False)
+    for number in range(3):
+        is_bad = number == 2
+        try:
+            with sync.backward(1.0):
+                _, gradients = run()
+        except ValueError:
+            break
+        sync.accumulate(gradients)
+        sync.reduce()
+    with pytest.raises(RuntimeError, match="left the exchange of a window half way .*ValueError"):
+        sync.reduce()
+    fresh = dp.GradientSynchronizer([parameter], group, overlap=False)
+    np.testing.assert_array_equal(fresh(gradients)[0].asnumpy(), gradients[0].asnumpy())
+    with pytest.raises(RuntimeError, match="make a new synchroniser or train step, on all of them"):
+        sync.accumulate(gradients)

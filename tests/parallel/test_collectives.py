@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mindspore
 import numpy as np
 import pytest
@@ -129,6 +131,8 @@ def test_ranks_that_disagree_all_get_the_error(group):
         (ValueError, "dst must be a rank from 0", lambda g, x: g.reduce(x, dst=-1)),
         (ValueError, "expected a first dimension", lambda g, x: g.reduce_scatter(np.zeros((9, 1)))),
         (ValueError, "src must be a rank from 0", lambda g, x: g.broadcast_object(x, src=99)),
+        (Exception, "pickle", lambda g, x: g.all_gather_object(lambda: 0)),
+        (TypeError, "got SimpleNamespace", lambda g, x: g.all_reduce(SimpleNamespace(dtype=x.dtype, shape=x.shape))),
     ],
 )
 def test_wrong_arguments_of_one_rank_are_an_error_on_all(group, kind, says, call):
@@ -136,6 +140,30 @@ def test_wrong_arguments_of_one_rank_are_an_error_on_all(group, kind, says, call
     with pytest.raises(kind, match=says if group.rank == last else f"failed on rank {last}: .*{says}"):
         call(group, ranks(group)) if group.rank == last else group.all_reduce(ranks(group))
     assert group.all_reduce(np.ones(1, np.float32))[0] == group.world_size  # and the group still works
+
+
+def test_what_rank_0_computed_and_cannot_be_sent_is_an_error_on_all(group):
+    for call in (
+        lambda: group.call_on_main(lambda: lambda: 0, "metrics"),
+        lambda: group.broadcast_object((lambda: 0) if group.is_main else None),
+    ):
+        with pytest.raises(Exception, match="pickle"):
+            call()
+    assert group.broadcast_object(group.rank) == 0
+
+
+def test_what_cannot_be_sent_is_an_error_on_both_ranks(group):
+    if group.world_size == 1 or group.backend == "mccl":
+        pytest.skip("needs point-to-point calls")
+    if group.rank == 0:
+        with pytest.raises(TypeError, match="got complex128 on rank 0"):
+            group.send(np.array([1j]), dst=1)
+        group.send(np.ones(2), dst=1)
+    elif group.rank == 1:
+        with pytest.raises(ValueError, match="rank 0 could not send its message"):
+            group.recv(np.zeros(2), src=0)
+        assert group.recv(np.zeros(2), src=0).tolist() == [1, 1]
+    group.barrier()
 
 
 def test_a_message_that_is_not_what_was_expected(group):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -146,6 +148,59 @@ def test_a_signal_that_one_rank_gets_stops_all_at_the_same_update(group, shared_
         signal.signal(signal.SIGUSR1, previous)
     assert same_on_every_rank(group, trainer.state.global_step) == 3
     dp.assert_replicas_in_sync(trainer.model)
+
+
+@pytest.mark.parametrize(
+    "event", ["on_epoch_begin", "on_step_begin", "on_substep_end", "on_log", "on_evaluate", "on_save"]
+)
+@pytest.mark.parametrize("flag", ["should_training_stop", "should_evaluate"])
+def test_a_flag_of_one_rank_in_any_event(group, shared_tmp_path, event, flag):
+    """Nobody waits for ever, and a stop stops all ranks at the same update."""
+
+    def sets(self, args, state, control, **kwargs):
+        if args.process_index == args.world_size - 1 and state.global_step == 2:
+            setattr(control, flag, True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = train(
+            tiny_roberta(), Rows(16 * group.world_size), shared_tmp_path, logging_steps=1, eval_dataset=Rows(3),
+            callbacks=[type("Sets", (TrainerCallback,), {event: sets})()], per_device_train_batch_size=2,
+            gradient_accumulation_steps=4, evaluation_strategy="steps", eval_steps=2, save_strategy="steps",
+            save_steps=2, num_train_epochs=3,
+        )  # fmt: skip
+    stop_at = 3 if event in ("on_step_begin", "on_substep_end") else 2
+    expected = stop_at if flag == "should_training_stop" else 6
+    assert same_on_every_rank(group, trainer.state.global_step) == expected
+
+
+def test_a_signal_while_a_rank_waits_for_the_others(group, shared_tmp_path):
+    """It comes in the midst of the ranks' agreement, and holds at the next update at the latest."""
+
+    class Slow(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and args.process_index == args.world_size - 1:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            if state.global_step == 2 and args.process_index == 0:
+                time.sleep(1.0)
+
+    class Trainer(dp.DataParallelTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
+
+    trainers = []
+    previous = signal.signal(
+        signal.SIGUSR1, lambda number, frame: setattr(trainers[0].control, "should_training_stop", True)
+    )
+    try:
+        rows = Rows(48 * group.world_size)
+        trainer = train(
+            tiny_roberta(), rows, shared_tmp_path, Trainer, callbacks=[Slow()], per_device_train_batch_size=4
+        )
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert same_on_every_rank(group, trainer.state.global_step) in (2, 3)
 
 
 def test_ranks_that_want_the_same_are_told_nothing(group, shared_tmp_path):

@@ -83,7 +83,8 @@ class TwoRanks(ProcessGroup):
 
 @pytest.fixture
 def group(monkeypatch):
-    monkeypatch.setattr("mindnlp_dp.collectives.check_agreement", lambda *_, **__: None)
+    for module in ("collectives", "rank_group"):
+        monkeypatch.setattr(f"mindnlp_dp.{module}.check_agreement", lambda *_, **__: None)
     monkeypatch.setattr("mindnlp_dp.gradient_window.check_same_structure", lambda *_: None)
     return TwoRanks(DeviceBackend())
 

@@ -40,7 +40,11 @@ TORCHRUN = Launch("torchrun", 2)
         ({**STEP, "PMI_SIZE": "2", "MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2"}, MSRUN),
         ({"PMIX_RANK": "1"}, PMIX),
         ({"RANK": "1", "WORLD_SIZE": "2"}, TORCHRUN),
+        ({"PMI_RANK": "1"}, PMIX),
+        ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}, MPIRUN),
         ({"RANK": "0", "WORLD_SIZE": "1"}, ALONE),
+        ({"RANK": "0", "WORLD_SIZE": ""}, ALONE),
+        ({"RANK": "", "WORLD_SIZE": "2"}, ALONE),
         ({"RANK": "1", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"}, MPIRUN),
     ],
 )
