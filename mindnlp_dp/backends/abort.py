@@ -6,8 +6,9 @@ does an exit code; a rank that came to its end waits here, asleep, and says
 after a while that it does.
 
 Python tells nobody at exit with which code it exits. ``sys.exit``, and with it argparse,
-``exit`` and ``quit`` are made to remember it. A bare ``raise SystemExit(3)`` stays unknown, and so does a
-``from sys import exit`` of another module than the script: they are taken for an early end. ``mindnlp-dp run`` and ``python -m mpi4py`` know that code as well.
+``exit`` and ``quit`` are made to remember it. A bare ``raise SystemExit(3)`` stays unknown, and so does
+a ``from sys import exit`` of another module than the script: they are taken for an early end.
+``mindnlp-dp run`` and ``python -m mpi4py`` know that code as well.
 """
 
 from __future__ import annotations
@@ -99,24 +100,37 @@ class _Exits:
 
     def final_code(self) -> int:
         """The code with which this process exits, as far as it is known; 0 otherwise."""
-        if self._last is None or not self._ended_the_script(self._last):
+        if self._last is None or self._was_caught(self._last):
             return 0
         code = self._last.code
         if code is None or isinstance(code, int):
             return (code or 0) & 0xFF
         return 1
 
-    def _ended_the_script(self, leave: SystemExit) -> bool:
-        """Whether it went through the outermost frame where that ended; a caught one did not, or did so elsewhere."""
+    def _was_caught(self, leave: SystemExit) -> bool:
+        """Whether the script went on after it: to its own end, or to another exception."""
+        if _has_returned(self._outermost):
+            return True
         trace = leave.__traceback__
-        return (
-            trace is not None
-            and trace.tb_frame is self._outermost
-            and trace.tb_lasti == self._outermost.f_lasti
-            and not _has_returned(self._outermost)
-        )
+        if trace is None:
+            # Nobody handled it on its way.
+            return False
+        if trace.tb_frame is not self._outermost:
+            return _has_returned(trace.tb_frame)
+        return trace.tb_lasti != self._outermost.f_lasti and not _was_raised_again(self._outermost)
+
+
+def _last_instruction(frame: types.FrameType) -> tuple[str, int]:
+    """The name and the argument of what a frame that has ended did last."""
+    code = frame.f_code.co_code
+    return dis.opname[code[frame.f_lasti]], code[frame.f_lasti + 1]
 
 
 def _has_returned(frame: types.FrameType) -> bool:
     """Whether a frame that has ended did so by a return, rather than by an exception."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
+    return _last_instruction(frame)[0].startswith("RETURN_")
+
+
+def _was_raised_again(frame: types.FrameType) -> bool:
+    """Whether a frame that has ended by an exception did so by one that it had handled: behind finally, by raise."""
+    return _last_instruction(frame) == ("RAISE_VARARGS", 0) or _last_instruction(frame)[0] == "RERAISE"

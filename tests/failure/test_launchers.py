@@ -133,6 +133,8 @@ print("reached", flush=True)
         ("sys.exit('no such file')", 1, "no such file"),
         ("argparse.ArgumentParser().parse_args(['--epochs'])", 2, "unrecognized arguments: --epochs"),
         ("tidy_up()", 6, "tidied up"),
+        ("try:\n        sys.exit(8)\n    finally:\n        print('tidied up')", 8, "tidied up"),
+        ("try:\n        sys.exit(9)\n    except SystemExit:\n        raise", 9, ""),
     ],
 )
 def test_an_exit_code_under_mpirun_ends_all_ranks(start, leave, exit_code, said):
