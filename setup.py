@@ -52,6 +52,8 @@ setup(
         # bfloat16 for NumPy, on the wire between hosts.
         "ml_dtypes>=0.4,<1",
         "pyyaml>=6,<7",
+        # A hash at the speed of memory; datasets brings it as well.
+        "xxhash>=3,<5",
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mindnlp-dp = mindnlp_dp.launch.cli:main"]},
