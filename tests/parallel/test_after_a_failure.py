@@ -121,21 +121,22 @@ def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
         has_failed.append(True)
         return mindspore.ops.nll_loss(mindspore.ops.log_softmax(network(x), -1), y)
 
-    step = dp.make_train_step(forward, optimizer, list(network.trainable_params()), accumulation_steps=2)
+    step = dp.make_train_step(forward, optimizer, list(network.trainable_params()), accumulation_steps=3)
     x = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
     batch = (mindspore.Tensor(x), mindspore.Tensor(np.zeros(4, np.int32)))
     other = (mindspore.Tensor(-x), mindspore.Tensor(np.ones(4, np.int32)))
     with pytest.raises(ZeroDivisionError):
-        step([other, other])
-    step([batch, batch])
+        # In the second of three: the last one, whose gradients may be under way, has a guard of its own.
+        step([other, other, other])
+    step([batch, batch, batch])
     mine, mean = network.weight.asnumpy().copy(), step.mean_loss()
 
     network, optimizer = new_network()
     step = dp.make_train_step(
         lambda x, y: mindspore.ops.nll_loss(mindspore.ops.log_softmax(network(x), -1), y),
-        optimizer, list(network.trainable_params()), accumulation_steps=2,
+        optimizer, list(network.trainable_params()), accumulation_steps=3,
     )  # fmt: skip
-    step([batch, batch])
+    step([batch, batch, batch])
     np.testing.assert_array_equal(mine, network.weight.asnumpy())
     assert mean == step.mean_loss()
 
