@@ -62,7 +62,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
     import mindspore
 
     import mindnlp_dp as dp
-    from mindnlp_dp.fingerprints import fingerprint
+    from mindnlp_dp.arrays.inspection import fingerprint
 
     group = dp.init_process_group(backend)
     rng = np.random.default_rng(group.rank)

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from common import launched, machine, write_json
 
-from mindnlp_dp.optim.scaling import scaled_learning_rate
+from mindnlp_dp.optim.learning_rate import scaled_learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 # What suits the config's own batch, of several tried for one epoch. (LARS learned nothing at any of three.)

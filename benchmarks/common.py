@@ -15,7 +15,7 @@ TORCH_HINT = 'PyTorch is not here; pip install "mindnlp-dp[compare]", or --torch
 
 def machine() -> str:
     # Here, for gloo.py runs with a Python that need not have mindnlp_dp.
-    from mindnlp_dp.runtime import machine as describe
+    from mindnlp_dp.report.machine import machine as describe
 
     return describe()
 

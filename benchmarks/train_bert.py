@@ -98,7 +98,7 @@ def main() -> None:
     from mindnlp.core.autograd import value_and_grad
     from mindnlp.transformers import BertConfig, BertForSequenceClassification
 
-    from mindnlp_dp.overlap import TRIAL_PAIRS
+    from mindnlp_dp.gradients.overlap import TRIAL_PAIRS
 
     config = BertConfig(
         vocab_size=VOCAB_SIZE, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,

@@ -17,7 +17,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindnlp_dp.text_classification.config import TaskConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
 from mindnlp_dp.text_classification.recorder import RunRecorder
-from mindnlp_dp.text_classification.report import make_report, summary, write_results
+from mindnlp_dp.text_classification.results import make_report, summary, write_results
 from mindnlp_dp.text_classification.task import build_model, prepare_task, save_tokenizer
 
 from mindnlp.engine import Trainer, TrainingArguments  # isort: skip

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint import CheckpointError, has_checkpoints
-from mindnlp_dp.sharding import accumulation_steps_for, batch_size_per_rank, check_every_rank_has_a_sample
+from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.checkpoint.folders import has_checkpoints
+from mindnlp_dp.data.batch_sizes import accumulation_steps_for, batch_size_per_rank, check_every_rank_has_a_sample
 from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
-from mindnlp_dp.text_classification.report import make_report, summary, write_results
+from mindnlp_dp.text_classification.results import make_report, summary, write_results
 from mindnlp_dp.text_classification.task import (
     TextClassificationTask,
     as_dataset,

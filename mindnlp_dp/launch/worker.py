@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from ..runtime import split_cores
-from .environment import launched_rank
+from mindnlp_dp.runtime.cores import split_cores
+
+from .launchers import launched_rank
 from .verdict import Status, write_status
 
 # Rank 0 is the one that is shown: when all fail together, it gets to speak first.
@@ -89,7 +90,7 @@ def _run(command: list[str]) -> tuple[int, bool]:
 
 def _waited_in_vain(error: Optional[BaseException]) -> bool:
     """Whether an error comes of a rank that did not come; that rank is to be named, and not this one."""
-    late_ranks = sys.modules.get("mindnlp_dp.backends.late_ranks")
+    late_ranks = sys.modules.get("mindnlp_dp.communication.transports.late_ranks")
     while late_ranks is not None and error is not None:
         if isinstance(error, late_ranks.LateRankError):
             return True
@@ -107,7 +108,7 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
 
 def _met_the_others() -> bool:
     """Whether the script joined a job, by us, by mpi4py or by MindSpore itself."""
-    ours = sys.modules.get("mindnlp_dp.process_group")
+    ours = sys.modules.get("mindnlp_dp.communication.process_group")
     management = sys.modules.get("mindspore.communication.management")
     return (
         (ours is not None and ours.was_started)

@@ -2,6 +2,7 @@
 
 from .lamb import LAMB
 from .lars import LARS
-from .scaling import parameter_groups, scaled_learning_rate, warmup_factor
+from .learning_rate import scaled_learning_rate, warmup_factor
+from .parameter_groups import parameter_groups
 
 __all__ = ["LAMB", "LARS", "parameter_groups", "scaled_learning_rate", "warmup_factor"]

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 from mindnlp.core import ops
 
-from ._trust import TrustRatioOptimizer, check_betas
+from .trust_ratio import TrustRatioOptimizer, check_betas
 
 
 class LAMB(TrustRatioOptimizer):

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from mindnlp.core import ops
 
-from ._trust import TrustRatioOptimizer
+from .trust_ratio import TrustRatioOptimizer
 
 
 class LARS(TrustRatioOptimizer):

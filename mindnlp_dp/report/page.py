@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from ..files import in_place_of
+from mindnlp_dp.runtime.atomic_files import in_place_of
+
 from .runs import RecordedRun, read_runs, speed_up
 
 CAPTIONS = {

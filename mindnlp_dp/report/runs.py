@@ -11,14 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
-REPORT_FILE = "report.json"
-# Without these there is nothing to show; the rest may be missing, in a run of another version.
-_NEEDED = (
-    "world_size", "backend", "train_samples_per_second", "eval_accuracy", "eval_loss", "replica_digest", "steps",
-    "history",
-)  # fmt: skip
+from .schema import NEEDED, REPORT_FILE, RunReport
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class RecordedRun:
     """
 
     name: str
-    report: dict[str, Any]
+    report: RunReport
 
     def series(self, key: str, over: str = "step") -> tuple[list[float], list[float]]:
         """The values of ``key`` in the log, over "step" or "seconds"; empty where one of the two was not logged."""
@@ -58,7 +53,7 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     return [RecordedRun(name, report) for name, report in zip(names, reports)]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> RunReport:
     file = path / REPORT_FILE if path.is_dir() else path
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
@@ -68,7 +63,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
-    missing = [key for key in _NEEDED if not isinstance(report, dict) or key not in report]
+    missing = [key for key in NEEDED if not isinstance(report, dict) or key not in report]
     if missing:
         raise ValueError(f"{file} is not the report of a run: it lacks {', '.join(missing)}")
     return report

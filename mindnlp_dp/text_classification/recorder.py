@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 from mindnlp.engine import TrainerCallback
 
-from ..evaluation import accuracy
+from mindnlp_dp.evaluation.metrics import accuracy
 
 NUM_CONFUSIONS = 10
 

@@ -110,7 +110,7 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
 
 def build_optimizer(config: FinetuneConfig, model: Any) -> Any:
     """The optimizer of a job; None stands for the Trainer's own, AdamW."""
-    from ..optim import LAMB, LARS, parameter_groups
+    from mindnlp_dp.optim import LAMB, LARS, parameter_groups
 
     kinds: dict[str, Any] = {"lamb": LAMB, "lars": LARS}
     if config.optimizer not in kinds:

@@ -26,7 +26,8 @@ from typing import Optional
 
 from interruptible import NUM_STEPS
 
-from mindnlp_dp.checkpoint import check_checkpoint, checkpoints_in
+from mindnlp_dp.checkpoint.manifest import check_checkpoint
+from mindnlp_dp.checkpoint.folders import checkpoints_in
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_SECONDS = 120

@@ -15,7 +15,7 @@ import signal
 from pathlib import Path
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint import has_checkpoints
+from mindnlp_dp.checkpoint.folders import has_checkpoints
 
 NUM_STEPS = 21
 

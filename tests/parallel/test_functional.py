@@ -11,7 +11,7 @@ from mindnlp.core import optim
 from mindspore import nn as cells
 
 import mindnlp_dp as dp
-from mindnlp_dp.backends.buckets import HostBucket
+from mindnlp_dp.gradients.buckets.host import HostBucket
 from models import VOCAB_SIZE, Rows, alone, assert_same_sums, tiny_roberta, weights
 
 NUM_STEPS, GLOBAL_BATCH = 4, 8

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mindnlp_dp as dp
-from mindnlp_dp.replicas import ReplicaMismatchError
+from mindnlp_dp.replicas.weights import ReplicaMismatchError
 
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,), (7, 2)]
 SYNCHRONIZERS = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 
-from mindnlp_dp.loader import IndexedLoader, PipelineLoader, make_loader
+from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from models import Rows
 
 

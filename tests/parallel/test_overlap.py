@@ -19,7 +19,7 @@ from mindnlp.core.autograd import value_and_grad
 
 import mindnlp_dp as dp
 import models
-from mindnlp_dp.overlap import TRIAL_PAIRS, pays
+from mindnlp_dp.gradients.overlap import TRIAL_PAIRS, pays
 
 SHAPES = [(40, 30), (7,), (3, 5, 2), (1,), (64, 64)]
 

@@ -6,12 +6,13 @@ import pytest
 from mindnlp.core import nn, ops
 
 import mindnlp_dp as dp
-from mindnlp_dp.replicas import ReplicaMismatchError, replicas_in_sync
+from mindnlp_dp.replicas.weights import ReplicaMismatchError
+from mindnlp_dp.replicas.digests import replicas_in_sync
 from mindnlp_dp.report.page import render
 from mindnlp_dp.report.runs import RecordedRun
 from mindnlp_dp.text_classification.config import TaskConfig
 from mindnlp_dp.text_classification.recorder import RunRecorder
-from mindnlp_dp.text_classification.report import make_report, summary
+from mindnlp_dp.text_classification.results import make_report, summary
 from mindnlp_dp.text_classification.task import TextClassificationTask
 from models import Rows, tiny_roberta, train, weights
 

@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindnlp_dp.backends import ring
-from mindnlp_dp.backends.ring import AbandonedError, Patience, ring_all_reduce, sum_over_hosts, wire_for
+from mindnlp_dp.communication.transports.patience import AbandonedError, Patience
+from mindnlp_dp.communication.transports.host_ring import ring_all_reduce
+from mindnlp_dp.communication.transports.zero_blocks import sum_over_hosts
+from mindnlp_dp.communication.transports.half_wire import wire_for
 
 HALVES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 import mindnlp_dp as dp
 from mindnlp_dp.backends import shared_memory
-from mindnlp_dp.backends.ring import Patience, wire_for
-from mindnlp_dp.backends.shared_memory import HostExchange, copy_range, share_rows, slice_bounds
+from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.communication.transports.half_wire import wire_for
+from mindnlp_dp.communication.transports.shared_memory import HostExchange, share_rows, slice_bounds
+from mindnlp_dp.gradients.buckets.shared import copy_range
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mindnlp_dp import trace
-from mindnlp_dp.trace import Timeline
+from mindnlp_dp.step.timeline import Timeline
 from models import Rows, tiny_roberta, train
 
 NUM_UPDATES = 4

@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from mindnlp_dp.algorithms import ALGORITHMS, ParameterServer, broadcast, parameter_server_all_reduce, reduce, run_ranks
-from mindnlp_dp.algorithms.costs import CostModel, fit, traffic
-from mindnlp_dp.algorithms.explain import explain
-from mindnlp_dp.algorithms.report import plot, table_rows
+from mindnlp_dp.teaching.all_reduce import ALGORITHMS, ParameterServer, broadcast, parameter_server_all_reduce, reduce, run_ranks
+from mindnlp_dp.teaching.all_reduce.costs import CostModel, fit, traffic
+from mindnlp_dp.teaching.all_reduce.explain import explain
+from mindnlp_dp.teaching.all_reduce.comparison import plot, table_rows
 
 WORLD_SIZES = range(1, 9)
 LENGTHS = [0, 1, 2, 7, 64, 1001]

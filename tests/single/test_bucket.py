@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.bucket import BYTES_PER_MB, pack_buckets
+from mindnlp_dp.gradients.buckets.layout import BYTES_PER_MB, pack_buckets
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), max_size=12)
 

@@ -20,21 +20,12 @@ from hypothesis.extra import numpy as hnp
 
 import mindnlp_dp as dp
 from mindnlp_dp import checkpoint
-from mindnlp_dp.checkpoint import (
-    CheckpointError,
-    check_checkpoint,
-    checkpoint_path,
-    checkpoints_in,
-    newest_checkpoint,
-    read_state,
-    read_weights,
-    remove_old_checkpoints,
-    remove_unfinished_checkpoints,
-    write_checkpoint,
-    write_weights,
-)
-from mindnlp_dp.run_state import random_state, set_random_state
-from mindnlp_dp.state_tree import pack_state, unpack_state
+from mindnlp_dp.checkpoint.manifest import CheckpointError, check_checkpoint
+from mindnlp_dp.checkpoint.folders import checkpoint_path, checkpoints_in, newest_checkpoint, remove_old_checkpoints, remove_unfinished_checkpoints
+from mindnlp_dp.checkpoint.read import read_state, read_weights
+from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
+from mindnlp_dp.checkpoint.run_state import random_state, set_random_state
+from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from models import Rows, tiny_config, tiny_roberta, train, weights
 
 

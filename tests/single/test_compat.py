@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mindnlp_dp.compat import UnsupportedVersionsError, check_versions
+from mindnlp_dp.versions import UnsupportedVersionsError, check_versions
 from models import tiny_config
 
 

@@ -8,13 +8,13 @@ import pytest
 from mindnlp.core import nn, optim
 from mindnlp.core.autograd import value_and_grad
 
-from mindnlp_dp.backends.device_bucket import DeviceBucket
-from mindnlp_dp.backends.mindspore import MindSporeBackend
-from mindnlp_dp.bucket import pack_buckets
-from mindnlp_dp.compat import obey_device_target
-from mindnlp_dp.functional import make_train_step
-from mindnlp_dp.gradient_sync import GradientSynchronizer
-from mindnlp_dp.process_group import ProcessGroup
+from mindnlp_dp.gradients.buckets.device import DeviceBucket
+from mindnlp_dp.communication.transports.mindspore import MindSporeTransport
+from mindnlp_dp.gradients.buckets.layout import pack_buckets
+from mindnlp_dp.launch.device_target import obey_device_target
+from mindnlp_dp.functional.step import make_train_step
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.communication.collectives import ProcessGroup
 from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators
 
 SHAPES = [(30, 20), (20,), (50, 10), (), (3, 2)]

@@ -11,10 +11,10 @@ import pytest
 from mindnlp.core import nn
 from mindnlp.core.autograd import value_and_grad
 
-from mindnlp_dp.backends.base import SingleProcessBackend
-from mindnlp_dp.backends.device_bucket import DeviceBucket
-from mindnlp_dp.gradient_sync import GradientSynchronizer
-from mindnlp_dp.process_group import ProcessGroup
+from mindnlp_dp.communication.transports.single import SingleProcessTransport
+from mindnlp_dp.gradients.buckets.device import DeviceBucket
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.communication.collectives import ProcessGroup
 
 SHAPES = [(30, 20), (20,), (50, 10)]
 OTHERS = 3.0

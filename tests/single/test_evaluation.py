@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindnlp_dp.evaluation import OrderedGatherer, accuracy, concatenate
+from mindnlp_dp.evaluation.gather import OrderedGatherer, concatenate
+from mindnlp_dp.evaluation.metrics import accuracy
 
 
 class TwoRanks:

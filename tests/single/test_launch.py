@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindnlp_dp.compat import obey_device_target
-from mindnlp_dp.launch.cli import main
+from mindnlp_dp.launch.device_target import obey_device_target
+from mindnlp_dp.cli import main
 from mindnlp_dp.launch.devices import default_device
-from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port, launched_rank
+from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port
+from mindnlp_dp.launch.launchers import launched_rank
 from mindnlp_dp.launch.run import grace_seconds
 from mindnlp_dp.launch.verdict import Ended, Status, find_failure, write_status
 

@@ -4,7 +4,8 @@ import pytest
 
 import mindnlp_dp as dp
 from mindnlp_dp import process_group
-from mindnlp_dp.rendezvous import Launch, check_world_size, choose_backend, detect_launch
+from mindnlp_dp.launch.launchers import Launch, detect_launch
+from mindnlp_dp.communication.rendezvous import check_world_size, choose_backend
 
 ALONE, MPIRUN, MSRUN = Launch("none", 1), Launch("mpirun", 2), Launch("msrun", 2)
 STALE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mindnlp_dp.scaling import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
-from mindnlp_dp.scaling.report import fit, plot, print_report
+from mindnlp_dp.teaching.speed_up import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
+from mindnlp_dp.teaching.speed_up.prediction import fit, plot, print_report
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])

@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.sharding import (
-    GlobalBatchSampler,
-    accumulation_steps_for,
-    accumulation_steps_to_keep,
-    check_every_rank_has_a_sample,
-    epoch_order,
-    plan_updates,
-    split_evenly,
-)
+from mindnlp_dp.data.sharding import GlobalBatchSampler, epoch_order, plan_updates, split_evenly
+from mindnlp_dp.data.batch_sizes import accumulation_steps_for, accumulation_steps_to_keep, check_every_rank_has_a_sample
 
 SIZES = {
     "num_samples": st.integers(1, 200),

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.backends import buckets, shared_memory
-from mindnlp_dp.backends.base import SingleProcessBackend
-from mindnlp_dp.backends.buckets import HostBucket, references_tell
-from mindnlp_dp.backends.shared_memory import share_rows, why_no_memory_is_shared
-from mindnlp_dp.bucket import pack_buckets
+from mindnlp_dp.communication.transports.single import SingleProcessTransport
+from mindnlp_dp.gradients.buckets.host import HostBucket, references_tell
+from mindnlp_dp.communication.transports.shared_memory import share_rows, why_no_memory_is_shared
+from mindnlp_dp.gradients.buckets.layout import pack_buckets
 
 
 class Host:

@@ -1,0 +1,45 @@
+"""From MindSpore tensors to NumPy arrays and back, without a copy where memory can be shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .types import dtype_name
+
+
+def to_host(x: Any) -> np.ndarray:
+    """A NumPy array with the values of a tensor or an array, sharing memory where it can.
+
+    bfloat16 becomes float32, which holds all of its values: neither NumPy nor MPI knows it. Bytes come in this
+    machine's order.
+    """
+    is_bfloat16 = dtype_name(x) == "bfloat16"
+    if isinstance(x, np.ndarray):
+        if is_bfloat16:
+            return x.astype(np.float32)
+        return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+    if is_bfloat16:
+        import mindspore
+
+        x = x.astype(mindspore.float32)
+    return x.asnumpy()
+
+
+def from_host(x: np.ndarray, dtype: str) -> Any:
+    """A MindSpore tensor of type ``dtype`` that owns ``x``'s memory where the type allows."""
+    import mindspore
+
+    tensor = mindspore.Tensor.from_numpy(np.ascontiguousarray(x)) if x.ndim and x.size else mindspore.Tensor(x)
+    return tensor if dtype_name(tensor) == dtype else tensor.astype(getattr(mindspore, dtype))
+
+
+def copy_of(x: Any) -> Any:
+    """A copy of a tensor in one operator; Tensor.copy() takes three for floats.
+
+    bfloat16 takes them as well: MindSpore 2.8's Identity for CPU does not know it.
+    """
+    import mindspore
+
+    return x.copy() if x.dtype == mindspore.bfloat16 else mindspore.ops.deepcopy(x)

@@ -1,0 +1,88 @@
+"""What makes a folder a complete checkpoint: its manifest, checkpoint.json, against which every file is held."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Optional
+
+MANIFEST, STATE, MODEL = "checkpoint.json", "state.safetensors", "model.safetensors"
+MODEL_FILES = "model*.safetensors"
+FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A folder is no complete checkpoint, or not one of this model."""
+
+
+def write_manifest(folder: Path, outline: Any) -> None:
+    """Write it behind all other files of a folder: their sizes and hashes, and the outline of the state."""
+    files = {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "blake2b": _hash(file)}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    manifest = {"format": FORMAT, "files": files, "state": outline}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _hash(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_checkpoint(path: Path) -> dict[str, Any]:
+    """Read the manifest, and hold every file against it.
+
+    Raises:
+        CheckpointError: there is no manifest, or it is damaged, or a file is missing, or not what was written.
+    """
+    manifest = _read_manifest(path)
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{path} is damaged: {name} is missing")
+        if file.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{path} is damaged: {name} has {file.stat().st_size} bytes, {expected['bytes']} were written"
+            )
+        if _hash(file) != expected["blake2b"]:
+            raise CheckpointError(f"{path} is damaged: {name} is not what was written, its hash differs")
+    return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except OSError:
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved with save_only_model, by "
+            "MindNLP's own Trainer, or in part; from_pretrained may load its weights"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+    if version != FORMAT:
+        raise CheckpointError(f"{path} is of format {version}; this mindnlp_dp reads format {FORMAT}")
+    if wrong := _wrong_with(manifest):
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}")
+    return manifest
+
+
+def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
+    """What is missing in a manifest, or of another form than was written; None when nothing is."""
+    if "state" not in manifest:
+        return "it lacks state"
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        return f"files is a {type(files).__name__}, expected the names of files"
+    for name, entry in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{name!r} is no file in the folder"
+        if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "blake2b"}:
+            return f"expected bytes and blake2b of {name!r}, got {entry!r}"
+    return None if STATE in files else f"files lacks {STATE}"

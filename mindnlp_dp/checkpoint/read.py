@@ -1,0 +1,78 @@
+"""Reading a checkpoint: rank 0 reads, every rank gets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
+
+from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.replicas.broadcast import broadcast_parameters
+from mindnlp_dp.replicas.weights import all_names, set_weight
+
+from .manifest import MODEL_FILES, STATE, CheckpointError, check_checkpoint
+from .state_tree import PackedState, broadcast_state, unpack_state
+
+
+def load_checkpoint(path: Path, model: Any, group: ProcessGroup) -> dict[str, Any]:
+    """Rank 0 reads, and every rank gets it: the weights, in ``model``, and the state.
+
+    Raises:
+        CheckpointError: on every rank, when the folder is not complete, or not of this model.
+    """
+
+    def read() -> PackedState:
+        state = read_state(path)
+        read_weights(model, path)
+        return state
+
+    packed = group.call_where(group.is_main, read, "reading a checkpoint")
+    broadcast_parameters(model, group)
+    return unpack_state(broadcast_state(packed or PackedState(None), group))
+
+
+def read_state(path: Path) -> PackedState:
+    """The state of a checkpoint; CheckpointError when anything in the folder is not as it was written."""
+    manifest = check_checkpoint(path)
+    return PackedState(manifest["state"], load_file(path / STATE))
+
+
+def read_weights(model: Any, folder: Path) -> None:
+    """Load ``model*.safetensors`` of a folder into ``model``, by name.
+
+    Raises:
+        CheckpointError: there are no such files, or they hold a weight that the model lacks or has in another shape,
+            or lack one that it trains.
+    """
+    files = sorted(folder.glob(MODEL_FILES))
+    if not files:
+        raise CheckpointError(f"{folder} holds no weights: there is no {MODEL_FILES}")
+    by_name = all_names(model)
+    read: set[int] = set()
+    for path in files:
+        try:
+            with safe_open(path, "np") as file:
+                names = file.keys()
+                for name in names:
+                    _read_weight(by_name.get(name), name, file.get_tensor(name), path)
+                    read.add(id(by_name[name]))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from None
+    for name, weight in by_name.items():
+        if id(weight) not in read and getattr(weight, "requires_grad", False):
+            raise CheckpointError(f"{folder} does not hold {name!r}, which the model trains")
+
+
+def _read_weight(weight: Any, name: str, array: np.ndarray, path: Path) -> None:
+    if weight is None:
+        raise CheckpointError(f"{path} holds {name!r}, which the model does not have")
+    if tuple(weight.shape) != array.shape:
+        raise CheckpointError(
+            f"{path} holds {name!r} in shape {array.shape}, which the model has in shape {tuple(weight.shape)}"
+        )
+    set_weight(weight, from_host(to_host(array), dtype_name(weight)))

@@ -1,0 +1,98 @@
+"""State as data: nested containers of numbers, texts and arrays, and back.
+
+Goes in: a tree of dicts, lists, tuples, numbers, strings, NumPy arrays and MindSpore
+tensors, such as an optimizer's ``state_dict()``. Comes out: an outline that JSON
+can hold, and the arrays by name, which safetensors can. Nothing else is
+accepted, so nothing that is read back can run code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.collectives import ProcessGroup
+
+# How the outline marks what JSON has no form for.
+ARRAY, TENSOR, TUPLE, ITEMS = "$array", "$tensor", "$tuple", "$items"
+_MARKS = (ARRAY, TENSOR, TUPLE, ITEMS)
+
+
+@dataclass
+class PackedState:
+    """A tree, taken apart: ``outline`` is JSON's, ``arrays`` maps the names in it to NumPy arrays."""
+
+    outline: Any
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def pack_state(tree: Any) -> PackedState:
+    """Take a tree apart.
+
+    Raises:
+        TypeError: something in it is none of the kinds above; the message says where.
+    """
+    packed = PackedState(None)
+    packed.outline = _pack(tree, "", packed.arrays)
+    return packed
+
+
+def _pack(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and key not in _MARKS for key in value):
+            return {key: _pack(item, f"{path}/{key}", arrays) for key, item in value.items()}
+        items = [[_pack(key, path, arrays), _pack(item, f"{path}/{key}", arrays)] for key, item in value.items()]
+        return {ITEMS: items}
+    if isinstance(value, (list, tuple)):
+        packed = [_pack(item, f"{path}/{index}", arrays) for index, item in enumerate(value)]
+        return {TUPLE: packed} if isinstance(value, tuple) else packed
+    name = path.strip("/") or "value"
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        arrays[name] = value
+        return {ARRAY: name}
+    if hasattr(value, "asnumpy"):
+        arrays[name] = to_host(value)
+        return {TENSOR: name, "dtype": dtype_name(value)}
+    raise TypeError(
+        f"{name!r} is a {type(value).__name__}, which a checkpoint cannot hold: it takes numbers, texts, lists, dicts, "
+        "arrays and tensors, and nothing that could only be read back by running code"
+    )
+
+
+def unpack_state(packed: PackedState) -> Any:
+    """The tree again; its arrays are those of ``packed``, its tensors are new."""
+    return _unpack(packed.outline, packed.arrays)
+
+
+def _unpack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, arrays) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if ARRAY in value:
+        return arrays[value[ARRAY]]
+    if TENSOR in value:
+        return from_host(arrays[value[TENSOR]], value["dtype"])
+    if TUPLE in value:
+        return tuple(_unpack(item, arrays) for item in value[TUPLE])
+    if ITEMS in value:
+        return {_unpack(key, arrays): _unpack(item, arrays) for key, item in value[ITEMS]}
+    return {key: _unpack(item, arrays) for key, item in value.items()}
+
+
+def broadcast_state(packed: PackedState, group: ProcessGroup) -> PackedState:
+    """Rank 0's state on every rank; what the others pass is not looked at. A collective, array by array."""
+    header = [(name, array.shape, array.dtype) for name, array in packed.arrays.items()]
+    outline, header = group.broadcast_object((packed.outline, header))
+    arrays = {}
+    for name, shape, dtype in header:
+        arrays[name] = group.broadcast(packed.arrays[name] if group.is_main else np.zeros(shape, dtype))
+    return PackedState(outline, arrays)

@@ -1,0 +1,55 @@
+"""Writing a checkpoint: by one process, complete or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.replicas.weights import named_weights
+from mindnlp_dp.runtime.atomic_files import in_place_of
+
+from .manifest import MODEL, STATE, write_manifest
+from .state_tree import pack_state
+
+
+def write_checkpoint(path: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> None:
+    """Write a checkpoint to ``path``, in place of one that is there.
+
+    ``write_model`` is called with the folder to write weights (files ``model*.safetensors``) and whatever else
+    belongs to the model into. Without a state the folder holds the model alone, and no run can be taken up from it.
+    """
+    packed = None if state is None else pack_state(state)
+    with in_place_of(path) as folder:
+        folder.mkdir()
+        write_model(folder)
+        if packed is None:
+            return
+        save_file({name: _contiguous(array) for name, array in packed.arrays.items()}, folder / STATE)
+        write_manifest(folder, packed.outline)
+
+
+def write_weights(model: Any, folder: Path) -> None:
+    """Write ``model.safetensors``: every weight by its name; of a model with adapters, what is not frozen."""
+    has_adapters = hasattr(model, "peft_config")
+    arrays = {
+        name: _contiguous(to_host(weight))
+        for name, weight in named_weights(model)
+        if not has_adapters or getattr(weight, "requires_grad", True)
+    }
+    save_file(arrays, folder / MODEL, metadata={"format": "np"})
+
+
+def write_module(model: Any, folder: Path) -> None:
+    """Write a model that is no PreTrainedModel: adapters as PeftModel.from_pretrained reads them, else all weights."""
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(str(folder))
+    else:
+        write_weights(model, folder)
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(array.shape)

@@ -1,0 +1,154 @@
+"""The ``mindnlp-dp`` command: its words, and what a wrong one says."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from .launch.run import LaunchError, run_job
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run a subcommand and return its exit code."""
+    args = _parser().parse_args(argv)
+    return args.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mindnlp-dp", description="Data-parallel training for MindNLP and MindSpore.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="start a script in several processes on this host",
+        description="Start SCRIPT in several processes on this host, show rank 0's output, and end all of them when "
+        "one fails. The exit code is that of the rank that failed.",
+        usage="mindnlp-dp run --nproc N [--backend mpi|mindspore] [--log-dir DIR] SCRIPT [ARGS...]",
+    )
+    run.add_argument("--nproc", type=_positive, required=True, metavar="N", help="number of processes")
+    run.add_argument(
+        "--backend",
+        choices=("mpi", "mindspore"),
+        help="mpi: mpirun, the fast one on CPU; mindspore: HCCL, NCCL or MCCL by device "
+        "(default: mindspore when DEVICE_TARGET is Ascend or GPU, or when it is not set and there are NPUs, else mpi)",
+    )
+    run.add_argument("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    run.set_defaults(run=_run)
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at this machine and environment, and say what to mend",
+        description="Look at versions, devices, ports and variables, try both backends with two processes, and say "
+        "for each thing that is wrong what to do. Works when MindSpore or MindNLP cannot be imported. "
+        "The exit code is 1 when something is to be mended.",
+    )
+    doctor.set_defaults(run=_doctor)
+    algorithms = commands.add_parser(
+        "algorithms",
+        help="compare the ways to exchange gradients, or explain one",
+        description="Run Reduce + Broadcast, DataParallel, a parameter server and the ring at several numbers of ranks "
+        "on this host: bytes and messages, counted, and time, measured and predicted. With --explain, print the "
+        "movements of one of them, step by step, instead.",
+    )
+    algorithms.add_argument(
+        "--nproc", type=_positive, nargs="+", default=[2, 4, 8], metavar="N", help="numbers of ranks (default: 2 4 8)"
+    )
+    algorithms.add_argument(
+        "--bytes", type=_positive, nargs="+", default=[4096, 1 << 20, 1 << 24], metavar="B",
+        help="sizes of the array (default: 4 KiB, 1 MiB, 16 MiB)",
+    )  # fmt: skip
+    algorithms.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
+    algorithms.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    algorithms.add_argument(
+        "--explain", metavar="NAME", help="reduce_broadcast, data_parallel, parameter_server or ring"
+    )
+    algorithms.set_defaults(run=_algorithms)
+    scaling = commands.add_parser(
+        "scaling",
+        help="measure one rank and several, and what Amdahl's and Gustafson's laws make of it",
+        description="Train a small RoBERTa with one rank and with several, once with a global batch that stays and "
+        "once with a rank's batch that stays; fit the parallel fraction, and print what the laws predict.",
+    )
+    scaling.add_argument(
+        "--nproc", type=_positive, nargs="+", default=[2], metavar="N", help="numbers of ranks (default: 2)"
+    )
+    scaling.add_argument(
+        "--batch", type=_positive, default=64, metavar="B", help="samples of one rank alone (default: 64)"
+    )
+    scaling.add_argument("--updates", type=_positive, default=30, metavar="U", help="measured updates (default: 30)")
+    scaling.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
+    scaling.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    scaling.set_defaults(run=_scaling)
+    report = commands.add_parser(
+        "report",
+        help="make a page and a picture of one run, or of several side by side",
+        description="Read the report.json of each run and write one HTML page that needs nothing else (loss and "
+        "accuracy over updates and over time, throughput, share of communication, confused classes, digests, the "
+        "commands to repeat it), and the plots as a PNG beside it.",
+    )
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a folder that a run wrote (--output-dir)")
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page, an .html file (default: report.html in the first run)"
+    )
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.lstrip("-").isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text}")
+    return int(text)
+
+
+def _run(args: argparse.Namespace) -> int:
+    command = (["-m"] if args.module else []) + [args.script, *args.args]
+    try:
+        return run_job(args.nproc, command, backend=args.backend, log_dir=args.log_dir)
+    except LaunchError as error:
+        print(f"mindnlp-dp run: {error}", file=sys.stderr)
+        return 2
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor.findings import run_doctor
+
+    return run_doctor()
+
+
+def _algorithms(args: argparse.Namespace) -> int:
+    # Here, for the other commands need neither.
+    from .teaching.all_reduce.comparison import run
+    from .teaching.all_reduce.explain import explain
+
+    try:
+        if args.explain:
+            print("\n\n".join(explain(args.explain, nproc) for nproc in args.nproc))
+            return 0
+        return run(args.nproc, args.bytes, args.plot, args.json)
+    except (LaunchError, ValueError, RuntimeError) as error:
+        print(f"mindnlp-dp algorithms: {error}", file=sys.stderr)
+        return 2
+
+
+def _scaling(args: argparse.Namespace) -> int:
+    from .teaching.speed_up.prediction import run
+
+    try:
+        return run(args.nproc, args.batch, args.updates, args.plot, args.json)
+    except (LaunchError, ValueError, RuntimeError) as error:
+        print(f"mindnlp-dp scaling: {error}", file=sys.stderr)
+        return 2
+
+
+def _report(args: argparse.Namespace) -> int:
+    from .report.page import run_report
+
+    try:
+        return run_report(args.runs, args.output)
+    except (ValueError, OSError) as error:
+        print(f"mindnlp-dp report: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,1 @@
+"""The processes of a job meet (rendezvous.py, process_group.py) and talk (collectives.py), by a transport each."""

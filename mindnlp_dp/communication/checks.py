@@ -1,0 +1,174 @@
+"""What is checked before a collective starts: its arguments on this rank, and that all ranks make the same call.
+
+Goes in: a call and its arguments. Comes out: nothing, or an error that says what
+was expected, what came and on which rank. Communicates for one purpose, agreement.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any, Optional, Protocol
+
+import numpy as np
+
+from mindnlp_dp.arrays.types import dtype_name
+
+from .transports.transport import Transport
+
+LEVELS = ("auto", "all", "setup")
+OPS = ("sum", "mean", "max", "min")
+TYPES = (
+    "float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64",
+    "uint8", "uint16", "uint32", "uint64", "bool",
+)  # fmt: skip
+
+
+class Ranks(Protocol):
+    """Whoever knows its rank and how many there are."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def check_level(checks: str) -> None:
+    if checks not in LEVELS:
+        raise ValueError(f"checks must be one of {', '.join(map(repr, LEVELS))}, got {checks!r}")
+
+
+def check_rank(name: str, value: int, ranks: Ranks) -> str:
+    """The argument as it is shown, once it is one."""
+    if not 0 <= value < ranks.world_size:
+        raise ValueError(f"{name} must be a rank from 0 to {ranks.world_size - 1}, got {value} on rank {ranks.rank}")
+    return f"{name}={value}"
+
+
+def check_peer(name: str, value: int, ranks: Ranks) -> None:
+    check_rank(name, value, ranks)
+    if value == ranks.rank:
+        raise ValueError(f"{name} must be another rank, got {value} on rank {ranks.rank} itself")
+
+
+def check_op(x: Any, op: str, rank: int) -> str:
+    """The operation, once ``x`` can be reduced by it."""
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
+    if op == "mean" and "float" not in dtype_name(x):
+        raise TypeError(
+            f"the mean of {dtype_name(x)} would be rounded (rank {rank}); "
+            "convert to float32 first, or use op='sum' and divide"
+        )
+    return op
+
+
+def checked_array(x: Any, rank: int) -> Any:
+    """``x``, a NumPy number as an array without dimensions; TypeError for what no transport can move."""
+    if isinstance(x, np.generic):
+        x = np.asarray(x)
+    # By asnumpy, for MindSpore need not be here.
+    is_array = isinstance(x, np.ndarray) or hasattr(x, "asnumpy")
+    if not is_array or dtype_name(x) not in TYPES:
+        what = dtype_name(x) if is_array else type(x).__name__
+        raise TypeError(
+            f"expected a NumPy array or a MindSpore tensor of {', '.join(TYPES)}; got {what} on rank {rank}. "
+            "Other things travel with broadcast_object and all_gather_object"
+        )
+    return x
+
+
+def numel(x: Any) -> int:
+    return math.prod(x.shape)
+
+
+def describe(x: Any) -> str:
+    return f"{dtype_name(x)} of shape {tuple(x.shape)}"
+
+
+# As many as NumPy's arrays may have.
+_MOST_DIMENSIONS = 32
+_CANNOT_BE_SENT = -1
+
+
+def message_header(x: Optional[Any]) -> np.ndarray:
+    """What a message holds, in a fixed number of int64: its type, its number of dimensions, its shape.
+
+    None stands for one that cannot be sent.
+
+    >>> described_by(message_header(np.zeros((2, 3), np.int8)))
+    ((2, 3), 'int8')
+    """
+    header = np.full(2 + _MOST_DIMENSIONS, _CANNOT_BE_SENT, np.int64)
+    if x is not None:
+        header[: 2 + len(x.shape)] = TYPES.index(dtype_name(x)), len(x.shape), *x.shape
+    return header
+
+
+def described_by(header: np.ndarray, src: int = 0) -> tuple[tuple[int, ...], str]:
+    """Shape and type of the message that this is the header of; ValueError when rank ``src`` could not send any."""
+    kind, num_dimensions = header[:2].tolist()
+    if kind == _CANNOT_BE_SENT:
+        raise ValueError(f"recv: rank {src} could not send its message; its own error says why")
+    return tuple(header[2 : 2 + num_dimensions].tolist()), TYPES[kind]
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_of(call: str) -> int:
+    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
+
+
+def check_agreement(transport: Transport, call: str, *arguments: str, wrong: Optional[Exception] = None) -> None:
+    """Raise on every rank unless all are making this call, with these arguments.
+
+    Libraries pair mismatched collectives up with each other, or hang. ``wrong`` is what this rank's own arguments
+    should raise: that rank raises it, and the others the same kind, with its rank.
+
+    Raises:
+        RuntimeError: the calls differ; or ``wrong``.
+    """
+    mine = f"{call}({', '.join(arguments)})"
+    if transport.world_size > 1 and not transport.all_equal(_code_of(mine)):
+        everyone = transport.all_gather_object((mine, report_of(wrong)))
+        raise_reported([report for _, report in everyone], wrong, call)
+        calls = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone))
+        raise RuntimeError(
+            f"the ranks do not agree on a collective: {calls}. Every rank must make the same calls, "
+            "in the same order, with the same shapes and types"
+        )
+    if wrong is not None:
+        raise wrong
+
+
+# An error of one rank, on all of them.
+
+Report = Optional[tuple[type[Exception], str]]
+
+
+def report_of(error: Optional[Exception]) -> Report:
+    """What travels of an error: its kind, if it can (one that is defined inside a function cannot), and its words."""
+    if error is None:
+        return None
+    try:
+        pickle.dumps(type(error))
+    except (pickle.PicklingError, AttributeError):
+        return RuntimeError, str(error)
+    return type(error), str(error)
+
+
+def raise_reported(reports: Sequence[Report], mine: Optional[Exception], doing: str) -> None:
+    """Raise this rank's own error, if it has one, else the first that another rank reports, with its rank."""
+    if mine is not None:
+        raise mine
+    for rank, report in enumerate(reports):
+        if report is not None:
+            kind, message = report
+            try:
+                remote = kind(f"{doing} failed on rank {rank}: {message}")
+            except TypeError:
+                remote = RuntimeError(f"{doing} failed on rank {rank}: {kind.__name__}: {message}")
+            raise remote

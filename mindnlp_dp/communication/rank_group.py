@@ -1,0 +1,140 @@
+"""The ranks of a job, what they agree on, and Python objects that go from one to another.
+
+Goes in: a transport (transports/). Comes out: what collectives.py adds arrays to.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Callable, Optional, TypeVar
+
+from .checks import check_agreement, check_rank, describe, raise_reported, report_of
+from .transports.channel import Channel
+from .transports.transport import Transport
+
+T = TypeVar("T")
+
+
+class RankGroup:
+    """Ranks, and what they tell each other besides arrays; its public face is :class:`~mindnlp_dp.ProcessGroup`."""
+
+    def __init__(self, transport: Transport, kind: str = "single", *, checks: str = "auto") -> None:
+        self._transport = transport
+        self.backend_kind = kind
+        self._checks_hot_calls = checks == "all" or (checks == "auto" and not transport.waits_for_a_device)
+
+    @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._transport.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self._transport.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self._transport.local_world_size
+
+    @property
+    def backend(self) -> str:
+        return self._transport.name
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether arrays are exchanged on a device, which has to be waited for when a result is looked at."""
+        return self._transport.waits_for_a_device
+
+    def gradient_channel(self) -> Channel:
+        """What gradients travel on: a new channel where any rank has left an exchange on the last one half way.
+
+        A collective.
+        """
+        if any(self.all_gather_object(bool(self._transport.channel.abandoned))):
+            self._transport.reopen_channel()
+        return self._transport.channel
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._transport.close()
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
+
+    def _agree(self, call: str, check: Callable[[], tuple[Any, list[str]]], is_hot: bool = False) -> Any:
+        """Check this rank's arguments, and that all ranks make the same call; returns the array that ``check`` does.
+
+        ``check`` returns it with what must be the same on every rank besides its type and shape, or raises ValueError
+        or the like. A rank with wrong arguments takes part, so that the others hear of it, and raises its own error.
+        """
+        wrong: Optional[Exception] = None
+        try:
+            x, arguments = check()
+            arguments = [*arguments, *([] if x is None else [describe(x)])]
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is, the others hear of it.
+            wrong, arguments = error, [str(error)]
+        if wrong is not None or not is_hot or self._checks_hot_calls:
+            check_agreement(self._transport, call, *arguments, wrong=wrong)
+        return x
+
+    # Python objects, through pickle: between the processes of one job only, never from a file.
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Every rank gets rank ``src``'s object."""
+        data = b""
+
+        def check() -> tuple[None, list[str]]:
+            nonlocal data
+            arguments = [check_rank("src", src, self)]
+            data = pickle.dumps(obj) if self.rank == src else b""
+            return None, arguments
+
+        self._agree("broadcast_object", check)
+        received = self._transport.broadcast_bytes(data, src)
+        return obj if self.rank == src else pickle.loads(received)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Every rank gets the list of all ranks' objects, in rank order."""
+        data = b""
+
+        def check() -> tuple[None, list[str]]:
+            nonlocal data
+            data = pickle.dumps(obj)
+            return None, []
+
+        self._agree("all_gather_object", check)
+        return [pickle.loads(part) for part in self._transport.all_gather_bytes(data)]
+
+    # What the ranks do as one.
+
+    def call_where(self, here: bool, function: Callable[[], T], doing: str) -> Optional[T]:
+        """Call ``function`` on the ranks that say ``here``; the others get None, and every rank the same exception."""
+        result, error = None, None
+        if here:
+            try:
+                result = function()
+            except Exception as caught:  # noqa: BLE001
+                # Whatever it is, it goes to every rank.
+                error = caught
+        self.raise_together(error, doing)
+        return result
+
+    def call_on_main(self, function: Callable[[], T], doing: str) -> T:
+        """Call ``function`` on rank 0; every rank gets its result, or the same exception."""
+        return self.broadcast_object(self.call_where(self.is_main, function, doing))  # type: ignore[return-value]
+
+    def raise_together(self, error: Optional[Exception], doing: str) -> None:
+        """Raise on every rank when any rank brings an error; the lowest such rank's is the cause.
+
+        The rank that failed raises its own error. The others raise the same kind, with the
+        rank and ``doing`` in front, or RuntimeError where that kind cannot be rebuilt.
+        """
+        raise_reported(self.all_gather_object(report_of(error)), error, doing)

@@ -1,0 +1,95 @@
+"""By which library the processes of a job meet.
+
+Goes in: who launched us (:mod:`mindnlp_dp.launch.launchers`), and the device. Comes out: a transport.
+"""
+
+from __future__ import annotations
+
+from mindnlp_dp.launch.launchers import MPI_LAUNCHERS, Launch
+
+from .transports.single import SingleProcessTransport
+from .transports.transport import Transport
+
+BACKENDS = ("auto", "single", "mpi", "mindspore")
+# Launchers whose processes have nothing to meet by, and what to type instead.
+_CANNOT_MEET = {
+    "srun": "srun --mpi=pmix python script.py, or, in the script of sbatch, mpirun -n {n} python script.py",
+    "torchrun": "mindnlp-dp run --nproc {n} script.py",
+}
+
+
+def choose_backend(requested: str, launch: Launch, device: str) -> str:
+    """Resolve ``"auto"``: MPI under mpirun on CPU, MindSpore under msrun or on a device, single when alone.
+
+    Raises:
+        ValueError: ``requested`` contradicts the launcher, or the processes that it started cannot meet.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if requested == "single" and launch.num_known > 1:
+        raise ValueError(
+            f"backend='single', but {launch.by} started {launch.num_known} processes; they would train "
+            f"{launch.num_known} separate models. Use backend='auto', or start one process"
+        )
+    if launch.by in _CANNOT_MEET:
+        raise ValueError(
+            f"{launch.by} started {launch.num_known} processes, which cannot meet and would train {launch.num_known} "
+            f"separate models; type {_CANNOT_MEET[launch.by].format(n=launch.num_known)}"
+        )
+    if requested not in ("auto", "single") and launch.by == "none":
+        raise ValueError(
+            f"backend={requested!r} needs a launcher, and this process was started alone; "
+            f"mindnlp-dp run --nproc 2 --backend {requested} script.py"
+        )
+    if requested == "auto":
+        if launch.by == "none":
+            return "single"
+        requested = "mpi" if launch.by in MPI_LAUNCHERS and device == "CPU" else "mindspore"
+    if requested == "mindspore" and launch.by in MPI_LAUNCHERS and launch.by != "mpirun":
+        raise ValueError(
+            f"{launch.by} started this process, and MindSpore's own libraries do not meet that way; type, on each "
+            f"host, MASTER_ADDR=... NNODES=... NODE_RANK=... DEVICE={device} "
+            "bash scripts/launch_msrun_multi_node.sh script.py"
+        )
+    return requested
+
+
+def meet(kind: str, launch: Launch) -> Transport:
+    """Meet the other processes by the library that :func:`choose_backend` chose.
+
+    Raises:
+        RuntimeError: the library sees another number of processes than the launcher started.
+    """
+    if kind == "single":
+        return SingleProcessTransport()
+    transport = _transport(kind)
+    check_world_size(launch, transport.world_size, transport.name)
+    if transport.name == "mccl" and transport.rank == 0 and 1 < transport.world_size == transport.local_world_size:
+        print(
+            "hint: MindSpore's own library exchanges gradients here; on one host the mpi backend is many times "
+            f"faster: mindnlp-dp run --nproc {transport.world_size} SCRIPT",
+            flush=True,
+        )
+    return transport
+
+
+def check_world_size(launch: Launch, world_size: int, library: str) -> None:
+    """Raise RuntimeError unless ``library`` sees the processes that the launcher started."""
+    if launch.rank < world_size and launch.world_size in (None, world_size):
+        return
+    started = f"{launch.num_known} processes" if launch.world_size else f"at least {launch.num_known} processes"
+    raise RuntimeError(
+        f"{launch.by} started {started}, but {library} sees {world_size}, so that they would train separate models: "
+        "the launcher and mpi4py belong to different MPI libraries, or do not know each other; type "
+        f"mindnlp-dp run --nproc {launch.num_known} script.py, or, under Slurm, srun --mpi=pmix python script.py"
+    )
+
+
+def _transport(kind: str) -> Transport:
+    if kind == "mpi":
+        from .transports.mpi import MPITransport
+
+        return MPITransport()
+    from .transports.mindspore import MindSporeTransport
+
+    return MindSporeTransport()

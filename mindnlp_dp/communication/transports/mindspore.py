@@ -1,0 +1,191 @@
+"""MindSpore's own collectives: HCCL on Ascend, NCCL on GPU, MCCL on CPU. Arrays are MindSpore tensors.
+
+MCCL is the narrowest of the three. What it refuses, or gets wrong without a word
+(float64; large int64 in MindSpore 2.7), goes by a path that is exact: the bytes are
+gathered, and every rank reduces them in rank order. So does what MindSpore's NCCL has no kernel for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.arrays.types import HALF_TYPES, dtype_name
+
+from .channel import TensorChannel
+from .late_ranks import WatchedCollectives
+from .mindspore_calls import DeviceCalls, MintCalls, PrimitiveCalls
+from .patience import Patience
+from .reductions import reduce_arrays
+from .transport import Transport
+
+_LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
+# What each sums itself, exactly as it should.
+_REDUCES = {
+    "hccl": {"float32", "float16", "bfloat16", "int8", "int32", "int64"},
+    "nccl": {"float32", "float16", "int8", "int32", "int64"},
+    "mccl": {"float32"},
+}
+
+
+class MindSporeChannel(TensorChannel):
+    """Gradients over MindSpore's own libraries."""
+
+    def __init__(self, transport: MindSporeTransport) -> None:
+        self._transport = transport
+        if transport.world_size == 1:
+            self.cannot_overlap = "there is one rank"
+
+    def sum(self, x: Any) -> Any:
+        return self._transport.all_reduce(x, "sum")
+
+    def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
+        return self._transport.calls.begin_sum(x)
+
+    def reduces_natively(self, dtype: str) -> bool:
+        return self._transport.reduces_natively(dtype)
+
+    def check_compression(self, compression: Optional[str]) -> None:
+        if self._transport.name == "nccl" and compression == "bf16":
+            raise ValueError(
+                f'compression="bf16" on rank {self._transport.rank}: MindSpore has no sum of bfloat16 for GPUs; '
+                'use "fp16"'
+            )
+
+    def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
+        total = self.sum(self._transport.to_native(np.array([number], np.float32)))
+        if self._transport.waits_for_a_device:
+            # Without any weight it is infinite, and nobody takes what is scaled by it.
+            return 1.0 / total
+        value = float(to_host(total)[0])
+        return 1.0 / value if value > 0 else None
+
+
+class MindSporeTransport(Transport):
+    def __init__(self) -> None:
+        import mindspore
+        from mindspore import communication
+
+        # In MindSpore's scheduler process this call serves the job and never returns.
+        communication.init()
+
+        self._ms = mindspore
+        self._communication = communication
+        self.name = _LIBRARY[mindspore.get_context("device_target")]
+        self.waits_for_a_device = self.name != "mccl"
+        self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
+        calls: Any = PrimitiveCalls() if self.name == "nccl" else MintCalls()
+        if self.name == "mccl":
+            calls = WatchedCollectives(calls, self.rank)
+        self.calls: DeviceCalls = calls
+        self.local_rank = communication.get_local_rank()
+        self.local_world_size = communication.get_local_rank_size()
+        self.channel = self._new_channel()
+
+    def _new_channel(self) -> MindSporeChannel:
+        return MindSporeChannel(self)
+
+    def reopen_channel(self) -> None:
+        """MCCL's calls had ended, on all ranks, or none would have come here; a device's are still under way."""
+        if not self.waits_for_a_device:
+            super().reopen_channel()
+
+    def to_native(self, x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            return self._ms.Tensor(np.ascontiguousarray(to_host(x)).reshape(x.shape))
+        return x.astype(self._ms.float32) if dtype_name(x) == "bfloat16" and self.name != "hccl" else x
+
+    def from_native(self, y: Any, like: Any) -> Any:
+        if isinstance(like, np.ndarray):
+            return y.asnumpy().astype(like.dtype, copy=False)
+        return y if y.dtype == like.dtype else y.astype(like.dtype)
+
+    def widened(self, x: Any) -> Any:
+        return x.astype(self._ms.float32)
+
+    def reduces_natively(self, dtype: str) -> bool:
+        """Whether the library itself sums this type, exactly as it should."""
+        return dtype in _REDUCES[self.name]
+
+    def all_reduce(self, x: Any, op: str) -> Any:
+        dtype = dtype_name(x)
+        # Whether NaN is larger than a number depends on its rank in MCCL.
+        if self.reduces_natively(dtype) and (op == "sum" or self.name != "mccl"):
+            return self.calls.all_reduce(x, op)
+        if dtype in HALF_TYPES:
+            return self.all_reduce(x.astype(self._ms.float32), op).astype(x.dtype)
+        array = x.asnumpy()
+        parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
+        return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
+
+    def sum_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
+        if not isinstance(last, self._ms.Tensor):
+            return super().sum_header(numbers, last)
+        return to_host(self.all_reduce(self._ms.ops.cat([self._ms.Tensor(numbers), last]), "sum"))
+
+    def broadcast(self, x: Any, src: int) -> Any:
+        if self.name == "hccl":
+            return self.calls.broadcast(x, src)
+        array = x.asnumpy()
+        return self._from_bytes(self._broadcast_uint8(_as_bytes(array), src), array)
+
+    def all_gather(self, x: Any) -> list[Any]:
+        if self.name == "hccl":
+            return self.calls.all_gather(x, self.world_size)
+        array = x.asnumpy()
+        return [self._from_bytes(part, array) for part in self._gather(_as_bytes(array))]
+
+    # MCCL and NCCL move every type as its bytes. All ranks' arrays are of one length here.
+
+    def _from_bytes(self, data: np.ndarray, like: np.ndarray) -> Any:
+        return self._ms.Tensor(data.view(like.dtype).reshape(like.shape).copy())
+
+    def _broadcast_uint8(self, array: np.ndarray, src: int) -> np.ndarray:
+        return self.calls.broadcast(self._ms.Tensor(array), src).asnumpy()
+
+    def _gather(self, array: np.ndarray) -> list[np.ndarray]:
+        return [part.asnumpy() for part in self.calls.all_gather(self._ms.Tensor(array), self.world_size)]
+
+    # Byte strings may differ in length.
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        lengths = [int(length[0]) for length in self._gather(np.array([len(data)], np.int64))]
+        longest = max(lengths)
+        if longest == 0:
+            return [b""] * self.world_size
+        padded = np.zeros(longest, np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        return [part[:length].tobytes() for part, length in zip(self._gather(padded), lengths)]
+
+    def broadcast_bytes(self, data: bytes, src: int) -> bytes:
+        length = int(self._gather(np.array([len(data)], np.int64))[src][0])
+        mine = np.frombuffer(data, np.uint8) if self.rank == src else np.zeros(length, np.uint8)
+        return self._broadcast_uint8(mine, src).tobytes() if length else b""
+
+    def send(self, x: Any, dst: int) -> None:
+        self._refuse_point_to_point("send")
+        self.calls.send(x, dst)
+
+    def recv(self, like: Any, src: int) -> Any:
+        self._refuse_point_to_point("recv")
+        return self.calls.recv(like, src)
+
+    def _refuse_point_to_point(self, call: str) -> None:
+        if self.name == "mccl":
+            raise NotImplementedError(
+                f"{call} on rank {self.rank}: MindSpore's CPU library (mccl) has no point-to-point calls; "
+                "the mpi backend has them: mindnlp-dp run --backend mpi"
+            )
+
+    def barrier(self) -> None:
+        # mint's own barrier reports an error on CPU, after having worked.
+        self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
+
+    def close(self) -> None:
+        self._communication.release()
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,0 +1,19 @@
+"""Reductions by NumPy, for what a library does not reduce, or reduces otherwise than NumPy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+
+
+def reduce_arrays(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
+    """Reduce in rank order, so that every rank computes the same bits."""
+    return functools.reduce(REDUCTIONS[op], arrays)

@@ -1,0 +1,236 @@
+"""Memory that the processes of one host share, and sums in it.
+
+Goes in: how many bytes each process wants. Comes out: an array with a row for every
+process, which all of them see. It is a file without a name (memfd_create), which
+the other ranks open through the one that made it: it goes when the last process lets go
+of it, be it killed, and no limit on /dev/shm concerns it. (An MPI window would have
+to be freed by all ranks together, and could not be left to the garbage collector.)
+
+What gradients do in such rows is drawn in :mod:`mindnlp_dp.gradients.buckets.shared`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from .half_wire import HalfWire
+from .host_ring import ring_all_reduce
+from .patience import Patience, barrier
+from .zero_blocks import sum_over_hosts
+
+# Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.
+STAGE_BYTES = 1 << 20
+# Slices begin at whole cache lines, so that no two ranks write to one.
+CACHE_LINE_BYTES = 64
+_NONCE_BYTES = 16
+
+
+def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
+    """An array of bytes that all ranks of ``host`` (an mpi4py communicator) see, None where one of them cannot.
+
+    Its shape is ``(ranks of the host, row_bytes)``, rounded up to cache lines; it is zeroed.
+
+    A collective of the host.
+    """
+    row = round_up(max(row_bytes, 1), CACHE_LINE_BYTES)
+    num_bytes = row * host.size
+    mine, memory = -1, None
+    # Behind the rows: the others know by it what they have opened.
+    nonce = os.urandom(_NONCE_BYTES)
+    if host.rank == 0:
+        with contextlib.suppress(OSError):
+            mine = os.memfd_create("mindnlp-dp")
+            os.ftruncate(mine, num_bytes)
+            os.pwrite(mine, nonce, num_bytes)
+    process, descriptor, nonce = host.bcast((os.getpid(), mine, nonce), root=0)
+    with contextlib.suppress(OSError, ValueError):
+        if host.rank != 0:
+            # Where processes are numbered otherwise there, as in a container of its own, this is another file, or none.
+            mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_NONBLOCK)
+        if os.pread(mine, _NONCE_BYTES + 1, num_bytes) == nonce:
+            # Now, with an error, rather than later, with a signal; and every row by its own rank, so that it lies in
+            # the memory beside that rank's core.
+            os.posix_fallocate(mine, host.rank * row, row)
+            memory = mmap.mmap(mine, num_bytes)
+    everybody_has_it = all(host.allgather(memory is not None))
+    if mine >= 0:
+        os.close(mine)
+    if not everybody_has_it or memory is None:
+        return None
+    return np.frombuffer(memory, np.uint8).reshape(host.size, -1)
+
+
+def why_no_memory_is_shared(ranks_by_host: Sequence[int]) -> str:
+    """Empty where slices can go round rings of equal length: hosts must have as many ranks as each other.
+
+    >>> why_no_memory_is_shared([2, 2])
+    ''
+    """
+    if len(set(ranks_by_host)) <= 1:
+        return ""
+    return (
+        f"hosts have {min(ranks_by_host)} to {max(ranks_by_host)} ranks; start as many on every host to have gradients "
+        "exchanged in shared memory, several times faster"
+    )
+
+
+class HostMemory:
+    """Memory that the ranks of each host share.
+
+    Attributes:
+        is_available: whether there is any, on all hosts; the same on every rank.
+    """
+
+    def __init__(self, comm: Any, host: Any, *, is_available: bool) -> None:
+        self._comm = comm
+        self._host = host
+        self.is_available = is_available
+
+    def rows(self, row_bytes: int) -> Optional[np.ndarray]:
+        """Rows of :func:`share_rows`, or None on all ranks of the job, which rank 0 says once. A collective."""
+        if not self.is_available:
+            return None
+        rows = share_rows(self._host, row_bytes)
+        if not all(self._comm.allgather(rows is not None)):
+            self.is_available = False
+            if self._comm.rank == 0:
+                print(f"MPI itself moves gradients: the ranks of a host cannot share {row_bytes} bytes each")
+            return None
+        return rows
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@functools.lru_cache(maxsize=1024)
+def slice_bounds(numel: int, num_slices: int, item_bytes: int) -> tuple[int, ...]:
+    """Where ``num_slices`` slices of ``numel`` items begin, and the last one ends: as even as cache lines allow.
+
+    >>> slice_bounds(100, 2, 4), slice_bounds(10, 3, 4)
+    ((0, 64, 100), (0, 10, 10, 10))
+    """
+    width = round_up(round_up(numel, num_slices) // num_slices, CACHE_LINE_BYTES // item_bytes)
+    return (*(min(index * width, numel) for index in range(num_slices)), numel)
+
+
+class HostExchange:
+    """Sums over the ranks of a host in shared memory, and over hosts in a ring.
+
+    ``host`` holds the ranks of this host, ``peers`` those of the same local rank on every host, both mpi4py
+    communicators, which nobody else uses while it is at work; every host has as many ranks.
+
+    Attributes:
+        bytes_sent: to other hosts so far, by this rank.
+        skip_zeros: whether blocks that are zero on all hosts stay at home.
+    """
+
+    def __init__(self, host: Any, peers: Any) -> None:
+        self._host = host
+        self._peers = peers
+        self.bytes_sent = 0
+        self.skip_zeros = True
+        self._stages: list[np.ndarray] = []
+        self._typed_stages: dict[np.dtype, list[list[np.ndarray]]] = {}
+        self._turn = 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._host.rank
+
+    def wait_for_host(self) -> None:
+        self._host.Barrier()
+
+    def sum_rows(
+        self,
+        rows: np.ndarray,
+        bounds: Sequence[int],
+        scale: float,
+        wire: Optional[HalfWire] = None,
+        patience: Optional[Patience] = None,
+    ) -> None:
+        """Scale every row, sum them over all ranks, each rank its slice; slice ``r`` of the sum is in row ``r``.
+
+        Every element is multiplied by ``scale`` before it is added, as an exchange without shared memory does it, and
+        the rows of a host are added in rank order, so that where a slice begins makes no difference to its bits.
+        """
+        rank = self._host.rank
+        first, last = bounds[rank], bounds[rank + 1]
+        factor = rows.dtype.type(scale)
+        barrier(self._host, patience)
+        _sum_scaled(rows, rank, first, last, factor)
+        if self._peers.size > 1:
+            self.bytes_sent += sum_over_hosts(self._peers, rows[rank, first:last], wire, patience, self.skip_zeros)
+        barrier(self._host, patience)
+
+    @property
+    def has_stage(self) -> bool:
+        return bool(self._stages)
+
+    def set_stage(self, rows: np.ndarray) -> None:
+        """Give :meth:`all_reduce` its memory: bytes of shape ``(ranks of the host, 2 * STAGE_BYTES)``."""
+        self._stages = [rows[:, :STAGE_BYTES], rows[:, STAGE_BYTES:]]
+        self._typed_stages.clear()
+
+    def all_reduce(self, x: np.ndarray, out: np.ndarray, reduce: Callable[..., Any]) -> None:
+        """Reduce a flat array over all ranks into ``out``, through the stage, a piece that fits the cache at a time.
+
+        There are two stages, taken in turn: whoever begins to write to one has seen all ranks at work on the other, and
+        so done with reading this one.
+        """
+        rank, size, barrier = self._host.rank, self._host.size, self._host.Barrier
+        step = STAGE_BYTES // x.itemsize
+        stages = self._typed_stages.get(x.dtype)
+        if stages is None:
+            # A row at a time: a view of a row costs a multiple less than one of a matrix, and small arrays feel it.
+            stages = self._typed_stages[x.dtype] = [list(stage.view(x.dtype)) for stage in self._stages]
+        for begin in range(0, len(x), step):
+            part = x[begin : begin + step]
+            rows = stages[self._turn]
+            self._turn = 1 - self._turn
+            bounds = slice_bounds(len(part), size, x.itemsize)
+            first, last = bounds[rank], bounds[rank + 1]
+            rows[rank][: len(part)] = part
+            barrier()
+            mine = rows[rank][first:last]
+            for other in range(1, size):
+                reduce(mine, rows[(rank + other) % size][first:last], mine)
+            if self._peers.size > 1:
+                self.bytes_sent += ring_all_reduce(self._peers, mine, reduce)
+            barrier()
+            for row, start, stop in zip(rows, bounds, bounds[1:]):
+                out[begin + start : begin + stop] = row[start:stop]
+
+
+# Elements of a scratch array that stays in a core's own cache.
+_BLOCK = 1 << 17
+
+
+def _sum_scaled(rows: np.ndarray, rank: int, first: int, last: int, factor: Any) -> None:
+    """``rows[rank, first:last]`` becomes the sum of all rows there, each times ``factor``, added in the order of rows.
+
+    In blocks that stay in the cache. What comes before the rank's own row is added up beside it, for it cannot be
+    written to until it was read.
+    """
+    mine = rows[rank]
+    total, scaled = np.empty((2, min(_BLOCK, max(last - first, 1))), rows.dtype)
+    for begin in range(first, last, _BLOCK):
+        end = min(begin + _BLOCK, last)
+        own, before, term = mine[begin:end], total[: end - begin], scaled[: end - begin]
+        np.multiply(own, factor, out=own)
+        for number, row in enumerate(rows):
+            if number == 0 and rank > 0:
+                np.multiply(row[begin:end], factor, out=before)
+            elif number == rank and rank > 0:
+                np.add(before, own, out=own)
+            elif number != rank:
+                np.multiply(row[begin:end], factor, out=term)
+                sum_so_far = before if number < rank else own
+                np.add(sum_so_far, term, out=sum_so_far)

@@ -1,0 +1,245 @@
+"""From a data set to this rank's micro batches.
+
+Goes in: a data set of any kind that MindNLP's users have, and the sizes. Comes
+out: for every update a window, the list of this rank's micro batches, each a dict
+of NumPy arrays (:class:`~mindnlp_dp.data.batches.Batch`), or None where the rank has no rows. Every rank gets the same
+number of windows, with the same number of micro batches.
+
+There are two ways to cut data, by what a source can do:
+
+* **By index.** ``datasets.Dataset``, MindSpore's generator data sets over a source
+  with an index, and any object with ``__len__`` and ``__getitem__``: each rank reads the
+  indices of its shard (sharding.py).
+* **By rows.** Batched, shuffled, mapped or streaming MindSpore pipelines, and plain
+  iterables, have an order of their own: rank 0 reads them, and the rows of every batch
+  are split among the ranks. A batch of such a pipeline is a *global* micro batch.
+
+A pipeline that was cut by ``num_shards`` is refused: it would be cut twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, Optional, Union
+
+import numpy as np
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import get_process_group
+
+from .batches import Batch, Collator, Columns, as_arrays, default_collate, num_rows
+from .same_samples import check_same_samples
+from .sharding import GlobalBatchSampler, split_evenly
+from .source import checked_row, indexed_source, is_batched, is_mindspore_dataset, seeded_iterator
+
+
+class IndexedLoader:
+    """Reads this rank's shard of a source with an index."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: GlobalBatchSampler,
+        group: ProcessGroup,
+        collate: Optional[Collator] = None,
+        columns: Optional[Sequence[str]] = None,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self._group = group
+        self._collate = collate or default_collate
+        self._columns = columns
+
+    @property
+    def num_samples(self) -> int:
+        return self.sampler.num_samples
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What the order of the samples is a function of: a run that is taken up must have the same."""
+        sampler = self.sampler
+        return {"num_samples": self.num_samples, "seed": sampler.seed, "shuffle": sampler.shuffle,
+                "uneven": sampler.uneven}  # fmt: skip
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in an update, over all ranks."""
+        return self.sampler.global_batch_size
+
+    def __len__(self) -> int:
+        """Windows in an epoch."""
+        return self.sampler.num_updates
+
+    def windows(self, epoch: int = 0, start: int = 0) -> Iterator[list[Optional[Batch]]]:
+        """This rank's windows of ``epoch``, from update ``start`` on."""
+        for window in self.sampler.shard_indices(self._group.rank, epoch, start):
+            yield [self._read(indices) if len(indices) else None for indices in window]
+
+    def _read(self, indices: np.ndarray) -> Batch:
+        # PyTorch's protocol for reading many rows at once, which datasets.Dataset speaks.
+        if hasattr(self.dataset, "__getitems__"):
+            rows = self.dataset.__getitems__(indices.tolist())
+        else:
+            rows = [self.dataset[int(index)] for index in indices]
+        if rows:
+            checked_row(rows[0], int(indices[0]), self._group.rank)
+        if self._columns is not None:
+            rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
+        return Batch(as_arrays(self._collate(rows)), indices)
+
+
+class PipelineLoader:
+    """Reads a pipeline on rank 0, in its own order, and splits the rows of every batch among the ranks.
+
+    ``open_batches(epoch)`` starts an epoch and returns its batches; it is called on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        open_batches: Callable[[int], Iterator[Columns]],
+        num_batches: Optional[int],
+        group: ProcessGroup,
+        accumulation_steps: int = 1,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        uneven: str = "keep",
+    ) -> None:
+        self._open_batches = open_batches
+        self._group = group
+        self._accumulation_steps = accumulation_steps
+        self._seed = seed
+        self._uneven = uneven
+        self._num_batches = num_batches
+        self._batch_size = batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in an update, over all ranks."""
+        return self._batch_size * self._accumulation_steps
+
+    @property
+    def num_samples(self) -> Optional[int]:
+        """An upper bound where batches may be short; None for a stream."""
+        return None if self._num_batches is None else self._num_batches * self._batch_size
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What this loader adds to the pipeline's own order: a run that is taken up must have the same."""
+        return {"num_samples": self.num_samples, "seed": self._seed, "uneven": self._uneven}
+
+    def __len__(self) -> int:
+        """Windows in an epoch; TypeError for a stream of unknown length, as ``len`` of any iterator."""
+        if self._num_batches is None:
+            raise TypeError("this stream has no known length")
+        full, rest = divmod(self._num_batches, self._accumulation_steps)
+        return full + (rest > 0 and self._uneven == "keep")
+
+    def windows(self, epoch: int = 0, start: int = 0) -> Iterator[list[Optional[Batch]]]:
+        """This rank's windows of ``epoch``; the first ``start`` ones are read, now, and left out."""
+        windows = self._windows(epoch)
+        for _ in itertools.islice(windows, start):
+            pass
+        return windows
+
+    def _windows(self, epoch: int) -> Iterator[list[Optional[Batch]]]:
+        batches: Iterator[Columns] = iter(())
+        if self._group.is_main:
+            batches = self._open_batches(epoch)
+        rows_read = 0
+        while True:
+            window = self._group.call_on_main(
+                lambda: list(itertools.islice(batches, self._accumulation_steps)), "reading the data pipeline"
+            )
+            if not window or (len(window) < self._accumulation_steps and self._uneven == "drop"):
+                return
+            mine = []
+            for columns in window:
+                mine.append(self._my_rows(columns, rows_read))
+                rows_read += num_rows(columns)
+            yield mine
+
+    def _my_rows(self, columns: Columns, rows_before: int) -> Optional[Batch]:
+        first, last = split_evenly(num_rows(columns), self._group.world_size, self._group.rank)
+        if first == last:
+            return None
+        rows = {name: array[first:last] for name, array in columns.items()}
+        return Batch(rows, np.arange(rows_before + first, rows_before + last))
+
+
+Loader = Union[IndexedLoader, PipelineLoader]
+
+
+def make_loader(
+    dataset: Any,
+    micro_batch_size: int,
+    accumulation_steps: int = 1,
+    *,
+    group: Optional[ProcessGroup] = None,
+    seed: int = 0,
+    shuffle: bool = False,
+    uneven: str = "keep",
+    collate: Optional[Collator] = None,
+    columns: Optional[Sequence[str]] = None,
+) -> Loader:
+    """Choose how to read ``dataset``, by what it can do. A collective.
+
+    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` of them make an update's window. ``columns`` names
+    those to keep, None keeps all. ``shuffle``, ``seed`` and ``collate`` are for sources with an index; a pipeline
+    brings its own order and batches.
+
+    Raises:
+        ValueError: the pipeline is already cut by ``num_shards``, or there are no samples.
+        TypeError: the data set can neither be indexed nor iterated, or its samples are no dicts.
+    """
+    group = group or get_process_group()
+    source = indexed_source(dataset)
+    if source is not None:
+        check_same_samples(source, group, columns)
+        sampler = GlobalBatchSampler(
+            len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven
+        )
+        return IndexedLoader(source, sampler, group, collate, columns)
+    global_micro_batch_size = micro_batch_size * group.world_size
+    if is_mindspore_dataset(dataset):
+        if dataset.is_sharded():
+            raise ValueError(
+                "this pipeline is already cut by num_shards, and would be cut twice: its rows would be split among "
+                f"{group.world_size} ranks once more. Build it without num_shards and shard_id; the trainer shards it"
+            )
+        # A pipeline that the user has batched keeps its batches: they are the global micro batches.
+        pipeline = (
+            dataset if dataset.get_batch_size() > 1 or is_batched(dataset) else dataset.batch(global_micro_batch_size)
+        )
+
+        def open_pipeline(epoch: int) -> Iterator[Columns]:
+            for batch in seeded_iterator(pipeline, seed, epoch):
+                yield {name: array for name, array in batch.items() if columns is None or name in columns}
+
+        num_batches = group.call_on_main(pipeline.get_dataset_size, "counting the data pipeline's batches")
+        return PipelineLoader(
+            open_pipeline,
+            num_batches if num_batches > 0 else None,
+            group,
+            accumulation_steps,
+            batch_size=pipeline.get_batch_size(),
+            seed=seed,
+            uneven=uneven,
+        )
+    if not hasattr(dataset, "__iter__"):
+        raise TypeError(
+            f"a {type(dataset).__name__} is no data set: expected datasets.Dataset, a MindSpore data set, "
+            "an object with __len__ and __getitem__, or an iterable of dicts"
+        )
+
+    def open_iterable(epoch: int) -> Iterator[Columns]:
+        rows = iter(dataset)
+        while chunk := list(itertools.islice(rows, global_micro_batch_size)):
+            if columns is not None:
+                chunk = [{name: value for name, value in row.items() if name in columns} for row in chunk]
+            yield as_arrays((collate or default_collate)(chunk))
+
+    return PipelineLoader(
+        open_iterable, None, group, accumulation_steps, batch_size=global_micro_batch_size, seed=seed, uneven=uneven
+    )

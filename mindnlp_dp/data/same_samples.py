@@ -1,0 +1,134 @@
+"""Whether all ranks hold the same samples in the same order.
+
+Goes in: a source with an index. Comes out: nothing, or an error on every rank that shows the first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.communication.collectives import ProcessGroup
+
+from .source import checked_row
+
+# How many samples are compared among the ranks before they are trusted to hold the same data.
+NUM_PROBES = 8
+# Of two that differ, so many characters are shown; a larger array is compared, and shown, by its hash.
+LENGTH_SHOWN, NUM_VALUES_SHOWN = 48, 1000
+
+
+def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Sequence[str]] = None) -> None:
+    """Raise on every rank when ranks hold other samples, or the same ones in another order.
+
+    The order of a shard is one of indices: behind them, every rank must find the same samples. A few are compared,
+    column by column: those in ``columns``, None stands for all. A column is passed over when it gives another value
+    each time it is asked for (random augmentation), or holds an object of which nobody can tell whether two are equal.
+
+    Raises:
+        ValueError: the numbers of samples, or the samples at an index, differ.
+        TypeError: a sample is no dict.
+    """
+    if group.world_size == 1:
+        return
+    size = group.call_where(True, lambda: len(source), "counting the samples")
+    sizes = group.all_gather_object(size)
+    for rank, theirs in enumerate(sizes):
+        if theirs != sizes[0]:
+            raise ValueError(
+                f"rank 0 holds {sizes[0]} samples where rank {rank} holds {theirs}; give every rank the whole data "
+                "set, the trainer shards it"
+            )
+    probes = np.unique(np.linspace(0, sizes[0] - 1, NUM_PROBES).astype(int)).tolist() if sizes[0] else []
+    texts = group.call_where(
+        True, lambda: [_texts(source, index, columns, group.rank) for index in probes], "reading samples to compare"
+    )
+    mine = texts or []
+    differing = _first_difference(group.all_gather_object([_hashes(sample) for sample in mine]))
+    if differing is None:
+        return
+    at, rank, name = differing
+    shown = group.all_gather_object(mine[at].get(name) or "nothing")
+    others, rank_0s = _around_the_difference(shown[rank], shown[0])
+    raise ValueError(
+        f"sample {probes[at]} of rank {rank} is not that of rank 0: its column {name!r} holds {others}, rank 0's "
+        f"{rank_0s}; the data set was shuffled or built with a seed that differs by rank; give every rank the same "
+        "one, the trainer shuffles and shards it"
+    )
+
+
+def _first_difference(everyone: list[list[dict[str, Optional[str]]]]) -> Optional[tuple[int, int, str]]:
+    """The first ``(probe, rank, column)`` that differs from rank 0's, of all ranks' hashes of their samples."""
+    # What one rank cannot tell of one sample says nothing of the column's other samples either.
+    passed_over = {name for hashes in everyone for row in hashes for name, value in row.items() if value is None}
+    for at, rank_0s in enumerate(everyone[0]):
+        for rank, hashes in enumerate(everyone):
+            for name in {**rank_0s, **hashes[at]}:
+                if name not in passed_over and hashes[at].get(name) != rank_0s.get(name):
+                    return at, rank, name
+    return None
+
+
+def _around_the_difference(one: str, other: str) -> tuple[str, str]:
+    """Both texts, cut to where they begin to differ."""
+    same = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    start = max(0, same - LENGTH_SHOWN // 2)
+    end = start + LENGTH_SHOWN
+    first, second = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in (one, other))
+    return first, second
+
+
+def _hashes(texts: dict[str, Optional[str]]) -> dict[str, Optional[str]]:
+    return {
+        name: None if text is None else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        for name, text in texts.items()
+    }
+
+
+def _texts(source: Any, index: int, columns: Optional[Sequence[str]], rank: int) -> dict[str, Optional[str]]:
+    """The columns of a sample as texts; None for one that is another each time, or whose values cannot be told."""
+
+    def read() -> dict[str, Optional[str]]:
+        row = checked_row(source[index], index, rank)
+        return {name: _text_of_column(value) for name, value in row.items() if columns is None or name in columns}
+
+    first, second = read(), read()
+    return {name: first.get(name) if first.get(name) == second.get(name) else None for name in {**first, **second}}
+
+
+class _UnknownKindError(TypeError):
+    """A value whose equality with another process's nobody can tell."""
+
+
+def _text_of_column(value: Any) -> Optional[str]:
+    try:
+        return _text(value)
+    except _UnknownKindError:
+        return None
+
+
+def _text(value: Any) -> str:
+    """A value as a text that two values share when they are equal, whatever process they are in."""
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return ascii(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_text(key)}: {_text(item)}' for key, item in value.items()))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+    elif hasattr(value, "asnumpy"):
+        array = to_host(value)
+    else:
+        raise _UnknownKindError(type(value).__name__)
+    if array.dtype.names is not None:
+        return _text({name: array[name] for name in array.dtype.names})
+    if array.dtype.hasobject or array.size <= NUM_VALUES_SHOWN:
+        values = _text(array.tolist()) if array.dtype.hasobject else ascii(array.tolist())
+    else:
+        values = f"of hash {hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()}"
+    return f"{array.dtype} {array.shape} {values}"

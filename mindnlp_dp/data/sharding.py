@@ -1,0 +1,116 @@
+"""Which samples a rank reads: arithmetic on indices, nothing else.
+
+Goes in: the number of samples, the batch sizes, a seed. Comes out: for an epoch
+and an update, the indices that each rank's micro steps read. Knows no data sets.
+
+The order of samples is a function of (seed, epoch) alone, cut into global batches;
+a rank takes its slice of every global batch. So any number of ranks reads the
+same sequence, and a run can be taken up at any update by any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+
+
+def split_evenly(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
+    """Bounds ``(start, stop)`` of one of ``num_parts`` consecutive parts; the first ones are larger by one.
+
+    >>> [split_evenly(5, 3, part) for part in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    small, extra = divmod(num_items, num_parts)
+    start = part * small + min(part, extra)
+    return start, start + small + (part < extra)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """The order of one epoch's samples: int64 of shape ``(num_samples,)``, another one every epoch."""
+    if not shuffle:
+        return np.arange(num_samples)
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+@dataclass(frozen=True)
+class GlobalBatchSampler:
+    """Cuts every epoch into global batches, and every global batch into ranks and micro steps.
+
+    ``uneven`` says what becomes of a last global batch that is not full: ``"keep"``
+    splits it as evenly as it goes (some ranks may get nothing), ``"drop"`` leaves it out.
+
+    Raises:
+        ValueError: a size is not positive, ``uneven`` is unknown, there are no samples, or
+            ``"drop"`` would leave nothing.
+    """
+
+    num_samples: int
+    micro_batch_size: int
+    world_size: int = 1
+    accumulation_steps: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    uneven: str = "keep"
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "world_size", "accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_samples < 1:
+            raise ValueError("the data set is empty: there is nothing to train on")
+        if self.uneven not in ("keep", "drop"):
+            raise ValueError(f"uneven must be 'keep' or 'drop', got {self.uneven!r}")
+        if self.uneven == "drop" and self.num_samples < self.global_batch_size:
+            raise ValueError(
+                f"{self.num_samples} samples are less than one global batch of {self.global_batch_size} "
+                f"(micro_batch_size {self.micro_batch_size} * world_size {self.world_size} * accumulation_steps "
+                f"{self.accumulation_steps}), and uneven='drop' leaves none; use uneven='keep' or smaller batches"
+            )
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    @property
+    def num_updates(self) -> int:
+        """Global batches, and so optimizer steps, in an epoch."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full + (rest > 0 and self.uneven == "keep")
+
+    def shard_indices(self, rank: int, epoch: int, start: int = 0) -> list[list[np.ndarray]]:
+        """What ``rank`` reads in ``epoch``, from update ``start`` on: one list of micro batches an update.
+
+        Every rank gets the same number of updates and, in each, of micro batches; those of a
+        short last global batch may be smaller than ``micro_batch_size``, or empty.
+        """
+        order = epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
+        size = self.global_batch_size
+        return [
+            self._micro_batches(order[update * size : (update + 1) * size], rank)
+            for update in range(start, self.num_updates)
+        ]
+
+    def _micro_batches(self, batch: np.ndarray, rank: int) -> list[np.ndarray]:
+        first, last = split_evenly(len(batch), self.world_size, rank)
+        mine = batch[first:last]
+        most = math.ceil(math.ceil(len(batch) / self.world_size) / self.micro_batch_size)
+        return [mine[i * self.micro_batch_size : (i + 1) * self.micro_batch_size] for i in range(most)]
+
+
+def plan_updates(updates_per_epoch: Optional[int], num_epochs: float, max_steps: int = -1) -> tuple[int, int]:
+    """How many updates a run makes, and in how many epochs it begins: ``max_steps`` wins over ``num_epochs``.
+
+    ``updates_per_epoch`` is None for a stream, whose epochs nobody can count. Raises ValueError for a stream
+    without ``max_steps``.
+    """
+    if updates_per_epoch is None:
+        if max_steps <= 0:
+            raise ValueError(f"the training data has no length, so set max_steps, got {max_steps}")
+        return max_steps, sys.maxsize
+    if max_steps > 0:
+        return max_steps, math.ceil(max_steps / updates_per_epoch)
+    return math.ceil(num_epochs * updates_per_epoch), math.ceil(num_epochs)

@@ -1,0 +1,87 @@
+"""What a data set can do: whether it has an index, and whether it is batched.
+
+Goes in: a data set of any kind that MindNLP's users have. Comes out: a source with
+``__len__`` and ``__getitem__`` where there is one, or an iterator over batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+import numpy as np
+
+
+def is_mindspore_dataset(dataset: Any) -> bool:
+    import mindspore.dataset
+
+    return isinstance(dataset, mindspore.dataset.Dataset)
+
+
+def mapped(dataset: Any, map_fn: Any) -> Any:
+    """A MindSpore data set through the Trainer's ``map_fn``; any other data set, and without one, as it is."""
+    if map_fn is None or not is_mindspore_dataset(dataset):
+        return dataset
+    return dataset.map(map_fn, getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None))
+
+
+def is_batched(dataset: Any) -> bool:
+    from mindspore.dataset import BatchDataset, PaddedBatchDataset
+
+    return isinstance(dataset, (BatchDataset, PaddedBatchDataset)) or any(map(is_batched, dataset.children))
+
+
+def seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[dict[str, np.ndarray]]:
+    """An iterator whose shuffles are a function of (seed, epoch).
+
+    MindSpore's shuffles take the global seed when an iterator is made, and so repeat one order
+    every epoch when a new iterator is made for each, as MindNLP's Trainer does.
+    """
+    from mindspore.dataset import config
+
+    users_own = config.get_seed()
+    config.set_seed(int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0]))
+    try:
+        return pipeline.create_dict_iterator(num_epochs=1, output_numpy=True)
+    finally:
+        config.set_seed(users_own)
+
+
+class _GeneratorRows:
+    """The rows of a MindSpore generator data set, by index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._source, self._columns = dataset.source, dataset.column_names
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._source[index]
+        return dict(zip(self._columns, row if isinstance(row, (tuple, list)) else (row,)))
+
+
+def indexed_source(dataset: Any) -> Optional[Any]:
+    """An object with ``__len__`` and ``__getitem__`` that gives ``dataset``'s samples as dicts, if there is one."""
+    if not is_mindspore_dataset(dataset):
+        return dataset if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else None
+    from mindspore.dataset import GeneratorDataset, RandomSampler, SequentialSampler
+
+    indexed = (
+        isinstance(dataset, GeneratorDataset)
+        and hasattr(dataset.source, "__getitem__")
+        and hasattr(dataset.source, "__len__")
+        and not dataset.num_samples
+        and not dataset.is_sharded()
+        and (dataset.sampler is None or type(dataset.sampler) in (RandomSampler, SequentialSampler))
+    )
+    return _GeneratorRows(dataset) if indexed else None
+
+
+def checked_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
+    """A sample as it is, if it is a dict; TypeError otherwise."""
+    if not isinstance(sample, Mapping):
+        raise TypeError(
+            f"sample {index} is a {type(sample).__name__}, expected a dict of column names and values (rank {rank})"
+        )
+    return sample

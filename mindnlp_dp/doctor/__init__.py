@@ -1,0 +1,1 @@
+"""``mindnlp-dp doctor``: what is here, whether it fits together, and what to do where it does not."""

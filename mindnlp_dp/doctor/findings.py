@@ -1,0 +1,187 @@
+"""What the doctor looks at.
+
+Imports neither MindSpore nor MindNLP: it is needed most when they cannot be
+imported. Whatever may fail is tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+
+from mindnlp_dp.launch.devices import count_devices
+from mindnlp_dp.launch.environment import CLUSTER_VARIABLES, find_mpirun, free_port
+from mindnlp_dp.versions import BEST_MINDNLP, BEST_MINDSPORE, PYTHON
+
+DISTRIBUTION = "mindnlp-dp"
+BEST = {"mindspore": f"mindspore=={BEST_MINDSPORE}", "mindnlp": f"mindnlp=={BEST_MINDNLP}"}
+MSRUN_PORT = 8118
+IMPORT_SECONDS, JOB_SECONDS = 120, 120
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. ``advice`` says what to do where it is not well; empty where it is."""
+
+    what: str
+    advice: str = ""
+
+
+def run_doctor() -> int:
+    """Print all findings as they come; return 0 when nothing needs mending, else 1."""
+    problems = 0
+    for title, findings in _sections():
+        print(f"\n{title}", flush=True)
+        for finding in findings:
+            print(f"  {'FIX ' if finding.advice else 'ok  '} {finding.what}", flush=True)
+            if finding.advice:
+                problems += 1
+                print(f"         -> {finding.advice}", flush=True)
+    print("\nnothing to mend" if not problems else f"\n{problems} to mend; mend them from the top, and run this again")
+    return int(problems > 0)
+
+
+def _sections() -> Iterator[tuple[str, Iterable[Finding]]]:
+    yield "Machine", check_machine(sys.version_info[:2], os.environ)
+    yield "Environment", check_environment(os.environ)
+    installed = installed_versions(requirements())
+    yield "Versions", check_versions(requirements(), installed)
+    imports = list(check_imports())
+    yield "Imports", imports
+    yield "Backends, tried with two processes", check_backends(can_import=not any(i.advice for i in imports))
+
+
+# The machine and the shell.
+
+
+def check_machine(python: tuple[int, ...], environ: Mapping[str, str]) -> Iterator[Finding]:
+    release = ".".join(map(str, python))
+    first, last = PYTHON
+    advice = "make an environment with Python {}.{} to {}.{}".format(*first, *last)
+    yield Finding(f"Python {release}", "" if first <= python <= last else advice)
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield Finding(f"{platform.machine()}, {cores} of {os.cpu_count()} cores, {memory:.0f} GiB of memory")
+    yield Finding(f"{count_devices('Ascend', environ)} Ascend NPUs, {count_devices('GPU', environ)} GPUs")
+
+
+def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
+    stale = [name for name in CLUSTER_VARIABLES if name in environ]
+    if stale:
+        yield Finding(f"an earlier job left {', '.join(stale)} in this shell", f"unset {' '.join(stale)}")
+    else:
+        yield Finding("no variables of an earlier job")
+    if environ.get("MULTI_NPU") == "true":
+        yield Finding("MULTI_NPU=true is set; with mindnlp_dp it does nothing")
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", MSRUN_PORT)) == 0
+    advice = f"MASTER_PORT={free_port()} bash scripts/launch_msrun.sh ..." if taken else ""
+    yield Finding(f"port {MSRUN_PORT}, msrun's default, is {'in use' if taken else 'free'}", advice)
+    mpirun = find_mpirun()
+    advice = f'pip install "{DISTRIBUTION}[mpi]"' if mpirun is None else ""
+    yield Finding("mpirun was not found" if mpirun is None else mpirun, advice)
+
+
+# Versions: versions.py says which fit, and setup.py asks for them.
+
+
+def requirements() -> list[Requirement]:
+    """What this package asks for, and its extra ``mpi``."""
+    try:
+        listed = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    parsed = [Requirement(text) for text in listed]
+    return [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": "mpi"})]
+
+
+def installed_versions(asked: Iterable[Requirement]) -> dict[str, str]:
+    installed = {}
+    for requirement in asked:
+        try:
+            installed[requirement.name] = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return installed
+
+
+def check_versions(asked: Iterable[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
+    asked = list(asked)
+    if not asked:
+        yield Finding(f"{DISTRIBUTION} itself is not installed", "pip install -e . in its folder")
+    for requirement in asked:
+        name, version = requirement.name, installed.get(requirement.name)
+        install = f'pip install "{BEST.get(name, name + str(requirement.specifier))}"'
+        if version is None:
+            optional = " (only the mpi backend needs it)" if requirement.marker is not None else ""
+            yield Finding(f"{name} is not installed{optional}", install)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield Finding(f"{name} {version} does not fit, {requirement.specifier} does", install)
+        else:
+            yield Finding(f"{name} {version}")
+
+
+# Imports and jobs, each in processes of their own.
+
+
+def check_imports() -> Iterator[Finding]:
+    device = 'print(mindspore.get_context("device_target"))'
+    for what, code in {
+        "MindSpore": f"import mindspore; {device}",
+        "MindNLP": f"import mindnlp_dp, mindnlp.engine, mindspore; {device}",
+    }.items():
+        try:
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        except subprocess.TimeoutExpired:
+            yield Finding(f"{what} was not imported after {IMPORT_SECONDS} s", "run the import by hand, and see where")
+            continue
+        if done.returncode == 0:
+            yield Finding(f"{what} can be imported; device {done.stdout.split()[-1]}")
+        else:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            mend = "mend the versions above; where they fit, pip install --force-reinstall " + BEST[what.lower()]
+            yield Finding(f"{what} cannot be imported: {last}", mend)
+
+
+def check_backends(can_import: bool) -> Iterator[Finding]:
+    for backend, advice in {
+        "mpi": f'pip install "{DISTRIBUTION}[mpi]"',
+        "mindspore": "see the log; a firewall that closes ports of 127.0.0.1 is a usual cause",
+    }.items():
+        if not can_import:
+            yield Finding(f"{backend}: not tried, for the imports fail")
+        elif backend == "mpi" and find_mpirun() is None:
+            yield Finding("mpi: not tried, for there is no mpirun")
+        else:
+            yield _try_backend(backend, advice)
+
+
+def _try_backend(backend: str, advice: str) -> Finding:
+    folder = tempfile.mkdtemp(prefix="mindnlp-dp-doctor-")
+    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend, "--log-dir", folder]
+    try:
+        done = subprocess.run(
+            [*command, "-m", "mindnlp_dp.doctor.probe"], capture_output=True, text=True, timeout=JOB_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(f"{backend}: not done after {JOB_SECONDS} s", f"see {folder}; {advice}")
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return Finding(f"{backend}: {said[-1].strip() if said else 'failed'}", f"see {folder}; {advice}")
+    shutil.rmtree(folder, ignore_errors=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    return Finding(
+        f"{backend} works ({result['backend']}): together after {result['started']:.1f} s, "
+        f"4 MiB summed in {1000 * result['all_reduce']:.1f} ms"
+    )

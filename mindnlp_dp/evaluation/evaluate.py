@@ -1,0 +1,93 @@
+"""Every sample once, in data set order, the same answer on every rank.
+
+Goes in: what each rank computed of its slices of every global batch. Comes out:
+predictions and labels of the whole data set, in order, and sums that are divided
+once at the end. Averages are never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.data.batches import call_with, num_rows_of
+from mindnlp_dp.data.loader import Loader
+from mindnlp_dp.replicas.broadcast import broadcast_buffers
+
+from .gather import OrderedGatherer, to_numpy
+
+
+class Evaluation(NamedTuple):
+    """Of a whole data set, the same on every rank: outputs in its order, mean loss (None without any), samples."""
+
+    outputs: Any
+    loss: Optional[float]
+    num_samples: int
+
+
+def evaluate(
+    predict_fn: Callable[..., Any],
+    loader: Loader,
+    *,
+    model: Any = None,
+    has_loss: bool = False,
+    weight_of: Optional[Callable[[Any], float]] = None,
+    group: Optional[ProcessGroup] = None,
+) -> Evaluation:
+    """Run a function over every sample of a loader, once; a collective.
+
+    Args:
+        predict_fn: from a batch, as :func:`~mindnlp_dp.make_train_step`'s ``forward_fn`` takes it, to outputs: nested
+            tuples, lists or dicts of tensors with the rows in front. What shall be compared with them, such as
+            labels, it returns beside them.
+        loader: what :func:`~mindnlp_dp.make_loader` made, without ``shuffle``.
+        model: the one that ``predict_fn`` calls, whose buffers are made rank 0's first; a model with a batch
+            normalisation wants it, unless :class:`~mindnlp_dp.FunctionalRun` has just ended its epochs.
+        has_loss: whether ``predict_fn`` returns a pair, its mean loss and the outputs.
+        weight_of: what a batch's loss weighs; by default its number of rows.
+    """
+    weight_of = weight_of or num_rows_of
+    group = group or get_process_group()
+    if model is not None:
+        broadcast_buffers(model, group)
+    run = EvaluationRun(group)
+    for window in loader.windows():
+        for batch in window:
+            if batch is None:
+                run.add(None)
+                continue
+            returned = call_with(predict_fn, batch)
+            loss, outputs = returned if has_loss else (None, returned)
+            mean_loss = None if loss is None else float(loss.asnumpy())
+            run.add(to_numpy(outputs), num_rows_of(batch), mean_loss, float(weight_of(batch)))
+    return Evaluation(*run.finish())
+
+
+class EvaluationRun:
+    """One pass over a data set: outputs of all samples, their mean loss, their number.
+
+    ``add`` is called by every rank once a global batch, ``finish`` at the end.
+    """
+
+    def __init__(self, group: ProcessGroup, gather_every: Optional[int] = None) -> None:
+        self._group = group
+        self._rows = OrderedGatherer(group, gather_every)
+        # Over this rank's samples: loss * weight, weight, samples.
+        self._sums = np.zeros(3, np.float64)
+
+    def add(self, outputs: Any, num_samples: int = 0, loss: Optional[float] = None, weight: float = 0.0) -> None:
+        """What this rank computed of a global batch; None and 0 where it had no rows."""
+        if loss is not None and weight > 0:
+            self._sums[:2] += loss * weight, weight
+        self._sums[2] += num_samples
+        self._rows.add(outputs)
+
+    def finish(self) -> tuple[Any, Optional[float], int]:
+        """Outputs in data set order (None when nobody had any), mean loss (None when there was none), samples."""
+        outputs = self._rows.finish()
+        loss, weight, samples = self._group.all_reduce(self._sums)
+        return outputs, float(loss / weight) if weight > 0 else None, int(samples)

@@ -1,0 +1,80 @@
+"""What all ranks computed, in data set order, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+
+PADDING = -100
+GATHER_EVERY = 16
+
+
+class OrderedGatherer:
+    """Collects what the ranks computed, step by step, and puts it into data set order.
+
+    ``add`` takes this rank's outputs of one global batch, nested tuples, lists or dicts of NumPy arrays
+    with the rows in front, or None where the rank had no rows. Every ``gather_every`` steps they are
+    exchanged, so that what is on its way does not grow with the data set. Rows of another
+    length in the second dimension are padded with -100, as MindNLP's Trainer does.
+    """
+
+    def __init__(self, group: ProcessGroup, gather_every: Optional[int] = None) -> None:
+        self._group = group
+        self._gather_every = gather_every or GATHER_EVERY
+        self._steps: list[Any] = []
+        self._chunks: list[Any] = []
+
+    def add(self, outputs: Any) -> None:
+        """A collective every ``gather_every`` calls."""
+        self._steps.append(outputs)
+        if len(self._steps) == self._gather_every:
+            self._gather()
+
+    def finish(self) -> Any:
+        """All rows in order, on every rank; None when nobody had any. A collective."""
+        self._gather()
+        return concatenate(self._chunks) if self._chunks else None
+
+    def _gather(self) -> None:
+        by_rank = self._group.all_gather_object(self._steps)
+        self._steps = []
+        parts = [part for step in zip(*by_rank) for part in step if part is not None]
+        if parts:
+            self._chunks.append(concatenate(parts))
+
+
+def concatenate(parts: Sequence[Any]) -> Any:
+    """Join nested structures of arrays along the rows, padding the second dimension with -100 where it differs."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: concatenate([part[key] for part in parts]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(concatenate(list(items)) for items in zip(*parts))
+    arrays = [np.atleast_1d(part) for part in parts]
+    if arrays[0].ndim > 1:
+        width = max(array.shape[1] for array in arrays)
+        arrays = [_pad(array, width) for array in arrays]
+    return np.concatenate(arrays)
+
+
+def _pad(array: np.ndarray, width: int) -> np.ndarray:
+    if array.shape[1] == width:
+        return array
+    padding = [(0, 0)] * array.ndim
+    padding[1] = (0, width - array.shape[1])
+    return np.pad(array, padding, constant_values=PADDING)
+
+
+def to_numpy(outputs: Any) -> Any:
+    """Turn the tensors of a nested structure into NumPy arrays."""
+    if outputs is None or isinstance(outputs, np.ndarray):
+        return outputs
+    if isinstance(outputs, Mapping):
+        return {key: to_numpy(value) for key, value in outputs.items()}
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)(to_numpy(value) for value in outputs)
+    return outputs.asnumpy()

@@ -1,0 +1,170 @@
+"""A data-parallel training step for loops of one's own: MindNLP's models, and plain MindSpore cells.
+
+Goes in: a function that computes a loss, an optimizer, parameters. Comes out: a function that does one update from this
+rank's part of a global batch, by the same stages as the Trainer's (:mod:`mindnlp_dp.step`)::
+
+    step = dp.make_train_step(forward_fn, optimizer, parameters)
+    for batch in batches:                       # this rank's
+        loss = step(batch)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, Optional
+
+import mindspore
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.data.batches import call_with, num_rows_of
+from mindnlp_dp.gradients.reducer import ReducerWindow
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
+from mindnlp_dp.step.losses import LossMeter
+from mindnlp_dp.step.seeds import seeded, step_seed
+from mindnlp_dp.step.train_step import MicroStep, TrainStep
+from mindnlp_dp.step.updaters import MindNLPUpdater, MindSporeUpdater, Updater
+
+
+def make_train_step(
+    forward_fn: Callable[..., Any],
+    optimizer: Any,
+    parameters: Sequence[Any],
+    *,
+    accumulation_steps: int = 1,
+    max_grad_norm: Optional[float] = None,
+    scheduler: Any = None,
+    weight_of: Optional[Callable[[Any], float]] = None,
+    reducer: Optional[Callable[..., Any]] = None,
+    jit: bool = False,
+    seed: int = 0,
+    leave_out_bad_losses: bool = True,
+    group: Optional[ProcessGroup] = None,
+    **exchange: Any,
+) -> FunctionalStep:
+    """A step that every rank calls once an update, with its own part of the global batch.
+
+    Args:
+        forward_fn: from a batch to its mean loss, a scalar tensor. A batch that is a mapping is passed as keywords (its
+            NumPy arrays as tensors), a tuple or list as arguments, anything else as the one argument.
+        optimizer: MindNLP's (``mindnlp.core.optim``), or one of ``mindspore.nn``.
+        parameters: those it updates, in its order.
+        accumulation_steps: micro batches in an update; the step is then called with a list of so many. (Or of fewer,
+            where the data ends.)
+        max_grad_norm: averaged gradients are clipped to this norm, together; None leaves them.
+        scheduler: MindNLP's, stepped after every update. (``mindspore.nn``'s optimizers have schedules of their own.)
+        weight_of: what a batch's loss weighs in the mean over ranks and micro steps; by default its number of rows.
+        reducer: exchanges gradients in our synchroniser's stead, such as ``nn.DistributedGradReducer(parameters)``.
+        jit: compile loss and gradients with ``mindspore.jit``; for plain cells.
+        seed: of what ``forward_fn`` draws, such as dropout: other numbers on every rank, in every update and micro
+            step, and the same again in a run that is taken up. (Not for MindSpore's ``nn.Dropout``, whose kernel counts
+            on by itself; ``ops.dropout`` and MindNLP's layers follow the seed.)
+        leave_out_bad_losses: a loss that is NaN or infinite is left out with a warning; else it is the end, on all
+            ranks.
+        exchange: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and ``compression``.
+
+    Raises:
+        ValueError: options that exclude each other.
+    """
+    group = group or get_process_group()
+    is_plain = isinstance(optimizer, mindspore.nn.Optimizer)
+    if jit and not is_plain:
+        raise ValueError(
+            "jit=True is for plain cells with an optimizer of mindspore.nn; MindNLP's models run in PyNative"
+        )
+    if scheduler is not None and is_plain:
+        raise ValueError("mindspore.nn's optimizers take a schedule as their learning_rate; leave scheduler out")
+    if reducer is not None and exchange:
+        raise ValueError(f"{', '.join(exchange)}: options of our own exchange, which a reducer takes the place of")
+    if jit and reducer is None and exchange.setdefault("overlap", False) is not False:
+        raise ValueError(
+            "overlap needs the parameters' hooks, which mindspore.jit cannot compile; leave one of them out"
+        )
+    if accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
+    parameters = list(parameters)
+    updater: Updater
+    if is_plain:
+        updater = MindSporeUpdater(optimizer, parameters)
+        gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
+        gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
+    else:
+        from mindnlp.core.autograd import value_and_grad
+
+        updater = MindNLPUpdater(optimizer, parameters, scheduler)
+        gradient_fn = value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
+    window = (
+        GradientSynchronizer(parameters, group, **exchange)
+        if reducer is None
+        else ReducerWindow(parameters, reducer, group)
+    )
+    losses = LossMeter(group)
+    step = TrainStep(window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses)
+    return FunctionalStep(step, gradient_fn, accumulation_steps, weight_of or num_rows_of, seed)
+
+
+class FunctionalStep:
+    """What :func:`make_train_step` makes.
+
+    Attributes:
+        num_updates: done so far.
+        accumulation_steps: micro batches in an update, at most.
+        train_step: the stages of an update, which are the Trainer's too.
+        grad_norm: of the last averaged gradient, where gradients are clipped.
+        synchronizer: the exchange.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        gradient_fn: Callable[..., tuple[Any, Sequence[Any]]],
+        accumulation_steps: int,
+        weight_of: Callable[[Any], float],
+        seed: int = 0,
+    ) -> None:
+        self.train_step = train_step
+        self._seed = seed
+        self._gradient_fn = gradient_fn
+        self.accumulation_steps = accumulation_steps
+        self._weight_of = weight_of
+        self.num_updates = 0
+        self.grad_norm: Optional[float] = None
+        self.synchronizer: GradientWindow = train_step.synchronizer
+
+    def __call__(self, batches: Any) -> Optional[float]:
+        """Do one update; returns this rank's mean loss, None when it had no sample. A collective.
+
+        ``batches`` is one batch, or, with accumulation, a list of them; None stands for one that this rank has not.
+        """
+        window = [batches] if self.accumulation_steps == 1 else list(batches)
+        if not 1 <= len(window) <= self.accumulation_steps:
+            raise ValueError(
+                f"expected 1 to {self.accumulation_steps} micro batches, got {len(window)} on rank "
+                f"{self.synchronizer.group.rank}; None stands for one that a rank has not"
+            )
+        seen: list[tuple[float, float]] = []
+        self.grad_norm = self.train_step(self._micro_steps(window, seen), self.num_updates)
+        self.num_updates += 1
+        weight = sum(weight for _, weight in seen)
+        return sum(loss * weight for loss, weight in seen) / weight if weight else None
+
+    def mean_loss(self) -> float:
+        """The mean loss of all ranks since this was last called. A collective."""
+        return self.train_step.losses.mean_since_log()
+
+    def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:
+        for number, batch in enumerate(window):
+            weight = 0.0 if batch is None else float(self._weight_of(batch))
+            if weight == 0:
+                continue
+            is_last = number + 1 == len(window)
+            sending = self.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
+            seed = step_seed(self._seed, self.synchronizer.group.rank, self.num_updates, number)
+            with seeded(seed), sending:
+                loss, gradients = call_with(self._gradient_fn, batch)
+            value = float(loss.asnumpy())
+            seen.append((value, weight))
+            yield MicroStep(value, gradients, weight, getattr(batch, "indices", None))

@@ -1,0 +1,60 @@
+"""Where gradients wait for their exchange, and where its result is taken from.
+
+Goes in: weighted gradients, one by one. Comes out: their sums over the ranks. What a bucket's memory is, depends on what
+moves them: host.py for libraries of host memory, shared.py where the ranks of a host share it, device.py for tensors.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, Optional
+
+from mindnlp_dp.communication.transports.patience import Patience
+
+from .layout import BucketLayout
+
+
+class Bucket(abc.ABC):
+    """Memory for the gradients of one bucket, from accumulation to the exchanged result.
+
+    ``put`` adds ``weight * gradient`` to a slot, ``start`` scales what was put and
+    begins the sum over the ranks, ``wait`` ends it, ``get`` returns a slot of the
+    result, in memory of its own, ``release`` says that this rank has got what it wanted, and
+    ``clear`` makes the bucket empty again. A slot into which nothing was put counts as zeros.
+    ``keep`` remembers what was put so far, and ``restore`` goes back to it, be the sum made or not.
+
+    Attributes:
+        is_asynchronous: whether ``start`` returns while the exchange is under way. If not, buckets are best
+            exchanged one after the other, each while it is in the cache; or on a thread, which gives ``start`` its
+            patience, so that waiting leaves the core to the thread that computes.
+    """
+
+    is_asynchronous = False
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self.layout = layout
+        self._slots = {slot.index: slot for slot in layout.slots}
+
+    @abc.abstractmethod
+    def put(self, index: int, gradient: Any, weight: float) -> None: ...
+
+    @abc.abstractmethod
+    def keep(self) -> None: ...
+
+    @abc.abstractmethod
+    def restore(self) -> None: ...
+
+    @abc.abstractmethod
+    def start(self, scale: Any, patience: Optional[Patience] = None) -> None: ...
+
+    @abc.abstractmethod
+    def wait(self) -> None: ...
+
+    @abc.abstractmethod
+    def get(self, index: int) -> Any: ...
+
+    @abc.abstractmethod
+    def release(self) -> None: ...
+
+    @abc.abstractmethod
+    def clear(self) -> None: ...

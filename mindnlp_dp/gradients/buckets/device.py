@@ -1,0 +1,119 @@
+"""A bucket of gradients that stay on their device.
+
+Goes in: tensors, as a backward pass gives them. Comes out: their sums over the ranks, begun by the channel and waited
+for by whoever takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from mindnlp_dp.arrays.conversion import copy_of
+from mindnlp_dp.arrays.types import HALF_TYPES
+from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.communication.transports.patience import Patience
+
+from .bucket import Bucket
+from .layout import BucketLayout
+
+
+class DeviceBucket(Bucket):
+    """A bucket of tensors that stay on their device, flattened for the exchange.
+
+    On the wire they have their parameters' type, or the half type of ``compression``; before that they are weighted
+    and summed in float32, because a sum of half-precision gradients, weighted by samples, may
+    not fit into its own range.
+
+    A device computes faster than this process can tell it to, so operators are few: gradients wait until the bucket
+    is full, or until its sum is wanted, and are then flattened, weighted and added at once. Until then nobody may
+    write into them.
+    """
+
+    is_asynchronous = True
+
+    def __init__(self, layout: BucketLayout, channel: TensorChannel, compression: Optional[str] = None) -> None:
+        super().__init__(layout)
+        import mindspore
+
+        self._ms = mindspore
+        self._channel = channel
+        self._dtype = getattr(mindspore, layout.dtype)
+        self._sum_dtype = mindspore.float32 if layout.dtype in HALF_TYPES else self._dtype
+        half = {"fp16": mindspore.float16, "bf16": mindspore.bfloat16}.get(compression or "")
+        self._wire_dtype = half if half is not None and layout.dtype == "float32" else self._dtype
+        # Only what the user asked to be rounded is summed in half precision by MCCL.
+        self._begins = self._wire_dtype != self._dtype or channel.reduces_natively(layout.dtype)
+        # Gradients that are not in the sum yet, and what they have in common: weight and type.
+        self._waiting: dict[int, Any] = {}
+        self._kind: tuple[float, Any] = (0.0, None)
+        # No operator writes into a sum, so that what is kept stays as it is.
+        self._sum: Optional[Any] = None
+        self._kept: Optional[Any] = None
+        self._result: Optional[Any] = None
+        self._handle: Optional[Any] = None
+        self._slices: dict[int, Any] = {}
+
+    def put(self, index: int, gradient: Any, weight: float) -> None:
+        kind = (weight, gradient.dtype)
+        if index in self._waiting or kind != self._kind:
+            self._add_waiting()
+        self._waiting[index], self._kind = gradient, kind
+        if len(self._waiting) == len(self.layout.slots):
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        if not self._waiting:
+            return
+        weight, dtype = self._kind
+        flat = self._flattened(self._waiting, dtype)
+        part = (flat if dtype == self._sum_dtype else flat.astype(self._sum_dtype)) * weight
+        self._sum = part if self._sum is None else self._sum + part
+        self._waiting.clear()
+
+    def _flattened(self, gradients: Mapping[int, Any], dtype: Any) -> Any:
+        """All slots one behind the other, zeros where there is no gradient; it may share a gradient's memory."""
+        parts = [
+            gradients[slot.index].reshape(-1) if slot.index in gradients else self._ms.ops.zeros((slot.numel,), dtype)
+            for slot in self.layout.slots
+        ]
+        return self._ms.ops.cat(parts) if len(parts) > 1 else parts[0]
+
+    def keep(self) -> None:
+        self._add_waiting()
+        self._kept = self._sum
+
+    def restore(self) -> None:
+        self._waiting.clear()
+        self._sum = self._kept
+
+    def start(self, scale: Any, patience: Optional[Patience] = None) -> None:
+        self._add_waiting()
+        mine = self._flattened({}, self._sum_dtype) if self._sum is None else self._sum * scale
+        wire = mine if self._wire_dtype == self._sum_dtype else mine.astype(self._wire_dtype)
+        if self._begins:
+            self._result, self._handle = self._channel.begin_sum(wire)
+        else:
+            self._result = self._channel.sum(wire)
+
+    def wait(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+        assert self._result is not None, "wait before start"
+        if self._result.dtype != self._dtype:
+            self._result = self._result.astype(self._dtype)
+        sizes = [slot.numel for slot in self.layout.slots]
+        self._slices = dict(zip(self._slots, self._ms.ops.split(self._result, sizes)))
+
+    def get(self, index: int) -> Any:
+        # A copy: MindSpore refuses to assign to a view, and MindNLP's clip_grad_norm_ assigns to gradients.
+        return copy_of(self._slices[index].reshape(self._slots[index].shape))
+
+    def release(self) -> None:
+        """Nobody else reads these tensors."""
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._slices.clear()
+        self._sum = self._kept = self._result = self._handle = None

@@ -1,0 +1,118 @@
+"""A bucket in host memory."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.communication.transports.channel import HostChannel
+from mindnlp_dp.communication.transports.patience import Patience
+
+from .bucket import Bucket
+from .layout import BucketLayout, Slot
+
+
+def sum_dtype(layout: BucketLayout) -> type:
+    """In which precision a host sums a bucket: half types in float32, for their weighted sum may not fit into them."""
+    return np.float64 if layout.dtype == "float64" else np.float32
+
+
+# From the dictionary of results, the local variable and the call that counts.
+_REFERENCES_OF_OUR_OWN = 3
+
+
+def _is_free(results: dict[int, np.ndarray], index: int) -> bool:
+    """Whether nobody but this dictionary holds that array."""
+    result = results.get(index)
+    return result is not None and sys.getrefcount(result) <= _REFERENCES_OF_OUR_OWN
+
+
+@functools.cache
+def references_tell(from_host: Callable[[np.ndarray, str], Any]) -> bool:
+    """Whether counting references finds out that a tensor made by ``from_host`` is still held. Tried once.
+
+    It is a habit of CPython, and of MindSpore's tensors; where either has another, memory is never used again.
+    """
+    results = {0: np.zeros(4, np.float32)}
+    if not _is_free(results, 0):
+        return False
+    tensor = from_host(results[0].reshape(2, 2), "float32")
+    is_shared = bool(np.shares_memory(tensor.asnumpy(), results[0]))
+    return not is_shared or not _is_free(results, 0)
+
+
+class HostBucket(Bucket):
+    """A bucket in one NumPy array, for libraries that exchange host memory."""
+
+    def __init__(self, layout: BucketLayout, channel: HostChannel, buffer: Optional[np.ndarray] = None) -> None:
+        super().__init__(layout)
+        self._channel = channel
+        self._buffer = np.empty(layout.numel, sum_dtype(layout)) if buffer is None else buffer
+        self._filled: set[int] = set()
+        self._kept: set[int] = set()
+        self._results: dict[int, np.ndarray] = {}
+
+    def _view(self, index: int) -> np.ndarray:
+        slot = self._slots[index]
+        return self._buffer[slot.offset : slot.offset + slot.numel].reshape(slot.shape)
+
+    def put(self, index: int, gradient: Any, weight: float) -> None:
+        view, host, dtype = self._view(index), to_host(gradient), self._buffer.dtype
+        # With dtype the product is made in the buffer's precision; NumPy would make it in the gradient's.
+        if index in self._filled:
+            view += np.multiply(host, weight, dtype=dtype)
+        else:
+            np.multiply(host, weight, out=view, dtype=dtype)
+            self._filled.add(index)
+
+    def _fill_gaps(self) -> None:
+        for index in self._slots.keys() - self._filled:
+            self._view(index).fill(0)
+
+    def keep(self) -> None:
+        """In the memory of the results, which nobody needs before this sum is made."""
+        self._kept = set(self._filled)
+        for index in self._kept:
+            np.copyto(self._result_memory(index), self._view(index).reshape(-1))
+
+    def restore(self) -> None:
+        self._filled = set(self._kept)
+        for index in self._kept:
+            np.copyto(self._view(index).reshape(-1), self._results[index])
+
+    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
+        self._fill_gaps()
+        np.multiply(self._buffer, self._buffer.dtype.type(scale), out=self._buffer)
+        self._channel.all_reduce_in_place(self._buffer, patience)
+
+    def wait(self) -> None:
+        """Nothing to wait for: host libraries return when the sum is there."""
+
+    def get(self, index: int) -> Any:
+        result = self._result_memory(index)
+        self._copy_result(self._slots[index], result)
+        return from_host(result.reshape(self._slots[index].shape), self.layout.dtype)
+
+    def _copy_result(self, slot: Slot, out: np.ndarray) -> None:
+        np.copyto(out, self._buffer[slot.offset : slot.offset + slot.numel])
+
+    def _result_memory(self, index: int) -> np.ndarray:
+        """Memory for a slot of the result: the last result's, when nobody holds that any more.
+
+        New memory costs a page fault for every 4 KiB, several times what the copy costs.
+        """
+        if not (_is_free(self._results, index) and references_tell(from_host)):
+            self._results[index] = np.empty(self._slots[index].numel, self._buffer.dtype)
+        return self._results[index]
+
+    def release(self) -> None:
+        """Nobody else reads this buffer."""
+
+    def clear(self) -> None:
+        self._filled.clear()
+        self._kept.clear()

@@ -1,0 +1,54 @@
+"""Memory for gradients, by what moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+import numpy as np
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.transports.channel import Channel, HostChannel, TensorChannel
+from mindnlp_dp.communication.transports.mpi import MPIChannel
+from mindnlp_dp.communication.transports.shared_memory import CACHE_LINE_BYTES, round_up
+
+from .bucket import Bucket
+from .device import DeviceBucket
+from .host import HostBucket, sum_dtype
+from .layout import BucketLayout
+from .shared import SharedBucket
+
+
+def make_buckets(
+    layouts: Sequence[BucketLayout], group: ProcessGroup, channel: Channel, compression: Optional[str] = None
+) -> list[Bucket]:
+    """A bucket for each layout, whose exchange goes over ``channel``. A collective.
+
+    ``compression`` is "fp16" or "bf16" for what goes over a wire. Within a host, whose ranks share memory, nothing is
+    sent, and nothing is rounded.
+    """
+    if isinstance(channel, TensorChannel):
+        channel.check_compression(compression)
+        return [DeviceBucket(layout, channel, compression) for layout in layouts]
+    assert isinstance(channel, HostChannel), "a channel sums arrays or tensors"
+    shared = _shared(layouts, channel, compression) if isinstance(channel, MPIChannel) else None
+    if shared is not None:
+        return shared
+    if compression and group.world_size > 1 and group.is_main:
+        print(f"compression={compression!r} has no effect: MPI itself, which sums no half types, moves gradients")
+    return [HostBucket(layout, channel) for layout in layouts]
+
+
+def _shared(layouts: Sequence[BucketLayout], channel: MPIChannel, compression: Optional[str]) -> Optional[list[Bucket]]:
+    """Buckets that lie one behind the other in rows of shared memory; None where there is none."""
+    dtypes: list[np.dtype] = [np.dtype(sum_dtype(layout)) for layout in layouts]
+    edges = [0]
+    for layout, dtype in zip(layouts, dtypes):
+        edges.append(edges[-1] + round_up(layout.numel * dtype.itemsize, CACHE_LINE_BYTES))
+    rows = channel.memory.rows(edges[-1])
+    if rows is None:
+        return None
+    return [
+        SharedBucket(layout, channel, rows[:, begin:end].view(dtype)[:, : layout.numel], compression)
+        for layout, dtype, begin, end in zip(layouts, dtypes, edges, edges[1:])
+    ]

@@ -1,0 +1,282 @@
+"""The exchange of gradients: from every rank's own to the same weighted mean on all.
+
+Goes in: each rank's gradients, with the weight of the samples behind them. Comes
+out: ``sum_r(weight_r * gradient_r) / sum_r(weight_r)``, the gradient of the whole
+global batch, on every rank. One window may take several micro steps::
+
+    for inputs in window:
+        sync.accumulate(gradients_of(inputs), weight=len(inputs))    # no communication
+    gradients = sync.reduce()                                        # all ranks, once
+
+A rank that had no samples reduces zeros. A parameter that no rank used in the
+window comes out as None, as it would in one process. Frozen parameters are not
+the synchroniser's business: pass those that train.
+
+The last micro step may say so beforehand, and what its backward pass has finished is exchanged
+while it goes on (overlap.py), with the same result::
+
+    with sync.backward(weight=len(inputs)):
+        gradients = gradients_of(inputs)
+    sync.accumulate(gradients, weight=len(inputs))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Optional, Union
+
+import numpy as np
+
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.collectives import ProcessGroup
+
+from .buckets.bucket import Bucket
+from .buckets.layout import check_bucket_cap_mb, pack_buckets
+from .buckets.make import make_buckets
+from .overlap import Overlap
+from .powersgd import DEFAULT_RANK, PowerSGD, check_rank, is_compressed
+from .window import GradientWindow
+
+DEFAULT_BUCKET_CAP_MB = 2.0
+COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
+
+
+class GradientSynchronizer(GradientWindow):
+    """Gradients packed into buckets of ``bucket_cap_mb`` MiB, one all-reduce a bucket.
+
+    Few large messages instead of many small ones; a bucket that no rank used is not sent.
+
+    Args:
+        bucket_cap_mb: the most that a bucket holds; ``benchmarks/bench_bucket_cap.py`` says what suits a machine.
+        overlap: whether buckets are exchanged during the backward pass: always, never, or "auto", when a short trial
+            in the first windows says that it pays. The result is the same.
+        compression: None for exact sums; "fp16" or "bf16" halves what goes over a wire, and rounds it (within a host,
+            where the MPI backend sends nothing, it changes nothing); "powersgd" approximates matrices by such of rank
+            ``powersgd_rank`` (powersgd.py), without overlap.
+
+    Attributes:
+        overlap: its ``state`` says what became of it.
+        order: the parameters' indices in the order in which they are packed: at first from the last to the first,
+            later as their gradients come. On three hosts and more, and where a wire is compressed, it decides on how
+            sums are rounded.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        group: Optional[ProcessGroup] = None,
+        *,
+        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+        overlap: Union[bool, str] = "auto",
+        compression: Optional[str] = None,
+        powersgd_rank: int = DEFAULT_RANK,
+    ) -> None:
+        super().__init__(parameters, group)
+        if overlap not in (True, False, "auto"):
+            raise ValueError(f'overlap must be True, False or "auto", got {overlap!r}')
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compression!r}")
+        self._shapes = [tuple(p.shape) for p in self.parameters]
+        self._dtypes = [dtype_name(p) for p in self.parameters]
+        self._powersgd: Optional[PowerSGD] = None
+        if compression == "powersgd":
+            self._powersgd = self._make_powersgd(check_rank(powersgd_rank))
+        self._wire = None if compression == "powersgd" else compression
+        self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
+        self.pack_in_order(list(reversed(range(len(self.parameters)))))
+        self._hides = not any(bucket.is_asynchronous for bucket in self.buckets)
+        self.overlap = Overlap(self.parameters, overlap, self.channel, on_device=self.group.on_device)
+        reason = self.channel.cannot_overlap if overlap else "not asked for"
+        if self._powersgd is not None:
+            reason = reason or "PowerSGD needs whole gradients"
+        if reason or not self.buckets:
+            self.overlap.turn_off(reason or "there is nothing to exchange")
+        self._is_exchanged = False
+        # What was accumulated since the buckets remember; whether a backward pass was sent and not accumulated.
+        self._late: list[tuple[Sequence[Optional[Any]], float]] = []
+        self._sent_weight: Optional[float] = None
+        self._has_compared = False
+
+    def _make_powersgd(self, rank: int) -> Optional[PowerSGD]:
+        kinds = enumerate(zip(self._shapes, self._dtypes))
+        matrices = {index: shape for index, (shape, dtype) in kinds if is_compressed(shape, dtype, rank)}
+        return PowerSGD(matrices, rank, self.group, self.channel) if matrices else None
+
+    def pack_in_order(self, order: Sequence[int]) -> None:
+        """Pack buckets anew, between two windows; what ``order`` does not name comes last. A collective."""
+        missing = set(range(len(self.parameters))) - set(order)
+        self.order = [*order, *sorted(missing, reverse=True)]
+        in_buckets = [index for index in self.order if self._powersgd is None or index not in self._powersgd]
+        layouts = pack_buckets(self._shapes, self._dtypes, self.bucket_cap_mb, in_buckets)
+        # The old ones' memory goes before the new ones take theirs.
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+        self.buckets = make_buckets(layouts, self.group, self.channel, self._wire)
+        self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.layout.slots}
+
+    def forget_errors(self) -> None:
+        """Begin compression anew, as a process does that resumes here; called by every rank."""
+        if self._powersgd is not None:
+            self._powersgd.forget()
+
+    # A window.
+
+    @contextlib.contextmanager
+    def backward(self, weight: float) -> Iterator[None]:
+        """Around the last forward and backward pass of a window, whose gradients :meth:`accumulate` then gets.
+
+        ``weight`` is what they will weigh. Where exchange overlaps, it begins within.
+
+        An exception within it leaves no thread and no half window; when some of the window was under way to the other
+        ranks, they wait for the rest of it in vain, and this process cannot exchange gradients any more.
+        """
+        if self._exchange_is_off:
+            yield
+            return
+        self.channel.check_open(self.group.rank)
+        if self.overlap.is_open:
+            self.overlap.problem = "two backward passes of a window were called its last"
+        else:
+            self.overlap.begin(self.buckets, weight, self._weight)
+            self._sent_weight = weight if self.overlap.is_open else None
+        try:
+            yield
+        except BaseException as error:
+            if self.overlap.is_open:
+                self.channel.abandon(error)
+            self._begin_window()
+            raise
+        finally:
+            self.overlap.end_backward()
+
+    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+        self.channel.check_open(self.group.rank)
+        super().accumulate(gradients, weight)
+
+    accumulate.__doc__ = GradientWindow.accumulate.__doc__
+
+    def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
+        overlap = self.overlap
+        if not self.overlap.is_open:
+            super()._add(gradients, weight)
+            if overlap.is_learning and overlap.seen:
+                overlap.compare(gradients)
+                self._has_compared = True
+            return
+        # Kept until the window has ended, in case it must be exchanged again.
+        self._late.append((list(gradients), weight))
+        if weight != self._sent_weight:
+            overlap.problem = overlap.problem or "a micro step came behind the last one, or weighed something else"
+            return
+        self._sent_weight = None
+        overlap.compare(gradients)
+        hooked = set(overlap.seen)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and index not in hooked:
+                self._put(index, gradient, weight)
+
+    def _put(self, index: int, gradient: Any, weight: float) -> None:
+        if self._powersgd is not None and index in self._powersgd:
+            self._powersgd.put(index, gradient, weight)
+        else:
+            self._bucket_of[index].put(index, gradient, weight)
+
+    def _reduce(self) -> list[Optional[Any]]:
+        self.channel.check_open(self.group.rank)
+        if self.overlap.is_sending:
+            try:
+                self._spans += self.overlap.finish(self.buckets, self._weight)
+            except BaseException as error:
+                self.channel.abandon(error)
+                raise
+            self._is_exchanged = True
+        has_problem, is_spoilt = self.overlap.problem is not None, self._sent_weight is not None
+        notes = [has_problem, is_spoilt, self._has_compared and not has_problem]
+        used, (num_problems, num_spoilt, num_learnt, num_changed) = self._exchange_header(
+            notes, self.overlap.has_changed
+        )
+        if num_problems or num_spoilt or num_changed:
+            self._go_back(has_problem=num_problems + num_changed > 0)
+            num_learnt = 0
+        gradients = self._average(used)
+        if self.overlap.is_learning and num_learnt == self.group.world_size:
+            self.pack_in_order(self.group.broadcast_object(list(self.overlap.seen)))
+            self.overlap.learnt()
+        else:
+            self.overlap.measure(self.group.all_reduce)
+        return gradients
+
+    def _go_back(self, *, has_problem: bool) -> None:
+        """To the window as it was before its last backward pass, and what was accumulated behind that; on all ranks."""
+        if self._is_exchanged:
+            for bucket in self.buckets:
+                bucket.restore()
+            for gradients, weight in self._late:
+                super()._add(gradients, weight)
+            self._is_exchanged = False
+        if has_problem:
+            changed = "a gradient was changed after its backward pass" if float(self.overlap.has_changed) else None
+            reports = self.group.all_gather_object(self.overlap.problem or changed)
+            rank, report = next((rank, report) for rank, report in enumerate(reports) if report)
+            self.overlap.turn_off(f"{report} (rank {rank})")
+            if self.group.is_main:
+                warnings.warn(
+                    f"gradients are exchanged after the backward pass from here on, for {report} on rank {rank}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+
+    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
+        numbered = [
+            (f"bucket {number}", bucket)
+            for number, bucket in enumerate(self.buckets)
+            if any(used[slot.index] for slot in bucket.layout.slots)
+        ]
+        gradients: list[Optional[Any]] = [None] * len(self.parameters)
+        begun: dict[str, float] = {}
+
+        def finish(name: str, bucket: Bucket) -> None:
+            bucket.wait()
+            if name in begun:
+                self._timed(name, begun[name])
+            for slot in bucket.layout.slots:
+                if used[slot.index]:
+                    gradients[slot.index] = bucket.get(slot.index)
+            bucket.release()
+
+        for name, bucket in numbered:
+            self.num_bytes += bucket.layout.num_bytes
+            self.num_calls += 1
+            if not self._is_exchanged:
+                begun[name] = time.perf_counter()
+                bucket.start(scale)
+                if not bucket.is_asynchronous:
+                    finish(name, bucket)
+        for name, bucket in numbered:
+            if bucket.is_asynchronous or self._is_exchanged:
+                finish(name, bucket)
+        if self._powersgd is not None:
+            self._exchange_matrices(self._powersgd, used, scale, gradients)
+        return gradients
+
+    def _exchange_matrices(
+        self, powersgd: PowerSGD, used: np.ndarray, scale: float, gradients: list[Optional[Any]]
+    ) -> None:
+        began, num_bytes, num_calls = time.perf_counter(), powersgd.num_bytes, powersgd.num_calls
+        for index, gradient in powersgd.exchange(used, scale).items():
+            gradients[index] = gradient
+        self.num_bytes += powersgd.num_bytes - num_bytes
+        self.num_calls += powersgd.num_calls - num_calls
+        self._timed("PowerSGD", began)
+
+    def _clear(self) -> None:
+        self.overlap.clear()
+        self._late.clear()
+        self._sent_weight, self._has_compared, self._is_exchanged = None, False, False
+        for bucket in self.buckets:
+            bucket.clear()
+        if self._powersgd is not None:
+            self._powersgd.clear()

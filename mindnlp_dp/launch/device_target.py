@@ -1,0 +1,31 @@
+"""Which device, and which of its cards, this process takes."""
+
+from __future__ import annotations
+
+import os
+
+from .launchers import card_of_this_process
+
+
+def obey_device_target() -> str:
+    """Switch MindSpore to the device that DEVICE_TARGET names, if it does; return the device in use.
+
+    DEVICE_TARGET is MindNLP's variable: CPU, GPU or Ascend. Of several cards, each process takes its own,
+    for MindSpore itself sees to that under msrun only. A device that the script has set stays.
+    """
+    import mindspore
+
+    current, target = mindspore.get_context("device_target"), os.environ.get("DEVICE_TARGET")
+    device = target if target in ("CPU", "GPU", "Ascend") else current
+    card = card_of_this_process(os.environ) if device != "CPU" else None
+    if card is not None and not _has_set_a_device():
+        mindspore.set_device(device, card)
+    elif device != current:
+        mindspore.set_device(device)
+    return str(mindspore.get_context("device_target"))
+
+
+def _has_set_a_device() -> bool:
+    from mindspore._c_expression import DeviceManagerConf
+
+    return bool(DeviceManagerConf.get_instance().is_device_enable())

@@ -1,0 +1,80 @@
+"""Who launched this process: the one place that reads what launchers leave in the environment.
+
+Goes in: the environment. Comes out: the launcher's name, how many processes it started, this one's rank and card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Optional
+
+# Launchers whose processes meet by MPI.
+MPI_LAUNCHERS = ("mpirun", "srun --mpi", "PMIx")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who started this process, with how many.
+
+    Attributes:
+        by: the launcher; ``"none"`` where this process was started alone.
+        world_size: how many processes the launcher says that it started; None where it does not say.
+        rank: what a launcher that does not say how many calls this process; 0 otherwise.
+    """
+
+    by: str
+    world_size: Optional[int]
+    rank: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """How many processes there are at least."""
+        return self.rank + 1 if self.world_size is None else self.world_size
+
+
+def detect_launch(environ: Mapping[str, str]) -> Launch:
+    """Read the launcher's variables.
+
+    OpenMPI's ``mpirun`` comes first: it sets its variables for each process, whereas ``MS_*``
+    may be left over in a shell. ``msrun``, and ``mindnlp-dp run --backend mindspore``,
+    start MindSpore's dynamic cluster, which wants ``MS_ROLE``; its processes may themselves be
+    started by one of those that follow.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return Launch("mpirun", int(environ["OMPI_COMM_WORLD_SIZE"]))
+    if "MS_ROLE" in environ and "MS_WORKER_NUM" in environ:
+        return Launch("msrun", int(environ["MS_WORKER_NUM"]))
+    # The shell of sbatch has these as well, but no step: it is one process.
+    if environ.get("SLURM_STEP_ID"):
+        num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
+        if num_tasks > 1:
+            return Launch("srun --mpi" if "PMIX_RANK" in environ or "PMI_SIZE" in environ else "srun", num_tasks)
+        return Launch("none", 1)
+    for name in ("PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if name in environ:
+            return Launch("mpirun", int(environ[name]))
+    for name in ("PMIX_RANK", "PMI_RANK"):
+        if name in environ:
+            return Launch("PMIx", None, int(environ[name]))
+    if environ.get("RANK") and environ.get("WORLD_SIZE") not in (None, "", "1"):
+        return Launch("torchrun", int(environ["WORLD_SIZE"]))
+    return Launch("none", 1)
+
+
+def card_of_this_process(environ: Mapping[str, str]) -> Optional[int]:
+    """The card, counted from 0 on this host, that the launcher meant for this process; None where it did not say.
+
+    DEVICE_ID may be left over where no process was given a role.
+    """
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
+        return int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+    return int(environ["DEVICE_ID"]) if "MS_ROLE" in environ and "DEVICE_ID" in environ else None
+
+
+def launched_rank(environ: Mapping[str, str]) -> int:
+    """The rank that the launcher gave to this process."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MS_NODE_ID"):
+        if name in environ:
+            return int(environ[name])
+    raise KeyError("this process has no rank; it is started by `mindnlp-dp run`")

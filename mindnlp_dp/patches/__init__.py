@@ -1,0 +1,13 @@
+"""Makes MindNLP run on newer MindSpore, and takes its import-time side effects out.
+
+Goes in: the import of ``mindnlp``. Comes out: the same packages, patched where this pair of versions needs it. Nothing
+is patched before ``mindnlp`` is imported, and nothing that works already: each patch looks whether its defect is there.
+This is the one folder that changes other people's code.
+
+A patch is a generator: what stands before its ``yield`` runs before the module that it belongs to is executed, what
+stands behind runs after. It says which versions it is for, what the cause is, and when it can go.
+"""
+
+from . import mindnlp_0_4 as mindnlp_0_4
+from . import mindspore as mindspore
+from .import_hook import install_import_hook as install_import_hook

@@ -1,0 +1,53 @@
+"""MindNLP 0.4.1's ``value_and_grad``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindnlp_dp.patches.import_hook import around
+from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: grad(obj, grad, weights, grad_position, *args) of MindSpore's
+# executor became grad(obj, grad, weights, grad_position, has_aux, *args), and takes MindNLP's first input for has_aux:
+# "Can not find top cell for backward".
+# Goes when: MindNLP passes has_aux where MindSpore wants it.
+@around("mindnlp.core.autograd.function")
+def _grad_with_has_aux(module: types.ModuleType) -> Iterator[None]:
+    yield
+    executor = module._pynative_executor
+    if "has_aux" not in inspect.signature(executor.grad).parameters:
+        return
+
+    class Executor:
+        """MindSpore's executor, called as before ``has_aux`` came."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(executor, name)
+
+        def __call__(self) -> Any:
+            return executor()
+
+        def grad(self, obj: Any, grad: Any, weights: Any, grad_position: Any, *args: Any) -> Any:
+            return executor.grad(obj, grad, weights, grad_position, False, *args)
+
+    module._pynative_executor = Executor()  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: an exception in a forward or backward pass, such as for a label out
+# of range, leaves MindSpore's record of that pass behind, and every later pass of the process gets gradients of zero.
+# Goes when: gradients are right in a process in which a backward pass has raised.
+@around("mindnlp.core.autograd.function")
+def _gradients_after_an_exception(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock = module.value_and_grad
+
+    @functools.wraps(stock)
+    def value_and_grad(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return autograd_cleared_on_error(stock(*args, **kwargs))
+
+    module.value_and_grad = value_and_grad  # type: ignore[attr-defined]

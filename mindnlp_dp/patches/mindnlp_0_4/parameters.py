@@ -1,0 +1,122 @@
+"""MindNLP 0.4.1's parameters: what they are made of, copied, tied and saved as."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from packaging.version import Version
+
+from mindnlp_dp.patches.import_hook import around
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: mindspore._c_expression.pyboost_empty takes its
+# arguments one by one now; MindNLP passes one list. mint.empty, its public name, asks for an Ascend in 2.7.0.
+# Goes when: mindnlp.core.ops.empty works without.
+@around("mindnlp.core.ops.creation")
+def _empty(module: types.ModuleType) -> Iterator[None]:
+    yield
+    import mindspore
+
+    def empty(*size: Any, dtype: Any = None, device: Any = None) -> Any:
+        """Return a tensor of shape ``size``; its values are nobody's business, and zero."""
+        if isinstance(size[0], (tuple, list)):
+            size = tuple(size[0])
+        dtype = module.get_default_dtype() if dtype is None else dtype
+        return mindspore.ops.zeros(size, dtype)
+
+    if Version(mindspore.__version__) >= Version("2.7.0"):
+        module.empty = empty  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: Tensor lost its class attribute `grad`, and MindNLP
+# reads `param.grad is None` before it has set one.
+# Goes when: MindNLP's Parameter defines `grad`.
+@around("mindnlp.core.nn.parameter")
+def _parameter_grad(module: types.ModuleType) -> Iterator[None]:
+    yield
+    if not hasattr(module.Parameter, "grad"):
+        module.Parameter.grad = None
+
+
+# Versions: MindNLP 0.4.1. Cause: MindSpore's nn.DistributedGradReducer asks every parameter how it is to be exchanged,
+# and MindNLP's Parameter, a Tensor, has no answer ("no attribute 'layerwise_parallel'").
+# Goes when: a DistributedGradReducer can be made of MindNLP's parameters.
+@around("mindnlp.core.nn.parameter")
+def _parameters_for_a_reducer(module: types.ModuleType) -> Iterator[None]:
+    yield
+    # What mindspore.Parameter says of one that is replicated, and of the fusion that it is in.
+    for name, replicated in {"layerwise_parallel": False, "comm_fusion": 1}.items():
+        if not hasattr(module.Parameter, name):
+            setattr(module.Parameter, name, replicated)
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: a Parameter made of mindspore's initializer(...), which gets its
+# memory later, loses what it should hold, and updates in place never reach it.
+# Goes when: MindNLP's Parameter gives such a tensor its memory itself.
+@around("mindnlp.core.nn.parameter")
+def _parameter_of_an_initializer(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_init = module.Parameter.__init__
+
+    @functools.wraps(stock_init)
+    def init(self: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
+        if getattr(input_data, "has_init", False):
+            input_data = input_data.init_data()
+        stock_init(self, input_data, *args, **kwargs)
+
+    module.Parameter.__init__ = init
+
+
+# Versions: MindNLP 0.4.1. Cause: the deep copy of a Parameter shares the original's memory, so that training a copy
+# (the head beside a LoRA, a teacher, an average) trains the original.
+# Goes when: copy.deepcopy of a Parameter copies.
+@around("mindnlp.core.nn.parameter")
+def _deep_copies(module: types.ModuleType) -> Iterator[None]:
+    yield
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        copied = module.Parameter(self.copy(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    module.Parameter.__deepcopy__ = deepcopy
+
+
+# Versions: MindNLP 0.4.1. Cause: tying weights assigns a slice of the output bias to that bias, which is from then
+# on a view that optimizers update in vain: the bias of every tied language model stays as it is initialised.
+# Goes when: tie_weights leaves a bias alone that has its length already.
+@around("mindnlp.transformers.modeling_utils")
+def _tied_bias(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_tie = module.PreTrainedModel._tie_or_clone_weights
+
+    @functools.wraps(stock_tie)
+    def tie(self: Any, output_embeddings: Any, input_embeddings: Any) -> None:
+        stock_tie(self, output_embeddings, input_embeddings)
+        bias = getattr(output_embeddings, "bias", None)
+        if bias is not None:
+            bias.assign_value(bias.copy())
+
+    module.PreTrainedModel._tie_or_clone_weights = tie
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: importing MindNLP renames types (Float32 becomes mindspore.float32),
+# and its adapter files then name types that MindSpore's load_checkpoint does not know.
+# Goes when: PeftModel.from_pretrained reads what PeftModel.save_pretrained wrote.
+@around("mindnlp.peft.utils.save_and_load")
+def _types_in_adapter_files(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_list = module.get_data_list
+
+    @functools.wraps(stock_list)
+    def get_data_list(param_dict: Any) -> Any:
+        entries = stock_list(param_dict)
+        for entry in entries.values():
+            name = entry[1].rpartition(".")[2].rstrip("_").capitalize()
+            entry[1] = name.replace("Uint", "UInt").replace("Bfloat", "BFloat")
+        return entries
+
+    module.get_data_list = get_data_list  # type: ignore[attr-defined]

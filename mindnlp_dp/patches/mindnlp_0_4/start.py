@@ -1,0 +1,95 @@
+"""What importing MindNLP 0.4.1 does, and what it should not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+
+from mindnlp_dp.launch.device_target import obey_device_target
+from mindnlp_dp.patches.import_hook import around
+from mindnlp_dp.versions import check_versions
+
+
+# Versions: all. Cause: the pair decides whether anything below can work.
+# Goes when: MindNLP pins the MindSpore versions that it runs on.
+@around("mindnlp")
+def _refuse_unknown_pairs(module: types.ModuleType) -> Iterator[None]:
+    check_versions(importlib.metadata.version("mindnlp"), importlib.metadata.version("mindspore"))
+    yield
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindNLP reads mindspore.common._stub_tensor.StubTensor as
+# an attribute, but `import mindspore` no longer loads that module, and releases without it are announced.
+# Goes when: MindNLP no longer uses StubTensor.
+@around("mindnlp")
+def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
+    import mindspore
+
+    name = "mindspore.common._stub_tensor"
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        stub = types.ModuleType(name)
+        stub.StubTensor = type("StubTensor", (), {})  # type: ignore[attr-defined]
+        sys.modules[name] = mindspore.common._stub_tensor = stub
+    yield
+
+
+# Versions: MindSpore 2.7+. Cause: MindNLP obeys DEVICE_TARGET through set_context, which warns that it is
+# deprecated in favour of set_device.
+# Goes when: MindNLP calls set_device.
+@around("mindnlp")
+def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
+    obey_device_target()
+    target = os.environ.pop("DEVICE_TARGET", None)
+    try:
+        yield
+    finally:
+        if target is not None:
+            os.environ["DEVICE_TARGET"] = target
+            module.DEVICE_TARGET = target  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1. Cause: with MULTI_NPU=true this module starts communication, draws a random seed
+# for each process and has load_dataset shard, all at import; init_process_group() and the Trainer do that here.
+# Goes when: importing MindNLP has no side effects.
+@around("mindnlp.accelerate.utils.constants")
+def _no_distributed_start_at_import(module: types.ModuleType) -> Iterator[None]:
+    import numpy as np
+
+    numpy_state = np.random.get_state()
+    multi_npu = os.environ.pop("MULTI_NPU", None)
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        if multi_npu is not None:
+            os.environ["MULTI_NPU"] = multi_npu
+
+
+# Versions: MindNLP 0.4.1. Cause: it sets MS_ALLOC_CONF for Ascend on every machine; on CPU MindSpore reports
+# the setting on the terminal of every process, and has no use for it.
+# Goes when: MindNLP sets it on Ascend only.
+@around("mindnlp")
+def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
+    users_own = os.environ.get("MS_ALLOC_CONF")
+    yield
+    import mindspore
+
+    if mindspore.get_context("device_target") == "CPU":
+        os.environ.pop("MS_ALLOC_CONF", None)
+        if users_own is not None:
+            os.environ["MS_ALLOC_CONF"] = users_own
+
+
+# Versions: MindNLP 0.4.1. Cause: every tokenizer that is loaded warns about a default of its own.
+# Goes when: MindNLP has decided on clean_up_tokenization_spaces.
+@around("mindnlp")
+def _quiet_tokenizers(module: types.ModuleType) -> Iterator[None]:
+    warnings.filterwarnings("ignore", message="`clean_up_tokenization_spaces` was not set", category=FutureWarning)
+    yield

@@ -1,0 +1,85 @@
+"""Patches of MindSpore, which MindNLP needs and nobody else asks for: applied when ``mindnlp`` is imported."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from packaging.version import Version
+
+from .import_hook import around
+
+
+# Versions: MindSpore 2.7+ on CPU. Cause: Tensor.repeat has no CPU kernel there, and MindNLP's evaluation
+# loop repeats the loss of a batch with it.
+# Goes when: Tensor.repeat works on CPU.
+@around("mindnlp")
+def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
+    import mindspore
+    from mindspore import ops
+
+    original = getattr(mindspore.Tensor, "repeat", None)
+
+    # Nothing is tried here: an operator that runs at import would start MindSpore's thread pools
+    # before runtime.py can say how many threads they may have.
+    def repeat(self: Any, *repeats: Any, **options: Any) -> Any:
+        """Tile this tensor: shape ``(d1, ..., dn)`` becomes ``(r1 * d1, ..., rn * dn)``."""
+        if original is not None and mindspore.get_context("device_target") != "CPU":
+            return original(self, *repeats, **options)
+        if len(repeats) == 1 and isinstance(repeats[0], (tuple, list)):
+            repeats = tuple(repeats[0])
+        return ops.tile(self.reshape((1,)) if self.ndim == 0 else self, repeats)
+
+    if Version(mindspore.__version__) >= Version("2.7.0"):
+        mindspore.Tensor.repeat = repeat
+    yield
+
+
+# Versions: MindSpore 2.7+. Cause: mindspore.dtype_to_nptype logs a deprecation warning at every call,
+# and MindNLP's attention masks call it in every forward pass.
+# Goes when: MindNLP stops calling it.
+@around("mindnlp")
+def _quiet_dtype_to_nptype(module: types.ModuleType) -> Iterator[None]:
+    import mindspore
+
+    quiet = getattr(mindspore.common.dtype, "_dtype_to_nptype", None)
+    if quiet is not None:
+        mindspore.dtype_to_nptype = mindspore.common.dtype.dtype_to_nptype = quiet
+    yield
+
+
+# Versions: MindSpore 2.7+. Cause: Tensor.data_sync warns at every call, and MindNLP's initialisers call it once
+# for each weight. asnumpy() waits for the device just the same.
+# Goes when: MindNLP stops calling it.
+@around("mindnlp")
+def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
+    import mindspore
+
+    if Version(mindspore.__version__) >= Version("2.7.0"):
+
+        def data_sync(self: Any, wait: bool = True) -> None:
+            """Wait until this tensor's value is on the host."""
+            self.asnumpy()
+
+        mindspore.Tensor.data_sync = data_sync
+    yield
+
+
+# Versions: MindSpore 2.9+. Cause: MindNLP imports mindspore.common.api and makes an Eps, both of which MindSpore
+# reports as deprecated on the terminal of every process.
+# Goes when: MindNLP uses what took their place.
+@around("mindnlp")
+def _quiet_deprecations_at_import(module: types.ModuleType) -> Iterator[None]:
+    from mindspore import log
+
+    logger = log._get_logger()
+
+    def is_news(record: Any) -> bool:
+        return "is deprecated from version" not in record.getMessage()
+
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)

@@ -1,0 +1,51 @@
+"""One set of weights and buffers on every rank.
+
+Goes in: a model a rank, built from whatever seed. Comes out: rank 0's weights and buffers on every rank.
+
+Buffers that a forward pass changes, such as the running statistics of a batch normalisation, see the samples of their
+own rank, and drift apart: rank 0's are taken over wherever a model is looked at, saved or evaluated.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import get_process_group
+
+from .digests import weight_digest
+from .weights import check_same_structure, named_buffers, named_weights, set_weight
+
+
+def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> None:
+    """Give every rank rank 0's parameters and buffers, in place.
+
+    Raises:
+        ReplicaMismatchError: on every rank, before anything is sent, when ranks disagree
+            about a name, a shape or a type.
+    """
+    group = group or get_process_group()
+    weights = named_weights(model)
+    check_same_structure(weights, group)
+    if group.world_size == 1:
+        return
+    for _, weight in weights:
+        if weight.size:
+            set_weight(weight, group.broadcast(weight, src=0))
+
+
+def broadcast_buffers(model: Any, group: Optional[ProcessGroup] = None) -> None:
+    """Give every rank rank 0's buffers, where they differ, in place; a collective.
+
+    As PyTorch's DistributedDataParallel does with ``broadcast_buffers``. It is called before a model's replicas are
+    compared, saved or evaluated, by the Trainer and by :class:`~mindnlp_dp.FunctionalRun`; a loop of one's own that
+    does neither calls it itself.
+    """
+    group = group or get_process_group()
+    buffers = named_buffers(model)
+    if group.world_size == 1 or not buffers:
+        return
+    digests = group.all_gather_object([weight_digest(name, buffer) for name, buffer in buffers])
+    for (_, buffer), *theirs in zip(buffers, *digests):
+        if len(set(theirs)) > 1:
+            set_weight(buffer, group.broadcast(buffer, src=0))

@@ -1,0 +1,77 @@
+"""Whether the replicas of a model agree, to the bit.
+
+Goes in: a model a rank. Comes out: a digest of all its weights, and where it differs, what does, and by how much.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import get_process_group
+
+from .weights import ReplicaMismatchError, check_same_structure, named_buffers, named_weights
+
+DIGEST_BYTES = 8
+
+
+def replica_digest(model: Any) -> str:
+    """A hash of every weight's name, type, shape and bits, as 16 hexadecimal digits."""
+    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for name, weight in named_weights(model):
+        total.update(weight_digest(name, weight))
+    return total.hexdigest()
+
+
+def weight_digest(name: str, weight: Any) -> bytes:
+    """A hash of one weight's name, type, shape and bits."""
+    # Of bfloat16 as float32, in which no difference gets lost.
+    dtype, array = dtype_name(weight), to_host(weight)
+    digest = hashlib.blake2b(f"{name}:{dtype}:{array.shape}".encode(), digest_size=DIGEST_BYTES)
+    digest.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+    return digest.digest()
+
+
+def replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) -> bool:
+    """Whether all ranks hold the same weights, to the bit; the same answer on every rank."""
+    group = group or get_process_group()
+    return len(set(group.all_gather_object(replica_digest(model)))) == 1
+
+
+def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) -> str:
+    """Return the digest that all ranks share.
+
+    Raises:
+        ReplicaMismatchError: on every rank, naming the first weight that differs from rank
+            0's, the rank, and by how much.
+    """
+    group = group or get_process_group()
+    digest = replica_digest(model)
+    if replicas_in_sync(model, group):
+        return digest
+    weights = named_weights(model)
+    check_same_structure(weights, group)
+    digests = group.all_gather_object([weight_digest(name, weight) for name, weight in weights])
+    index, rank = next(
+        (index, rank)
+        for index in range(len(weights))
+        for rank in range(group.world_size)
+        if digests[rank][index] != digests[0][index]
+    )
+    name, weight = weights[index]
+    values = group.all_gather_object(weight.asnumpy().astype(np.float64))
+    distance = float(np.max(np.abs(values[rank] - values[0])))
+    way_out = (
+        "It is a buffer, which every rank's own samples change: call broadcast_buffers(model) first"
+        if any(buffer is weight for _, buffer in named_buffers(model))
+        else "Call broadcast_parameters(model) after building the model, and let every rank apply the same update"
+    )
+    raise ReplicaMismatchError(
+        f"replicas are out of sync: {name!r} on rank {rank} differs from rank 0 (largest difference {distance:.3g}). "
+        f"{way_out}"
+    )

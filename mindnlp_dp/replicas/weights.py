@@ -1,0 +1,81 @@
+"""The parameters and buffers of a model, MindNLP's or a cell, by their names; and whether all ranks have the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.collectives import ProcessGroup
+
+
+class ReplicaMismatchError(RuntimeError):
+    """Ranks hold models that differ."""
+
+
+def named_weights(model: Any) -> list[tuple[str, Any]]:
+    """Parameters, frozen ones too, then buffers: ``(name, tensor)``, each tensor once.
+
+    Takes a MindNLP module, a ``mindspore.nn.Cell``, or such pairs.
+    """
+    return _each_once(_pairs(model))
+
+
+def named_buffers(model: Any) -> list[tuple[str, Any]]:
+    """What a forward pass may change: the buffers of a MindNLP module; what does not train of a ``mindspore.nn.Cell``.
+
+    A Cell knows no buffers: the running statistics of its batch normalisation are parameters that do not train.
+    """
+    if hasattr(model, "named_parameters"):
+        return _each_once(getattr(model, "named_buffers", tuple)())
+    return _each_once((name, w) for name, w in _pairs(model) if not getattr(w, "requires_grad", True))
+
+
+def _pairs(model: Any) -> list[tuple[str, Any]]:
+    if hasattr(model, "named_parameters"):
+        return [*model.named_parameters(), *getattr(model, "named_buffers", tuple)()]
+    return list(model.parameters_and_names() if hasattr(model, "parameters_and_names") else model)
+
+
+def _each_once(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    seen: set[int] = set()
+    return [(name, w) for name, w in pairs if w is not None and not (id(w) in seen or seen.add(id(w)))]  # type: ignore[func-returns-value]
+
+
+def all_names(model: Any) -> dict[str, Any]:
+    """Every name of every parameter and buffer, those that share one tensor too."""
+    if not hasattr(model, "named_parameters"):
+        return dict(named_weights(model))
+    pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: weight for name, weight in pairs if weight is not None}
+
+
+def set_weight(weight: Any, value: Any) -> None:
+    """Overwrite a parameter or buffer with a tensor of its own shape and type."""
+    # assign_value, and not ops.assign, for a buffer may be a view (BERT's position_ids is one).
+    weight.set_data(value) if hasattr(weight, "set_data") else weight.assign_value(value)
+
+
+def check_same_structure(weights: Iterable[tuple[str, Any]], group: ProcessGroup) -> None:
+    """Raise on every rank unless all ranks list the same names, shapes and types in the same order."""
+    mine = [(name, tuple(weight.shape), dtype_name(weight)) for name, weight in weights]
+    structures = group.all_gather_object(mine)
+    for rank, theirs in enumerate(structures):
+        for ours, other in zip(structures[0], theirs):
+            if ours != other:
+                raise ReplicaMismatchError(
+                    f"models differ by construction: rank 0 has {_show(ours)} where rank {rank} has {_show(other)}; "
+                    "build the same model on every rank"
+                )
+        if len(theirs) != len(structures[0]):
+            longer, shorter = (0, rank) if len(structures[0]) > len(theirs) else (rank, 0)
+            extra = structures[longer][len(structures[shorter])]
+            raise ReplicaMismatchError(
+                f"models differ by construction: rank {longer} has {_show(extra)}, which rank {shorter} lacks; "
+                "build the same model on every rank"
+            )
+
+
+def _show(entry: tuple[str, tuple[int, ...], str]) -> str:
+    name, shape, dtype = entry
+    return f"{name!r} of shape {shape} ({dtype})"

@@ -1,0 +1,111 @@
+"""One optimizer step from this rank's part of one global batch.
+
+Goes in: the micro steps of a window as they are computed, each with its loss, gradients and
+weight. Comes out: the same updated weights on every rank. Knows neither models nor trainers::
+
+    micro steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
+                        no communication         1 all-reduce a bucket    (updaters.py)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.inspection import inspection
+from mindnlp_dp.gradients.window import GradientWindow
+
+from .losses import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses
+from .timeline import Timeline
+from .updaters import Updater
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What one forward and backward pass of this rank gave.
+
+    ``gradients`` are in the order of the synchroniser's parameters; ``indices`` say which samples these were, where
+    somebody knows.
+    """
+
+    loss: float
+    gradients: Sequence[Optional[Any]]
+    weight: float
+    indices: Optional[np.ndarray] = None
+
+
+class TrainStep:
+    """Called by every rank once an update, with its micro steps; they are taken one by one, as they come.
+
+    A loss that is NaN or infinite, and a gradient that holds such numbers, are left out of the update with a warning,
+    on every rank alike; or, without ``leave_out_bad_losses``, raise FloatingPointError on every rank.
+    """
+
+    def __init__(
+        self,
+        synchronizer: GradientWindow,
+        updater: Updater,
+        losses: LossMeter,
+        *,
+        max_grad_norm: Optional[float] = None,
+        leave_out_bad_losses: bool = True,
+        timeline: Optional[Timeline] = None,
+    ) -> None:
+        self.synchronizer = synchronizer
+        self.updater = updater
+        self.losses = losses
+        self.max_grad_norm = max_grad_norm
+        self.leave_out_bad_losses = leave_out_bad_losses
+        self.timeline = timeline or Timeline(synchronizer.group)
+        self._inspection = inspection(synchronizer.group.on_device)
+
+    def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
+        """Do update number ``step``; returns the norm of the averaged gradient, if it is clipped."""
+        sync = self.synchronizer
+        losses: list[tuple[float, float]] = []
+        bad: list[BadLoss] = []
+        try:
+            for micro in micro_steps:
+                if math.isfinite(micro.loss):
+                    sync.accumulate(micro.gradients, micro.weight)
+                    losses.append((micro.loss, micro.weight))
+                else:
+                    sync.skip()
+                    indices = () if micro.indices is None else tuple(micro.indices.tolist())
+                    bad.append(BadLoss(micro.loss, sync.group.rank, step, indices))
+        except BaseException:
+            # Whoever goes on after that begins with an empty window.
+            sync.drop()
+            raise
+        with self.timeline.span("wait for gradients", step=step):
+            gradients: Sequence[Optional[Any]] = sync.reduce()
+        for loss, weight in losses:
+            self.losses.add(loss, weight)
+        for name, began, ended in sync.last_window.spans:
+            self.timeline.add(name, began, ended, "exchange", step=step)
+        if sync.num_skipped:
+            settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses)
+        norm = None
+        if sync.total_weight > 0:
+            if self.max_grad_norm and self.max_grad_norm > 0:
+                with self.timeline.span("clip", step=step):
+                    gradients, norm = self.updater.clip(gradients, self.max_grad_norm)
+            problem = self._problem_of(gradients, norm)
+            if problem:
+                settle_bad_gradient(problem, step, go_on=self.leave_out_bad_losses)
+            else:
+                with self.timeline.span("update", step=step):
+                    self.updater.update(gradients)
+        self.updater.finish()
+        return norm
+
+    def _problem_of(self, gradients: Sequence[Optional[Any]], norm: Optional[float]) -> str:
+        """Why these averaged gradients, of this norm where it is known, must not reach the weights; else empty."""
+        if norm is None:
+            are_finite = self._inspection.are_finite([g for g in gradients if g is not None])
+            return "" if are_finite else "the averaged gradient holds NaN or infinity"
+        return "" if math.isfinite(norm) else f"the norm of the averaged gradient is {norm}"

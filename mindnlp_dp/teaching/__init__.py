@@ -1,0 +1,1 @@
+"""How it works, to run and to count: the algorithms of the textbooks, and the laws of speed-up."""

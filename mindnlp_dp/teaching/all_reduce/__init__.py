@@ -1,0 +1,41 @@
+"""All-reduce: the algorithms of the textbooks, to run, to count and to compare.
+
+Every one is a function of an :class:`~.endpoint.Endpoint` and an array, written with ``send`` and ``recv`` alone, and
+gives every rank the sum over all ranks. They are for learning and measuring; training uses
+:mod:`mindnlp_dp.gradients`. Nothing here imports MindSpore.
+
+======================  ====================================  ==================================
+``reduce_broadcast``    reduce_broadcast.py                   Reduce to rank 0, then Broadcast
+``data_parallel``       data_parallel.py                      one process owns the gradients
+``parameter_server``    parameter_server.py                   servers hold shards of the parameters
+``ring``                ring_all_reduce.py                    scatter-reduce, then all-gather
+======================  ====================================  ==================================
+"""
+
+from .data_parallel import data_parallel_all_reduce
+from .endpoint import Endpoint, Message, MPIEndpoint, run_ranks
+from .parameter_server import ParameterServer, parameter_server_all_reduce
+from .reduce_broadcast import all_reduce, broadcast, reduce
+from .ring_all_reduce import ring_all_reduce
+
+ALGORITHMS = {
+    "reduce_broadcast": all_reduce,
+    "data_parallel": data_parallel_all_reduce,
+    "parameter_server": parameter_server_all_reduce,
+    "ring": ring_all_reduce,
+}
+
+__all__ = [
+    "ALGORITHMS",
+    "Endpoint",
+    "MPIEndpoint",
+    "Message",
+    "ParameterServer",
+    "all_reduce",
+    "broadcast",
+    "data_parallel_all_reduce",
+    "parameter_server_all_reduce",
+    "reduce",
+    "ring_all_reduce",
+    "run_ranks",
+]

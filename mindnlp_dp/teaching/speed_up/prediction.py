@@ -1,0 +1,102 @@
+"""``mindnlp-dp scaling``: one rank and several, measured; what the laws make of it, as a table and a plot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from ..measurement import run_measurement, write_outputs
+from .laws import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
+
+_PREDICTED = (2, 4, 8, 16, 32, 64)
+LAWS = {
+    "amdahl": ("global batch stays", amdahl_speedup),
+    "gustafson": ("rank's batch stays", gustafson_speedup),
+}
+
+
+def measure(world_sizes: Sequence[int], batch: int, num_updates: int) -> dict[int, dict[str, float]]:
+    """Samples a second for each number of ranks, in either way; one job behind the other.
+
+    Raises:
+        RuntimeError: a job failed.
+    """
+    flags = ["--batch", str(batch), "--updates", str(num_updates)]
+    return {
+        world_size: run_measurement("mindnlp_dp.teaching.speed_up.throughput_job", world_size, flags)[
+            "samples_per_second"
+        ]
+        for world_size in world_sizes
+    }
+
+
+def fit(rates: dict[int, dict[str, float]]) -> dict[str, dict[str, Any]]:
+    """For each law: the rate of one rank, the speed-ups, and the parallel fraction of the largest number of ranks."""
+    largest, fitted = max(rates), {}
+    for law, (way, _) in LAWS.items():
+        one = rates[1][way]
+        speedups = {world_size: rate[way] / one for world_size, rate in rates.items()}
+        fraction = parallel_fraction(largest, speedups[largest], law)
+        fitted[law] = {"one": one, "speedups": speedups, "fraction": min(max(fraction, 0.0), 1.0)}
+    return fitted
+
+
+def print_report(fitted: dict[str, dict[str, Any]]) -> None:
+    for law, (way, speedup_of) in LAWS.items():
+        found = fitted[law]
+        print(f"\n{law.capitalize()}: the {way}; parallel fraction {found['fraction']:.4f}")
+        print(f"{'ranks':>7}{'rate of one':>14}{'efficiency':>12}{'samples/s':>12}{'speed-up':>10}{'the law says':>14}")
+        for world_size in sorted({*found["speedups"], *_PREDICTED}):
+            law_says = speedup_of(world_size, found["fraction"])
+            measured = found["speedups"].get(world_size)
+            efficiency = (law_says if measured is None else measured) / world_size
+            rate = throughput(found["one"], world_size, efficiency)
+            shown = "" if measured is None else f"{measured:.2f}"
+            print(f"{world_size:7}{found['one']:14.0f}{efficiency:12.3f}{rate:12.0f}{shown:>10}{law_says:14.2f}")
+    print("\nA row without a speed-up is the law's prediction: rate of one x ranks x efficiency.")
+
+
+def plot(fitted: dict[str, dict[str, Any]], path: Path) -> None:
+    """Speed-ups over the number of ranks, measured and predicted, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4.2), layout="constrained")
+    ranks = [1, *_PREDICTED]
+    axes.plot(ranks, ranks, ":", color="grey", label="every rank counts in full")
+    for number, (law, (way, speedup_of)) in enumerate(LAWS.items()):
+        found, color = fitted[law], f"C{number}"
+        label = f"{law.capitalize()}: the {way}, p = {found['fraction']:.3f}"
+        axes.plot(ranks, [speedup_of(n, found["fraction"]) for n in ranks], color=color, label=label)
+        axes.plot(list(found["speedups"]), list(found["speedups"].values()), "o", color=color)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set(xlabel="ranks", ylabel="speed-up", title="dots are measured, lines are the laws")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)
+
+
+def run(
+    nproc: Sequence[int], batch: int, num_updates: int, plot_file: Optional[Path], json_file: Optional[Path]
+) -> int:
+    """Measure, print, and write what was asked for; returns the exit code."""
+    world_sizes = sorted({1, *nproc})
+    if len(world_sizes) < 2:
+        raise ValueError("scaling compares one rank with several; --nproc needs a number of at least 2")
+    cores = len(os.sched_getaffinity(0))
+    if max(world_sizes) > cores:
+        print(f"note: {max(world_sizes)} ranks share {cores} cores, and so cannot scale beyond them")
+    fitted = fit(measure(world_sizes, batch, num_updates))
+    print(f"{cores} cores; a RoBERTa of two layers, {batch} samples of one rank alone, {num_updates} updates")
+    print_report(fitted)
+    numbers = {"cores": cores, "batch": batch, "laws": fitted}
+    return 0 if write_outputs(numbers, json_file, lambda path: plot(fitted, path), plot_file) else 1

@@ -1,0 +1,114 @@
+"""What a run leaves behind: a summary on the terminal, report.json, a plot, the model.
+
+Goes in: the trainer after training. Comes out: files that are complete or not
+there at all: each is written beside its place and moved into it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindnlp_dp.replicas.digests import replica_digest
+from mindnlp_dp.report.figures import draw_png
+from mindnlp_dp.report.machine import machine
+from mindnlp_dp.report.runs import RecordedRun
+from mindnlp_dp.report.schema import REPORT_FILE, RunReport
+from mindnlp_dp.runtime.atomic_files import in_place_of
+
+from .config import TaskConfig
+from .task import TextClassificationTask
+
+if TYPE_CHECKING:
+    from .recorder import RunRecorder
+
+PLOT_FILE, MODEL_FOLDER = "training.png", "model"
+
+
+def make_report(
+    trainer: Any, output: Any, recorder: RunRecorder, config: TaskConfig, task: TextClassificationTask
+) -> RunReport:
+    """What is to be known of a run that has ended with an evaluation; of MindNLP's Trainer, or of ours.
+
+    A collective: it compares the weights of all ranks as they are now.
+    """
+    evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
+    metrics, args = output.metrics, trainer.args
+    digest = replica_digest(trainer.model)
+    backend, digests = "single", [digest]
+    if hasattr(trainer, "group"):
+        backend, digests = trainer.group.backend, trainer.group.all_gather_object(digest)
+    # MindNLP's Trainer counts its evaluations as training.
+    is_ours = "train_seconds" in metrics
+    return {
+        "world_size": args.world_size,
+        "backend": backend,
+        "train_samples_per_second": metrics["train_samples_per_second"] if is_ours else recorder.samples_per_second,
+        "gradient_sync_share": metrics.get("gradient_sync_share", 0.0),
+        "eval_accuracy": evaluation["eval_accuracy"],
+        "eval_loss": evaluation["eval_loss"],
+        "replicas_in_sync": len(set(digests)) == 1,
+        "replica_digest": digests[0],
+        "replica_digests": digests,
+        "train_seconds": metrics["train_seconds"] if is_ours else recorder.train_seconds,
+        "train_loss": output.training_loss,
+        "steps": output.global_step,
+        "global_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "train_samples": len(task.train["labels"]),
+        "eval_samples": len(task.test["labels"]),
+        "num_labels": len(task.label_names),
+        # "Nothing was confused" is said only by a run that looked.
+        **({} if recorder.confusions is None else {"confusions": recorder.confusions}),
+        "command": command_line(args.world_size, backend),
+        "machine": machine(),
+        "config": vars(config),
+        "history": trainer.state.log_history,
+    }
+
+
+def command_line(world_size: int, backend: str) -> str:
+    """What to type to start this job again, from this folder."""
+    script = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).exists() else sys.argv[0]
+    arguments = shlex.join([script, *sys.argv[1:]])
+    if world_size == 1:
+        return f"python {arguments}"
+    return f"mindnlp-dp run --nproc {world_size} --backend {'mpi' if backend == 'mpi' else 'mindspore'} {arguments}"
+
+
+def write_results(folder: Path, report: RunReport, save_model: Callable[[str], None]) -> None:
+    """Write the model, the plot (where matplotlib is installed) and, last, the report."""
+    with in_place_of(folder / MODEL_FOLDER) as model_folder:
+        save_model(str(model_folder))
+    if importlib.util.find_spec("matplotlib") is None:
+        print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"')
+    else:
+        with in_place_of(folder / PLOT_FILE) as plot:
+            title = "{num_labels} labels; {world_size} ranks over {backend}, {global_batch_size} samples an update"
+            draw_png(plot, [RecordedRun(folder.name, report)], title.format_map(report))
+    with in_place_of(folder / REPORT_FILE) as file:
+        file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def summary(report: RunReport, folder: Path) -> str:
+    """The report as the lines that end a run."""
+    replicas = f"yes, digest {report['replica_digest']}"
+    if not report["replicas_in_sync"]:
+        replicas = f"NO, digests by rank {', '.join(report['replica_digests'])}"
+    rows = {
+        "world size": report["world_size"],
+        "backend": report["backend"],
+        "training": f"{report['train_samples_per_second']:.0f} samples/s, {report['steps']} updates "
+        f"of {report['global_batch_size']} samples in {report['train_seconds']:.1f} s",
+        "gradient sync": f"{100 * report['gradient_sync_share']:.1f} % of the training time",
+        "evaluation": f"accuracy {report['eval_accuracy']:.4f}, loss {report['eval_loss']:.4f} "
+        f"on {report['eval_samples']} held-out samples, {report['num_labels']} labels",
+        "replicas in sync": replicas,
+        "written to": folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder,
+    }
+    return "\n".join(f"{name:<18}{value}" for name, value in rows.items())

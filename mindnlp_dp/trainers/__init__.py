@@ -1,0 +1,1 @@
+"""The seams to MindNLP's Trainers, a folder for each of its versions."""

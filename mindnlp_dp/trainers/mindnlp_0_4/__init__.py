@@ -1,0 +1,1 @@
+"""MindNLP 0.4's Trainer, data parallel."""

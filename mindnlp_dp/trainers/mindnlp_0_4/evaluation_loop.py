@@ -1,0 +1,66 @@
+"""The Trainer's evaluation loop: what ``evaluate`` and ``predict`` run over a loader."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import mindspore
+from mindnlp.engine.utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from mindnlp_dp.evaluation.evaluate import EvaluationRun
+from mindnlp_dp.evaluation.gather import to_numpy
+from mindnlp_dp.evaluation.metrics import with_prefix
+from mindnlp_dp.replicas.broadcast import broadcast_buffers
+
+
+def run_evaluation(
+    trainer: Any,
+    dataset: Any,
+    prediction_loss_only: Optional[bool],
+    ignore_keys: Optional[list[str]],
+    metric_key_prefix: str,
+) -> EvalLoopOutput:
+    """What :meth:`DataParallelTrainerMixin.evaluation_loop` returns; called by every rank."""
+    args, group, model = trainer.args, trainer.group, trainer.model
+    if prediction_loss_only is None:
+        prediction_loss_only = args.prediction_loss_only
+    if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+        trainer.model = model = model.to(dtype=mindspore.float16 if args.fp16_full_eval else mindspore.bfloat16)
+    model.set_train(False)
+    broadcast_buffers(model, group)
+    if args.past_index >= 0:
+        trainer._past = None
+    trainer.callback_handler.eval_dataset = dataset
+    main_input = getattr(model, "main_input_name", "input_ids")
+    evaluation = EvaluationRun(group, args.eval_accumulation_steps)
+    for (batch,) in dataset.windows():
+        if batch is None:
+            evaluation.add(None)
+        else:
+            inputs = trainer.tensors(batch)
+            weight = trainer.loss_weight(inputs)
+            loss, logits, labels = trainer.prediction_step(
+                model, dict(inputs), prediction_loss_only, ignore_keys=ignore_keys
+            )
+            if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+                logits = trainer.preprocess_logits_for_metrics(logits, labels)
+            seen = batch[main_input] if args.include_inputs_for_metrics else None
+            outputs = {"logits": to_numpy(logits), "labels": to_numpy(labels), "inputs": seen}
+            outputs = {key: value for key, value in outputs.items() if value is not None}
+            mean_loss = None if loss is None else float(loss.asnumpy())
+            evaluation.add(outputs or None, len(batch.indices), mean_loss, weight)
+        trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
+    gathered, mean_loss, num_samples = evaluation.finish()
+    gathered = gathered or {}
+
+    metrics: dict[str, Any] = {}
+    predictions, label_ids = gathered.get("logits"), gathered.get("labels")
+    if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
+        inputs_seen = {"inputs": gathered["inputs"]} if "inputs" in gathered else {}
+        prediction = EvalPrediction(predictions=predictions, label_ids=label_ids, **inputs_seen)
+        metrics = group.call_on_main(
+            lambda: denumpify_detensorize(trainer.compute_metrics(prediction)), "compute_metrics"
+        )
+    if mean_loss is not None:
+        metrics["loss"] = mean_loss
+    return EvalLoopOutput(predictions, label_ids, with_prefix(metrics, metric_key_prefix), num_samples)

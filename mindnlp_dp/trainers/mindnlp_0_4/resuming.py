@@ -1,0 +1,95 @@
+"""What a checkpoint holds of the Trainer's loop, and how a run is taken up: its state, and its place in the data."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+from typing import Any, Optional
+
+from mindnlp.engine.callbacks import TrainerState
+
+from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
+from mindnlp_dp.data.batch_sizes import accumulation_steps_to_keep
+from mindnlp_dp.trainers.control import ControlAgreement
+
+from .arguments import DataParallelArguments
+from .callbacks import callback_states, load_callback_states
+
+
+def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
+    """The loader; when the run ``saved`` is taken up, with its global batch, whatever the number of ranks is now.
+
+    That may set other accumulation steps in ``trainer.args``. Raises ValueError when it is not possible, or the data is
+    not the run's. A collective.
+    """
+    loader = trainer.get_train_dataset()
+    if saved is None or trainer.args.ignore_data_skip:
+        return loader
+    way_out = "begin the epoch anew with ignore_data_skip=True"
+    check_same_data(trainer.args.data_order(loader.num_samples), saved["data"], way_out)
+    if loader.global_batch_size != saved["global_batch_size"]:
+        per_micro_step = loader.global_batch_size // trainer.args.gradient_accumulation_steps
+        trainer.args = copy.copy(trainer.args)
+        trainer.args.gradient_accumulation_steps = accumulation_steps_to_keep(
+            saved["global_batch_size"], per_micro_step, trainer.group.world_size, "per_device_train_batch_size"
+        )
+        if trainer.group.is_main:
+            print(
+                f"resuming with the checkpoint's global batch of {saved['global_batch_size']} samples: "
+                f"gradient_accumulation_steps is {trainer.args.gradient_accumulation_steps}"
+            )
+        loader = trainer.get_train_dataset()
+    return loader
+
+
+class ResumableLoop:
+    """The state of a :class:`~.training_loop.TrainingLoop`; every method is called by every rank."""
+
+    trainer: Any
+    args: DataParallelArguments
+    loader: Any
+    parts: Run
+    agree: ControlAgreement
+    position: Position
+    grad_norm: Optional[float]
+    checkpoint: Optional[dict[str, Any]]
+
+    def state(self) -> dict[str, Any]:
+        """All that this run consists of, besides the model's weights; the same on every rank."""
+        trainer = self.trainer
+        return {
+            **self.parts.state(),
+            "callbacks": callback_states(trainer.callback_handler.callbacks),
+            "data": self.args.data_order(self.loader.num_samples),
+            "global_batch_size": self.loader.global_batch_size,
+            "position": asdict(self.position),
+            "flags": dict(self.agree.agreed),
+            "trainer_state": asdict(trainer.state),
+            "last_logged": trainer._globalstep_last_logged,
+            "grad_norm": self.grad_norm,
+        }
+
+    def restore(self, saved: dict[str, Any], max_steps: int) -> bool:
+        """Take a run up; True when it had come to its end. What a begin would undo waits for its end."""
+        trainer = self.trainer
+        self.parts.restore(saved)
+        load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
+        trainer.state = TrainerState(**saved["trainer_state"])
+        trainer._globalstep_last_logged = saved["last_logged"]
+        self.grad_norm = saved["grad_norm"]
+        position, step = Position(**saved["position"]), trainer.state.global_step
+        self.position = position.where_to_go_on()
+        if self.args.ignore_data_skip:
+            self.position.update = 0
+        # Whoever gives a finished run more steps wants it to go on; a stop before its last step stands.
+        saved["flags"]["should_training_stop"] &= step < trainer.state.max_steps
+        return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= max_steps)
+
+    def restore_what_begins_undo(self) -> None:
+        """Random states and stops: callbacks that begin, and reading up to the position, change them."""
+        saved, self.checkpoint = self.checkpoint, None
+        if saved is not None:
+            self.parts.restore_random_state(saved)
+            if not saved["position"]["ending_epoch"]:
+                for flag in ("should_training_stop", "should_epoch_stop"):
+                    setattr(self.trainer.control, flag, saved["flags"][flag])

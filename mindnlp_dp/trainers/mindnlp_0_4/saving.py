@@ -1,0 +1,38 @@
+"""What the Trainer writes: a checkpoint of the run as it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+from mindnlp.engine.trainer.base import TRAINER_STATE_NAME
+
+from mindnlp_dp.checkpoint.folders import checkpoint_path, remove_old_checkpoints
+from mindnlp_dp.checkpoint.manifest import MODEL_FILES
+from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
+
+
+def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]]) -> None:
+    """Write the run, on the ranks that save; the others return when it is written, or raise what was raised."""
+    args, state = trainer.args, trainer.state
+    folder = Path(args.output_dir)
+    path = checkpoint_path(folder, state.global_step)
+    if metrics is not None and args.metric_for_best_model is not None:
+        value = args.metric_to_watch(metrics)
+        if state.best_model_checkpoint is None or args.is_better(value, state.best_metric):
+            state.best_metric, state.best_model_checkpoint = value, str(path)
+    trainer.store_flos()
+    run = None if args.save_only_model else trainer.training_loop.state()
+
+    def write_model(folder: Path) -> None:
+        trainer.save_model(str(folder), _internal_call=True)
+        if not any(folder.glob(MODEL_FILES)):
+            write_weights(model, folder)
+        state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    def write() -> None:
+        write_checkpoint(path, run, write_model)
+        keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
+        remove_old_checkpoints(folder, args.save_total_limit, keep)
+
+    trainer.group.call_where(args.should_save, write, "saving a checkpoint")

@@ -1,0 +1,258 @@
+"""The Trainer's loop, once, whole.
+
+Goes in: a trainer (its model, arguments, callbacks and loader). Comes out: its
+trained model, the same on every rank, and MindNLP's ``TrainOutput``. MindNLP's own
+loop cannot be steered where it matters: it steps in the middle of a short window, cannot
+let a rank without samples take part, and reads its data from the start when it resumes.
+
+On every rank::
+
+    epoch ── window ── training_step a micro batch ── step/ ── callbacks ── log, evaluate, save
+       └ next …   └ next …                                       (decisions: trainers/control.py)
+
+It stands for ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
+0.4.1 (engine/trainer/base.py, lines 886 to 1239 and 1526 to 1581).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from mindnlp.core import optim
+from mindnlp.engine.callbacks import TrainerState
+from mindnlp.engine.utils import TrainOutput, has_length
+
+from mindnlp_dp.checkpoint.folders import remove_old_checkpoints
+from mindnlp_dp.checkpoint.run_state import Position, Run
+from mindnlp_dp.data.sharding import plan_updates
+from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
+from mindnlp_dp.replicas.digests import assert_replicas_in_sync
+from mindnlp_dp.step.losses import LossMeter
+from mindnlp_dp.step.seeds import seeded, step_seed
+from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
+from mindnlp_dp.step.timeline import Timeline
+from mindnlp_dp.step.train_step import MicroStep, TrainStep
+from mindnlp_dp.step.updaters import MindNLPUpdater
+from mindnlp_dp.trainers.control import ControlAgreement
+
+from .resuming import ResumableLoop, open_data
+
+
+class TrainingLoop(ResumableLoop):
+    """One call of ``train()``, for which :meth:`run` trains ``trainer.model``; every method is called by every rank.
+
+    ``checkpoint`` is what :meth:`state` returned in the run that is taken up, the same on every rank; the model
+    has its weights already.
+    """
+
+    def __init__(
+        self, trainer: Any, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
+    ) -> None:
+        self.trainer = trainer
+        self.group = trainer.group
+        self.checkpoint = checkpoint
+        self.ignore_keys_for_eval = ignore_keys_for_eval
+        self.loader = open_data(trainer, checkpoint)
+        # Opening the data may have set other accumulation steps.
+        self.args = trainer.args
+        self.position = Position()
+        self.agree = ControlAgreement(self.group)
+        self.timer = TrainingTimer()
+        self.timeline = Timeline(self.group, self.args.trace)
+        self.losses = LossMeter(self.group)
+        self.samples_seen = 0
+        self.updates_done = 0
+        self.grad_norm: Optional[float] = None
+
+    # Before.
+
+    def run(self) -> TrainOutput:
+        trainer, args = self.trainer, self.args
+        self.updates_per_epoch = len(self.loader) if has_length(self.loader) else None
+        max_steps, num_epochs = plan_updates(self.updates_per_epoch, args.num_train_epochs, args.max_steps)
+        broadcast_parameters(trainer.model, self.group)
+        if trainer._created_lr_scheduler:
+            trainer.lr_scheduler = None
+            trainer._created_lr_scheduler = False
+        trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self.synchronizer = trainer.synchronizer(trainer.model)
+        updater = MindNLPUpdater(trainer.optimizer, self.synchronizer.parameters, trainer.lr_scheduler)
+        self.train_step = TrainStep(
+            self.synchronizer, updater, self.losses,
+            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
+        )  # fmt: skip
+        self.parts = Run(trainer.model, self.train_step)
+        trainer.state = TrainerState()
+        trainer._globalstep_last_logged = 0
+        is_over = self.checkpoint is not None and self.restore(self.checkpoint, max_steps)
+        state = trainer.state
+        state.train_batch_size = trainer._train_batch_size
+        state.max_steps, state.num_train_epochs = max_steps, num_epochs
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        state.epoch = state.epoch or 0
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            interval = args.absolute_interval(name, max_steps)
+            if interval is not None:
+                setattr(state, name, interval)
+        handler = trainer.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+        handler.train_dataset = self.loader
+
+        began = time.time()
+        sync_seconds_before = self.synchronizer.seconds
+        self.tokens_before = state.num_input_tokens_seen
+        self.timer.start()
+        trainer.control = handler.on_train_begin(args, state, trainer.control)
+        self.agree(trainer.control)
+        while not is_over and self.position.epoch < num_epochs:
+            self._run_epoch()
+            is_over = self.agree.agreed["should_training_stop"]
+            self.position = Position(self.position.epoch + 1)
+        self.timer.stop()
+        return self._finish(began, self.synchronizer.seconds - sync_seconds_before)
+
+    # An epoch.
+
+    def _run_epoch(self) -> None:
+        trainer, args, position = self.trainer, self.args, self.position
+        if args.past_index >= 0:
+            trainer._past = None
+        trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
+        windows = self.loader.windows(position.epoch, position.update)
+        self.restore_what_begins_undo()
+        self.agree(trainer.control)
+        while not self._stops():
+            window = next(windows, None)
+            if window is None:
+                position.epoch_done = True
+                break
+            trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
+            norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
+            if args.sync_stats and self.group.is_main:
+                print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
+            self.grad_norm = self.grad_norm if norm is None else norm
+            self.updates_done += 1
+            position.update += 1
+            trainer.state.global_step += 1
+            trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
+            trainer.control = trainer.callback_handler.on_step_end(args, trainer.state, trainer.control)
+            self._log_evaluate_save()
+        if position.epoch_done and position.update == 0:
+            if self.group.is_main:
+                print(f"epoch {position.epoch} holds no batches; training stops at step {trainer.state.global_step}")
+            trainer.control.should_training_stop = True
+        position.ending_epoch = True
+        position.epoch_done |= self.agree.agreed["should_epoch_stop"] or position.update == self.updates_per_epoch
+        trainer.control = trainer.callback_handler.on_epoch_end(args, trainer.state, trainer.control)
+        self._log_evaluate_save()
+
+    def _stops(self) -> bool:
+        agreed, state = self.agree.agreed, self.trainer.state
+        return agreed["should_epoch_stop"] or agreed["should_training_stop"] or state.global_step >= state.max_steps
+
+    def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
+        """Run this rank's micro batches of one global batch, one by one."""
+        trainer, args, step = self.trainer, self.args, self.trainer.state.global_step
+        for number, batch in enumerate(window):
+            inputs = None if batch is None else trainer.tensors(batch)
+            weight = 0.0 if inputs is None else trainer.loss_weight(inputs)
+            # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
+            if batch is not None and weight > 0:
+                trainer.model.zero_grad()
+                is_last = number + 1 == len(window)
+                sending = self.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
+                timed = self.timeline.forward_and_backward(trainer.model, step=step, micro_step=number)
+                seed = step_seed(args.seed, self.group.rank, step, number)
+                with trainer.hook_suspended(), seeded(seed), sending, timed:
+                    loss = trainer.training_step(trainer.model, inputs)
+                # training_step returns its part of the window's mean, by MindNLP's contract.
+                value = float(loss.asnumpy()) * args.gradient_accumulation_steps
+                yield MicroStep(value, [p.grad for p in self.synchronizer.parameters], weight, batch.indices)
+                self.samples_seen += len(batch.indices)
+                trainer.current_flos += float(trainer.floating_point_ops(inputs))
+                if args.include_num_input_tokens_seen or args.include_tokens_per_second:
+                    trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
+            if number + 1 < len(window):
+                trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
+        # This rank's own gradients are in the exchange by now; their memory goes before the averaged ones take theirs.
+        trainer.model.zero_grad()
+
+    # Between updates.
+
+    def _log_evaluate_save(self) -> None:
+        trainer = self.trainer
+        agreed = self.agree(trainer.control)
+        if agreed["should_log"] and trainer.state.global_step > trainer._globalstep_last_logged:
+            self._log_loss()
+            # Callbacks that saw the log may want something.
+            agreed = self.agree(trainer.control)
+        metrics = None
+        with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
+            if agreed["should_evaluate"]:
+                metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
+                if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
+                    trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
+                agreed = self.agree(trainer.control)
+            if agreed["should_save"]:
+                # What a resumed run cannot know of, this one forgets as well.
+                self.synchronizer.forget_errors()
+                trainer._save_checkpoint(trainer.model, metrics=metrics)
+                trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
+                self.agree(trainer.control)
+
+    def _log_loss(self) -> None:
+        trainer = self.trainer
+        logs = {"loss": round(self.losses.mean_since_log(), 4)}
+        if self.grad_norm is not None:
+            logs["grad_norm"] = self.grad_norm
+        logs["learning_rate"] = trainer._get_learning_rate()
+        trainer._globalstep_last_logged = trainer.state.global_step
+        trainer.store_flos()
+        trainer.log(logs)
+        # MindNLP resets it where a rank writes the log.
+        trainer.control.should_log = False
+
+    # After.
+
+    def _finish(self, began: float, sync_seconds: float) -> TrainOutput:
+        trainer, args, state = self.trainer, self.args, self.trainer.state
+        if args.past_index >= 0 and hasattr(trainer, "_past"):
+            del trainer._past
+        broadcast_buffers(trainer.model, self.group)
+        digest = assert_replicas_in_sync(trainer.model, self.group)
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+            digest = assert_replicas_in_sync(trainer.model, self.group)
+
+        train_loss = self.losses.mean_of_run()
+        trainer.store_flos()
+        tokens = state.num_input_tokens_seen - self.tokens_before if args.include_tokens_per_second else None
+        metrics = {
+            "train_runtime": round(time.time() - began, 4),
+            **speed_metrics(
+                self.group, seconds=self.timer.seconds, sync_seconds=sync_seconds, num_samples=self.samples_seen,
+                num_updates=self.updates_done, num_tokens=tokens,
+            ),
+            "total_flos": state.total_flos,
+            "train_loss": train_loss,
+        }  # fmt: skip
+        trainer.is_in_train = False
+        trainer.log(dict(metrics))
+        if state.best_model_checkpoint is not None and args.save_total_limit == 1:
+            folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
+            self.group.call_where(
+                args.should_save,
+                lambda: remove_old_checkpoints(folder, 1, [best]),
+                "removing all checkpoints but the best",
+            )
+        self.timeline.write()
+        trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
+        if trainer.neftune_noise_alpha is not None:
+            trainer._deactivate_neftune(trainer.model)
+        trainer.replica_digest = digest
+        return TrainOutput(state.global_step, train_loss, metrics)

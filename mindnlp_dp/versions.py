@@ -1,0 +1,39 @@
+"""Which Python, MindSpore and MindNLP this package is for: the one place that says so.
+
+setup.py and scripts/environment.sh read this file as it stands, before anything is installed.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+# From the first to the last.
+PYTHON = ((3, 9), (3, 12))
+MINDSPORE = ">=2.5.0,<2.11.0"
+MINDNLP = "==0.4.1"
+# Of these, the ones to install: all suites run on them.
+BEST_MINDSPORE = "2.8.0"
+BEST_MINDNLP = "0.4.1"
+
+WORKING_PAIRS = (
+    "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.10.x (tried on CPU), and is accepted with 2.5 and 2.6 "
+    f'(not tried here); pip install "mindspore=={BEST_MINDSPORE}" "mindnlp=={BEST_MINDNLP}"'
+)
+
+
+class UnsupportedVersionsError(ImportError):
+    """The installed MindNLP and MindSpore are not known to work together."""
+
+
+def check_versions(mindnlp: str, mindspore: str) -> None:
+    """Raise :class:`UnsupportedVersionsError` unless this pair is known to work."""
+    from packaging.specifiers import SpecifierSet
+
+    known = all(
+        SpecifierSet(accepted).contains(installed, prereleases=True)
+        for accepted, installed in ((MINDNLP, mindnlp), (MINDSPORE, mindspore))
+    )
+    if not known:
+        raise UnsupportedVersionsError(
+            f"MindNLP {mindnlp} with MindSpore {mindspore} is not a pair that works. {WORKING_PAIRS}"
+        )
