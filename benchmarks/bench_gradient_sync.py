@@ -63,6 +63,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
 
     import mindnlp_dp as dp
     from mindnlp_dp.arrays.inspection import fingerprint
+    from mindnlp_dp.communication.transports.mpi import MPIChannel
 
     group = dp.init_process_group(backend)
     rng = np.random.default_rng(group.rank)
@@ -93,7 +94,9 @@ def measure(backend: str, model: str) -> dict[str, Any]:
         seconds["memory"] = float(grown[0]) / group.world_size / sum(array.nbytes for array in arrays)
         del ours
         # What a host without shared memory falls back to.
-        group._backend._shares_memory = False  # type: ignore[attr-defined]
+        channel = group.gradient_channel()
+        assert isinstance(channel, MPIChannel)
+        channel.memory.is_available = False
     buckets = dp.GradientSynchronizer(parameters, group)
     name = "mpi" if backend == "mpi" else "mccl"
     seconds[f"buckets_{name}"] = median_seconds(group.barrier, partial(buckets, gradients), 5)

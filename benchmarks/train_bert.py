@@ -54,14 +54,15 @@ class Step:
     def __call__(self, run: Any) -> dict[str, float]:
         from mindnlp.core import nn
 
-        backend = self.group._backend
-        exchange = getattr(backend, "_bucket_exchange", None)
-        if exchange is not None:
-            exchange.skip_zeros = self.skip_zeros
+        from mindnlp_dp.communication.transports.mpi import MPIChannel
+
+        channel = self.group.gradient_channel()
+        if isinstance(channel, MPIChannel):
+            channel.exchange.skip_zeros = self.skip_zeros
         for parameter in self.parameters:
             parameter.grad = None
         self.group.barrier()
-        sent_before, began = backend.bytes_sent or 0, time.perf_counter()
+        sent_before, began = channel.bytes_sent or 0, time.perf_counter()
         exposed = 0.0
         if self.sync is None:
             run()
@@ -78,7 +79,7 @@ class Step:
         return {
             "step": time.perf_counter() - began,
             "exposed": exposed,
-            "sent": (backend.bytes_sent or 0) - sent_before,
+            "sent": (channel.bytes_sent or 0) - sent_before,
         }
 
 

@@ -7,10 +7,12 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
-MINDSPORE=${MINDSPORE:-2.8.0}
+MINDSPORE=${MINDSPORE:-$(sed -n 's/^BEST_MINDSPORE = "\(.*\)"$/\1/p' "$ROOT/mindnlp_dp/versions.py")}
 
 _python_fits() {
-  "$1" -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+  "$1" -c 'import runpy, sys
+first, last = runpy.run_path(sys.argv[1])["PYTHON"]
+sys.exit(not first <= sys.version_info[:2] <= last)' "$ROOT/mindnlp_dp/versions.py" >/dev/null 2>&1
 }
 
 _find_python() {
@@ -26,7 +28,7 @@ _find_python() {
 }
 
 _what_is_installed() {
-  echo "MindSpore $MINDSPORE, $(cksum <"$ROOT/setup.py")"
+  echo "MindSpore $MINDSPORE, $(cat "$ROOT/setup.py" "$ROOT/mindnlp_dp/versions.py" | cksum)"
 }
 
 ensure_environment() {

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.checkpoint.folders import has_checkpoints
+from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.batch_sizes import accumulation_steps_for, batch_size_per_rank, check_every_rank_has_a_sample
+from mindnlp_dp.report.schema import RunReport
 from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
 from mindnlp_dp.text_classification.results import make_report, summary, write_results
@@ -70,7 +70,7 @@ def training_arguments(config: FinetuneConfig, group: dp.ProcessGroup) -> dp.Dat
         save_steps=config.save_steps or None,
         save_total_limit=2,
         seed=config.seed,
-        bucket_cap_mb=config.bucket_cap_mb or "auto",
+        bucket_cap_mb=config.bucket_cap_mb,
         overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
         compression=config.compression or None,
         powersgd_rank=config.powersgd_rank,
@@ -81,7 +81,7 @@ def training_arguments(config: FinetuneConfig, group: dp.ProcessGroup) -> dp.Dat
 
 def train(
     config: FinetuneConfig, args: dp.DataParallelArguments, task: TextClassificationTask, group: dp.ProcessGroup
-) -> dict[str, Any]:
+) -> RunReport:
     from mindnlp.engine.utils import set_seed
 
     from mindnlp_dp.text_classification.recorder import RunRecorder

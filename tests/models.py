@@ -86,11 +86,11 @@ def weights(model: Any) -> dict[str, np.ndarray]:
 @contextlib.contextmanager
 def alone() -> Iterator[Any]:
     """Within it, this process is a group of its own: what one process would compute."""
-    from mindnlp_dp import process_group
+    from mindnlp_dp.communication import process_group
     from mindnlp_dp.communication.transports.single import SingleProcessTransport
 
     together = process_group._group
-    process_group._group = process_group.ProcessGroup(SingleProcessBackend())
+    process_group._group = process_group.ProcessGroup(SingleProcessTransport())
     try:
         yield process_group._group
     finally:

@@ -1,8 +1,8 @@
 """What a run consists of besides its weights, as plain data, and a run set back to it.
 
 Goes in: the training step (its optimizer, schedule, losses and exchange), how far the data was read. Comes out: trees
-of plain data (state_tree.py) for a checkpoint; and, when a run is taken up, the same objects as they were. All ranks call these functions, and those
-that restore get the same tree on every rank.
+of plain data (state_tree.py) for a checkpoint; and, when a run is taken up, the same objects as they were. All ranks
+call these functions, and those that restore get the same tree on every rank.
 """
 
 from __future__ import annotations

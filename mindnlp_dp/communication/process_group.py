@@ -48,11 +48,12 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True, chec
     device = obey_device_target()
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
     transport = meet(kind, launch)
-    if tune_runtime and device == "CPU":
+    if tune_runtime:
         from mindnlp_dp.runtime.threads import configure_runtime, usable_cores
 
-        cores_by_rank = transport.gather_on_host(usable_cores()) if transport.local_world_size > 1 else None
-        configure_runtime(transport.local_rank, transport.local_world_size, cores_by_rank)
+        shares_host = device == "CPU" and transport.local_world_size > 1
+        cores_by_rank = transport.gather_on_host(usable_cores()) if shares_host else None
+        configure_runtime(device, transport.local_rank, transport.local_world_size, cores_by_rank)
     _group = ProcessGroup(transport, kind, checks=checks)
     was_started = True
     return _group

@@ -1,4 +1,4 @@
-"""Global batches, micro batches and accumulation steps: which sizes fit each other, and what to use where they do not."""
+"""Global batches, micro batches and accumulation steps: which sizes fit, and what to use where they do not."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _start_cluster(
     for rank in range(nproc):
         environment = cluster_environment(environ, "MS_WORKER", nproc, port, rank)
         processes.append(_Process(_popen(worker, environment, log), rank))
-    scheduler = [sys.executable, "-m", "mindnlp_dp.launch.scheduler"]
+    scheduler = [sys.executable, "-m", "mindnlp_dp.communication.transports.mindspore_scheduler"]
     environment = cluster_environment(environ, "MS_SCHED", nproc, port)
     with open(log_dir / "scheduler.log", "wb") as scheduler_log:
         processes.append(_Process(_popen(scheduler, environment, scheduler_log), None, serves=True))

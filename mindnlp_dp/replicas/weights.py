@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model, MindNLP's or a cell, by their names; and whether all ranks have the same ones."""
+"""The parameters and buffers of a model, MindNLP's or a cell, by their names; whether all ranks have the same ones."""
 
 from __future__ import annotations
 

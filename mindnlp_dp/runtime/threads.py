@@ -26,6 +26,7 @@ class RuntimeSettings:
 
     cores: tuple[int, ...]
     operator_threads: int | None
+    synchronous_dispatch: bool
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -34,7 +35,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def configure_runtime(
-    local_rank: int, local_world_size: int, cores_by_rank: Optional[Sequence[tuple[int, ...]]] = None
+    device: str, local_rank: int, local_world_size: int, cores_by_rank: Optional[Sequence[tuple[int, ...]]] = None
 ) -> RuntimeSettings:
     """Fit this process, the ``local_rank``-th of its host, to its cores, unless its user or launcher already has.
 
@@ -45,10 +46,13 @@ def configure_runtime(
     before (by ``mpirun``, ``msrun --bind_core``, ``mindnlp-dp run``) stay, and so does a number of
     operator threads that was set with ``device_context.cpu.op_tuning.threads_num``.
     """
+    cores = usable_cores()
+    if device != "CPU":
+        return RuntimeSettings(cores, None, False)
+
     import mindspore
     from mindspore._c_expression import RuntimeConf
 
-    cores = usable_cores()
     if local_world_size > 1:
         if cores_by_rank is not None:
             cores = own_cores(cores_by_rank, local_rank)
@@ -62,7 +66,7 @@ def configure_runtime(
         threads = num_operator_threads(len(cores), cores_granted(_read), local_world_size)
         mindspore.device_context.cpu.op_tuning.threads_num(threads)
     mindspore.runtime.launch_blocking()
-    return RuntimeSettings(cores, threads)
+    return RuntimeSettings(cores, threads, True)
 
 
 def _read(file: str) -> str:

@@ -85,7 +85,7 @@ class FinetuneConfig(TaskConfig):
     optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
     resume: bool = _setting(False, "go on from the newest checkpoint in output_dir, if there is one")
-    bucket_cap_mb: float = _setting(2.0, "size of a gradient bucket in MiB; 0 means measure it, once for this machine")
+    bucket_cap_mb: float = _setting(2.0, "the most that a bucket of gradients holds, in MiB")
     overlap: str = _setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
     compression: str = _setting("", "of gradients: fp16, bf16 or powersgd; empty: none")
     powersgd_rank: int = _setting(4, "the rank of PowerSGD's approximation")
@@ -104,8 +104,10 @@ class FinetuneConfig(TaskConfig):
                 shown = ", ".join(choice or "nothing" for choice in choices)
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
         self._check_at_least(1, "powersgd_rank")
-        for name in ("micro_batch_size", "save_steps", "bucket_cap_mb"):
+        for name in ("micro_batch_size", "save_steps"):
             self._check_at_least(0, name)
+        if self.bucket_cap_mb <= 0:
+            raise InputError(f"bucket_cap_mb must be positive, got {self.bucket_cap_mb}")
 
 
 T = TypeVar("T", bound=TaskConfig)

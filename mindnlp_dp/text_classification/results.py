@@ -46,7 +46,7 @@ def make_report(
         backend, digests = trainer.group.backend, trainer.group.all_gather_object(digest)
     # MindNLP's Trainer counts its evaluations as training.
     is_ours = "train_seconds" in metrics
-    return {
+    report: RunReport = {
         "world_size": args.world_size,
         "backend": backend,
         "train_samples_per_second": metrics["train_samples_per_second"] if is_ours else recorder.samples_per_second,
@@ -63,13 +63,15 @@ def make_report(
         "train_samples": len(task.train["labels"]),
         "eval_samples": len(task.test["labels"]),
         "num_labels": len(task.label_names),
-        # "Nothing was confused" is said only by a run that looked.
-        **({} if recorder.confusions is None else {"confusions": recorder.confusions}),
         "command": command_line(args.world_size, backend),
         "machine": machine(),
         "config": vars(config),
         "history": trainer.state.log_history,
     }
+    # "Nothing was confused" is said only by a run that looked.
+    if recorder.confusions is not None:
+        report["confusions"] = recorder.confusions
+    return report
 
 
 def command_line(world_size: int, backend: str) -> str:

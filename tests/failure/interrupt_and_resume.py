@@ -26,8 +26,8 @@ from typing import Optional
 
 from interruptible import NUM_STEPS
 
-from mindnlp_dp.checkpoint.manifest import check_checkpoint
 from mindnlp_dp.checkpoint.folders import checkpoints_in
+from mindnlp_dp.checkpoint.manifest import check_checkpoint
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_SECONDS = 120

@@ -101,8 +101,8 @@ LEAVE = """
 import argparse, sys
 from sys import exit as leave_under_another_name
 import mindnlp_dp as dp
-from mindnlp_dp.backends import abort
-abort.PATIENCE_SECONDS = 1.0
+from mindnlp_dp.communication.transports import mpi_exit
+mpi_exit.PATIENCE_SECONDS = 1.0
 group = dp.init_process_group()
 
 def tidy_up():

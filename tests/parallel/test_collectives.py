@@ -192,7 +192,7 @@ def test_arrays_that_go_in_pieces(group, monkeypatch):
     """As those beyond 1 GiB do under MPI (failure/test_large_arrays.py sends real ones)."""
     if group.backend != "mpi":
         pytest.skip("MPI counts in 32 bits")
-    from mindnlp_dp.backends import mpi
+    from mindnlp_dp.communication.transports import mpi
 
     monkeypatch.setattr(mpi, "PIECE_BYTES", 1000)
     n, last = group.world_size, group.world_size - 1

@@ -8,7 +8,7 @@ from mindnlp.engine.utils import set_seed
 from mindnlp.transformers import RobertaForSequenceClassification, RobertaForTokenClassification
 
 import mindnlp_dp as dp
-from mindnlp_dp import evaluation
+from mindnlp_dp.evaluation.gather import OrderedGatherer
 from models import NUM_LABELS, Rows, alone, tiny_config, tiny_roberta
 
 
@@ -105,13 +105,13 @@ def test_predictions_without_labels(group, tmp_path):
 def test_outputs_travel_in_chunks(group, tmp_path, monkeypatch):
     """What is on its way at once does not grow with the data set, and every chunk is whole global batches."""
     chunks = []
-    gather = evaluation.OrderedGatherer._gather
+    gather = OrderedGatherer._gather
 
     def counting(self):
         chunks.append(len(self._steps))
         gather(self)
 
-    monkeypatch.setattr(evaluation.OrderedGatherer, "_gather", counting)
+    monkeypatch.setattr(OrderedGatherer, "_gather", counting)
     rows = Rows(20 * group.world_size)
     trainer = evaluated(tiny_roberta(), rows, tmp_path, per_device_eval_batch_size=2, eval_accumulation_steps=3)
     assert len(trainer.predict(rows).label_ids) == len(rows)

@@ -10,9 +10,9 @@ from mindspore import nn as cells
 from mindspore import ops
 
 import mindnlp_dp as dp
-from mindnlp_dp.data.batches import default_collate
-from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.checkpoint.folders import checkpoints_in
+from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.data.batches import default_collate
 from models import NUM_LABELS, Rows, alone, tiny_roberta
 
 NUM_SAMPLES, NUM_EPOCHS, NUM_FEATURES = 37, 3, 6

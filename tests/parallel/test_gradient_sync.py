@@ -172,15 +172,3 @@ def test_an_exception_within_no_sync_leaves_no_half_window(group, kind):
         raise KeyError
     (mean,) = sync([parameter + group.rank])
     np.testing.assert_allclose(mean.asnumpy(), (group.world_size - 1) / 2)
-
-
-def test_mccl_hints_once_at_mpi(group, monkeypatch, capsys):
-    if group.backend != "mccl":
-        pytest.skip("only where MPI would be faster")
-    monkeypatch.setattr(group._backend, "_has_hinted", False)
-    for _ in range(2):
-        dp.GradientSynchronizer(parameters())
-    said = capsys.readouterr().out
-    expected = group.is_main and group.world_size > 1
-    assert said.count("hint: MCCL takes") == expected
-    assert (f"mindnlp-dp run --nproc {group.world_size} SCRIPT" in said) == expected

@@ -325,9 +325,7 @@ def test_a_hook_that_fails_takes_notes(group, micro, sync, plain, monkeypatch):
 def mended(group):
     """All ranks leave an exchange half way together, so they can begin again together."""
     yield
-    group._backend.abandoned = ""
-    if group.backend == "mpi":
-        group._backend._open_bucket_channel()
+    group.gradient_channel()
 
 
 @pytest.mark.usefixtures("mended")
@@ -379,7 +377,7 @@ def test_overlap_must_pay_beyond_chance(without, overlapped, expected):
 def test_auto_keeps_the_faster_way(several, group, micro, monkeypatch, faster):
     """By a clock of its own: the slower way takes 3 % more, on one rank; the faster stays on all."""
     now = [0.0]
-    monkeypatch.setattr("mindnlp_dp.overlap.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("mindnlp_dp.gradients.overlap.time", SimpleNamespace(perf_counter=lambda: now[0]))
     sync = dp.GradientSynchronizer(micro.trainable, group)
     for number in range(2 * TRIAL_PAIRS + 1):
         slow = sync.overlap.is_sending != faster

@@ -11,8 +11,8 @@ from mindnlp.core import optim
 from mindnlp.engine import EarlyStoppingCallback, TrainerCallback
 
 import mindnlp_dp as dp
-from mindnlp_dp.data.batches import default_collate
 from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.data.batches import default_collate
 from models import LENGTH, Rows, alone, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37

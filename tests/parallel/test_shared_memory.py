@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mindnlp_dp as dp
-from mindnlp_dp.backends import shared_memory
-from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.communication.transports import shared_memory
 from mindnlp_dp.communication.transports.half_wire import wire_for
+from mindnlp_dp.communication.transports.patience import Patience
 from mindnlp_dp.communication.transports.shared_memory import HostExchange, share_rows, slice_bounds
-from mindnlp_dp.gradients.buckets.shared import copy_range
+from mindnlp_dp.gradients.buckets.shared import SharedBucket, copy_range
 
 
 @pytest.fixture(autouse=True)
@@ -90,13 +90,13 @@ def test_nobody_begins_the_next_window_while_a_rank_still_reads_this_one(group, 
 
     import mindspore
 
-    copy_result = shared_memory.SharedBucket._copy_result
+    copy_result = SharedBucket._copy_result
 
     def slowly(self, slot, out):
         time.sleep(0.05 * (group.rank == group.world_size - 1))
         copy_result(self, slot, out)
 
-    monkeypatch.setattr(shared_memory.SharedBucket, "_copy_result", slowly)
+    monkeypatch.setattr(SharedBucket, "_copy_result", slowly)
     parameter = mindspore.Tensor(np.zeros(50_000, np.float32))
     sync = dp.GradientSynchronizer([parameter], group)
     for number in range(4):
@@ -158,14 +158,14 @@ def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monk
     if where != "open" or group.rank == group.world_size - 1:
         monkeypatch.setattr(shared_memory.os, where, refuse)
     assert share_rows(comm, 1000) is None
-    monkeypatch.setattr(group._backend, "_shares_memory", True)
+    monkeypatch.setattr(group._transport.channel.memory, "is_available", True)
     parameters = [mindspore.Tensor(np.zeros(shape, np.float32)) for shape in [(300, 301), (70_001,)]]
     sync = dp.GradientSynchronizer(parameters, group, bucket_cap_mb=0.1)
     said = capsys.readouterr().out
     assert said.count("MPI itself moves gradients") == group.is_main
     for gradient in sync([p + group.rank for p in parameters]):
         np.testing.assert_array_equal(gradient.asnumpy(), np.float32((group.world_size - 1) / 2))
-    monkeypatch.setattr(group._backend, "_shares_memory", True)
+    monkeypatch.setattr(group._transport.channel.memory, "is_available", True)
 
 
 # Every rank must draw the same.

@@ -187,12 +187,12 @@ def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(group, shared_
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, shared_tmp_path, monkeypatch):
     """Only the writer removes it; the others must not wait for a rank that has raised."""
-    from mindnlp_dp import trainer
+    from mindnlp_dp.trainers.mindnlp_0_4 import saving
 
     def refuse(*args):
         raise PermissionError("the folder is read-only")
 
-    monkeypatch.setattr(trainer, "remove_old_checkpoints", refuse)
+    monkeypatch.setattr(saving, "remove_old_checkpoints", refuse)
     with pytest.raises(PermissionError, match="the folder is read-only"):
         train(tiny_roberta(), Rows(8), shared_tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1)
 

@@ -7,8 +7,8 @@ import pytest
 from mindnlp.engine import TrainingArguments
 
 import mindnlp_dp as dp
-from mindnlp_dp.trainers.mindnlp_0_4.arguments import upgrade_arguments
 from mindnlp_dp.gradients.synchronizer import DEFAULT_BUCKET_CAP_MB
+from mindnlp_dp.trainers.mindnlp_0_4.arguments import upgrade_arguments
 
 
 @dataclass

@@ -19,13 +19,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mindnlp_dp as dp
-from mindnlp_dp import checkpoint
+from mindnlp_dp.checkpoint.folders import (
+    checkpoint_path,
+    checkpoints_in,
+    newest_checkpoint,
+    remove_old_checkpoints,
+    remove_unfinished_checkpoints,
+)
 from mindnlp_dp.checkpoint.manifest import CheckpointError, check_checkpoint
-from mindnlp_dp.checkpoint.folders import checkpoint_path, checkpoints_in, newest_checkpoint, remove_old_checkpoints, remove_unfinished_checkpoints
 from mindnlp_dp.checkpoint.read import read_state, read_weights
-from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
 from mindnlp_dp.checkpoint.run_state import random_state, set_random_state
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
+from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
+from mindnlp_dp.replicas.weights import named_weights
 from models import Rows, tiny_config, tiny_roberta, train, weights
 
 
@@ -153,19 +159,19 @@ def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, mo
     script = f"""
         import os, signal, sys
         from pathlib import Path
-        from mindnlp_dp import checkpoint
+        from mindnlp_dp.checkpoint.write import write_checkpoint
 
         def die(*args):
             os.kill(os.getpid(), signal.SIGKILL)
 
         path = Path(sys.argv[1]) / "checkpoint-3"
-        checkpoint.write_checkpoint(path, {{"n": 1}}, lambda f: (f / "model.safetensors").write_bytes(b"1"))
+        write_checkpoint(path, {{"n": 1}}, lambda f: (f / "model.safetensors").write_bytes(b"1"))
         if {moment == "while it writes"}:
             write_model = lambda f: ((f / "model.safetensors").write_bytes(b"half"), die())
         else:
             write_model = lambda f: (f / "model.safetensors").write_bytes(b"2")
             Path.replace = die
-        checkpoint.write_checkpoint(path, {{"n": 2}}, write_model)
+        write_checkpoint(path, {{"n": 2}}, write_model)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)])
     assert done.returncode == -signal.SIGKILL
@@ -322,7 +328,7 @@ def cell():
 @pytest.mark.parametrize("build", [plain_module, tied_model, cell, tiny_roberta])
 def test_weights_of_any_kind_of_model(tmp_path, build):
     model, other = build(), build()
-    for _, weight in checkpoint.named_weights(other):
+    for _, weight in named_weights(other):
         weight.assign_value(weight * 0 + 3)
     write_weights(model, tmp_path)
     read_weights(other, tmp_path)

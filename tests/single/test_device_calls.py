@@ -8,13 +8,14 @@ import pytest
 from mindnlp.core import nn, optim
 from mindnlp.core.autograd import value_and_grad
 
-from mindnlp_dp.gradients.buckets.device import DeviceBucket
-from mindnlp_dp.communication.transports.mindspore import MindSporeTransport
-from mindnlp_dp.gradients.buckets.layout import pack_buckets
-from mindnlp_dp.launch.device_target import obey_device_target
-from mindnlp_dp.functional.step import make_train_step
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.transports.mindspore import MindSporeTransport
+from mindnlp_dp.functional.step import make_train_step
+from mindnlp_dp.gradients.buckets.device import DeviceBucket
+from mindnlp_dp.gradients.buckets.layout import pack_buckets
+from mindnlp_dp.gradients.buckets.make import make_buckets
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.launch.device_target import obey_device_target
 from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators
 
 SHAPES = [(30, 20), (20,), (50, 10), (), (3, 2)]
@@ -27,7 +28,7 @@ def device(request, monkeypatch):
 
 @pytest.fixture
 def group(device):
-    return ProcessGroup(MindSporeBackend())
+    return ProcessGroup(MindSporeTransport())
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def test_bfloat16_is_compressed_where_the_library_adds_it(device, group, paramet
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_parameters_of_other_types(group, dtype):
     (layout,) = pack_buckets(SHAPES, [dtype] * len(SHAPES), 25)
-    (bucket,) = group.make_buckets([layout])
+    (bucket,) = make_buckets([layout], group, group.gradient_channel())
     for index, gradient in enumerate(tensors(3, dtype)):
         bucket.put(index, gradient, 2.0)
     bucket.start(0.25)
@@ -210,7 +211,7 @@ def test_a_whole_step_waits_for_the_device_so_often(group, make):
 @pytest.fixture
 def bucket(group):
     (layout,) = pack_buckets(SHAPES, ["float32"] * len(SHAPES), 25)
-    (bucket,) = group.make_buckets([layout])
+    (bucket,) = make_buckets([layout], group, group.gradient_channel())
     assert isinstance(bucket, DeviceBucket)
     return bucket
 
@@ -233,7 +234,7 @@ def assert_all(means, value):
 
 def operators_of_an_update(group, num_parameters):
     (layout,) = pack_buckets([(2, 3)] * num_parameters, ["float32"] * num_parameters, 25)
-    (bucket,) = group.make_buckets([layout])
+    (bucket,) = make_buckets([layout], group, group.gradient_channel())
     gradients = [mindspore.Tensor(np.ones((2, 3), np.float32)) for _ in range(num_parameters)]
     with counted_operators() as (methods, functions):
         for index, gradient in enumerate(gradients):

@@ -11,10 +11,10 @@ import pytest
 from mindnlp.core import nn
 from mindnlp.core.autograd import value_and_grad
 
-from mindnlp_dp.communication.transports.single import SingleProcessTransport
-from mindnlp_dp.gradients.buckets.device import DeviceBucket
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.communication.transports.single import SingleProcessTransport
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 
 SHAPES = [(30, 20), (20,), (50, 10)]
 OTHERS = 3.0
@@ -46,30 +46,38 @@ class Handle:
             done.tensor.assign_value(done.tensor + mindspore.Tensor(OTHERS / 2, done.tensor.dtype))
 
 
-class DeviceBackend(SingleProcessBackend):
-    """Rank 0 of 2 on a device."""
-
-    name = "hccl"
-    cannot_overlap = ""
-
-    def __init__(self):
-        self.stream = Stream()
+class DeviceChannel(TensorChannel):
+    def __init__(self, stream):
+        self.stream = stream
 
     def inverse_total(self, number, patience=None):
         return 0.5 / number
 
-    def all_reduce(self, x, op):
-        # The header: weight, notes and used parameters of both ranks, which agree.
-        return 2 * x if op == "sum" and x.dtype == np.float32 and x.ndim == 1 else x.copy()
+    def sum(self, x):
+        raise AssertionError("every type is begun here")
+
+    def begin_sum(self, x):
+        return x, self.stream.begin(x)
 
     def reduces_natively(self, dtype):
         return True
 
-    def begin_all_reduce(self, x):
-        return x, self.stream.begin(x)
+    def check_compression(self, compression):
+        pass
 
-    def make_buckets(self, layouts, compression=None):
-        return [DeviceBucket(layout, self, compression) for layout in layouts]
+
+class DeviceTransport(SingleProcessTransport):
+    """Rank 0 of 2 on a device."""
+
+    name = "hccl"
+
+    def __init__(self):
+        self.stream = Stream()
+        self.channel = DeviceChannel(self.stream)
+
+    def all_reduce(self, x, op):
+        # The header: weight, notes and used parameters of both ranks, which agree.
+        return 2 * x if op == "sum" and x.dtype == np.float32 and x.ndim == 1 else x.copy()
 
 
 class TwoRanks(ProcessGroup):
@@ -84,9 +92,9 @@ class TwoRanks(ProcessGroup):
 @pytest.fixture
 def group(monkeypatch):
     for module in ("collectives", "rank_group"):
-        monkeypatch.setattr(f"mindnlp_dp.{module}.check_agreement", lambda *_, **__: None)
-    monkeypatch.setattr("mindnlp_dp.gradient_window.check_same_structure", lambda *_: None)
-    return TwoRanks(DeviceBackend())
+        monkeypatch.setattr(f"mindnlp_dp.communication.{module}.check_agreement", lambda *_, **__: None)
+    monkeypatch.setattr("mindnlp_dp.gradients.window.check_same_structure", lambda *_: None)
+    return TwoRanks(DeviceTransport())
 
 
 @pytest.fixture
@@ -105,7 +113,7 @@ def backward(parameters, value):
 def window(sync, parameters, value, weight=4.0):
     with sync.backward(weight):
         gradients = backward(parameters, value)
-        begun = sync.group._backend.stream.log.count("begin")
+        begun = sync.group._transport.stream.log.count("begin")
     sync.accumulate(gradients, weight)
     return begun, [g.asnumpy() for g in sync.reduce()]
 
@@ -116,7 +124,7 @@ def expected(value):
 
 def test_buckets_begin_within_the_backward_pass_and_are_waited_for_behind_it(group, parameters):
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
-    stream = group._backend.stream
+    stream = group._transport.stream
     begun, results = window(sync, parameters, 1.0)
     assert begun == 0
     assert sync.overlap.state == "on"
@@ -134,7 +142,7 @@ def test_the_same_without_overlap(group, parameters):
     begun, results = window(sync, parameters, 2.0)
     assert begun == 0
     # Begun one after the other, and only then waited for.
-    assert group._backend.stream.log == ["begin"] * 3 + ["wait"] * 3
+    assert group._transport.stream.log == ["begin"] * 3 + ["wait"] * 3
     for mine, wanted in zip(results, expected(2.0)):
         np.testing.assert_array_equal(mine, wanted)
 
@@ -143,8 +151,8 @@ def test_the_same_without_overlap(group, parameters):
 def test_a_compressed_bucket_is_a_half_type_on_the_wire_only(group, parameters, compression):
     sync = GradientSynchronizer(parameters, group, overlap=True, compression=compression)
     wire = []
-    begin = group._backend.stream.begin
-    group._backend.stream.begin = lambda tensor: (wire.append(tensor.dtype), begin(tensor))[1]
+    begin = group._transport.stream.begin
+    group._transport.stream.begin = lambda tensor: (wire.append(tensor.dtype), begin(tensor))[1]
     for value in (1.0, 2.0):
         _, results = window(sync, parameters, value)
     assert set(wire) == {mindspore.float16 if compression == "fp16" else mindspore.bfloat16}

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindnlp_dp.launch.device_target import obey_device_target
 from mindnlp_dp.cli import main
+from mindnlp_dp.launch.device_target import obey_device_target
 from mindnlp_dp.launch.devices import default_device
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.launchers import launched_rank

@@ -101,14 +101,12 @@ def test_seeded_replays_dropout_and_keeps_numpys_state():
 
 CONFIGURE = """
 import json, os, sys
-from mindnlp_dp.backends.base import SingleProcessBackend
-from mindnlp_dp.runtime import configure_runtime
+from mindnlp_dp.runtime.threads import configure_runtime, usable_cores
 import mindspore
 if "own" in sys.argv:
     mindspore.device_context.cpu.op_tuning.threads_num(3)
-class Ranks(SingleProcessBackend):
-    local_rank, local_world_size = int(sys.argv[2]), int(sys.argv[3])
-settings = configure_runtime(sys.argv[1], Ranks())
+rank, num_ranks = int(sys.argv[2]), int(sys.argv[3])
+settings = configure_runtime(sys.argv[1], rank, num_ranks, [usable_cores()] * num_ranks)
 print(json.dumps([list(settings.cores), settings.operator_threads, settings.synchronous_dispatch,
                   sorted(os.sched_getaffinity(0))]))
 """

@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindnlp_dp.data.batch_sizes import (
+    accumulation_steps_for,
+    accumulation_steps_to_keep,
+    check_every_rank_has_a_sample,
+)
 from mindnlp_dp.data.sharding import GlobalBatchSampler, epoch_order, plan_updates, split_evenly
-from mindnlp_dp.data.batch_sizes import accumulation_steps_for, accumulation_steps_to_keep, check_every_rank_has_a_sample
 
 SIZES = {
     "num_samples": st.integers(1, 200),
@@ -140,7 +144,7 @@ def test_errors():
         (
             16,
             2,
-            "by 2 ranks whose micro batches hold 16 samples together; use per_device_train_batch_size 12 or 6 or 4",
+            "by 2 ranks whose micro batches hold 16 samples together; use micro_batch_size 12 or 6 or 4",
         ),
         (5, 5, "start 4 or 6 processes"),
         (64, 64, "start 24 processes"),

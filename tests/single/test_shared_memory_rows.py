@@ -9,10 +9,12 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindnlp_dp.backends import buckets, shared_memory
-from mindnlp_dp.communication.transports.single import SingleProcessTransport
-from mindnlp_dp.gradients.buckets.host import HostBucket, references_tell
+from mindnlp_dp.arrays.conversion import from_host as tensor_from_host
+from mindnlp_dp.communication.transports import shared_memory
 from mindnlp_dp.communication.transports.shared_memory import share_rows, why_no_memory_is_shared
+from mindnlp_dp.communication.transports.single import SingleProcessChannel
+from mindnlp_dp.gradients.buckets import host
+from mindnlp_dp.gradients.buckets.host import HostBucket, references_tell
 from mindnlp_dp.gradients.buckets.layout import pack_buckets
 
 
@@ -85,9 +87,8 @@ def test_hosts_with_other_numbers_of_ranks_are_told():
 
 
 def bucket():
-    backend = SingleProcessBackend()
     (layout,) = pack_buckets([(3, 2)], ["float32"], 1.0)
-    return HostBucket(layout, backend)
+    return HostBucket(layout, SingleProcessChannel())
 
 
 def result_of(one, value):
@@ -99,7 +100,7 @@ def result_of(one, value):
 
 
 def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
-    assert references_tell(SingleProcessBackend.from_host)
+    assert references_tell(tensor_from_host)
     one = bucket()
     address = result_of(one, 1.0).data_ptr()
     assert result_of(one, 2.0).data_ptr() == address
@@ -122,9 +123,9 @@ def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
     def shares(first, second):
         return True
 
-    monkeypatch.setattr(buckets.np, "shares_memory", shares)
+    monkeypatch.setattr(host.np, "shares_memory", shares)
     assert not references_tell(from_host)
-    monkeypatch.setattr(buckets, "references_tell", lambda from_host: False)
+    monkeypatch.setattr(host, "references_tell", lambda from_host: False)
     one = bucket()
     first = result_of(one, 1.0)
     memory = one._results[0]

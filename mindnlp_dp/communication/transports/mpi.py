@@ -26,6 +26,17 @@ _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
 PIECE_BYTES = 1 << 30
 
 
+def mpi_library() -> Any:
+    """``mpi4py.MPI``, whose import starts MPI; ImportError, with what to install, where it cannot be used."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f'started by mpirun, but MPI cannot be used: {error}; pip install "mindnlp-dp[mpi]"'
+        ) from error
+    return MPI
+
+
 class MPIChannel(HostChannel):
     """Gradients over MPI, in memory that the ranks of a host share where they can.
 
@@ -60,16 +71,10 @@ class MPITransport(HostTransport):
     channel: MPIChannel
 
     def __init__(self) -> None:
-        try:
-            from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:
-            raise ImportError(
-                f'started by mpirun, but MPI cannot be used: {error}; pip install "mindnlp-dp[mpi]"'
-            ) from error
-        self._mpi = MPI
-        self._comm = MPI.COMM_WORLD.Dup()
+        self._mpi = mpi_library()
+        self._comm = self._mpi.COMM_WORLD.Dup()
         self.rank, self.world_size = self._comm.Get_rank(), self._comm.Get_size()
-        self._host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self._host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_world_size = self._host.Get_rank(), self._host.Get_size()
         self._peers = self._comm.Split(self.local_rank, self.rank)
         self._exchange = HostExchange(self._host, self._peers)
@@ -79,7 +84,7 @@ class MPITransport(HostTransport):
             print(f"MPI itself moves gradients: {why_not}", flush=True)
         self.channel = self._new_channel()
         self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
-        end_together(MPI)
+        end_together(self._mpi)
 
     def _new_channel(self) -> MPIChannel:
         # An old one's communicators stay as they are, with what was begun on them.

@@ -1,7 +1,7 @@
 """Where gradients wait for their exchange, and where its result is taken from.
 
-Goes in: weighted gradients, one by one. Comes out: their sums over the ranks. What a bucket's memory is, depends on what
-moves them: host.py for libraries of host memory, shared.py where the ranks of a host share it, device.py for tensors.
+Goes in: weighted gradients, one by one. Comes out: their sums over the ranks. What a bucket's memory is depends on what
+moves it: host.py for libraries of host memory, shared.py where the ranks of a host share it, device.py for tensors.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ What is copied where, with two ranks on a host. On the left of each row a rank w
 
 ① is the one copy in: in the parameter's hook where exchange overlaps the backward pass, else behind it. ② sums in
 place, in blocks that stay in the cache; on several hosts each slice then goes round a ring of the ranks that own it on
-every host (:mod:`~mindnlp_dp.communication.transports.host_ring`), where it is packed if blocks are zero, and encoded if it is compressed: these are copies of
-what is sent. ③ is the one copy out: what ``param.grad`` points to is nobody else's. Between ② and ③ there are
-barriers of the host. Where exchange overlaps and a window has several micro steps, what the first ones left in the row
-is copied once more, into the memory of the result, in case the last one must be taken back
-(:meth:`.HostBucket.keep`).
+every host (host_ring.py), where it is packed if blocks are zero (zero_blocks.py), and encoded if it is compressed
+(half_wire.py): these are copies of what is sent. ③ is the one copy out: what ``param.grad`` points to is nobody
+else's. Between ② and ③ there are barriers of the host. Where exchange overlaps and a window has several micro steps,
+what the first ones left in the row is copied once more, into the memory of the result, in case the last one must be
+taken back (:meth:`.HostBucket.keep`).
 
 So a rank's gradients take a row of shared memory, and as much of private memory, and no more.
 """

@@ -14,6 +14,8 @@ from typing import Any, Callable, TypeVar
 
 import numpy as np
 
+from mindnlp_dp.communication.transports.mpi import mpi_library
+
 T = TypeVar("T")
 # A rank of threads that waits so long waits for ever.
 _PATIENCE_SECONDS = 60.0
@@ -91,9 +93,7 @@ class MPIEndpoint(Endpoint):
     @classmethod
     def of_world(cls) -> MPIEndpoint:
         """Of all processes that ``mpirun`` started."""
-        from mpi4py import MPI
-
-        return cls(MPI.COMM_WORLD)
+        return cls(mpi_library().COMM_WORLD)
 
     def _send(self, message: Message) -> None:
         self.comm.Send(np.ascontiguousarray(message.payload), dest=message.dst)

@@ -35,21 +35,19 @@ def test_a_pair_that_does_not_work_is_named_with_those_that_do(mindnlp, mindspor
 
 def test_the_check_runs_when_mindnlp_is_imported():
     code = """
-import mindnlp_dp.compat as compat
-compat.importlib.metadata.version = {"mindnlp": "0.4.1", "mindspore": "2.11.0"}.__getitem__
+import importlib.metadata, mindnlp_dp
+importlib.metadata.version = {"mindnlp": "0.4.1", "mindspore": "2.11.0"}.__getitem__
 import mindnlp
 """
     done = run(code)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "mindnlp_dp.compat.UnsupportedVersionsError: MindNLP 0.4.1 with MindSpore 2.11.0 is not a pair that works"
+        "mindnlp_dp.versions.UnsupportedVersionsError: MindNLP 0.4.1 with MindSpore 2.11.0 is not a pair that works"
     )
 
 
 def test_importing_the_package_costs_neither_mindspore_nor_mindnlp():
-    done = run(
-        "import sys, mindnlp_dp, mindnlp_dp.launch.cli; print([m for m in sys.modules if m.startswith('minds')])"
-    )
+    done = run("import sys, mindnlp_dp, mindnlp_dp.cli; print([m for m in sys.modules if m.startswith('minds')])")
     assert done.stdout.strip() == "[]", done.stderr
 
 

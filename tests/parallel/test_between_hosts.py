@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindnlp_dp.backends import ring
-from mindnlp_dp.communication.transports.patience import AbandonedError, Patience
-from mindnlp_dp.communication.transports.host_ring import ring_all_reduce
-from mindnlp_dp.communication.transports.zero_blocks import sum_over_hosts
 from mindnlp_dp.communication.transports.half_wire import wire_for
+from mindnlp_dp.communication.transports.host_ring import ring_all_reduce
+from mindnlp_dp.communication.transports.patience import AbandonedError, Patience, barrier
+from mindnlp_dp.communication.transports.zero_blocks import sum_over_hosts
 
 HALVES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -145,11 +144,11 @@ def test_a_patient_wait_sleeps(comm):
     """While the others are late, the core is free."""
     if comm.size == 1:
         pytest.skip("nobody to wait for")
-    ring.barrier(comm, None)
+    barrier(comm, None)
     if comm.rank == 0:
         time.sleep(0.5)
     began, used = time.perf_counter(), time.thread_time()
-    ring.barrier(comm, Patience())
+    barrier(comm, Patience())
     waited, used = time.perf_counter() - began, time.thread_time() - used
     if comm.rank > 0:
         assert used < waited / 2
@@ -163,7 +162,7 @@ def test_a_patient_wait_can_be_given_up(comm):
 
     def wait():
         try:
-            ring.barrier(mine, patience)
+            barrier(mine, patience)
         except AbandonedError as error:
             raised.append(error)
 

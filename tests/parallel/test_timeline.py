@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mindnlp_dp import trace
+from mindnlp_dp.step import timeline as timelines
 from mindnlp_dp.step.timeline import Timeline
 from models import Rows, tiny_roberta, train
 
@@ -62,7 +62,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_trained(gr
 
 
 def test_memory_is_bounded(group, shared_tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "MAX_SPANS", 3)
+    monkeypatch.setattr(timelines, "MAX_SPANS", 3)
     timeline = Timeline(group, str(shared_tmp_path / "run.json"))
     for number in range(5):
         with timeline.span(f"span {number}"):

@@ -46,8 +46,12 @@ def test_every_parameter_has_one_slot_and_slots_have_no_gaps(shapes, cap):
         assert bucket.num_bytes <= cap or len(bucket.slots) == 1
 
 
-def test_errors():
-    with pytest.raises(ValueError, match='bucket_cap_mb must be positive, or "auto", got 0'):
-        pack_buckets([(1,)], ["float32"], 0)
+@pytest.mark.parametrize("cap", ["auto", 0, -1, None, float("nan")])
+def test_sizes_that_are_none(cap):
+    with pytest.raises(ValueError, match="bucket_cap_mb must be positive, got"):
+        pack_buckets([(1,)], ["float32"], cap)
+
+
+def test_types_that_are_no_gradients():
     with pytest.raises(TypeError, match="parameter 0 is int64; gradients can be float64, float32"):
         pack_buckets([(1,)], ["int64"], 4)
