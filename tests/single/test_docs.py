@@ -72,6 +72,12 @@ def test_files_in_the_diagrams_exist():
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
+def test_the_layers_are_those_that_are_checked():
+    told = re.search(r"^```\ncli\n.*?^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[0]
+    held = re.search(r"^layers = \[\n(.*?)^\]", read(ROOT / "pyproject.toml"), re.DOTALL | re.MULTILINE)[1]
+    assert told.splitlines()[1:-1] == re.findall(r'"(.+)"', held)
+
+
 # --- arguments.md and api.md ---
 
 
