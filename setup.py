@@ -20,6 +20,8 @@ EXTRAS = {
     "homework": ["scikit-learn>=1.3,<2"],
     # What the benchmarks are compared with; nothing here imports it.
     "compare": ["torch>=2.1"],
+    # The pages: mkdocs build --strict. MkDocs 2 takes no plug-ins.
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26,<2"],
     # MindNLP pins pytest 7.2.0 itself.
     "dev": [
         "pytest>=7.2,<8",

@@ -1,52 +1,94 @@
-"""What the READMEs name exists: files, public names, flags, settings. And the two languages agree."""
+"""What the pages name exists: files, public names, modules, flags, commands. And the two languages agree."""
 
 from __future__ import annotations
 
+import importlib
 import re
+from pathlib import Path
 
 import pytest
 
 import mindnlp_dp as dp
 from mindnlp_dp.text_classification.config import FinetuneConfig
 
+ROOT = Path(__file__).resolve().parents[2]
 READMES = ["README.md", "README.zh.md"]
+PAGES = [*READMES, "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
+
+_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+_PATH = re.compile(r"(?<![\w./-])(?:mindnlp_dp|docs|scripts|configs|tests|benchmarks|homework)/(?:[\w./-]*\w/?)?")
 
 
-@pytest.fixture(params=READMES)
-def text(request, pytestconfig):
-    return (pytestconfig.rootpath / request.param).read_text(encoding="utf-8")
+@pytest.fixture(params=PAGES)
+def page(request):
+    return ROOT / request.param
 
 
-def test_links_and_paths_exist(text, pytestconfig):
-    paths = set(re.findall(r"\]\(((?!https?:)[^)#]+)\)", text)) | set(
-        re.findall(r"\b(?:scripts|configs)/[\w.]+\w", text)
-    )
-    assert len(paths) > 10
-    for path in paths:
-        assert (pytestconfig.rootpath / path).exists(), path
+def what_is_missing(text: str, folder: Path) -> list[str]:
+    """Links, relative to the folder of their page, and paths from the root, that lead nowhere."""
+    wrong = [link for link in _LINK.findall(text) if not (folder / link).exists()]
+    return wrong + [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
 
 
-def test_public_names_exist(text):
-    names = set(re.findall(r"\bdp\.(\w+)", text))
-    assert len(names) >= 4
-    for name in names:
+def test_links_and_paths_exist(page):
+    assert what_is_missing(page.read_text(encoding="utf-8"), page.parent) == []
+
+
+def test_a_path_that_does_not_exist_is_found():
+    text = "[a](docs/launching.md) [b](docs/none.md#top) `scripts/none.sh` mindnlp_dp/none/, configs/no.yml."
+    wrong = ["docs/none.md", "docs/none.md", "scripts/none.sh", "mindnlp_dp/none/", "configs/no.yml"]
+    assert what_is_missing(text, ROOT) == wrong
+
+
+def test_public_names_exist(page):
+    for name in set(re.findall(r"\bdp\.(\w+)", page.read_text(encoding="utf-8"))):
         assert hasattr(dp, name), name
+
+
+def test_modules_exist(page):
+    for name in set(re.findall(r"\bmindnlp_dp(?:\.\w+)+", page.read_text(encoding="utf-8"))) - {"mindnlp_dp.NAME"}:
+        found = dp
+        for at, part in enumerate(name.split(".")[1:], start=2):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(name.split(".")[:at]))
+            found = getattr(found, part)
 
 
 def test_every_public_name_resolves():
     assert all(getattr(dp, name) is not None for name in dp.__all__)
 
 
-def test_flags_of_the_training_script_exist(text):
-    for line in re.findall(r"scripts/finetune\.py (.*)", text):
-        for flag in re.findall(r"--([a-z-]+)", line):
+def test_flags_of_the_training_script_exist(page):
+    for command in re.findall(r"scripts/finetune\.py ([^`]*?)(?:`|\n\n|\n```|$)", page.read_text(encoding="utf-8")):
+        for flag in re.findall(r"--([a-z-]+)", command):
             assert flag in ("config", "help") or flag.replace("-", "_") in FinetuneConfig.__dataclass_fields__, flag
 
 
+def test_commands_exist(page):
+    known = set(re.findall(r'add_parser\(\s*"(\w+)"', (ROOT / "mindnlp_dp" / "cli.py").read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?:^|`)mindnlp-dp (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert named <= known
+
+
+def test_the_pages_say_something():
+    """So that the tests above have something to look at."""
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    assert len(set(_PATH.findall(text))) > 50
+    assert len(set(_LINK.findall(text))) > 15
+    assert len(set(re.findall(r"\bdp\.(\w+)", text))) > 5
+    assert len(re.findall(r"(?:^|`)mindnlp-dp (\w+)", text, re.MULTILINE)) > 10
+    assert len(re.findall(r"scripts/finetune\.py .*--", text)) > 3
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_a_readme_is_short(name):
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150
+
+
 @pytest.mark.parametrize("folder", ["", "homework"])
-def test_the_languages_agree(pytestconfig, folder):
+def test_the_languages_agree(folder):
     """The same headings, code (comments aside) and numbers, in the same order."""
-    english, chinese = ((pytestconfig.rootpath / folder / name).read_text(encoding="utf-8") for name in READMES)
+    english, chinese = ((ROOT / folder / name).read_text(encoding="utf-8") for name in READMES)
 
     def outline(text):
         # A block without a language is a picture in letters, with words in it.
@@ -58,6 +100,7 @@ def test_the_languages_agree(pytestconfig, folder):
             "table rows": len(re.findall(r"^\|", prose, re.MULTILINE)),
             "names": sorted(set(re.findall(r"`([\w./()=-]+)`", prose))),
             "decimals": re.findall(r"\d+\.\d+", prose),
+            "links": sorted(link for link in _LINK.findall(prose) if not link.startswith(("README", "homework/"))),
         }
 
     assert outline(english) == outline(chinese)

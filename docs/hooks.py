@@ -1,0 +1,90 @@
+"""What the pages take from the source when they are built: the tables of arguments, and tidy docstrings.
+
+Goes in: a page with lines such as ``<!-- arguments: FILE CLASS -->``. Comes out: the page with a table there, a row for
+each field of that dataclass. Source is read, not imported: a build needs neither MindSpore nor MindNLP.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import re
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+_MARK = re.compile(r"^<!-- (arguments|flags): (\S+) (\w+) -->$", re.MULTILINE)
+# Sphinx's :class:`~package.module.Name`, as Markdown has made HTML of it: the name alone.
+_ROLE = re.compile(r":\w+:<code>~?\.*([\w.]+)</code>")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """MkDocs calls this for every page, before it is HTML."""
+    return _MARK.sub(lambda mark: table(ROOT / mark[2], mark[3], as_flags=mark[1] == "flags"), markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """MkDocs calls this for every page, once it is HTML."""
+    return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", content).replace("::</p>", ":</p>")
+
+
+def table(file: Path, class_name: str, as_flags: bool = False) -> str:
+    """A Markdown table of a dataclass's own fields: name, type, default, meaning."""
+    lines = [f"| {'flag' if as_flags else 'argument'} | type | default | meaning |", "|---|---|---|---|"]
+    for name, kind, default, meaning in settings(file, class_name):
+        shown = f"--{name.replace('_', '-')}" if as_flags else name
+        cells = [f"`{shown}`", f"`{kind}`", f"`{default!r}`", html.escape(meaning, quote=False)]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def settings(file: Path, class_name: str) -> list[tuple[str, str, Any, str]]:
+    """The fields of a dataclass, in order: name, type, default, help. Raises ValueError for one that has no help."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
+    if not found:
+        raise ValueError(f"{file} has no class {class_name}")
+    return [
+        _setting(file, field)
+        for field in found[0].body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
+
+
+def _setting(file: Path, field: ast.AnnAssign) -> tuple[str, str, Any, str]:
+    """From ``name: type = field(default=..., metadata={"help": ...})``, or ``name: type = function(default, help)``."""
+    assert isinstance(field.target, ast.Name)
+    name, call = field.target.id, field.value
+    if not isinstance(call, ast.Call):
+        raise ValueError(f"{file}: {name} has no help; write field(default=..., metadata={{'help': ...}})")
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    default = given.get("default", call.args[0] if call.args else None)
+    if "metadata" in given:
+        meaning: Optional[str] = ast.literal_eval(given["metadata"]).get("help")
+    else:
+        meaning = ast.literal_eval(call.args[1]) if len(call.args) > 1 else None
+    if default is None or not meaning:
+        raise ValueError(f"{file}: {name} has no default, or no help")
+    return name, ast.unparse(field.annotation), _value(file, default), meaning
+
+
+def _value(file: Path, node: ast.expr) -> Any:
+    """A literal, or a constant of this file or of one that it imports from."""
+    if not isinstance(node, ast.Name):
+        return ast.literal_eval(node)
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [node.id]:
+            return _value(file, statement.value)
+        if isinstance(statement, ast.AnnAssign) and statement.value and ast.unparse(statement.target) == node.id:
+            return _value(file, statement.value)
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                if (alias.asname or alias.name) == node.id:
+                    return _value(_file_of(file, statement), ast.Name(id=alias.name))
+    raise ValueError(f"{file}: where {node.id} comes from is not to be seen")
+
+
+def _file_of(file: Path, statement: ast.ImportFrom) -> Path:
+    parts = (statement.module or "").split(".") if statement.module else []
+    module = (file.parents[statement.level - 1] if statement.level else ROOT).joinpath(*parts)
+    return module / "__init__.py" if module.is_dir() else module.with_suffix(".py")

@@ -1,0 +1,184 @@
+"""What the pages in docs/ say of the source is so: files, settings, public names, messages; and each number once."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mindnlp_dp as dp
+from mindnlp_dp import optim
+from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE, DOCS = ROOT / "mindnlp_dp", ROOT / "docs"
+
+
+def read(path):
+    return path.read_text(encoding="utf-8")
+
+
+def hooks():
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- architecture.md ---
+
+
+def files_in_tree(text):
+    """The files that a tree of indented lines names: folders end with a slash."""
+    folders, files = [], set()
+    for line in text.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        del folders[depth:]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            files |= {"".join(folders) + name for name in re.match(r"\s*((?:\w+\.py ?)+)", line)[1].split()}
+    return files
+
+
+def test_the_tree_names_every_file_of_the_package_and_no_other():
+    tree = re.search(r"^```\n(mindnlp_dp/\n.*?)^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[1]
+    files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
+    # What a folder's __init__.py would say, the line of the folder says.
+    expected = {file for file in files if file == "mindnlp_dp/__init__.py" or not file.endswith("/__init__.py")}
+    assert sorted(files_in_tree(tree)) == sorted(expected)
+
+
+def test_a_tree_is_read_as_folders_and_files():
+    assert files_in_tree("a/   a folder\n  b.py   words\n  c/\n    d.py\n  e.py\n") == {"a/b.py", "a/c/d.py", "a/e.py"}
+
+
+def test_every_line_of_the_tree_says_what_its_file_is_for():
+    tree = re.search(r"^```\nmindnlp_dp/\n(.*?)^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[1]
+    assert [line for line in tree.splitlines() if len(line.split()) < 2] == []
+
+
+def test_files_in_the_diagrams_exist():
+    """Named by their place in the package, or by the end of it."""
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for path in PACKAGE.rglob("*.py")]
+    named = set(re.findall(r"[\w/]+\.py\b", read(DOCS / "architecture.md")))
+    assert len(named) > 20
+    named -= {"scripts/finetune.py"}
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+def test_the_layers_are_those_that_are_checked():
+    told = re.search(r"^```\ncli\n.*?^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[0]
+    held = re.search(r"^layers = \[\n(.*?)^\]", read(ROOT / "pyproject.toml"), re.DOTALL | re.MULTILINE)[1]
+    assert told.splitlines()[1:-1] == re.findall(r'"(.+)"', held)
+
+
+# --- arguments.md and api.md ---
+
+
+@pytest.mark.parametrize("kind", [TaskConfig, FinetuneConfig])
+def test_the_table_of_flags_is_the_dataclass(kind):
+    inherited = {field.name for base in kind.__mro__[1:-1] for field in dataclasses.fields(base)}
+    expected = [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(kind) if f.name not in inherited]
+    rows = hooks().settings(PACKAGE / "text_classification" / "config.py", kind.__name__)
+    assert len(rows) > 5
+    assert [(name, default, meaning) for name, _, default, meaning in rows] == expected
+
+
+def test_the_table_of_arguments_is_the_dataclass():
+    kind = dp.DataParallelArguments
+    inherited = {field.name for field in dataclasses.fields(kind.__base__)}
+    expected = [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(kind) if f.name not in inherited]
+    rows = hooks().settings(PACKAGE / "trainers" / "mindnlp_0_4" / "arguments.py", kind.__name__)
+    assert len(rows) > 5
+    assert [(name, default, meaning) for name, _, default, meaning in rows] == expected
+
+
+def test_the_page_of_arguments_becomes_tables():
+    page = hooks().on_page_markdown(read(DOCS / "arguments.md"))
+    assert "<!--" not in page
+    assert "| `--train-file` | `str` | `''` |" in page
+    assert "| `overlap` |" in page
+
+
+def test_a_setting_without_help_is_refused(tmp_path):
+    (tmp_path / "config.py").write_text("class C:\n    size: int = 1\n")
+    with pytest.raises(ValueError, match="size has no help"):
+        hooks().settings(tmp_path / "config.py", "C")
+
+
+def test_the_reference_has_every_public_name():
+    named = re.findall(r"^::: mindnlp_dp\.([\w.]+)$", read(DOCS / "api.md"), re.MULTILINE)
+    assert sorted(named) == sorted([*dp.__all__, *(f"optim.{name}" for name in optim.__all__)])
+
+
+def test_every_page_is_in_the_navigation_once():
+    def pages(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [page for item in (entry.values() if isinstance(entry, dict) else entry) for page in pages(item)]
+
+    nav = pages(yaml.safe_load(read(ROOT / "mkdocs.yml"))["nav"])
+    assert sorted(nav) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+# --- benchmarks.md ---
+
+
+def test_what_was_measured_stands_on_one_page():
+    """So that a changed decimal is one edit. Numbers of two digits may be anything, such as versions."""
+
+    def decimals(text):
+        return {number for number in re.findall(r"(?<![\w.,-])\d[\d,]*\.\d+(?![\w.])", text) if len(number) > 3}
+
+    measured = decimals(read(DOCS / "benchmarks.md"))
+    assert len(measured) > 80
+    others = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    others += [page for page in DOCS.glob("*.md") if page.name != "benchmarks.md"]
+    assert {page.name: both for page in others if (both := decimals(read(page)) & measured)} == {}
+
+
+def test_every_table_of_measurements_has_its_command():
+    for section in re.split(r"^## ", read(DOCS / "benchmarks.md"), flags=re.MULTILINE)[1:]:
+        assert re.search(r"(?:benchmarks|scripts|tests)/\w+|bench_\w+\.(?:py|sh)", section), section.splitlines()[0]
+
+
+# --- troubleshooting.md ---
+
+
+def test_messages_are_those_that_the_source_has():
+    """A message in the table fits an f-string of the package, whose own words are a good part of it."""
+    templates = []
+    for path in PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(read(path))))
+        inner = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
+            parts = node.values if isinstance(node, ast.JoinedStr) else [] if id(node) in inner else [node]
+            words = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            if sum(map(len, words)) > 20:
+                pattern = "".join(re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in parts)
+                templates.append((sum(map(len, words)), re.compile(pattern, re.DOTALL)))
+    messages = re.findall(r"\| ``(.+?)`` \|$", read(DOCS / "troubleshooting.md"), re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        found = [length for length, template in templates if template.search(message)]
+        assert max(found, default=0) > len(message) / 3, message
+
+
+# --- what CI runs ---
+
+
+def test_the_hooks_of_a_commit_are_what_the_test_script_runs():
+    [repository] = yaml.safe_load(read(ROOT / ".pre-commit-config.yaml"))["repos"]
+    assert repository["repo"] == "local"
+    entries = [hook["entry"] for hook in repository["hooks"]]
+    assert entries == ["ruff check .", "ruff format --check .", "mypy", "lint-imports"]
+    script = read(ROOT / "scripts" / "test.sh")
+    for hook in repository["hooks"]:
+        assert hook["language"] == "system"
+        assert hook["entry"] in script, hook["entry"]
