@@ -35,7 +35,7 @@ _HOME = {
     "NaiveGradientSynchronizer": "gradients.naive",
     "GradientSynchronizer": "gradients.synchronizer",
     "make_train_step": "functional.step",
-    "FunctionalRun": "functional.run",
+    "FunctionalRun": "functional.resumable_run",
     "evaluate": "evaluation.evaluate",
     "DataParallelArguments": "trainers.mindnlp_0_4.arguments",
     "DataParallelTrainerMixin": "trainers.mindnlp_0_4.trainer",
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .data.loader import make_loader as make_loader
     from .data.sharding import GlobalBatchSampler as GlobalBatchSampler
     from .evaluation.evaluate import evaluate as evaluate
-    from .functional.run import FunctionalRun as FunctionalRun
+    from .functional.resumable_run import FunctionalRun as FunctionalRun
     from .functional.step import make_train_step as make_train_step
     from .gradients.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
     from .gradients.synchronizer import GradientSynchronizer as GradientSynchronizer

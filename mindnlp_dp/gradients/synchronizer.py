@@ -54,7 +54,7 @@ class GradientSynchronizer(GradientWindow):
         overlap: whether buckets are exchanged during the backward pass: always, never, or "auto", when a short trial
             in the first windows says that it pays. The result is the same.
         compression: None for exact sums; "fp16" or "bf16" halves what goes over a wire, and rounds it (within a host,
-            where the MPI backend sends nothing, it changes nothing); "powersgd" approximates matrices by such of rank
+            where MPI sends nothing, it changes nothing); "powersgd" approximates matrices by such of rank
             ``powersgd_rank`` (powersgd.py), without overlap.
 
     Attributes:

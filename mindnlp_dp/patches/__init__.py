@@ -9,5 +9,5 @@ stands behind runs after. It says which versions it is for, what the cause is, a
 """
 
 from . import mindnlp_0_4 as mindnlp_0_4
-from . import mindspore as mindspore
+from . import mindspore_api as mindspore_api
 from .import_hook import install_import_hook as install_import_hook

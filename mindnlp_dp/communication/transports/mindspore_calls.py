@@ -2,7 +2,7 @@
 
 Goes in: tensors of types that the library knows. Comes out: new tensors; none is changed that a caller passed, but
 by :meth:`DeviceCalls.begin_sum`. ``mindspore.mint.distributed`` is documented for Ascend and CPU,
-the older primitives of ``mindspore.ops`` for GPU; a backend chooses once.
+the older primitives of ``mindspore.ops`` for GPU; the transport chooses once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MPI through mpi4py: the fast backend on CPU. Arrays are NumPy arrays.
+"""MPI through mpi4py: the fast transport on CPU. Arrays are NumPy arrays.
 
 MPI has no half precision: float16 is summed in float32 and rounded once. What OpenMPI reduces otherwise than NumPy
 (sums of small integers saturate in its vector code and wrap around behind it; whether NaN is the largest number depends

@@ -1,7 +1,7 @@
 """Patches of MindNLP 0.4.1, by what they mend."""
 
-from . import autograd as autograd
 from . import optimizers as optimizers
 from . import parameters as parameters
 from . import start as start
 from . import stock_trainer as stock_trainer
+from . import value_and_grad as value_and_grad
