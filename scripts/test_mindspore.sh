@@ -10,7 +10,7 @@ MINDSPORE=$1
 VENV=$ROOT/.venv-mindspore-$1
 source "$ROOT/scripts/environment.sh"
 cd "$ROOT" || exit 1
-ensure_environment mpi,quickstart,report,homework,dev || exit 1
+ensure_environment mpi,quickstart,report,homework,docs,dev || exit 1
 export DEVICE_TARGET=CPU
 echo "=== MindSpore $(python -c 'import importlib.metadata; print(importlib.metadata.version("mindspore"))')"
 python -m pytest -q tests/single && python tests/run_parallel.py --launcher mpi --world-size 2

@@ -17,11 +17,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 900
+# No rank logged a finished test for so long: the job hangs. A limit of the whole would be tripped by a busy machine,
+# and pytest's own limit does not reach a rank that hangs inside a communication library.
+QUIET_SECONDS = 400
+POLL_SECONDS = 0.2
 
 
 def command(launcher: str, world_size: int, folder: Path, arguments: list[str]) -> list[str]:
@@ -41,6 +45,26 @@ def free_port() -> int:
     from mindnlp_dp.launch.environment import free_port
 
     return free_port()
+
+
+def run(job: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """Run the job until its end, or until it hangs; return what it printed. Every rank's log grows with its tests."""
+    log = folder / "job.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            job, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    written, since, said = 0, time.monotonic(), ""
+    while process.poll() is None:
+        time.sleep(POLL_SECONDS)
+        size = sum(file.stat().st_size for file in folder.glob("worker_*.log"))
+        if size != written:
+            written, since = size, time.monotonic()
+        elif time.monotonic() - since > QUIET_SECONDS:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            said = f"\nended: no rank finished a test for {QUIET_SECONDS} s"
+    return log.read_text(errors="replace") + said
 
 
 def judge(folder: Path, world_size: int) -> tuple[int, int, int, list[str]]:
@@ -76,14 +100,7 @@ def main() -> int:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "GLOG_v": "3"}
     folder = Path(tempfile.mkdtemp(prefix="mindnlp-dp-parallel-"))
     job = command(args.launcher, args.world_size, folder, rest or [str(ROOT / "tests" / "parallel")])
-    process = subprocess.Popen(
-        job, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        output = process.communicate(timeout=TIMEOUT_SECONDS)[0].decode(errors="replace")
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = f"{process.communicate()[0].decode(errors='replace')}\nended after {TIMEOUT_SECONDS} s"
+    output = run(job, folder, environment)
     passed, failed, skipped, wrong = judge(folder, args.world_size)
     if wrong:
         print(output[-20000:])

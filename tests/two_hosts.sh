@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two hosts on one machine: two network namespaces, joined by a wire, train the quickstart together, under
+# Two hosts on one machine: two network namespaces, joined by a wire, train the quickstart's first updates together, under
 # msrun and under mpirun, with the launch scripts as a user would call them.
 #
 #   bash tests/two_hosts.sh [CONFIG]       default: configs/quickstart_short_cpu.yaml; needs root and iproute2
@@ -9,8 +9,10 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 config=${1:-$ROOT/configs/quickstart_short_cpu.yaml}
+# Enough to tell two models apart.
+short=(--max-steps 20)
 source "$ROOT/scripts/environment.sh"
-ensure_environment mpi,quickstart,report,homework,dev
+ensure_environment mpi,quickstart,report,homework,docs,dev
 source "$ROOT/tests/two_namespaces.sh"
 open_two_hosts || exit 0
 
@@ -24,7 +26,7 @@ PYTHON
 }
 
 echo "msrun: $network.1 and $network.2, one process on each"
-job=("$ROOT/scripts/finetune.py" --config "$config" --output-dir "$work/msrun")
+job=("$ROOT/scripts/finetune.py" --config "$config" "${short[@]}" --output-dir "$work/msrun")
 for rank in 0 1; do
   host=$([ $rank -eq 0 ] && echo "$first" || echo "$second")
   enter "$host" env DEVICE=CPU MASTER_ADDR="$network.1" NNODES=2 NODE_RANK=$rank LOCAL_WORKER_NUM=1 \
@@ -39,7 +41,7 @@ cat "$work/msrun.line"
 mpirun_job() {
   local name=$1
   shift
-  job=("$ROOT/scripts/finetune.py" --config "$config" --output-dir "$work/$name" --stats "$@")
+  job=("$ROOT/scripts/finetune.py" --config "$config" "${short[@]}" --output-dir "$work/$name" --stats "$@")
   on_both "${job[@]}" >"$work/$name.out" 2>&1 || { tail -n 30 "$work/$name.out"; exit 1; }
   report "$work/$name" >"$work/$name.line"
   sent=$(sed -n 's/^update .*; \([0-9.]*\) MB to other hosts$/\1/p' "$work/$name.out" | awk '{s += $1} END {print s}')

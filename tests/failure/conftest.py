@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +15,10 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT_SECONDS = 120
+# A job takes ten seconds; on a busy machine many times that.
+TIMEOUT_SECONDS = 200
 BACKENDS = ("mpi", "mindspore")
+ONE_AFTER_ANOTHER = Path(__file__).with_name("one_after_another.py")
 
 
 @dataclass
@@ -36,28 +40,37 @@ def processes_of(log_dir: Path) -> list[psutil.Process]:
     return found
 
 
+def run_job(folder: Path, script, *args, nproc=2, backend="mpi", **environ) -> Job:
+    """Run a script (its text, or a path) in ``folder`` as ``mindnlp-dp run`` does, and wait; no process may be left."""
+    if "\n" in str(script):
+        path = folder / "script.py"
+        path.write_text(textwrap.dedent(script))
+        script = path
+    log_dir = folder / "logs"
+    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(nproc), "--backend", backend]
+    done = subprocess.run(
+        [*command, "--log-dir", str(log_dir), str(script), *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **environ},
+        timeout=TIMEOUT_SECONDS,
+    )
+    left = processes_of(log_dir)
+    assert not left, f"still running: {left}"
+    return Job(done.returncode, done.stdout, log_dir)
+
+
 @pytest.fixture
 def launch(tmp_path):
-    """Run a script (its text, or a path) as ``mindnlp-dp run`` does, and wait; no process may be left."""
+    return functools.partial(run_job, tmp_path)
 
-    def run(script, *args, nproc=2, backend="mpi", **environ) -> Job:
-        if "\n" in str(script):
-            path = tmp_path / "script.py"
-            path.write_text(textwrap.dedent(script))
-            script = path
-        log_dir = tmp_path / "logs"
-        command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(nproc), "--backend", backend]
-        done = subprocess.run(
-            [*command, "--log-dir", str(log_dir), str(script), *map(str, args)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, **environ},
-            timeout=TIMEOUT_SECONDS,
-        )
-        left = processes_of(log_dir)
-        assert not left, f"still running: {left}"
-        return Job(done.returncode, done.stdout, log_dir)
 
-    return run
+def run_one_after_another(folder: Path, runs: dict[str, list], *, nproc=2, **options) -> dict[str, list[Job]]:
+    """Run several scripts in one job (one_after_another.py); returns how each ended, on each rank."""
+    (folder / "runs.json").write_text(json.dumps(runs, default=str))
+    job = run_job(folder, ONE_AFTER_ANOTHER, "runs.json", nproc=nproc, **options)
+    assert job.exit_code == 0, job.output
+    ends = [json.loads((folder / f"runs_{rank}.json").read_text()) for rank in range(nproc)]
+    return {name: [Job(log_dir=job.log_dir, **end[name]) for end in ends] for name in runs}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -30,37 +31,54 @@ from mindnlp_dp.checkpoint.folders import checkpoints_in
 from mindnlp_dp.checkpoint.manifest import check_checkpoint
 
 HERE = Path(__file__).resolve().parent
-TIMEOUT_SECONDS = 120
+# A job that wrote no file for so long hangs: neither a log, nor a checkpoint. Imports take it some five seconds, on a
+# busy machine many times that; a limit of the whole would say more of the machine than of the job.
+QUIET_SECONDS = 120
 STOPS_IN_A_RUN = 5
 LARGE = ("--hidden-size", "384")
-BACKEND: list[str] = []
+# Kills that come too late, when the job is done, are tried again; so many in a row are no chance.
+MOST_LATE_KILLS = 10
 
 
 class Job:
     """One life of the job, in ``folder``."""
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, arguments: tuple[str, ...], backend: str) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder = folder
+        self.folder, self.began = folder, time.time()
         for pid in folder.glob("pid_*"):
             pid.unlink()
         command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(folder / "logs")]
         self.process = subprocess.Popen(
-            [*command, *BACKEND, str(HERE / "interruptible.py"), str(folder), *arguments],
+            [*command, "--backend", backend, str(HERE / "interruptible.py"), str(folder), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE.parent.parent}"},
         )  # fmt: skip
 
     def finish(self) -> str:
-        output, _ = self.process.communicate(timeout=TIMEOUT_SECONDS)
-        return output
+        while True:
+            try:
+                return self.process.communicate(timeout=1)[0]
+            except subprocess.TimeoutExpired:
+                self.check_that_it_goes_on()
 
     def wait_until_it_trains(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
         while len(list(self.folder.glob("pid_*"))) < 2:
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None:
                 raise AssertionError(f"the job never began to train:\n{self.finish()}")
+            self.check_that_it_goes_on()
             time.sleep(0.01)
+
+    def check_that_it_goes_on(self) -> None:
+        last = self.began
+        for folder, _, names in os.walk(self.folder):
+            for name in [".", *names]:
+                with contextlib.suppress(FileNotFoundError):  # a checkpoint that just got its name
+                    last = max(last, os.stat(os.path.join(folder, name)).st_mtime)
+        if time.time() - last > QUIET_SECONDS:
+            # Its ranks end with it.
+            self.process.kill()
+            raise AssertionError(f"the job hangs: no file for {QUIET_SECONDS} s\n{self.process.communicate()[0]}")
 
     def kill_rank(self, rank: int) -> None:
         with contextlib.suppress(ProcessLookupError, ValueError):
@@ -80,11 +98,14 @@ class Whole:
     seconds: float
 
 
-def run_without_stops(folder: Path, *arguments: str) -> Whole:
-    job = Job(folder, arguments)
-    job.wait_until_it_trains()
-    began = time.monotonic()
-    return Whole(job.result(), time.monotonic() - began)
+@functools.cache
+def run_without_stops(*arguments: str) -> Whole:
+    """One for all: under MPI, to whose bits the other backend must come as well."""
+    with tempfile.TemporaryDirectory(prefix="whole-") as folder:
+        job = Job(Path(folder), arguments, backend="mpi")
+        job.wait_until_it_trains()
+        began = time.monotonic()
+        return Whole(job.result(), time.monotonic() - began)
 
 
 def check_newest(folder: Path) -> None:
@@ -93,21 +114,21 @@ def check_newest(folder: Path) -> None:
         check_checkpoint(found[-1])
 
 
-def stop_at_random(folder: Path, rng: random.Random, num_stops: int, whole: Whole) -> None:
+def stop_at_random(folder: Path, backend: str, rng: random.Random, num_stops: int, whole: Whole) -> None:
     """One run, a rank of which dies behind random updates, in rising order."""
     for step in sorted(rng.sample(range(1, NUM_STEPS + 1), num_stops)):
         rank = rng.randrange(2)
-        Job(folder, ("--stop-at", str(step), "--on-rank", str(rank))).finish()
+        Job(folder, ("--stop-at", str(step), "--on-rank", str(rank)), backend).finish()
         assert not (folder / "result.json").exists(), f"nothing stopped rank {rank} at step {step}"
         check_newest(folder)
-    assert Job(folder, ()).result() == whole.result
+    assert Job(folder, (), backend).result() == whole.result
 
 
-def kill_at_random(folder: Path, rng: random.Random, num_kills: int, whole: Whole) -> tuple[int, int]:
+def kill_at_random(folder: Path, backend: str, rng: random.Random, num_kills: int, whole: Whole) -> tuple[int, int]:
     """One run, killed ``num_kills`` times. Returns the kills that hit a training job, and those that hit a save."""
     hits = saves = 0
     for _ in range(num_kills):
-        job = Job(folder, LARGE)
+        job = Job(folder, LARGE, backend)
         job.wait_until_it_trains()
         # A part of a run at a time, so that it takes several kills to its end.
         time.sleep(rng.uniform(0, whole.seconds / 3))
@@ -119,7 +140,7 @@ def kill_at_random(folder: Path, rng: random.Random, num_kills: int, whole: Whol
         hits += 1
         saves += any(folder.glob(".checkpoint-*"))
         check_newest(folder)
-    assert Job(folder, LARGE).result() == whole.result
+    assert Job(folder, LARGE, backend).result() == whole.result
     return hits, saves
 
 
@@ -131,24 +152,25 @@ def main(argv: Optional[list[str]] = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     rng, root = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="interrupt-"))
-    BACKEND[:] = ["--backend", options.backend]
     began = time.monotonic()
 
     done = 0
-    whole = run_without_stops(root / "whole") if options.stops else None
+    whole = run_without_stops() if options.stops else None
     while done < options.stops:
         count = min(STOPS_IN_A_RUN, options.stops - done)
-        stop_at_random(root / f"stopped_{done}", rng, count, whole)
+        stop_at_random(root / f"stopped_{done}", options.backend, rng, count, whole)
         shutil.rmtree(root / f"stopped_{done}")
         done += count
         print(f"{done} of {options.stops} stops: {whole.result['digest']} every time", flush=True)
     hits = saves = runs = 0
-    whole = run_without_stops(root / "whole_large", *LARGE) if options.kills else None
+    whole = run_without_stops(*LARGE) if options.kills else None
     while hits < options.kills:
         folder = root / f"killed_{runs}"
-        more, while_saving = kill_at_random(folder, rng, min(STOPS_IN_A_RUN, options.kills - hits), whole)
+        count = min(STOPS_IN_A_RUN, options.kills - hits)
+        more, while_saving = kill_at_random(folder, options.backend, rng, count, whole)
         shutil.rmtree(folder)
         hits, saves, runs = hits + more, saves + while_saving, runs + 1
+        assert runs < options.kills + MOST_LATE_KILLS, "the jobs are done before they are killed"
         digest = whole.result["digest"]
         print(f"{hits} of {options.kills} kills, {saves} of them in a save: {digest} every time", flush=True)
     shutil.rmtree(root)

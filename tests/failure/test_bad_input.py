@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from conftest import BACKENDS, ROOT
+from conftest import BACKENDS, ROOT, run_job, run_one_after_another
 
 FINETUNE = ROOT / "scripts" / "finetune.py"
 GOOD = "text,label\n" + "".join(f"this is text {i},{'even' if i % 2 == 0 else 'odd'}\n" for i in range(6))
@@ -34,86 +34,125 @@ MISTAKES = {
 }  # fmt: skip
 
 
-def run(launch, tmp_path, train, test, flags, **options):
+def command(folder, train, test, *flags):
+    """The training script with these files; its output goes to ``folder``/out."""
+    folder.mkdir(exist_ok=True)
     for name, content in (("train.csv", train), ("test.csv", test)):
         if content is not None:
-            (tmp_path / name).write_text(content)
-    output = tmp_path / "out"
-    job = launch(
-        FINETUNE, "--train-file", "train.csv", "--test-file", "test.csv", "--output-dir", output, *flags, **options
-    )
-    return job, output
+            (folder / name).write_text(content)
+    files = ["--train-file", folder / "train.csv", "--test-file", folder / "test.csv"]
+    return [FINETUNE, *files, "--output-dir", folder / "out", *flags]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_one_message_and_nothing_written(launch, tmp_path, mistake):
-    train, test, flags, message = MISTAKES[mistake]
-    job, output = run(launch, tmp_path, train, test, flags)
+def assert_one_message(job, message):
     assert job.exit_code == 1
     assert job.output.count("error:") == 1, job.output
     assert f"{message}\n" in job.output
     assert "Traceback" not in job.output
-    assert not output.exists()
+
+
+CHECKPOINTS = [
+    "--global-batch-size", "4", "--save-steps", "1", "--dropout", "0.1", "--resume", "true", "--num-epochs", "3",
+]  # fmt: skip
+NO_NAME = [FINETUNE, ROOT / "homework" / "train_data_parallel.py"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("mistakes")
+
+
+@pytest.fixture(scope="module")
+def ends(folder):
+    """All that two ranks under MPI leave together, in one job."""
+    runs = {mistake: command(folder / mistake, *rest[:2], *rest[2]) for mistake, (*rest, _) in MISTAKES.items()}
+    (folder / "c.yaml").write_text("epochs: 3\n")
+    runs["unknown key"] = [FINETUNE, "--config", folder / "c.yaml"]
+    for script in NO_NAME:
+        runs[script.name] = [script, "--model", "tiny", "--output-dir="]
+    # The plot's place is taken by a folder.
+    (folder / "unwritable" / "out" / "training.png").mkdir(parents=True)
+    flags = ["--max-steps", "1", "--global-batch-size", "4"]
+    runs["unwritable"] = command(folder / "unwritable", GOOD, GOOD, *flags)
+    runs["whole"] = command(folder / "whole", GOOD, GOOD, *CHECKPOINTS)
+    return run_one_after_another(folder, runs)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_message_and_nothing_written(folder, ends, mistake):
+    for rank in ends[mistake]:
+        assert_one_message(rank, MISTAKES[mistake][-1])
+    assert not (folder / mistake / "out").exists()
+
+
+def test_a_mistake_ends_the_job(tmp_path):
+    """As the others do, but in a job of its own, as the terminal shows it."""
+    mistake = "malformed line"
+    train, test, flags, message = MISTAKES[mistake]
+    assert_one_message(run_job(tmp_path, *command(tmp_path, train, test, *flags)), message)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_more_ranks_than_samples(launch, tmp_path, backend):
+def test_more_ranks_than_samples(tmp_path, backend):
     two = "text,label\nyes,a\nno,b\n"
-    job, output = run(launch, tmp_path, two, two, ["--global-batch-size", "3"], nproc=3, backend=backend)
+    job = run_job(tmp_path, *command(tmp_path, two, two, "--global-batch-size", "3"), nproc=3, backend=backend)
     assert job.exit_code == 1
     assert (
         "error: 2 training samples for 3 ranks: every rank needs at least one; start at most 2 processes" in job.output
     )
-    assert not output.exists()
+    assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_config_key(launch, tmp_path):
-    (tmp_path / "c.yaml").write_text("epochs: 3\n")
-    job = launch(FINETUNE, "--config", "c.yaml")
-    assert job.exit_code == 1
-    assert "error: c.yaml: unknown key 'epochs'" in job.output
+def test_an_unknown_config_key(ends):
+    for rank in ends["unknown key"]:
+        assert rank.exit_code == 1
+        assert "c.yaml: unknown key 'epochs'" in rank.output
 
 
-@pytest.mark.parametrize("path", [FINETUNE, ROOT / "homework" / "train_data_parallel.py"], ids=lambda path: path.name)
-def test_no_name_for_the_results(launch, tmp_path, path):
-    job = launch(path, "--model", "tiny", "--output-dir=")
-    assert job.exit_code == 1
-    assert job.output.count("error:") == 1, job.output
-    assert "error: output_dir must name a folder, got ''\n" in job.output
-    assert "Traceback" not in job.output
-    assert sorted(os.listdir(tmp_path)) == ["logs"]
+@pytest.mark.parametrize("path", NO_NAME, ids=lambda path: path.name)
+def test_no_name_for_the_results(folder, ends, path):
+    for rank in ends[path.name]:
+        assert_one_message(rank, "error: output_dir must name a folder, got ''")
+    written = {"c.yaml", "logs", "runs.json", "runs_0.json", "runs_1.json", "unwritable", "whole", *MISTAKES}
+    assert set(os.listdir(folder)) == written
 
 
-def test_results_that_cannot_be_written_leave_no_half(launch, tmp_path):
-    """The plot's place is taken by a folder: the error is every rank's, and no report claims success."""
-    (tmp_path / "out" / "training.png").mkdir(parents=True)
-    job, output = run(launch, tmp_path, GOOD, GOOD, ["--max-steps", "1", "--global-batch-size", "4"])
-    assert job.exit_code == 1
-    assert "IsADirectoryError" in job.output
+def test_results_that_cannot_be_written_leave_no_half(folder, ends):
+    """The error is every rank's, and no report claims success."""
+    output = folder / "unwritable" / "out"
+    for rank in ends["unwritable"]:
+        assert rank.exit_code == 1
+        assert "IsADirectoryError" in rank.output
     assert not (output / "report.json").exists()
     assert not [name for name in os.listdir(output) if name.startswith(".")]
 
 
-def test_a_run_goes_on_from_its_checkpoints(launch, tmp_path):
-    """Three updates, then the same command for five; the report is that of five at once. Then they are damaged."""
-    flags = ["--global-batch-size", "4", "--save-steps", "1", "--dropout", "0.1", "--resume", "true"]
-    _, whole = run(launch, tmp_path, GOOD, GOOD, [*flags, "--num-epochs", "3"])
+def test_a_run_goes_on_from_its_checkpoints(folder, ends, tmp_path):
+    """From the fifth update on; the report is that of six at once. Not where all checkpoints are damaged."""
+    whole = folder / "whole" / "out"
     expected = json.loads((whole / "report.json").read_text())
     assert expected["steps"] == 6
-    shutil.rmtree(whole / "checkpoint-6")
-    os.remove(whole / "report.json")
-    job, output = run(launch, tmp_path, GOOD, GOOD, [*flags, "--num-epochs", "3"])
-    assert job.exit_code == 0, job.output
-    report = json.loads((output / "report.json").read_text())
-    assert (report["replica_digest"], report["steps"]) == (expected["replica_digest"], 6)
-
-    for checkpoint in output.glob("checkpoint-*"):
+    stopped, damaged = tmp_path / "stopped", tmp_path / "damaged"
+    runs = {path.name: command(path, GOOD, GOOD, *CHECKPOINTS) for path in (stopped, damaged)}
+    shutil.copytree(whole, stopped / "out")
+    shutil.rmtree(stopped / "out" / "checkpoint-6")
+    os.remove(stopped / "out" / "report.json")
+    shutil.copytree(whole, damaged / "out")
+    for checkpoint in (damaged / "out").glob("checkpoint-*"):
         (checkpoint / "model.safetensors").write_bytes(b"")
-    job, output = run(launch, tmp_path, GOOD, GOOD, flags)
-    assert job.exit_code == 1
-    assert "error: no complete checkpoint in" in job.output
-    assert "is damaged: model.safetensors has 0 bytes" in job.output
-    assert "Traceback" not in job.output
+
+    ranks = run_one_after_another(tmp_path, runs)
+    for rank in ranks["stopped"]:
+        assert rank.exit_code == 0, rank.output
+    report = json.loads((stopped / "out" / "report.json").read_text())
+    assert (report["replica_digest"], report["steps"]) == (expected["replica_digest"], 6)
+    for rank in ranks["damaged"]:
+        assert rank.exit_code == 1
+        assert "no complete checkpoint in" in rank.output
+        assert "is damaged: model.safetensors has 0 bytes" in rank.output
+        assert "Traceback" not in rank.output
+    assert ranks["damaged"][0].output.startswith("error: no complete checkpoint in")
 
 
 def test_the_scripts_say_which_python_they_need():

@@ -37,6 +37,25 @@ def flags(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory):
+    """This environment under another name, with a stamp that says that nothing is to be installed.
+
+    A stamp of the real one may be out of date, and ensure_environment would call pip, in the midst of the tests.
+    """
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    folder.mkdir()
+    for path in Path(sys.prefix).iterdir():
+        if not path.name.startswith(".installed-"):
+            (folder / path.name).symlink_to(path)
+    stamp = subprocess.run(
+        ["bash", "-c", "source scripts/environment.sh && _what_is_installed"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (folder / ".installed-report").write_text(stamp.stdout)
+    return str(folder)
+
+
 def run(command, **variables):
     return subprocess.run(
         command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=300
@@ -67,24 +86,22 @@ def test_one_process_and_two_learn_the_same_task(flags, tmp_path):
     assert "one process" in (tmp_path / "one/report.html").read_text()
 
 
-def test_the_script_for_two_cpu_processes_ends_with_a_page(flags, tmp_path):
-    prefix = Path(sys.prefix)
+def test_the_script_for_two_cpu_processes_ends_with_a_page(flags, tmp_path, venv):
     done = run(
         ["bash", "scripts/homework_2cpu.sh", *flags],
-        VENV=str(prefix), VIRTUAL_ENV=str(prefix), MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
+        VENV=venv, VIRTUAL_ENV=venv, MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"written to {tmp_path}/out/report.html")
     assert "2 processes, mccl" in (tmp_path / "out/report.html").read_text()
 
 
-def test_a_run_that_failed_gets_no_page_of_an_older_one(flags, tmp_path):
+def test_a_run_that_failed_gets_no_page_of_an_older_one(flags, tmp_path, venv):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/report.json").write_text("{}")
-    prefix = str(Path(sys.prefix))
     done = run(
         ["bash", "scripts/homework_2cpu.sh", *flags, "--global-batch-size", "7"],
-        VENV=prefix, VIRTUAL_ENV=prefix, MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
+        VENV=venv, VIRTUAL_ENV=venv, MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
     )  # fmt: skip
     assert done.returncode == 2
     assert "global_batch_size (7) must be divisible" in done.stderr

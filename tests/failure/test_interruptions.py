@@ -6,6 +6,8 @@ import interrupt_and_resume
 import pytest
 
 
+# Each of its jobs is watched by itself, and ended when it makes no progress.
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize(("backend", "stops", "kills"), [("mpi", 3, 2), ("mindspore", 1, 1)])
 def test_a_job_that_is_stopped_or_killed_at_random_ends_as_if_it_had_not_been(backend, stops, kills, capsys):
     numbers = ["--stops", str(stops), "--kills", str(kills), "--seed", "7"]

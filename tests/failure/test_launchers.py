@@ -97,13 +97,22 @@ def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
 
 # Under mpirun by hand, nobody but the rank itself ends the others.
 
+# What init_process_group does under MPI, without the seconds of MindSpore's import.
+MPI_ALONE = """
+from mpi4py import MPI
+abort.end_together(MPI)
+group = MPI.COMM_WORLD
+"""
+INIT = """
+import mindnlp_dp as dp
+group = dp.init_process_group()
+"""
 LEAVE = """
 import argparse, sys
 from sys import exit as leave_under_another_name
-import mindnlp_dp as dp
 from mindnlp_dp.communication.transports import mpi_exit
 mpi_exit.PATIENCE_SECONDS = 1.0
-group = dp.init_process_group()
+{init}
 
 def tidy_up():
     try:
@@ -119,9 +128,13 @@ def change_mind():
 
 if group.rank == 1:
     {leave}
-group.barrier()
+group.{barrier}()
 print("reached", flush=True)
 """
+
+
+def leaving(leave, init=MPI_ALONE):
+    return LEAVE.format(init=init, leave=leave, barrier="Barrier" if init is MPI_ALONE else "barrier")
 
 
 @pytest.mark.parametrize(
@@ -138,26 +151,32 @@ print("reached", flush=True)
     ],
 )
 def test_an_exit_code_under_mpirun_ends_all_ranks(start, leave, exit_code, said):
-    job = start(LEAVE.format(leave=leave), *mpirun())
+    job = start(leaving(leave), *mpirun())
     assert job.returncode == exit_code
     assert said in job.stdout
     assert "reached" not in job.stdout
 
 
+def test_an_exit_code_behind_init_process_group_ends_all_ranks(start):
+    job = start(leaving("sys.exit(4)", INIT), *mpirun())
+    assert job.returncode == 4
+    assert "reached" not in job.stdout
+
+
 def test_an_exit_that_was_caught_ends_nothing(start):
-    job = start(LEAVE.format(leave="change_mind()") + "raise SystemExit(0)\n", *mpirun())
+    job = start(leaving("change_mind()") + "raise SystemExit(0)\n", *mpirun())
     assert (job.returncode, job.stdout) == (0, "reached\nreached\n")
 
 
 def test_an_exit_that_the_script_itself_caught_ends_nothing(start):
     """It went through the same frame as the last one, but from another place."""
     caught = "try:\n        sys.exit(2)\n    except SystemExit:\n        pass"
-    job = start(LEAVE.format(leave=caught) + "raise SystemExit(0)\n", *mpirun())
+    job = start(leaving(caught) + "raise SystemExit(0)\n", *mpirun())
     assert (job.returncode, job.stdout) == (0, "reached\nreached\n")
 
 
 def test_a_rank_that_leaves_early_says_so_and_ends_nothing(start):
-    job = start(LEAVE.format(leave="sys.exit(0)").replace("group.barrier()", "import time; time.sleep(3)"), *mpirun())
+    job = start(leaving("sys.exit(0)").replace("group.Barrier()", "import time; time.sleep(3)"), *mpirun())
     assert job.returncode == 0
     assert job.stdout.startswith("rank 1 of 2 came to its end 1 s ago, and others have not. If they wait for it in a")
     assert job.stdout.endswith("reached\n")

@@ -15,6 +15,7 @@ import pytest
 from mindnlp_dp.launch.environment import free_port
 
 HOMEWORK = Path(__file__).resolve().parent.parent.parent / "homework"
+SHORT_LOOP = str(Path(__file__).with_name("short_loop.py"))
 RESULT = re.compile(r"accuracy ([0-9.]+), sum of the weights (-?[0-9.]+)")
 
 
@@ -44,31 +45,37 @@ def test_the_marked_lines_are_all_that_differs():
 
 def run(command, log):
     environment = {**os.environ, "DEVICE_TARGET": "CPU"}
-    subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, timeout=120)
+    subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, timeout=200)
     text = log.read_text()
     found = RESULT.findall(text)
     assert len(found) == 1, text
     return tuple(map(float, found[0]))
 
 
-@pytest.mark.parametrize("launcher", ["msrun", "mpi"])
-def test_both_loops_end_with_the_same_weights(tmp_path, launcher):
-    def with_msrun(name):
-        logs = tmp_path / name
-        command = [shutil.which("msrun"), "--worker_num=2", "--local_worker_num=2", f"--master_port={free_port()}"]
-        return run([*command, f"--log_dir={logs}", "--join=True", str(HOMEWORK / name)], logs / "worker_0.log")
+def with_msrun(folder, name):
+    command = [shutil.which("msrun"), "--worker_num=2", "--local_worker_num=2", f"--master_port={free_port()}"]
+    return run(
+        [*command, f"--log_dir={folder}", "--join=True", SHORT_LOOP, str(HOMEWORK / name)], folder / "worker_0.log"
+    )
 
-    def with_ours(name):
-        logs = tmp_path / f"ours-{name}"
-        command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(logs)]
-        return run([*command, str(HOMEWORK / name)], logs / "worker_0.log")
 
-    theirs = with_msrun("loop_mindspore.py")
-    mine = (with_msrun if launcher == "msrun" else with_ours)("loop_mindnlp_dp.py")
+def with_ours(folder, name):
+    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--log-dir", str(folder)]
+    return run([*command, SHORT_LOOP, str(HOMEWORK / name)], folder / "worker_0.log")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    return with_msrun(tmp_path_factory.mktemp("theirs"), "loop_mindspore.py")
+
+
+@pytest.mark.parametrize("launch", [with_msrun, with_ours], ids=["msrun", "mpi"])
+def test_both_loops_end_with_the_same_weights(tmp_path, theirs, launch):
+    mine = launch(tmp_path / "mine", "loop_mindnlp_dp.py")
     assert mine[0] == pytest.approx(theirs[0], abs=0.002)
     assert mine[1] == pytest.approx(theirs[1], rel=1e-4)
-    # It learns: 29 languages, most of them guessed from letter pairs.
-    assert mine[0] > 0.5
+    # It learns, from a third of the phrases: there are 29 languages.
+    assert mine[0] > 0.4
 
 
 def test_a_loop_that_is_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
@@ -78,7 +85,7 @@ def test_a_loop_that_is_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
         return [*run, str(HOMEWORK / "loop_resumable.py"), str(tmp_path / folder)]
 
     def output(folder):
-        return subprocess.run(command(folder), capture_output=True, text=True, timeout=120).stdout
+        return subprocess.run(command(folder), capture_output=True, text=True, timeout=200).stdout
 
     whole = output("whole").splitlines()[-1]
     assert re.fullmatch(r"accuracy 0\.[0-9]+, loss [0-9.]+, digest [0-9a-f]{16}", whole)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from conftest import BACKENDS, ROOT
+from conftest import BACKENDS, ROOT, run_one_after_another
 
 NO_INIT = """
 import mindnlp_dp as dp
@@ -74,34 +74,43 @@ def test_no_init_process_group(launch, backend):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_stock_trainer_under_a_group_of_two(launch, backend):
-    job = launch(script(STOCK_TRAINER), backend=backend)
-    assert job.exit_code == 1
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend_and_ends(request, tmp_path_factory):
+    """Mistakes that every rank is told of, in one job for each backend."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    runs = {}
+    for name, text in {"stock": STOCK_TRAINER, "other model": OTHER_MODEL, "shuffled": SHUFFLED_BY_RANK}.items():
+        (folder / f"{name}.py").write_text(script(text))
+        runs[name] = [folder / f"{name}.py"]
+    return request.param, run_one_after_another(folder, runs, backend=request.param)
+
+
+def test_a_stock_trainer_under_a_group_of_two(backend_and_ends):
+    backend, ends = backend_and_ends
     by = {"mpi": "mpirun", "mindspore": "msrun"}[backend]
-    assert (
-        f"RuntimeError: {by} started 2 processes, and MindNLP's own Trainer would train 2 separate models; call "
-        "mindnlp_dp.init_process_group() and use mindnlp_dp.DataParallelTrainer"
-    ) in job.output
+    for rank in ends["stock"]:
+        assert rank.exit_code == 1
+        assert (
+            f"RuntimeError: {by} started 2 processes, and MindNLP's own Trainer would train 2 separate models; call "
+            "mindnlp_dp.init_process_group() and use mindnlp_dp.DataParallelTrainer"
+        ) in rank.output
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_models_that_differ_by_construction(launch, backend):
-    job = launch(script(OTHER_MODEL), backend=backend)
-    assert job.exit_code == 1
-    assert "models differ by construction: rank 0 has 'classifier.dense.weight'" in job.output
-    assert "build the same model on every rank" in job.output
+def test_models_that_differ_by_construction(backend_and_ends):
+    for rank in backend_and_ends[1]["other model"]:
+        assert rank.exit_code == 1
+        assert "models differ by construction: rank 0 has 'classifier.dense.weight'" in rank.output
+        assert "build the same model on every rank" in rank.output
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_data_set_shuffled_by_rank(launch, backend):
-    job = launch(script(SHUFFLED_BY_RANK), backend=backend)
-    assert job.exit_code == 1
-    assert "sample 0 of rank 1 is not that of rank 0: its column 'input_ids' holds int64 (8,) [" in job.output
-    assert (
-        "; the data set was shuffled or built with a seed that differs by rank; give every rank the same one"
-        in job.output
-    )
+def test_a_data_set_shuffled_by_rank(backend_and_ends):
+    for rank in backend_and_ends[1]["shuffled"]:
+        assert rank.exit_code == 1
+        assert "sample 0 of rank 1 is not that of rank 0: its column 'input_ids' holds int64 (8,) [" in rank.output
+        assert (
+            "; the data set was shuffled or built with a seed that differs by rank; give every rank the same one"
+            in rank.output
+        )
 
 
 def test_an_evaluation_set_smaller_than_the_world_is_no_mistake(launch):
