@@ -87,7 +87,7 @@ if $quick; then
     single
   }
   two_ranks() {
-    parallel mpi 2 collectives gradient_sync equivalence loader evaluation trainer overlap
+    parallel mpi 2 collectives gradient_sync equivalence loader evaluation trainer overlap overlap_gone_wrong
     parallel msrun 2 collectives gradient_sync equivalence
   }
   side_by_side static_and_single two_ranks
@@ -113,7 +113,8 @@ else
   # Four ranks under MindSpore's transport: what depends on their number there. Its collectives and their order of
   # adding, who sends to whom, exchanges under way, the checks that ranks make the same call, a file for each rank.
   # The rest does not see the transport, and was run by four ranks under MPI and by two under MindSpore.
-  four="collectives gradient_sync types algorithms between_hosts replicas equivalence overlap powersgd buffers evaluation"
+  four="collectives gradient_sync types algorithms between_hosts replicas equivalence overlap overlap_gone_wrong"
+  four="$four powersgd buffers evaluation"
 
   # Jobs that mostly start, wait for each other and end: several beside each other keep the cores busy.
   ranks() {

@@ -37,3 +37,35 @@ def group():
 def shared_tmp_path(group, tmp_path):
     """A folder that is the same on every rank."""
     return Path(group.broadcast_object(str(tmp_path)))
+
+
+# For the tests of overlap.
+
+
+@pytest.fixture
+def several(group):
+    if group.world_size == 1:
+        pytest.skip("one rank exchanges nothing")
+
+
+@pytest.fixture
+def micro():
+    from known_gradients import KnownGradients
+
+    return KnownGradients()
+
+
+@pytest.fixture
+def sync(several, group, micro):
+    """One that has learnt."""
+    from known_gradients import window
+
+    sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)
+    window(sync, micro, group.rank, 0)
+    assert sync.overlap.state == "on"
+    return sync
+
+
+@pytest.fixture
+def plain(group, micro):
+    return dp.GradientSynchronizer(micro.trainable, group, overlap=False)
