@@ -32,7 +32,17 @@ export DEVICE_TARGET=CPU
 unset OMP_NUM_THREADS
 
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+jobs=()
+# Ctrl-C ends what runs side by side, too: each has a process group of its own.
+end() {
+  local job
+  for job in "${jobs[@]}"; do
+    kill -- "-$job" 2>/dev/null
+  done
+  rm -rf "$work"
+}
+trap end EXIT
+trap 'exit 130' INT TERM
 touch "$work/results"
 SECONDS=0
 # A little of each: collectives of all kinds, the gradients of a step, a training that equals one process's.
@@ -50,12 +60,16 @@ step() {
 # side_by_side FUNCTION...: the steps of one function beside those of the others. What they print comes when all have
 # ended, one function's behind another's.
 side_by_side() {
-  local name pids=()
+  local name
+  echo "=== side by side: $*"
   for name in "$@"; do
-    "$name" >"$work/$name.log" 2>&1 &
-    pids+=($!)
+    set -m
+    "$name" >"$work/$name.log" 2>&1 </dev/null &
+    set +m
+    jobs+=($!)
   done
-  wait "${pids[@]}"
+  wait "${jobs[@]}"
+  jobs=()
   for name in "$@"; do
     cat "$work/$name.log"
   done
@@ -74,7 +88,7 @@ lint_and_types() {
   step "format" ruff format --check .
   step "layers" lint-imports
   step "types" mypy
-  step "docs" mkdocs build --strict --quiet --site-dir "$work/site"
+  step "docs" mkdocs build --strict --site-dir "$work/site"
 }
 
 single() {
@@ -110,11 +124,11 @@ else
   parallel msrun 2
   parallel mpi 4
 
-  # Four ranks under MindSpore's transport: what depends on their number there. Its collectives and their order of
-  # adding, who sends to whom, exchanges under way, the checks that ranks make the same call, a file for each rank.
-  # The rest does not see the transport, and was run by four ranks under MPI and by two under MindSpore.
-  four="collectives gradient_sync types algorithms between_hosts replicas equivalence overlap overlap_gone_wrong"
-  four="$four powersgd buffers evaluation"
+  # Four ranks under MindSpore's transport: what depends on their number there. Its collectives, for every type, and
+  # the order in which it adds; the gradients that go over it, behind the backward pass and during it, whole and
+  # compressed; replicas and buffers that are broadcast by it; and a training that equals one process's. The rest
+  # does not see the transport, and was run by four ranks under MPI and by two under MindSpore.
+  four="collectives types gradient_sync overlap overlap_gone_wrong powersgd replicas buffers equivalence"
 
   # Jobs that mostly start, wait for each other and end: several beside each other keep the cores busy.
   ranks() {

@@ -11,6 +11,7 @@ that did not. Every rank must have run the same tests, more than none, and passe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -20,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 from xml.etree import ElementTree
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 # No rank logged a finished test for so long: the job hangs. A limit of the whole would be tripped by a busy machine,
@@ -61,10 +64,19 @@ def run(job: list[str], folder: Path, environment: dict[str, str]) -> str:
         if size != written:
             written, since = size, time.monotonic()
         elif time.monotonic() - since > QUIET_SECONDS:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process, folder)
             said = f"\nended: no rank finished a test for {QUIET_SECONDS} s"
     return log.read_text(errors="replace") + said
+
+
+def end(launcher: subprocess.Popen, folder: Path) -> None:
+    """End a job; msrun's ranks outlive msrun, and are known by the folder in their command."""
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(folder) in " ".join(process.cmdline()):
+                process.kill()
 
 
 def judge(folder: Path, world_size: int) -> tuple[int, int, int, list[str]]:
