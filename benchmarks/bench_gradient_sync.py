@@ -63,6 +63,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
 
     import mindnlp_dp as dp
     from mindnlp_dp.arrays.inspection import fingerprint
+    from mindnlp_dp.communication.gradient_channel import open_gradient_channel
     from mindnlp_dp.communication.transports.mpi import MPIChannel
 
     group = dp.init_process_group(backend)
@@ -94,7 +95,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
         seconds["memory"] = float(grown[0]) / group.world_size / sum(array.nbytes for array in arrays)
         del ours
         # What a host without shared memory falls back to.
-        channel = group.gradient_channel()
+        channel = open_gradient_channel(group)
         assert isinstance(channel, MPIChannel)
         channel.memory.is_available = False
     buckets = dp.GradientSynchronizer(parameters, group)

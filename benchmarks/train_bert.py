@@ -51,18 +51,21 @@ class Step:
             self.skip_zeros = options.pop("skip_zeros", True)
             self.sync = dp.GradientSynchronizer(parameters, group, **options)
 
+    def _bytes_sent(self) -> int:
+        return 0 if self.sync is None else self.sync.channel.bytes_sent or 0
+
     def __call__(self, run: Any) -> dict[str, float]:
         from mindnlp.core import nn
 
         from mindnlp_dp.communication.transports.mpi import MPIChannel
 
-        channel = self.group.gradient_channel()
+        channel = None if self.sync is None else self.sync.channel
         if isinstance(channel, MPIChannel):
             channel.exchange.skip_zeros = self.skip_zeros
         for parameter in self.parameters:
             parameter.grad = None
         self.group.barrier()
-        sent_before, began = channel.bytes_sent or 0, time.perf_counter()
+        sent_before, began = self._bytes_sent(), time.perf_counter()
         exposed = 0.0
         if self.sync is None:
             run()
@@ -79,7 +82,7 @@ class Step:
         return {
             "step": time.perf_counter() - began,
             "exposed": exposed,
-            "sent": (channel.bytes_sent or 0) - sent_before,
+            "sent": self._bytes_sent() - sent_before,
         }
 
 

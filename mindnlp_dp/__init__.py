@@ -34,7 +34,7 @@ _HOME = {
     "make_loader": "data.loader",
     "NaiveGradientSynchronizer": "gradients.naive",
     "GradientSynchronizer": "gradients.synchronizer",
-    "make_train_step": "functional.step",
+    "make_train_step": "functional.make_step",
     "FunctionalRun": "functional.resumable_run",
     "evaluate": "evaluation.evaluate",
     "DataParallelArguments": "trainers.mindnlp_0_4.arguments",
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from .data.loader import make_loader as make_loader
     from .data.sharding import GlobalBatchSampler as GlobalBatchSampler
     from .evaluation.evaluate import evaluate as evaluate
+    from .functional.make_step import make_train_step as make_train_step
     from .functional.resumable_run import FunctionalRun as FunctionalRun
-    from .functional.step import make_train_step as make_train_step
     from .gradients.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
     from .gradients.synchronizer import GradientSynchronizer as GradientSynchronizer
     from .replicas.broadcast import broadcast_buffers as broadcast_buffers
@@ -67,12 +67,15 @@ if TYPE_CHECKING:
 patches.install_import_hook()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+    # Type checkers would take any name for one.
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -2,33 +2,38 @@
 #
 #   ensure_environment EXTRAS      e.g. mpi,quickstart; afterwards its programs are first on PATH
 #
-# PYTHON names the interpreter (default: the first of python3, python3.12 ... python3.9 that fits),
-# VENV the folder (default: .venv beside setup.py), MINDSPORE the version (default: the one that all suites run on).
+# PYTHON names the interpreter (default: the first of python3 and its versions that fits), VENV the folder (default: .venv
+# beside setup.py), MINDSPORE the version (default: the one that all suites run on). mindnlp_dp/versions.py says which fit.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 MINDSPORE=${MINDSPORE:-$(sed -n 's/^BEST_MINDSPORE = "\(.*\)"$/\1/p' "$ROOT/mindnlp_dp/versions.py")}
 
+# The line of versions.py that says it, as two numbers: from Python 3.FIRST to 3.LAST.
+read -r FIRST_PYTHON LAST_PYTHON < <(
+  sed -n 's/^PYTHON = ((3, \([0-9]*\)), (3, \([0-9]*\)))$/\1 \2/p' "$ROOT/mindnlp_dp/versions.py"
+)
+
 _python_fits() {
-  "$1" -c 'import runpy, sys
-first, last = runpy.run_path(sys.argv[1])["PYTHON"]
-sys.exit(not first <= sys.version_info[:2] <= last)' "$ROOT/mindnlp_dp/versions.py" >/dev/null 2>&1
+  local minor
+  minor=$("$1" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null) &&
+    [ "$minor" -ge "$FIRST_PYTHON" ] && [ "$minor" -le "$LAST_PYTHON" ]
 }
 
 _find_python() {
   local candidate
-  for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10 python3.9}; do
+  for candidate in ${PYTHON:-python3 $(seq -f 'python3.%g' "$LAST_PYTHON" -1 "$FIRST_PYTHON")}; do
     if _python_fits "$candidate"; then
       echo "$candidate"
       return
     fi
   done
-  echo "error: Python 3.9 to 3.12 is needed, and ${PYTHON:-python3} is not; set PYTHON=/path/to/python3.11" >&2
+  echo "error: Python 3.$FIRST_PYTHON to 3.$LAST_PYTHON is needed, and ${PYTHON:-python3} is not; set PYTHON=/path/to/one" >&2
   return 1
 }
 
 _what_is_installed() {
-  echo "MindSpore $MINDSPORE, $(cat "$ROOT/setup.py" "$ROOT/mindnlp_dp/versions.py" | cksum)"
+  echo "MindSpore $MINDSPORE, $(cat "$ROOT/setup.py" <(grep ' = ' "$ROOT/mindnlp_dp/versions.py") | cksum)"
 }
 
 ensure_environment() {

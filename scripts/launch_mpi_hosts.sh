@@ -32,7 +32,7 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$ROOT/.venv/bin/mpirun" ]; then
 fi
 command -v mpirun >/dev/null || fail 'mpirun was not found; pip install "mindnlp-dp[mpi]", or activate its environment'
 
-# Ranks bind themselves to their cores (mindnlp_dp/runtime.py), within what their host grants them.
+# Ranks bind themselves to their cores (mindnlp_dp/runtime/threads.py), within what their host grants them.
 options=(--bind-to none --prtemca plm_ssh_agent "${SSH_AGENT:-ssh}" --mca pml ob1 --mca btl tcp,sm,self)
 if [ -n "${INTERFACE:-}" ]; then
   options+=(--mca btl_tcp_if_include "$INTERFACE" --prtemca prte_if_include "$INTERFACE")

@@ -28,7 +28,7 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True, chec
 
     Call it once, before the first tensor is made; later calls return the same group.
     With ``tune_runtime``, on CPU, threads and dispatch are fitted to the cores of this
-    process (:mod:`mindnlp_dp.runtime.threads`); pass ``False`` to keep MindSpore's own.
+    process; pass ``False`` to keep MindSpore's own.
     ``checks`` says how often the ranks are asked whether they make the same call: before every collective ("all"), or
     not before those that each update makes ("setup"); "auto" is all on CPU, and setup on a device, which every
     question makes wait.
@@ -78,5 +78,5 @@ def destroy_process_group() -> None:
     """Leave the job."""
     global _group
     if _group is not None:
-        _group.close()
+        _group._transport.close()
         _group = None

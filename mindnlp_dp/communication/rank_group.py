@@ -9,7 +9,6 @@ import pickle
 from typing import Any, Callable, Optional, TypeVar
 
 from .checks import check_agreement, check_rank, describe, raise_reported, report_of
-from .transports.channel import Channel
 from .transports.transport import Transport
 
 T = TypeVar("T")
@@ -51,19 +50,6 @@ class RankGroup:
     def on_device(self) -> bool:
         """Whether arrays are exchanged on a device, which has to be waited for when a result is looked at."""
         return self._transport.waits_for_a_device
-
-    def gradient_channel(self) -> Channel:
-        """What gradients travel on: a new channel where any rank has left an exchange on the last one half way.
-
-        A collective.
-        """
-        if any(self.all_gather_object(bool(self._transport.channel.abandoned))):
-            self._transport.reopen_channel()
-        return self._transport.channel
-
-    def close(self) -> None:
-        """Leave the job."""
-        self._transport.close()
 
     def __repr__(self) -> str:
         return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"

@@ -64,12 +64,6 @@ def meet(kind: str, launch: Launch) -> Transport:
         return SingleProcessTransport()
     transport = _transport(kind)
     check_world_size(launch, transport.world_size, transport.name)
-    if transport.name == "mccl" and transport.rank == 0 and 1 < transport.world_size == transport.local_world_size:
-        print(
-            "hint: MindSpore's own library exchanges gradients here; on one host the mpi backend is many times "
-            f"faster: mindnlp-dp run --nproc {transport.world_size} SCRIPT",
-            flush=True,
-        )
     return transport
 
 

@@ -56,7 +56,7 @@ def _sections() -> Iterator[tuple[str, Iterable[Finding]]]:
     yield "Machine", check_machine(sys.version_info[:2], os.environ)
     yield "Environment", check_environment(os.environ)
     installed = installed_versions(requirements())
-    yield "Versions", check_versions(requirements(), installed)
+    yield "Versions", check_installed(requirements(), installed)
     imports = list(check_imports())
     yield "Imports", imports
     yield "Backends, tried with two processes", check_backends(can_import=not any(i.advice for i in imports))
@@ -116,7 +116,7 @@ def installed_versions(asked: Iterable[Requirement]) -> dict[str, str]:
     return installed
 
 
-def check_versions(asked: Iterable[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
+def check_installed(asked: Iterable[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
     asked = list(asked)
     if not asked:
         yield Finding(f"{DISTRIBUTION} itself is not installed", "pip install -e . in its folder")

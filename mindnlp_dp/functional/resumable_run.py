@@ -30,7 +30,7 @@ from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.replicas.broadcast import broadcast_buffers
 
-from .step import FunctionalStep
+from .make_step import FunctionalStep
 
 
 class FunctionalRun:

@@ -139,7 +139,7 @@ class PowerSGD:
         self._sums.clear()
 
 
-def check_rank(rank: Optional[int]) -> int:
+def check_powersgd_rank(rank: Optional[int]) -> int:
     """The rank of the approximation, or ValueError."""
     if rank is None or rank < 1:
         raise ValueError(f"powersgd_rank must be at least 1, got {rank}; 1 to 4 are usual")

@@ -23,6 +23,7 @@ while it goes on (overlap.py), with the same result::
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,10 +35,10 @@ from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
 
 from .buckets.bucket import Bucket
-from .buckets.layout import check_bucket_cap_mb, pack_buckets
+from .buckets.layout import check_bucket_cap_mb, completed_order, first_order, pack_buckets
 from .buckets.make import make_buckets
 from .overlap import Overlap
-from .powersgd import DEFAULT_RANK, PowerSGD, check_rank, is_compressed
+from .powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed
 from .window import GradientWindow
 
 DEFAULT_BUCKET_CAP_MB = 2.0
@@ -83,15 +84,17 @@ class GradientSynchronizer(GradientWindow):
         self._dtypes = [dtype_name(p) for p in self.parameters]
         self._powersgd: Optional[PowerSGD] = None
         if compression == "powersgd":
-            self._powersgd = self._make_powersgd(check_rank(powersgd_rank))
+            self._powersgd = self._make_powersgd(check_powersgd_rank(powersgd_rank))
         self._wire = None if compression == "powersgd" else compression
         self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
-        self.pack_in_order(list(reversed(range(len(self.parameters)))))
+        self.pack_in_order(first_order(len(self.parameters)))
         self._hides = not any(bucket.is_asynchronous for bucket in self.buckets)
         self.overlap = Overlap(self.parameters, overlap, self.channel, on_device=self.group.on_device)
         reason = self.channel.cannot_overlap if overlap else "not asked for"
         if self._powersgd is not None:
             reason = reason or "PowerSGD needs whole gradients"
+        if self.group.backend == "mccl" and 1 < self.group.world_size == self.group.local_world_size:
+            _hint_at_mpi(self.group.world_size, self.group.is_main)
         if reason or not self.buckets:
             self.overlap.turn_off(reason or "there is nothing to exchange")
         self._is_exchanged = False
@@ -107,8 +110,7 @@ class GradientSynchronizer(GradientWindow):
 
     def pack_in_order(self, order: Sequence[int]) -> None:
         """Pack buckets anew, between two windows; what ``order`` does not name comes last. A collective."""
-        missing = set(range(len(self.parameters))) - set(order)
-        self.order = [*order, *sorted(missing, reverse=True)]
+        self.order = completed_order(order, len(self.parameters))
         in_buckets = [index for index in self.order if self._powersgd is None or index not in self._powersgd]
         layouts = pack_buckets(self._shapes, self._dtypes, self.bucket_cap_mb, in_buckets)
         # The old ones' memory goes before the new ones take theirs.
@@ -153,10 +155,13 @@ class GradientSynchronizer(GradientWindow):
             self.overlap.end_backward()
 
     def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
+
+        Raises:
+            ValueError: the number of gradients or a shape is wrong, or the weight is negative or not finite.
+        """
         self.channel.check_open(self.group.rank)
         super().accumulate(gradients, weight)
-
-    accumulate.__doc__ = GradientWindow.accumulate.__doc__
 
     def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
         overlap = self.overlap
@@ -280,3 +285,14 @@ class GradientSynchronizer(GradientWindow):
             bucket.clear()
         if self._powersgd is not None:
             self._powersgd.clear()
+
+
+@functools.cache
+def _hint_at_mpi(world_size: int, is_main: bool) -> None:
+    """Once a process."""
+    if is_main:
+        print(
+            "hint: MindSpore's own library moves gradients here; on one host the mpi backend is faster "
+            f"(docs/benchmarks.md): mindnlp-dp run --nproc {world_size} SCRIPT",
+            flush=True,
+        )

@@ -17,6 +17,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.process_group import get_process_group
 from mindnlp_dp.replicas.weights import check_same_structure
 
@@ -76,7 +77,7 @@ class GradientWindow(abc.ABC):
         self.seconds = 0.0
         self.num_bytes = 0
         self.num_calls = 0
-        self.channel = self.group.gradient_channel()
+        self.channel = open_gradient_channel(self.group)
         self._sent_before = self.channel.bytes_sent or 0
         self._spans: list[tuple[str, float, float]] = []
         # Whether what is exchanged during the backward pass leaves the computing thread alone.

@@ -10,8 +10,9 @@ def scaled_learning_rate(learning_rate: float, batch_size: int, new_batch_size: 
     large minibatch SGD: training ImageNet in 1 hour", 2017). ``"sqrt"`` keeps the variance of an epoch's noise, which
     suits optimizers that divide by the gradient's size, such as LAMB (You et al., 2020, scale it so).
 
-    >>> scaled_learning_rate(0.1, 256, 8192), scaled_learning_rate(1e-3, 128, 2048, "sqrt")
-    (3.2, 0.004)
+    Examples:
+        >>> scaled_learning_rate(0.1, 256, 8192), scaled_learning_rate(1e-3, 128, 2048, "sqrt")
+        (3.2, 0.004)
     """
     if batch_size < 1 or new_batch_size < 1:
         raise ValueError(f"batch sizes must be at least 1, got {batch_size} and {new_batch_size}")
@@ -28,7 +29,8 @@ def warmup_factor(step: int, num_warmup_steps: int) -> float:
 
     A large rate at the beginning, when weights change most, is what breaks large batches (Goyal et al., section 2.2).
 
-    >>> [warmup_factor(step, 4) for step in (0, 1, 3, 4, 100)]
-    [0.25, 0.5, 1.0, 1.0, 1.0]
+    Examples:
+        >>> [warmup_factor(step, 4) for step in (0, 1, 3, 4, 100)]
+        [0.25, 0.5, 1.0, 1.0, 1.0]
     """
     return 1.0 if num_warmup_steps <= 0 else min(1.0, (step + 1) / num_warmup_steps)

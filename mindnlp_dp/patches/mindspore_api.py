@@ -22,7 +22,7 @@ def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
     original = getattr(mindspore.Tensor, "repeat", None)
 
     # Nothing is tried here: an operator that runs at import would start MindSpore's thread pools
-    # before runtime.py can say how many threads they may have.
+    # before runtime/threads.py can say how many threads they may have.
     def repeat(self: Any, *repeats: Any, **options: Any) -> Any:
         """Tile this tensor: shape ``(d1, ..., dn)`` becomes ``(r1 * d1, ..., rn * dn)``."""
         if original is not None and mindspore.get_context("device_target") != "CPU":

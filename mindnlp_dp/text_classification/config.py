@@ -106,8 +106,11 @@ class FinetuneConfig(TaskConfig):
         self._check_at_least(1, "powersgd_rank")
         for name in ("micro_batch_size", "save_steps"):
             self._check_at_least(0, name)
-        if self.bucket_cap_mb <= 0:
-            raise InputError(f"bucket_cap_mb must be positive, got {self.bucket_cap_mb}")
+        if not self.bucket_cap_mb > 0:
+            raise InputError(
+                f"bucket_cap_mb must be positive, got {self.bucket_cap_mb}; "
+                "benchmarks/bench_bucket_cap.py says what suits this machine"
+            )
 
 
 T = TypeVar("T", bound=TaskConfig)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindnlp_dp.communication.transports.half_wire import wire_for
-from mindnlp_dp.communication.transports.host_ring import ring_all_reduce
+from mindnlp_dp.communication.transports.host_ring import reduce_round_ring
 from mindnlp_dp.communication.transports.patience import AbandonedError, Patience, barrier
 from mindnlp_dp.communication.transports.zero_blocks import sum_over_hosts
 
@@ -42,7 +42,7 @@ def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, patience):
     """Counted, for every size; when it does not divide, to the element."""
     size = comm.size
     array = np.arange(numel, dtype=np.float32) + comm.rank
-    sent = ring_all_reduce(comm, array, patience=patience)
+    sent = reduce_round_ring(comm, array, patience=patience)
     np.testing.assert_array_equal(array, np.arange(numel) * size + size * (size - 1) / 2)
     everyone = sum(comm.allgather(sent))
     assert everyone == 2 * (size - 1) * numel * 4
@@ -55,7 +55,7 @@ def test_half_types_send_half_and_all_ranks_end_with_the_same_bits(comm, kind, n
     size = comm.size
     array = random(comm.rank, numel)
     exact = sum(random(rank, numel).astype(np.float64) for rank in range(size))
-    sent = ring_all_reduce(comm, array, wire=wire_for(kind, array.dtype))
+    sent = reduce_round_ring(comm, array, wire=wire_for(kind, array.dtype))
     assert sum(comm.allgather(sent)) == 2 * (size - 1) * numel * 2
     assert_all_ranks_have_the_same_bits(comm, array)
     # Each of the hops rounds a sum that is no larger than this by half a unit in its last place.

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import mindnlp_dp as dp
+from mindnlp_dp.gradients import synchronizer
 from mindnlp_dp.replicas.weights import ReplicaMismatchError
 
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,), (7, 2)]
@@ -172,3 +173,13 @@ def test_an_exception_within_no_sync_leaves_no_half_window(group, kind):
         raise KeyError
     (mean,) = sync([parameter + group.rank])
     np.testing.assert_allclose(mean.asnumpy(), (group.world_size - 1) / 2)
+
+
+def test_mccl_hints_once_at_mpi(group, capsys):
+    synchronizer._hint_at_mpi.cache_clear()
+    for _ in range(2):
+        dp.GradientSynchronizer(parameters())
+    said = capsys.readouterr().out
+    expected = group.backend == "mccl" and group.is_main and group.world_size > 1
+    assert said.count("hint: ") == expected
+    assert (f"mindnlp-dp run --nproc {group.world_size} SCRIPT" in said) == expected

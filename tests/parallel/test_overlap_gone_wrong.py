@@ -11,6 +11,7 @@ import pytest
 import mindnlp_dp as dp
 import models
 from known_gradients import SHAPES, num_exchange_threads, window
+from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 
 
 @pytest.mark.parametrize("before", [(), (2.0,)])
@@ -178,7 +179,7 @@ def test_a_hook_that_fails_takes_notes(group, micro, sync, plain, monkeypatch):
 def mended(group):
     """All ranks leave an exchange half way together, so they can begin again together."""
     yield
-    group.gradient_channel()
+    open_gradient_channel(group)
 
 
 @pytest.mark.usefixtures("mended")

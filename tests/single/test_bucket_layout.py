@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.gradients.buckets.layout import BYTES_PER_MB, pack_buckets
+from mindnlp_dp.gradients.buckets.layout import BYTES_PER_MB, completed_order, first_order, pack_buckets
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), max_size=12)
 
@@ -21,6 +21,14 @@ def test_a_literal_table():
         [(1, 0, 10)],
         [(0, 0, 4)],
     ]
+
+
+def test_the_order_without_any_and_what_an_order_does_not_name():
+    shapes, dtypes = [(1,)] * 5, ["float32"] * 5
+    assert first_order(5) == [4, 3, 2, 1, 0]
+    assert pack_buckets(shapes, dtypes, 4) == pack_buckets(shapes, dtypes, 4, first_order(5))
+    assert completed_order([1, 3], 5) == [1, 3, 4, 2, 0]
+    assert completed_order([], 5) == first_order(5)
 
 
 def test_types_do_not_mix():

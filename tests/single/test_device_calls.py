@@ -9,8 +9,9 @@ from mindnlp.core import nn, optim
 from mindnlp.core.autograd import value_and_grad
 
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.transports.mindspore import MindSporeTransport
-from mindnlp_dp.functional.step import make_train_step
+from mindnlp_dp.functional.make_step import make_train_step
 from mindnlp_dp.gradients.buckets.device import DeviceBucket
 from mindnlp_dp.gradients.buckets.layout import pack_buckets
 from mindnlp_dp.gradients.buckets.make import make_buckets
@@ -149,7 +150,7 @@ def test_bfloat16_is_compressed_where_the_library_adds_it(device, group, paramet
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_parameters_of_other_types(group, dtype):
     (layout,) = pack_buckets(SHAPES, [dtype] * len(SHAPES), 25)
-    (bucket,) = make_buckets([layout], group, group.gradient_channel())
+    (bucket,) = make_buckets([layout], group, open_gradient_channel(group))
     for index, gradient in enumerate(tensors(3, dtype)):
         bucket.put(index, gradient, 2.0)
     bucket.start(0.25)
@@ -211,7 +212,7 @@ def test_a_whole_step_waits_for_the_device_so_often(group, make):
 @pytest.fixture
 def bucket(group):
     (layout,) = pack_buckets(SHAPES, ["float32"] * len(SHAPES), 25)
-    (bucket,) = make_buckets([layout], group, group.gradient_channel())
+    (bucket,) = make_buckets([layout], group, open_gradient_channel(group))
     assert isinstance(bucket, DeviceBucket)
     return bucket
 
@@ -234,7 +235,7 @@ def assert_all(means, value):
 
 def operators_of_an_update(group, num_parameters):
     (layout,) = pack_buckets([(2, 3)] * num_parameters, ["float32"] * num_parameters, 25)
-    (bucket,) = make_buckets([layout], group, group.gradient_channel())
+    (bucket,) = make_buckets([layout], group, open_gradient_channel(group))
     gradients = [mindspore.Tensor(np.ones((2, 3), np.float32)) for _ in range(num_parameters)]
     with counted_operators() as (methods, functions):
         for index, gradient in enumerate(gradients):

@@ -19,7 +19,7 @@ def to_mend(findings):
 
 
 def test_versions_that_fit():
-    findings = list(doctor.check_versions(ASKED, FITTING))
+    findings = list(doctor.check_installed(ASKED, FITTING))
     assert [finding.what for finding in findings] == ["mindspore 2.8.0", "numpy 1.26.4", "mpi4py 4.1.2"]
     assert not to_mend(findings)
 
@@ -39,11 +39,11 @@ def test_versions_that_fit():
 )  # fmt: skip
 def test_versions_that_do_not_fit(installed, what, advice):
     have = {name: version for name, version in {**FITTING, **installed}.items() if version is not None}
-    assert to_mend(doctor.check_versions(ASKED, have)) == {what: advice}
+    assert to_mend(doctor.check_installed(ASKED, have)) == {what: advice}
 
 
 def test_not_installed_at_all():
-    assert to_mend(doctor.check_versions([], {})) == {
+    assert to_mend(doctor.check_installed([], {})) == {
         "mindnlp-dp itself is not installed": "pip install -e . in its folder"
     }
 

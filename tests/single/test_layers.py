@@ -1,60 +1,118 @@
-"""What lint-imports cannot see: imports of parts of MindSpore, names that are nobody else's, the length of files."""
+"""What the contracts of lint-imports cannot see: parts of MindSpore, names in strings, circles, the length of files."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
+import importlib.util
+import re
 
+import grimp
 import pytest
 
 TRANSPORTS = "mindnlp_dp/communication/transports/"
-COLLECTIVES = ("mindspore.communication", "mindspore.mint.distributed", "mpi4py")
+LIBRARIES = ("mindspore.communication", "mindspore.mint.distributed", "mpi4py")
+# MindSpore's collectives among its operators.
+OPERATORS = {"AllReduce", "AllGather", "AlltoAll", "Broadcast", "ReduceScatter", "Send", "Receive"}
+# Who starts processes names what runs in them, and looks at what a script has imported.
+NAMED_FROM_BELOW = {
+    "mindnlp_dp.communication.process_group",
+    "mindnlp_dp.communication.transports.late_ranks",
+    "mindnlp_dp.communication.transports.mindspore_scheduler",
+    "mindnlp_dp.launch.worker",
+}
 MOST_LINES = 300
 
 
 @pytest.fixture(scope="module")
 def sources(pytestconfig):
-    """The package's files by their path from the root, as text."""
+    """The package's files by their path from the root, parsed."""
     root = pytestconfig.rootpath
     found = {str(path.relative_to(root)): path.read_text() for path in (root / "mindnlp_dp").rglob("*.py")}
     assert len(found) > 90
     return found
 
 
-def imported(text):
-    """Every module that is imported, and every name that may be one."""
-    for node in ast.walk(ast.parse(text)):
+@pytest.fixture(scope="module")
+def trees(sources):
+    return {path: ast.parse(text) for path, text in sources.items()}
+
+
+def library_uses(tree):
+    """Communication libraries that are imported, or reached through something that is, in whatever words."""
+    used = set()
+    for node in ast.walk(tree):
+        names = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            used |= {alias.name for alias in node.names if node.module == "mindspore.ops" and alias.name in OPERATORS}
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+            used |= {node.attr} & OPERATORS if names[0].split(".")[-2] in ("ops", "_ops") else set()
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        used |= {name for name in names for library in LIBRARIES if name == library or name.startswith(f"{library}.")}
+    return used
 
 
-def test_what_an_import_is():
-    text = "def f():\n    from mindspore import communication, ops\n    import mpi4py.MPI as m\n"
-    assert set(imported(text)) == {"mindspore", "mindspore.communication", "mindspore.ops", "mpi4py.MPI"}
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from mindspore import communication",
+        "import mpi4py.MPI as m",
+        "import mindspore; mindspore.communication.init()",
+        "from mindspore.mint import distributed",
+        "from mindspore.ops import AllReduce",
+        "ops.AllGather()(x)",
+        "importlib.import_module('mpi4py.MPI')",
+    ],
+)
+def test_what_is_a_use_of_a_library(line):
+    assert library_uses(ast.parse(f"def f():\n    {line}\n"))
 
 
-def test_communication_libraries_are_imported_by_transports_only(sources):
-    users = {
-        path
-        for path, text in sources.items()
-        for module in imported(text)
-        if any(module == library or module.startswith(f"{library}.") for library in COLLECTIVES)
-    }
+def test_communication_libraries_are_used_by_transports_only(trees):
+    users = {path for path, tree in trees.items() if library_uses(tree)}
     assert len(users) > 3
     assert not [path for path in users if not path.startswith(TRANSPORTS)]
 
 
-def test_nobody_else_reads_a_groups_transport(sources):
+def test_nobody_else_reads_a_groups_transport(trees):
     readers = {
         path
-        for path, text in sources.items()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute) and node.attr == "_transport"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "_transport")
+        or (isinstance(node, ast.Constant) and node.value == "_transport")
     }
     assert readers
     assert not [path for path in readers if not path.startswith("mindnlp_dp/communication/")]
+
+
+def test_modules_that_are_named_in_strings_exist_and_are_few(trees):
+    """An import in a string escapes the layers, and a module that has moved leaves it behind."""
+    named = {
+        node.value
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"mindnlp_dp(\.\w+)+", node.value)
+    }
+    for name in named:
+        assert importlib.util.find_spec(name) is not None, name
+    # What runs in a process of its own is a layer of its own.
+    jobs = {name for name in named if name.endswith(("_job", ".probe"))}
+    assert named - jobs == NAMED_FROM_BELOW
+
+
+def test_there_are_no_circles():
+    graph = grimp.build_graph("mindnlp_dp")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    # Raises CycleError, which names one. The package itself is imported with each of its modules.
+    imports["mindnlp_dp"] = set()
+    graphlib.TopologicalSorter(imports).prepare()
 
 
 def test_no_file_is_long(sources):

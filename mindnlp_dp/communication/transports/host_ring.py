@@ -14,7 +14,7 @@ from .half_wire import HalfWire
 from .patience import Patience
 
 
-def ring_all_reduce(
+def reduce_round_ring(
     peers: Any,
     array: np.ndarray,
     reduce: Callable[..., Any] = np.add,

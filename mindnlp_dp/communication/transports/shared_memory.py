@@ -21,7 +21,7 @@ from typing import Any, Optional
 import numpy as np
 
 from .half_wire import HalfWire
-from .host_ring import ring_all_reduce
+from .host_ring import reduce_round_ring
 from .patience import Patience, barrier
 from .zero_blocks import sum_over_hosts
 
@@ -203,7 +203,7 @@ class HostExchange:
             for other in range(1, size):
                 reduce(mine, rows[(rank + other) % size][first:last], mine)
             if self._peers.size > 1:
-                self.bytes_sent += ring_all_reduce(self._peers, mine, reduce)
+                self.bytes_sent += reduce_round_ring(self._peers, mine, reduce)
             barrier()
             for row, start, stop in zip(rows, bounds, bounds[1:]):
                 out[begin + start : begin + stop] = row[start:stop]

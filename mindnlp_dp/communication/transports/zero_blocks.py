@@ -17,7 +17,7 @@ from typing import Any, Optional
 import numpy as np
 
 from .half_wire import HalfWire
-from .host_ring import ring_all_reduce
+from .host_ring import reduce_round_ring
 from .patience import Patience, all_reduce_in_place
 
 # Elements of a block that is sent whole or not at all: 256 bytes of float32, one bit on the wire.
@@ -38,7 +38,7 @@ def sum_over_hosts(
     """
     num_blocks = len(array) // BLOCK_ELEMENTS
     if not skip_zeros or num_blocks == 0:
-        return ring_all_reduce(peers, array, wire=wire, patience=patience)
+        return reduce_round_ring(peers, array, wire=wire, patience=patience)
     from mpi4py import MPI
 
     blocks = array[: num_blocks * BLOCK_ELEMENTS].reshape(num_blocks, BLOCK_ELEMENTS)
@@ -48,10 +48,10 @@ def sum_over_hosts(
     all_reduce_in_place(peers, bits, MPI.BOR, patience)
     sent_blocks = np.flatnonzero(np.unpackbits(bits, count=num_blocks))
     if len(sent_blocks) > (1 - _WORTH_PACKING) * num_blocks:
-        return ring_all_reduce(peers, array, wire=wire, patience=patience)
+        return reduce_round_ring(peers, array, wire=wire, patience=patience)
     tail = array[num_blocks * BLOCK_ELEMENTS :]
     packed = np.concatenate([blocks[sent_blocks].reshape(-1), tail])
-    sent = ring_all_reduce(peers, packed, wire=wire, patience=patience)
+    sent = reduce_round_ring(peers, packed, wire=wire, patience=patience)
     blocks[sent_blocks] = packed[: len(packed) - len(tail)].reshape(-1, BLOCK_ELEMENTS)
     tail[:] = packed[len(packed) - len(tail) :]
     return sent

@@ -45,6 +45,21 @@ class BucketLayout:
         return self.numel * _ITEM_SIZE[self.dtype]
 
 
+def first_order(num_parameters: int) -> list[int]:
+    """Parameters from the last to the first: about the order in which a backward pass finishes their gradients."""
+    return list(reversed(range(num_parameters)))
+
+
+def completed_order(order: Sequence[int], num_parameters: int) -> list[int]:
+    """``order``, and behind it those that it does not name, from the last to the first.
+
+    >>> completed_order([1, 3], 5)
+    [1, 3, 4, 2, 0]
+    """
+    named = set(order)
+    return [*order, *(index for index in first_order(num_parameters) if index not in named)]
+
+
 def pack_buckets(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[str],
@@ -63,7 +78,7 @@ def pack_buckets(
     check_bucket_cap_mb(bucket_cap_mb)
     buckets: list[BucketLayout] = []
     open_slots: dict[str, list[Slot]] = {}
-    for index in reversed(range(len(shapes))) if order is None else order:
+    for index in first_order(len(shapes)) if order is None else order:
         dtype, shape = dtypes[index], tuple(shapes[index])
         if dtype not in _ITEM_SIZE:
             raise TypeError(f"parameter {index} is {dtype}; gradients can be {', '.join(_ITEM_SIZE)}")
@@ -82,4 +97,7 @@ def check_bucket_cap_mb(bucket_cap_mb: Any) -> float:
     """The cap as a number, or ValueError."""
     if isinstance(bucket_cap_mb, (int, float)) and bucket_cap_mb > 0:
         return float(bucket_cap_mb)
-    raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}; 2 suits a CPU, 25 a device")
+    raise ValueError(
+        f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}; 2 suits a CPU, 25 a device, and "
+        "benchmarks/bench_bucket_cap.py says what suits this machine"
+    )
