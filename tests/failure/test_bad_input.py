@@ -163,4 +163,4 @@ def test_the_scripts_say_which_python_they_need():
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr == "error: Python 3.9 to 3.12 is needed, and /bin/false is not; set PYTHON=/path/to/python3.11\n"
+    assert done.stderr == "error: Python 3.9 to 3.12 is needed, and /bin/false is not; set PYTHON=/path/to/one\n"

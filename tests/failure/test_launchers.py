@@ -100,7 +100,7 @@ def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
 # What init_process_group does under MPI, without the seconds of MindSpore's import.
 MPI_ALONE = """
 from mpi4py import MPI
-abort.end_together(MPI)
+mpi_exit.end_together(MPI)
 group = MPI.COMM_WORLD
 """
 INIT = """
