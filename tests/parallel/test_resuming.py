@@ -193,15 +193,24 @@ def deciding(group):
     }  # fmt: skip
 
 
+def stopper():
+    return [EarlyStoppingCallback(early_stopping_patience=3)]
+
+
+@pytest.fixture(scope="module")
+def decided(group, tmp_path_factory):
+    """A run of many decisions that nobody stopped."""
+    return run(
+        group.broadcast_object(tmp_path_factory.mktemp("decided")), group, callbacks=stopper(), **deciding(group)
+    )
+
+
 # The last one lies where the early stopper has lost patience twice: it counts from the end.
 @pytest.mark.parametrize("stop_at", [7, 12, -2])
-def test_decisions_go_on_where_they_were(group, shared_tmp_path, stop_at):
-    def callbacks():
-        return [EarlyStoppingCallback(early_stopping_patience=3)]
-
-    whole = run(shared_tmp_path / "whole", group, callbacks=callbacks(), **deciding(group))
+def test_decisions_go_on_where_they_were(group, shared_tmp_path, decided, stop_at):
+    whole = decided
     stop_at = stop_at if stop_at > 0 else whole.state.global_step + stop_at
-    resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, stop_at, callbacks=callbacks(), **deciding(group))
+    resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, stop_at, callbacks=stopper(), **deciding(group))
     assert_same_run(resumed, whole)
     assert 15 < whole.state.global_step < 40  # it was stopped early, and not before it was resumed
     assert resumed.state.best_metric == whole.state.best_metric
