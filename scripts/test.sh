@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Run all tests, in twenty minutes on two quiet cores (the installation comes on top of that). Makes or reuses .venv.
+# Run all tests, in less than half an hour on two quiet cores (the installation comes on top). Makes or reuses .venv.
 #
 #   bash scripts/test.sh            everything
 #   bash scripts/test.sh --quick    about three minutes, for daily work: lint, types, the single-process suite, and the
 #                                   files of the parallel suite that tell most, with two ranks
 #   bash scripts/test.sh --help     this
 #
-# A suite is run whole where topology makes another program of it: one, two and four ranks under MPI, two under
-# MindSpore's own transport. Where the same code is reached a second time, by another launcher, a smoke is enough.
+# A suite is run whole where topology makes another program of it: one and two ranks under MPI, two under MindSpore's own
+# transport; of four ranks what depends on their number. Where the same code is reached a second time, by another
+# launcher, a smoke is enough.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
