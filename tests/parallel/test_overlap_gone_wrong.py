@@ -221,3 +221,13 @@ def test_an_exchange_that_fails_is_an_error_and_no_later_one_begins(group, micro
     if not sync.buckets[0].is_asynchronous:
         with pytest.raises(RuntimeError, match="half way"):
             sync.reduce()
+
+
+def test_a_new_channel_closes_the_old_one_on_every_rank(group, micro, sync):
+    """Also on those that left nothing half way: what they would send there, nobody would receive."""
+    if group.is_main:
+        sync.channel.abandon(KeyError("lost"))
+    newer = dp.GradientSynchronizer(micro.trainable, group, overlap=False)
+    with pytest.raises(RuntimeError, match="left the exchange of a window half way"):
+        sync.reduce()
+    assert all(gradient is not None for gradient in window(newer, micro, group.rank, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 
@@ -49,11 +50,13 @@ def run(folder, group, rows=None, *, stop_at=None, dropout=0.2, seed=3, **more):
 
 
 def stopped_and_resumed(folder, group, stop_at, **more):
+    # New callbacks, as in a new process: what they know must come from the checkpoint, too.
+    fresh = copy.deepcopy(more.get("callbacks", []))
     with pytest.raises(KeyboardInterrupt):
         run(folder, group, stop_at=stop_at, **more)
     group.barrier()
     # Other initial weights: all must come from the checkpoint.
-    return run(folder, group, seed=4, resume=True, **more)
+    return run(folder, group, seed=4, resume=True, **{**more, "callbacks": fresh})
 
 
 def history(trainer):
