@@ -162,8 +162,9 @@ def _watch(processes: list[_Process], log_dir: Path, nproc: int) -> list[_Proces
             time.sleep(POLL_SECONDS)
             continue
         if failed:
-            # Ranks that fail together all get to say so.
+            # Ranks that fail together all get to say so, and one that is leaving is seen to have left.
             time.sleep(2 * POLL_SECONDS)
+            ended = [process for process in working if process.popen.poll() is not None]
         _show(log_dir / "worker_0.log", shown)
         return ended
 
