@@ -8,6 +8,8 @@ import numpy as np
 
 from .types import dtype_name
 
+_CACHE_LINE_BYTES = 64
+
 
 def to_host(x: Any) -> np.ndarray:
     """A NumPy array with the values of a tensor or an array, sharing memory where it can.
@@ -33,6 +35,14 @@ def from_host(x: np.ndarray, dtype: str) -> Any:
 
     tensor = mindspore.Tensor.from_numpy(np.ascontiguousarray(x)) if x.ndim and x.size else mindspore.Tensor(x)
     return tensor if dtype_name(tensor) == dtype else tensor.astype(getattr(mindspore, dtype))
+
+
+def aligned_zeros(numel: int, dtype: Any) -> np.ndarray:
+    """A flat array of zeros that begins at a cache line, as MindSpore's own memory does."""
+    item_bytes = np.dtype(dtype).itemsize
+    memory = np.zeros(numel * item_bytes + _CACHE_LINE_BYTES, np.uint8)
+    begin = -memory.ctypes.data % _CACHE_LINE_BYTES
+    return memory[begin : begin + numel * item_bytes].view(dtype)
 
 
 def copy_of(x: Any) -> Any:

@@ -51,8 +51,11 @@ class Run:
     def group(self) -> ProcessGroup:
         return self.train_step.synchronizer.group
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, keep: bool = True) -> dict[str, Any]:
         """Their state, the same on every rank, which has rank 0's buffers from then on.
+
+        A rank that writes no checkpoint need not ``keep`` the optimizer's arrays, of which it may have no more than its
+        part; it takes part in putting them together.
 
         Raises:
             ReplicaMismatchError: the ranks' weights differ, so that no checkpoint can hold them.
@@ -64,7 +67,7 @@ class Run:
             "digest": assert_replicas_in_sync(self.model, self.group),
             "optimizer": {
                 "parameters": step.updater.parameter_names(self.model),
-                **step.updater.optimizer_state(),
+                **step.updater.optimizer_state(keep=keep),
             },
             "scheduler": None if step.updater.scheduler is None else step.updater.scheduler.state_dict(),
             "bucket_order": step.synchronizer.order,
@@ -93,13 +96,13 @@ class Run:
                 f"the saved optimizer updates {others} parameters in {len(theirs)} groups, this one {ours} in "
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
+        # Older checkpoints do not have it.
+        if saved.get("bucket_order") is not None:
+            step.synchronizer.pack_in_order(saved["bucket_order"])
         optimizer_state = {key: value for key, value in saved["optimizer"].items() if key != "parameters"}
         step.updater.load_optimizer_state(optimizer_state)
         if step.updater.scheduler is not None:
             step.updater.scheduler.load_state_dict(saved["scheduler"])
-        # Older checkpoints do not have it.
-        if saved.get("bucket_order") is not None:
-            step.synchronizer.pack_in_order(saved["bucket_order"])
         step.losses.load_states([rank["losses"] for rank in saved["ranks"]])
 
     def restore_random_state(self, saved: Mapping[str, Any]) -> None:

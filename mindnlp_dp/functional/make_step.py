@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import mindspore
 
@@ -26,7 +26,7 @@ from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.seeds import seeded, step_seed
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
-from mindnlp_dp.step.updaters import MindNLPUpdater, MindSporeUpdater, Updater
+from mindnlp_dp.update.choose import make_updater
 
 
 def make_train_step(
@@ -42,6 +42,7 @@ def make_train_step(
     jit: bool = False,
     seed: int = 0,
     leave_out_bad_losses: bool = True,
+    zero_stage: Union[int, str] = "auto",
     group: Optional[ProcessGroup] = None,
     **exchange: Any,
 ) -> FunctionalStep:
@@ -64,6 +65,10 @@ def make_train_step(
             on by itself; ``ops.dropout`` and MindNLP's layers follow the seed.)
         leave_out_bad_losses: a loss that is NaN or infinite is left out with a warning; else it is the end, on all
             ranks.
+        zero_stage: whether every rank updates everything (0), or a slice, whose optimizer state (1) and averaged
+            gradients (2) it alone has. The weights are the same, to the bit. "auto" says what it takes; it divides the
+            update where a host's ranks can share one set of weights. Whoever writes to weights between two updates
+            sets it to 0, for ranks that share them would all write to the same ones.
         exchange: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and ``compression``.
 
     Raises:
@@ -86,15 +91,12 @@ def make_train_step(
     if accumulation_steps < 1:
         raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
     parameters = list(parameters)
-    updater: Updater
     if is_plain:
-        updater = MindSporeUpdater(optimizer, parameters)
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
         gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
     else:
         from mindnlp.core.autograd import value_and_grad
 
-        updater = MindNLPUpdater(optimizer, parameters, scheduler)
         gradient_fn = value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
     window = (
         GradientSynchronizer(parameters, group, **exchange)
@@ -102,6 +104,7 @@ def make_train_step(
         else ReducerWindow(parameters, reducer, group)
     )
     losses = LossMeter(group)
+    updater = make_updater(optimizer, window, zero_stage, scheduler)
     step = TrainStep(window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses)
     return FunctionalStep(step, gradient_fn, accumulation_steps, weight_of or num_rows_of, seed)
 

@@ -92,7 +92,7 @@ class FunctionalRun:
         self.step.synchronizer.forget_errors()
         path = checkpoint_path(self.folder, self.step.num_updates)
         state = {
-            **self._parts.state(),
+            **self._parts.state(keep=self.group.is_main),
             "data": self.loader.order,
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),

@@ -59,6 +59,9 @@ class GradientSynchronizer(GradientWindow):
             ``powersgd_rank`` (powersgd.py), without overlap.
 
     Attributes:
+        compression: as it was asked for.
+        scatter: whether a rank needs no more than its slices of what :meth:`reduce_in_place` leaves in the buckets;
+            between hosts that is half of an exchange.
         overlap: its ``state`` says what became of it.
         order: the parameters' indices in the order in which they are packed: at first from the last to the first,
             later as their gradients come. On three hosts and more, and where a wire is compressed, it decides on how
@@ -76,6 +79,7 @@ class GradientSynchronizer(GradientWindow):
         powersgd_rank: int = DEFAULT_RANK,
     ) -> None:
         super().__init__(parameters, group)
+        self.scatter = False
         if overlap not in (True, False, "auto"):
             raise ValueError(f'overlap must be True, False or "auto", got {overlap!r}')
         if compression not in COMPRESSIONS:
@@ -85,6 +89,7 @@ class GradientSynchronizer(GradientWindow):
         self._powersgd: Optional[PowerSGD] = None
         if compression == "powersgd":
             self._powersgd = self._make_powersgd(check_powersgd_rank(powersgd_rank))
+        self.compression = compression
         self._wire = None if compression == "powersgd" else compression
         self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
         self.pack_in_order(first_order(len(self.parameters)))
@@ -98,6 +103,9 @@ class GradientSynchronizer(GradientWindow):
         if reason or not self.buckets:
             self.overlap.turn_off(reason or "there is nothing to exchange")
         self._is_exchanged = False
+        # Whether results stay where they are; an order to pack in, once they have been used.
+        self._in_place = False
+        self._next_order: Optional[Sequence[int]] = None
         # What was accumulated since the buckets remember; whether a backward pass was sent and not accumulated.
         self._late: list[tuple[Sequence[Optional[Any]], float]] = []
         self._sent_weight: Optional[float] = None
@@ -142,6 +150,8 @@ class GradientSynchronizer(GradientWindow):
         if self.overlap.is_open:
             self.overlap.problem = "two backward passes of a window were called its last"
         else:
+            for bucket in self.buckets:
+                bucket.scatter = self.scatter
             self.overlap.begin(self.buckets, weight, self._weight)
             self._sent_weight = weight if self.overlap.is_open else None
         try:
@@ -191,6 +201,8 @@ class GradientSynchronizer(GradientWindow):
 
     def _reduce(self) -> list[Optional[Any]]:
         self.channel.check_open(self.group.rank)
+        if self.scatter and self.overlap.is_sending and not self._in_place:
+            raise RuntimeError("gradients were exchanged for an update that is divided: reduce_in_place() takes them")
         if self.overlap.is_sending:
             try:
                 self._spans += self.overlap.finish(self.buckets, self._weight)
@@ -208,11 +220,38 @@ class GradientSynchronizer(GradientWindow):
             num_learnt = 0
         gradients = self._average(used)
         if self.overlap.is_learning and num_learnt == self.group.world_size:
-            self.pack_in_order(self.group.broadcast_object(list(self.overlap.seen)))
+            self._next_order = self.group.broadcast_object(list(self.overlap.seen))
             self.overlap.learnt()
+            if not self._in_place:
+                self.settle()
         else:
             self.overlap.measure(self.group.all_reduce)
         return gradients
+
+    def reduce_in_place(self) -> Optional[np.ndarray]:
+        """Exchange the window, and leave its result in the buckets (:meth:`.Bucket.sums`) until the next one begins.
+
+        Who has used it calls :meth:`settle`. Both are collectives.
+
+        Returns:
+            for every parameter, whether any rank used it: buckets none of whose parameters was used are not exchanged.
+            None when every micro step that any rank had was skipped.
+
+        Raises:
+            ValueError: on every rank, when the window weighs nothing on any of them.
+        """
+        self._in_place = True
+        try:
+            used = self.reduce()
+        finally:
+            self._in_place = False
+        return np.array([mark is not None for mark in used]) if self.total_weight > 0 else None
+
+    def settle(self) -> None:
+        """Behind an update: buckets are packed in the order that was learnt in its window, if one was. A collective."""
+        if self._next_order is not None:
+            order, self._next_order = self._next_order, None
+            self.pack_in_order(order)
 
     def _go_back(self, *, has_problem: bool) -> None:
         """To the window as it was before its last backward pass, and what was accumulated behind that; on all ranks."""
@@ -249,14 +288,16 @@ class GradientSynchronizer(GradientWindow):
                 self._timed(name, begun[name])
             for slot in bucket.layout.slots:
                 if used[slot.index]:
-                    gradients[slot.index] = bucket.get(slot.index)
-            bucket.release()
+                    gradients[slot.index] = True if self._in_place else bucket.get(slot.index)
+            if not self._in_place:
+                bucket.release()
 
         for name, bucket in numbered:
             self.num_bytes += bucket.layout.num_bytes
             self.num_calls += 1
             if not self._is_exchanged:
                 begun[name] = time.perf_counter()
+                bucket.scatter = self.scatter and self._in_place
                 bucket.start(scale)
                 if not bucket.is_asynchronous:
                     finish(name, bucket)

@@ -202,6 +202,9 @@ class GradientWindow(abc.ABC):
             self._sent_before = sent or 0
             self._begin_window()
 
+    def settle(self) -> None:  # noqa: B027
+        """Behind the update that a window was reduced for: whatever waited for it. A collective."""
+
     def _timed(self, name: str, began: float) -> None:
         """Something of the exchange has just ended."""
         self._spans.append((name, began, time.perf_counter()))

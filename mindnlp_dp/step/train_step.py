@@ -4,7 +4,7 @@ Goes in: the micro steps of a window as they are computed, each with its loss, g
 weight. Comes out: the same updated weights on every rank. Knows neither models nor trainers::
 
     micro steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
-                        no communication         1 all-reduce a bucket    (updaters.py)
+                        no communication         1 all-reduce a bucket    (mindnlp_dp.update)
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.inspection import inspection
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.update.updater import Updater
 
 from .losses import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses
 from .timeline import Timeline
-from .updaters import Updater
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.leave_out_bad_losses = leave_out_bad_losses
         self.timeline = timeline or Timeline(synchronizer.group)
-        self._inspection = inspection(synchronizer.group.on_device)
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; returns the norm of the averaged gradient, if it is clipped."""
@@ -82,7 +80,7 @@ class TrainStep:
             sync.drop()
             raise
         with self.timeline.span("wait for gradients", step=step):
-            gradients: Sequence[Optional[Any]] = sync.reduce()
+            gradients = self.updater.average(sync)
         for loss, weight in losses:
             self.losses.add(loss, weight)
         for name, began, ended in sync.last_window.spans:
@@ -101,11 +99,11 @@ class TrainStep:
                 with self.timeline.span("update", step=step):
                     self.updater.update(gradients)
         self.updater.finish()
+        sync.settle()
         return norm
 
-    def _problem_of(self, gradients: Sequence[Optional[Any]], norm: Optional[float]) -> str:
+    def _problem_of(self, gradients: Any, norm: Optional[float]) -> str:
         """Why these averaged gradients, of this norm where it is known, must not reach the weights; else empty."""
         if norm is None:
-            are_finite = self._inspection.are_finite([g for g in gradients if g is not None])
-            return "" if are_finite else "the averaged gradient holds NaN or infinity"
+            return "" if self.updater.are_finite(gradients) else "the averaged gradient holds NaN or infinity"
         return "" if math.isfinite(norm) else f"the norm of the averaged gradient is {norm}"

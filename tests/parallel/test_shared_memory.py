@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import mindnlp_dp as dp
 from mindnlp_dp.communication.transports import shared_memory
 from mindnlp_dp.communication.transports.half_wire import wire_for
+from mindnlp_dp.communication.transports.host_ring import even_edges
 from mindnlp_dp.communication.transports.patience import Patience
 from mindnlp_dp.communication.transports.shared_memory import HostExchange, share_rows, slice_bounds
 from mindnlp_dp.gradients.buckets.shared import SharedBucket, copy_range
@@ -194,10 +195,10 @@ def test_hosts_of_two_ranks(group, numel, dtype, compression, skip_zeros, is_pat
     values[:, numel // 2 :] = 0
     rows = share_rows(host, numel * values.itemsize).view(dtype)[:, :numel]
     rows[host.rank] = values[comm.rank]
-    bounds = slice_bounds(numel, 2, values.itemsize)
-    exchange.sum_rows(rows, bounds, 0.5, wire_for(compression, values.dtype), Patience() if is_patient else None)
+    parts = even_edges(numel, 4, 64)
+    exchange.sum_rows(rows, parts, 0.5, wire_for(compression, values.dtype), Patience() if is_patient else None)
     out = np.empty(numel, dtype)
-    copy_range(rows, bounds, 0, out)
+    copy_range(rows, parts[::2], 0, out)
     np.testing.assert_array_equal(out, values.sum(0) * 0.5)
     # Two hosts: each rank sends its slice once, in two halves; half types take half the bytes of float32.
     sent = sum(comm.allgather(exchange.bytes_sent))

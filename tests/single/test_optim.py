@@ -8,7 +8,7 @@ import pytest
 from mindnlp.core import nn
 
 from mindnlp_dp.optim import LAMB, LARS, parameter_groups, scaled_learning_rate, warmup_factor
-from mindnlp_dp.step.updaters import MindSporeUpdater
+from mindnlp_dp.update.updater import MindSporeUpdater
 from models import tiny_roberta
 from stand_in_device import counted_host_reads
 

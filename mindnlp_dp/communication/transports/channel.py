@@ -10,6 +10,7 @@ When ranks leave an exchange half way, later ones would not match: the channel i
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -21,12 +22,18 @@ class Channel(abc.ABC):
     """The exchange of gradients, of all ranks of a job.
 
     Attributes:
+        world_size: how many ranks there are.
+        shares_memory: whether :meth:`share` gives any.
+        slice_index: which slice of an exchanged array this rank makes, of ``world_size``.
         cannot_overlap: why nothing can be exchanged during a backward pass; empty when it can.
         abandoned: why this rank left an exchange half way, if it did.
         is_superseded: whether a newer channel took this one's place.
         bytes_sent: how many bytes of gradients this rank sent to other hosts; None where nobody counts them.
     """
 
+    world_size: int
+    slice_index: int
+    shares_memory = False
     cannot_overlap = ""
     abandoned = ""
     is_superseded = False
@@ -37,6 +44,25 @@ class Channel(abc.ABC):
         """One over the sum of the ranks' numbers, by which sums are scaled; None where it is 0.
 
         From another thread, with patience. On a device a tensor, which nobody waits for.
+        """
+
+    # Weights, which ranks that divide an update between them share, or give each other.
+
+    def share(self, num_bytes: int) -> Optional[np.ndarray]:
+        """So many bytes, zeroed, that all ranks of this host see; None where no host's ranks share memory. A collective.
+
+        Who writes there sees to it that nobody reads meanwhile (:meth:`wait_for_host`).
+        """
+        return None
+
+    def wait_for_host(self) -> None:  # noqa: B027
+        """A barrier of the ranks that share memory."""
+
+    def gather_from_hosts(self, array: np.ndarray, bounds: Sequence[int]) -> None:  # noqa: B027
+        """Fill in, in memory that this host's ranks share, what other hosts' ranks have made: slices between ``bounds``.
+
+        Each rank has made the slice of its ``slice_index``, of a flat array. Other ranks of this host see it behind a
+        barrier.
         """
 
     def abandon(self, error: BaseException) -> None:

@@ -1,17 +1,28 @@
 """Sums between hosts: a ring in which every host sends to its right neighbour only.
 
 Goes in: an mpi4py communicator and a flat array, of the same length on every rank. Comes out: the sum over the ranks,
-in place, with the same bits everywhere, and how many bytes it took.
+in place, with the same bits everywhere, or a piece of it on every rank; or the pieces of all ranks; and how many bytes
+it took.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 import numpy as np
 
 from .half_wire import HalfWire
 from .patience import Patience
+
+
+def even_edges(numel: int, num_pieces: int, multiple: int = 1) -> list[int]:
+    """Where pieces of about the same length begin, at multiples of a number, and the last one ends.
+
+    >>> even_edges(10, 3), even_edges(200, 3, 64)
+    ([0, 3, 6, 10], [0, 64, 128, 200])
+    """
+    return [*(numel * piece // num_pieces // multiple * multiple for piece in range(num_pieces)), numel]
 
 
 def reduce_round_ring(
@@ -21,32 +32,31 @@ def reduce_round_ring(
     *,
     wire: Optional[HalfWire] = None,
     patience: Optional[Patience] = None,
+    edges: Optional[Sequence[int]] = None,
+    scatter: bool = False,
 ) -> int:
     """Reduce ``array`` in place over a communicator, in a ring; returns the bytes that this rank sent.
 
     Of N ranks each sends N-1 pieces to be summed and N-1 sums, a Nth of the array each: 2(N-1)/N of it, whatever N
-    (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+    (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Pieces are even,
+    or cut at ``edges``; to ``scatter``, only sums are made, half of that way: rank r has that of piece r, and what
+    it finds in the others is of no use.
     On a half-precision ``wire`` every hop rounds the sum so far, and every rank ends with the same rounded sum; the
     scales, two bytes a message, are not counted.
     """
     rank, size = peers.rank, peers.size
-    right, left = (rank + 1) % size, (rank - 1) % size
-    edges = [len(array) * piece // size for piece in range(size + 1)]
-    pieces = [array[begin:end] for begin, end in zip(edges, edges[1:])]
+    pieces = _pieces(array, edges or even_edges(len(array), size))
     longest = max(len(piece) for piece in pieces)
     # Two, for what came last is sent on while the next comes.
     scratch = [wire.scratch(longest) for _ in range(2)] if wire else [np.empty(longest, array.dtype)]
     extra = 1 if wire else 0
     sent = 0
-    outgoing = wire.encode(pieces[rank]) if wire else pieces[rank]
-    for step in range(2 * (size - 1)):
-        target, is_sum = pieces[(rank - step - 1) % size], step < size - 1
+    outgoing = pieces[(rank - 1) % size]
+    outgoing = wire.encode(outgoing) if wire else outgoing
+    for step in range(size - 1 if scatter else 2 * (size - 1)):
+        target, is_sum = pieces[(rank - step - 2) % size], step < size - 1
         incoming = scratch[step % len(scratch)][: len(target) + extra] if wire or is_sum else target
-        if patience is None:
-            peers.Sendrecv(outgoing, dest=right, recvbuf=incoming, source=left)
-        else:
-            requests = [peers.Irecv(incoming, source=left), peers.Isend(outgoing, dest=right)]
-            patience.wait(requests, outgoing, incoming)
+        _pass_on(peers, outgoing, incoming, patience)
         sent += outgoing[extra:].nbytes
         if is_sum:
             reduce(target, wire.decode(incoming) if wire else incoming, out=target)
@@ -57,3 +67,28 @@ def reduce_round_ring(
             # The owner of a sum, too, keeps what the others receive.
             target[:] = wire.decode(outgoing)
     return sent
+
+
+def gather_round_ring(peers: Any, array: np.ndarray, edges: Sequence[int]) -> int:
+    """Give every rank all pieces of ``array``, of which rank r has piece r, in place; returns the bytes it sent."""
+    rank, size, sent = peers.rank, peers.size, 0
+    pieces = _pieces(array, edges)
+    for step in range(size - 1):
+        outgoing = pieces[(rank - step) % size]
+        _pass_on(peers, outgoing, pieces[(rank - step - 1) % size], None)
+        sent += outgoing.nbytes
+    return sent
+
+
+def _pieces(array: np.ndarray, edges: Sequence[int]) -> list[np.ndarray]:
+    return [array[begin:end] for begin, end in zip(edges, edges[1:])]
+
+
+def _pass_on(peers: Any, outgoing: np.ndarray, incoming: np.ndarray, patience: Optional[Patience]) -> None:
+    """Send to the right neighbour, receive from the left one."""
+    right, left = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+    if patience is None:
+        peers.Sendrecv(outgoing, dest=right, recvbuf=incoming, source=left)
+    else:
+        requests = [peers.Irecv(incoming, source=left), peers.Isend(outgoing, dest=right)]
+        patience.wait(requests, outgoing, incoming)

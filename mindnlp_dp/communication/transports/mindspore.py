@@ -35,6 +35,7 @@ class MindSporeChannel(TensorChannel):
 
     def __init__(self, transport: MindSporeTransport) -> None:
         self._transport = transport
+        self.world_size, self.slice_index = transport.world_size, transport.rank
         if transport.world_size == 1:
             self.cannot_overlap = "there is one rank"
 

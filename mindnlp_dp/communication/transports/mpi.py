@@ -50,12 +50,32 @@ class MPIChannel(HostChannel):
     def __init__(self, mpi: Any, comms: Sequence[Any], memory: HostMemory, cannot_overlap: str) -> None:
         self._mpi = mpi
         self._comms = [comm.Dup() for comm in comms]
+        self.world_size = self._comms[0].Get_size()
         self.exchange = HostExchange(*self._comms[1:])
         self.memory = memory
         self.cannot_overlap = cannot_overlap
 
     def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
         all_reduce_in_place(self._comms[0], buffer, self._mpi.SUM, patience)
+
+    @property
+    def shares_memory(self) -> bool:  # type: ignore[override]
+        return self.memory.is_available
+
+    @property
+    def slice_index(self) -> int:  # type: ignore[override]
+        """Each local rank's slice, on whatever host, is one behind the other: those go round one ring."""
+        everybody, host, peers = self._comms
+        return host.rank * peers.size + peers.rank if self.memory.is_available else everybody.rank
+
+    def share(self, num_bytes: int) -> Optional[np.ndarray]:
+        return self.memory.flat(num_bytes)
+
+    def wait_for_host(self) -> None:
+        self.exchange.wait_for_host()
+
+    def gather_from_hosts(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+        self.exchange.gather_from_hosts(array, bounds)
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]

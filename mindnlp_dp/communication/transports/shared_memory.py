@@ -21,7 +21,7 @@ from typing import Any, Optional
 import numpy as np
 
 from .half_wire import HalfWire
-from .host_ring import reduce_round_ring
+from .host_ring import gather_round_ring, reduce_round_ring
 from .patience import Patience, barrier
 from .zero_blocks import sum_over_hosts
 
@@ -105,6 +105,11 @@ class HostMemory:
             return None
         return rows
 
+    def flat(self, num_bytes: int) -> Optional[np.ndarray]:
+        """One array of bytes that all ranks of a host see, instead of a row for each. A collective."""
+        rows = self.rows(-(-num_bytes // self._host.size))
+        return None if rows is None else rows.reshape(-1)[:num_bytes]
+
 
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
@@ -155,20 +160,39 @@ class HostExchange:
         scale: float,
         wire: Optional[HalfWire] = None,
         patience: Optional[Patience] = None,
+        *,
+        scatter: bool = False,
     ) -> None:
         """Scale every row, sum them over all ranks, each rank its slice; slice ``r`` of the sum is in row ``r``.
+
+        Slice ``r`` is local rank ``r``'s on every host, and consists of as many parts as there are hosts: ``bounds`` say
+        where all parts of all slices begin, and the last one ends, at multiples of 64 elements where blocks of zeros
+        are to stay at home. To ``scatter``, each host ends with the sum of its own part of a slice only.
 
         Every element is multiplied by ``scale`` before it is added, as an exchange without shared memory does it, and
         the rows of a host are added in rank order, so that where a slice begins makes no difference to its bits.
         """
-        rank = self._host.rank
-        first, last = bounds[rank], bounds[rank + 1]
+        rank, edges = self._host.rank, self._of_hosts(bounds)
+        first, last = edges[0], edges[-1]
         factor = rows.dtype.type(scale)
         barrier(self._host, patience)
         _sum_scaled(rows, rank, first, last, factor)
         if self._peers.size > 1:
-            self.bytes_sent += sum_over_hosts(self._peers, rows[rank, first:last], wire, patience, self.skip_zeros)
+            within = [edge - first for edge in edges]
+            self.bytes_sent += sum_over_hosts(
+                self._peers, rows[rank, first:last], wire, patience, self.skip_zeros, edges=within, scatter=scatter
+            )
         barrier(self._host, patience)
+
+    def _of_hosts(self, bounds: Sequence[int]) -> Sequence[int]:
+        """Where the hosts' parts of this local rank's slice begin, and the last one ends."""
+        rank, hosts = self._host.rank, self._peers.size
+        return bounds[rank * hosts : (rank + 1) * hosts + 1]
+
+    def gather_from_hosts(self, array: np.ndarray, bounds: Sequence[int]) -> None:
+        """Fill in what the other hosts' ranks of this local rank have: each its part of its slice, in place."""
+        if self._peers.size > 1:
+            self.bytes_sent += gather_round_ring(self._peers, array, self._of_hosts(bounds))
 
     @property
     def has_stage(self) -> bool:

@@ -14,6 +14,7 @@ from .transport import HostTransport
 class SingleProcessChannel(HostChannel):
     """Of one rank: a sum is what was put in."""
 
+    world_size, slice_index = 1, 0
     cannot_overlap = "there is one rank"
 
     def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:

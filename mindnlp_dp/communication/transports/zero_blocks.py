@@ -12,12 +12,13 @@ sum over the ranks, in place, with the same bits everywhere, and how many bytes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from .half_wire import HalfWire
-from .host_ring import reduce_round_ring
+from .host_ring import even_edges, reduce_round_ring
 from .patience import Patience, all_reduce_in_place
 
 # Elements of a block that is sent whole or not at all: 256 bytes of float32, one bit on the wire.
@@ -27,18 +28,28 @@ _WORTH_PACKING = 0.1
 
 
 def sum_over_hosts(
-    peers: Any, array: np.ndarray, wire: Optional[HalfWire], patience: Optional[Patience], skip_zeros: bool = True
+    peers: Any,
+    array: np.ndarray,
+    wire: Optional[HalfWire],
+    patience: Optional[Patience],
+    skip_zeros: bool = True,
+    *,
+    edges: Optional[Sequence[int]] = None,
+    scatter: bool = False,
 ) -> int:
     """Sum ``array`` in place over the hosts; blocks that are zero on all of them are not sent. Returns bytes sent.
 
+    ``edges``, at whole blocks, and ``scatter`` are those of :func:`.reduce_round_ring`.
+
     The gradient of an embedding has few rows that are not zero, and is often half of the model
     (Fei et al., "Efficient sparse collective communication and its application to accelerate distributed deep
-    learning", SIGCOMM 2021, send non-zero blocks only, too). Nothing is rounded by that. The bits that say which
-    blocks are sent, a 2,048th of float32, are not counted.
+    learning", SIGCOMM 2021, send non-zero blocks only, too). Nothing is rounded by that, and no sum made in another
+    order. The bits that say which blocks are sent, a 2,048th of float32, are not counted.
     """
     num_blocks = len(array) // BLOCK_ELEMENTS
+    edges = edges or even_edges(len(array), peers.size, BLOCK_ELEMENTS)
     if not skip_zeros or num_blocks == 0:
-        return reduce_round_ring(peers, array, wire=wire, patience=patience)
+        return reduce_round_ring(peers, array, wire=wire, patience=patience, edges=edges, scatter=scatter)
     from mpi4py import MPI
 
     blocks = array[: num_blocks * BLOCK_ELEMENTS].reshape(num_blocks, BLOCK_ELEMENTS)
@@ -48,10 +59,12 @@ def sum_over_hosts(
     all_reduce_in_place(peers, bits, MPI.BOR, patience)
     sent_blocks = np.flatnonzero(np.unpackbits(bits, count=num_blocks))
     if len(sent_blocks) > (1 - _WORTH_PACKING) * num_blocks:
-        return reduce_round_ring(peers, array, wire=wire, patience=patience)
+        return reduce_round_ring(peers, array, wire=wire, patience=patience, edges=edges, scatter=scatter)
     tail = array[num_blocks * BLOCK_ELEMENTS :]
     packed = np.concatenate([blocks[sent_blocks].reshape(-1), tail])
-    sent = reduce_round_ring(peers, packed, wire=wire, patience=patience)
+    of_packed = np.searchsorted(sent_blocks, [edge // BLOCK_ELEMENTS for edge in edges[:-1]]) * BLOCK_ELEMENTS
+    packed_edges = [*of_packed.tolist(), len(packed)]
+    sent = reduce_round_ring(peers, packed, wire=wire, patience=patience, edges=packed_edges, scatter=scatter)
     blocks[sent_blocks] = packed[: len(packed) - len(tail)].reshape(-1, BLOCK_ELEMENTS)
     tail[:] = packed[len(packed) - len(tail) :]
     return sent

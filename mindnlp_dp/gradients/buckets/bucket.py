@@ -9,6 +9,8 @@ from __future__ import annotations
 import abc
 from typing import Any, Optional
 
+import numpy as np
+
 from mindnlp_dp.communication.transports.patience import Patience
 
 from .layout import BucketLayout
@@ -24,11 +26,13 @@ class Bucket(abc.ABC):
     ``keep`` remembers what was put so far, and ``restore`` goes back to it, be the sum made or not.
 
     Attributes:
+        scatter: whether a rank's own slice of the sum is all that it will look at; set before the exchange begins.
         is_asynchronous: whether ``start`` returns while the exchange is under way. If not, buckets are best
             exchanged one after the other, each while it is in the cache; or on a thread, which gives ``start`` its
             patience, so that waiting leaves the core to the thread that computes.
     """
 
+    scatter = False
     is_asynchronous = False
 
     def __init__(self, layout: BucketLayout) -> None:
@@ -52,6 +56,17 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def get(self, index: int) -> Any: ...
+
+    @abc.abstractmethod
+    def sums(self) -> list[tuple[int, np.ndarray]]:
+        """Where the result is in host memory, between ``wait`` and ``release``: offsets in the bucket, and arrays there.
+
+        They stay in the same place for as long as the bucket is there; what is in them is new behind a call.
+        """
+
+    def own_sums(self) -> list[tuple[int, np.ndarray]]:
+        """Those of them that no other rank writes to, which together are all of the bucket."""
+        return self.sums()
 
     @abc.abstractmethod
     def release(self) -> None: ...

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from mindnlp_dp.arrays.conversion import copy_of
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import aligned_zeros, copy_of, to_host
 from mindnlp_dp.arrays.types import HALF_TYPES
 from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.communication.transports.patience import Patience
 
 from .bucket import Bucket
+from .host import sum_dtype
 from .layout import BucketLayout
 
 
@@ -53,6 +56,7 @@ class DeviceBucket(Bucket):
         self._result: Optional[Any] = None
         self._handle: Optional[Any] = None
         self._slices: dict[int, Any] = {}
+        self._on_host: Optional[np.ndarray] = None
 
     def put(self, index: int, gradient: Any, weight: float) -> None:
         kind = (weight, gradient.dtype)
@@ -109,6 +113,13 @@ class DeviceBucket(Bucket):
     def get(self, index: int) -> Any:
         # A copy: MindSpore refuses to assign to a view, and MindNLP's clip_grad_norm_ assigns to gradients.
         return copy_of(self._slices[index].reshape(self._slots[index].shape))
+
+    def sums(self) -> list[tuple[int, np.ndarray]]:
+        if self._on_host is None:
+            self._on_host = aligned_zeros(self.layout.numel, sum_dtype(self.layout))
+        for slot in self.layout.slots if self._slices else ():
+            self._on_host[slot.offset : slot.offset + slot.numel] = to_host(self._slices[slot.index]).reshape(-1)
+        return [(0, self._on_host)]
 
     def release(self) -> None:
         """Nobody else reads these tensors."""

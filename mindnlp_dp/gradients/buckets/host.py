@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.arrays.conversion import aligned_zeros, from_host, to_host
 from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.communication.transports.patience import Patience
 
@@ -52,7 +52,8 @@ class HostBucket(Bucket):
     def __init__(self, layout: BucketLayout, channel: HostChannel, buffer: Optional[np.ndarray] = None) -> None:
         super().__init__(layout)
         self._channel = channel
-        self._buffer = np.empty(layout.numel, sum_dtype(layout)) if buffer is None else buffer
+        # Zeros, for the gaps between slots are added up with them.
+        self._buffer = aligned_zeros(layout.numel, sum_dtype(layout)) if buffer is None else buffer
         self._filled: set[int] = set()
         self._kept: set[int] = set()
         self._results: dict[int, np.ndarray] = {}
@@ -109,6 +110,9 @@ class HostBucket(Bucket):
         if not (_is_free(self._results, index) and references_tell(from_host)):
             self._results[index] = np.empty(self._slots[index].numel, self._buffer.dtype)
         return self._results[index]
+
+    def sums(self) -> list[tuple[int, np.ndarray]]:
+        return [(0, self._buffer)]
 
     def release(self) -> None:
         """Nobody else reads this buffer."""

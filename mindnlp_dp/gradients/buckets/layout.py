@@ -2,17 +2,26 @@
 
 Goes in: shapes and types in the order of the model. Comes out: buckets, filled
 from the last parameter to the first, the order in which a backward pass
-finishes gradients. Knows no tensors and no ranks.
+finishes gradients; and how a bucket is cut into slices, one a rank. Knows no tensors.
+
+A slice is cut where a block of a parameter ends (:data:`BLOCK_NUMEL`), never within one. What is summed up block by
+block, such as the squares of a norm, then has the same bits whatever the number of slices.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 BYTES_PER_MB = 1 << 20
+# In memory a parameter begins at a multiple of so many elements: of a cache line, of the widest vector of a processor,
+# and of the blocks that are sent between hosts or not (zero_blocks.py). So no arithmetic on it depends on its place.
+ALIGN_NUMEL = 64
+# Elements of a parameter that one rank has, whole; below what OpenBLAS would share out among threads.
+BLOCK_NUMEL = 8192
 _ITEM_SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -31,18 +40,44 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: slots that follow each other without gaps, all of one type."""
+    """One bucket: slots one behind the other, all of one type, each at a multiple of :data:`ALIGN_NUMEL`.
+
+    Attributes:
+        numel: of the whole bucket, gaps included.
+        num_bytes: of its parameters, without gaps.
+    """
 
     dtype: str
     slots: tuple[Slot, ...]
 
     @property
     def numel(self) -> int:
-        return sum(slot.numel for slot in self.slots)
+        return aligned(self.slots[-1].offset + self.slots[-1].numel) if self.slots else 0
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * _ITEM_SIZE[self.dtype]
+        return sum(slot.numel for slot in self.slots) * _ITEM_SIZE[self.dtype]
+
+    def slice_bounds(self, num_slices: int) -> tuple[int, ...]:
+        """Where ``num_slices`` slices begin, and the last one ends: as even as whole blocks allow.
+
+        >>> BucketLayout("float32", (Slot(1, 0, (10000,)), Slot(0, 10048, (30,)))).slice_bounds(2)
+        (0, 8192, 10112)
+        """
+        cuts = [slot.offset + block for slot in self.slots for block in range(0, max(slot.numel, 1), BLOCK_NUMEL)]
+        cuts.append(self.numel)
+        bounds = [_nearest(cuts, self.numel * number / num_slices) for number in range(num_slices)]
+        return (0, *bounds[1:], self.numel)
+
+
+def aligned(numel: int) -> int:
+    """The next multiple of :data:`ALIGN_NUMEL`."""
+    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
+
+
+def _nearest(cuts: Sequence[int], wanted: float) -> int:
+    after = min(bisect.bisect_left(cuts, wanted), len(cuts) - 1)
+    return min(cuts[max(after - 1, 0)], cuts[after], key=lambda cut: abs(cut - wanted))
 
 
 def first_order(num_parameters: int) -> list[int]:
@@ -84,11 +119,12 @@ def pack_buckets(
             raise TypeError(f"parameter {index} is {dtype}; gradients can be {', '.join(_ITEM_SIZE)}")
         slots = open_slots.setdefault(dtype, [])
         filled = sum(slot.numel for slot in slots)
+        end = aligned(slots[-1].offset + slots[-1].numel) if slots else 0
         if slots and (filled + math.prod(shape)) * _ITEM_SIZE[dtype] > bucket_cap_mb * BYTES_PER_MB:
             buckets.append(BucketLayout(dtype, tuple(slots)))
             slots.clear()
-            filled = 0
-        slots.append(Slot(index, filled, shape))
+            end = 0
+        slots.append(Slot(index, end, shape))
     buckets += [BucketLayout(dtype, tuple(slots)) for dtype, slots in open_slots.items() if slots]
     return tuple(buckets)
 

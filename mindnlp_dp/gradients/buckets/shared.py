@@ -29,7 +29,6 @@ import numpy as np
 from mindnlp_dp.communication.transports.half_wire import wire_for
 from mindnlp_dp.communication.transports.mpi import MPIChannel
 from mindnlp_dp.communication.transports.patience import Patience
-from mindnlp_dp.communication.transports.shared_memory import slice_bounds
 
 from .host import HostBucket
 from .layout import BucketLayout, Slot
@@ -48,11 +47,19 @@ class SharedBucket(HostBucket):
         super().__init__(layout, channel, rows[self._exchange.local_rank])
         self._rows = rows
         self._wire = wire_for(compression, rows.dtype)
-        self._bounds = slice_bounds(layout.numel, len(rows), rows.itemsize)
+        self._parts = layout.slice_bounds(channel.world_size)
+        # Slices of the host's ranks, each of as many parts as there are hosts.
+        self._bounds = self._parts[:: channel.world_size // len(rows)]
 
     def start(self, scale: float, patience: Optional[Patience] = None) -> None:
         self._fill_gaps()
-        self._exchange.sum_rows(self._rows, self._bounds, scale, self._wire, patience)
+        self._exchange.sum_rows(self._rows, self._parts, scale, self._wire, patience, scatter=self.scatter)
+
+    def sums(self) -> list[tuple[int, np.ndarray]]:
+        return [(first, row[first:last]) for row, first, last in zip(self._rows, self._bounds, self._bounds[1:])]
+
+    def own_sums(self) -> list[tuple[int, np.ndarray]]:
+        return [self.sums()[self._exchange.local_rank]]
 
     def _copy_result(self, slot: Slot, out: np.ndarray) -> None:
         copy_range(self._rows, self._bounds, slot.offset, out)

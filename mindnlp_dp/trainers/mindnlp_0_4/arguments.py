@@ -22,6 +22,7 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_process_group
 from mindnlp_dp.gradients.powersgd import DEFAULT_RANK
 from mindnlp_dp.gradients.synchronizer import DEFAULT_BUCKET_CAP_MB
+from mindnlp_dp.update.choose import check_zero_stage
 
 # What MindNLP's TrainingArguments take, and its Trainer never looks at.
 _WITHOUT_EFFECT = ("fp16", "bf16", "group_by_length")
@@ -55,6 +56,13 @@ class DataParallelArguments(TrainingArguments):
     )
     compression: Optional[str] = field(
         default=None, metadata={"help": 'Of gradients: "fp16", "bf16" or "powersgd"; None exchanges them as they are.'}
+    )
+    zero_stage: Union[int, str] = field(
+        default="auto",
+        metadata={
+            "help": "Every rank updates everything (0), or a slice, whose optimizer state (1) and averaged gradients "
+            '(2) it alone has; "auto" takes what is fastest.'
+        },
     )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})
     trace: Optional[str] = field(
@@ -141,6 +149,7 @@ class DataParallelArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_zero_stage(self.zero_stage)
         if self.auto_find_batch_size and self.world_size > 1:
             raise ValueError(
                 "auto_find_batch_size with several ranks: each would find its own batch size; "

@@ -58,7 +58,7 @@ class ResumableLoop:
         """All that this run consists of, besides the model's weights; the same on every rank."""
         trainer = self.trainer
         return {
-            **self.parts.state(),
+            **self.parts.state(keep=self.args.should_save),
             "callbacks": callback_states(trainer.callback_handler.callbacks),
             "data": self.args.data_order(self.loader.num_samples),
             "global_batch_size": self.loader.global_batch_size,

@@ -36,8 +36,8 @@ from mindnlp_dp.step.seeds import seeded, step_seed
 from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
 from mindnlp_dp.step.timeline import Timeline
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
-from mindnlp_dp.step.updaters import MindNLPUpdater
 from mindnlp_dp.trainers.control import ControlAgreement
+from mindnlp_dp.update.choose import make_updater
 
 from .resuming import ResumableLoop, open_data
 
@@ -80,7 +80,7 @@ class TrainingLoop(ResumableLoop):
             trainer._created_lr_scheduler = False
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         self.synchronizer = trainer.synchronizer(trainer.model)
-        updater = MindNLPUpdater(trainer.optimizer, self.synchronizer.parameters, trainer.lr_scheduler)
+        updater = make_updater(trainer.optimizer, self.synchronizer, args.zero_stage, trainer.lr_scheduler)
         self.train_step = TrainStep(
             self.synchronizer, updater, self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,

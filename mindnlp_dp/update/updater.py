@@ -1,4 +1,4 @@
-"""From averaged gradients to new weights: what differs between MindNLP's optimizers and MindSpore's own.
+"""An optimizer as the step sees it; those of MindNLP and MindSpore, whose own code every rank runs on all parameters.
 
 Goes in: the gradients that every rank has. Comes out: the same new weights on every rank. MindNLP's optimizers, like
 PyTorch's, read ``parameter.grad``; those of ``mindspore.nn`` are called with the gradients.
@@ -13,6 +13,10 @@ from typing import Any, Optional
 
 import mindspore
 
+from mindnlp_dp.arrays.inspection import inspection
+from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.gradients.window import GradientWindow
+
 
 class Updater(abc.ABC):
     """An optimizer, and the parameters that it updates; gradients are in their order, None where there is none.
@@ -26,6 +30,14 @@ class Updater(abc.ABC):
     def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         self.optimizer = optimizer
         self.parameters = parameters
+
+    def average(self, window: GradientWindow) -> Any:
+        """Exchange a window: what the other methods take as gradients. A collective."""
+        return window.reduce()
+
+    def are_finite(self, gradients: Any) -> bool:
+        """Whether averaged gradients hold neither NaN nor infinity; the same on every rank."""
+        return inspection(get_process_group().on_device).are_finite([g for g in gradients if g is not None])
 
     @abc.abstractmethod
     def clip(self, gradients: Sequence[Optional[Any]], max_norm: float) -> tuple[Sequence[Optional[Any]], float]:
@@ -43,8 +55,11 @@ class Updater(abc.ABC):
         """What the optimizer updates, by group, by the names in ``model``."""
 
     @abc.abstractmethod
-    def optimizer_state(self) -> dict[str, Any]:
-        """A tree of plain data, the same on every rank."""
+    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+        """A tree of plain data, the same on every rank, except that one that does not ``keep`` it has no arrays.
+
+        A collective where ranks divide the update.
+        """
 
     @abc.abstractmethod
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None: ...
@@ -66,7 +81,20 @@ class MindNLPUpdater(Updater):
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:
         self._attach(gradients)
-        self.optimizer.step()
+        self._step_on([p for p, gradient in zip(self.parameters, gradients) if gradient is not None])
+
+    def _step_on(self, parameters: Sequence[Any]) -> None:
+        """Let the optimizer update these only; MindNLP's stumble over parameters without a gradient."""
+        wanted = set(map(id, parameters))
+        groups = self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) in wanted]
+            self.optimizer.step()
+        finally:
+            for group, whole in zip(groups, everything):
+                group["params"] = whole
 
     def finish(self) -> None:
         from mindnlp.core import optim
@@ -81,7 +109,7 @@ class MindNLPUpdater(Updater):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return [[names.get(id(p), "?") for p in group["params"]] for group in self.optimizer.param_groups]
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
@@ -120,7 +148,7 @@ class MindSporeUpdater(Updater):
         weights = set(map(id, self.parameters))
         return {name: p for name, p in self.optimizer.parameters_dict().items() if id(p) not in weights}
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
         return {name: p.asnumpy().copy() for name, p in self._own_parameters().items()}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:

@@ -1,0 +1,137 @@
+"""Who updates what: ``zero_stage``, as asked for or as it is best here.
+
+Goes in: an optimizer, and the exchange of its gradients. Comes out: its updater, the same kind on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Optional, Union
+
+import mindspore
+
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.gradients.window import GradientWindow
+
+from .updater import MindNLPUpdater, MindSporeUpdater, Updater
+
+ZERO_STAGES = (0, 1, 2, "auto")
+
+
+def check_zero_stage(zero_stage: Any) -> Union[int, str]:
+    """``zero_stage`` as it is, or ValueError."""
+    if isinstance(zero_stage, bool) or zero_stage not in ZERO_STAGES:
+        raise ValueError(
+            f"zero_stage must be 0 (every rank updates everything), 1 (optimizer state is divided), 2 (gradients too) "
+            f'or "auto", got {zero_stage!r}'
+        )
+    return zero_stage
+
+
+def make_updater(
+    optimizer: Any, window: GradientWindow, zero_stage: Union[int, str] = "auto", scheduler: Any = None
+) -> Updater:
+    """The updater of ``optimizer`` for gradients that ``window`` exchanges. A collective.
+
+    Raises:
+        ValueError: the update cannot be divided as ``zero_stage`` says; the message says why.
+    """
+    check_zero_stage(zero_stage)
+    reason = _why_undivided(optimizer, window)
+    if zero_stage not in (0, "auto") and reason:
+        raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")
+    if isinstance(optimizer, mindspore.nn.Optimizer):
+        return MindSporeUpdater(optimizer, window.parameters)
+    rule = None if window.group.on_device else rule_for(optimizer, window)
+    stage, why = (
+        (0, reason) if zero_stage == "auto" and reason else _stage(zero_stage, window, has_rule=rule is not None)
+    )
+    if zero_stage == "auto" and window.group.world_size > 1 and window.group.is_main:
+        _say_once(f'zero_stage="auto" is {stage} here: {why}')
+    if rule is not None and isinstance(window, GradientSynchronizer):
+        from .flat import FlatUpdater
+
+        return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=_dispatches_synchronously())
+    if stage:
+        from .dealt import DealtUpdater
+
+        return DealtUpdater(optimizer, window.parameters, window.group, scheduler)
+    return MindNLPUpdater(optimizer, window.parameters, scheduler)
+
+
+def _why_undivided(optimizer: Any, window: GradientWindow) -> str:
+    """Why every rank has to update everything; empty when it has not."""
+    if isinstance(optimizer, mindspore.nn.Optimizer):
+        return "optimizers of mindspore.nn update all of their parameters in one call"
+    if not isinstance(window, GradientSynchronizer):
+        return "a reducer of MindSpore's gives whole gradients to every rank"
+    if window.compression == "powersgd":
+        return "PowerSGD gives whole gradients to every rank"
+    if window.group.on_device:
+        return "on devices every rank updates everything for now"
+    return ""
+
+
+def _stage(zero_stage: Union[int, str], window: GradientWindow, *, has_rule: bool) -> tuple[int, str]:
+    if zero_stage != "auto":
+        return int(zero_stage), "asked for"
+    group, channel = window.group, window.channel
+    if group.world_size == 1:
+        return 0, "there is one rank"
+    if not has_rule:
+        return 0, "this optimizer's own code updates whole parameters"
+    if not channel.shares_memory:
+        return 0, "ranks share no memory, and new weights would have to be sent"
+    if not _dispatches_synchronously():
+        return 0, "MindSpore dispatches operators asynchronously, and no weights can be shared"
+    if group.local_world_size < group.world_size and isinstance(window, GradientSynchronizer) and window.compression:
+        return 0, "weights take more of the wire than compressed gradients"
+    return 2, "the ranks of a host share one set of weights, and each updates its slice"
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    print(message, flush=True)
+
+
+def _dispatches_synchronously() -> bool:
+    from mindspore._c_expression import RuntimeConf
+
+    return bool(RuntimeConf.get_instance().is_launch_blocking())
+
+
+def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
+    """The rule that does in flat arrays what ``optimizer`` does; None when none is known to.
+
+    A subclass may do something else, and so may whoever hooks into ``step``.
+    """
+    from mindnlp.core import optim
+
+    from mindnlp_dp.optim import LAMB, LARS
+
+    from .rules import AdamRule, LAMBRule, LARSRule, SGDRule
+
+    kind, groups = type(optimizer), optimizer.param_groups
+    if not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
+        return None
+    if any(dtype_name(p) != "float32" or hasattr(p, "set_data") for p in window.parameters):
+        return None
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    if any(getattr(optimizer, name, None) for name in hooks) or _is_overridden(optimizer):
+        return None
+    if any(group.get("maximize") or group.get("amsgrad") for group in groups):
+        return None
+    if kind in (optim.AdamW, optim.Adam):
+        return AdamRule(decoupled=kind is optim.AdamW)
+    if kind is optim.SGD:
+        return SGDRule(has_momentum=any(group["momentum"] for group in groups))
+    if kind is LAMB:
+        return LAMBRule()
+    return LARSRule() if kind is LARS else None
+
+
+def _is_overridden(optimizer: Any) -> bool:
+    """Whether somebody put another ``step`` into this object; a scheduler does, and only counts."""
+    own = vars(optimizer).get("step")
+    return own is not None and not getattr(own, "_wrapped_by_lr_sched", False)

@@ -1,0 +1,98 @@
+"""Optimizers of whose arithmetic nothing is known, divided: each rank runs their own code on whole parameters.
+
+Goes in: averaged gradients, which every rank has. Comes out: new weights on every rank. Parameters are dealt out by
+size, as PyTorch's ZeroRedundancyOptimizer does; a rank has the optimizer state of its own ones only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.replicas.weights import set_weight
+
+from .updater import MindNLPUpdater
+
+
+def dealt_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank of each of several parameters: the largest first, to whoever has least.
+
+    >>> dealt_out([1, 5, 4, 2], 2)
+    [1, 0, 1, 0]
+    """
+    loads, ranks = [0] * num_ranks, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        ranks[index] = loads.index(min(loads))
+        loads[ranks[index]] += sizes[index]
+    return ranks
+
+
+class DealtUpdater(MindNLPUpdater):
+    """For any optimizer of MindNLP's that updates every parameter for itself."""
+
+    def __init__(self, optimizer: Any, parameters: Sequence[Any], group: ProcessGroup, scheduler: Any = None) -> None:
+        super().__init__(optimizer, parameters, scheduler)
+        self._group = group
+        owners = dealt_out([int(p.size) for p in parameters], group.world_size)
+        self._owners = {id(p): owner for p, owner in zip(parameters, owners)}
+
+    def update(self, gradients: Sequence[Optional[Any]]) -> None:
+        used = [p for p, gradient in zip(self.parameters, gradients) if gradient is not None]
+        self._attach(gradients)
+        self._step_on([p for p in used if self._owners[id(p)] == self._group.rank])
+        for owner in range(self._group.world_size):
+            self._send_weights([p for p in used if self._owners[id(p)] == owner], owner)
+
+    def _send_weights(self, parameters: Sequence[Any], owner: int) -> None:
+        """Several in one message, each kind of numbers by itself."""
+        by_type: dict[np.dtype, list[tuple[Any, np.ndarray]]] = {}
+        for parameter in parameters:
+            host = to_host(parameter)
+            by_type.setdefault(host.dtype, []).append((parameter, host))
+        for pairs in by_type.values():
+            sent = self._group.broadcast(np.concatenate([host.reshape(-1) for _, host in pairs]), src=owner)
+            if self._group.rank != owner:
+                parts = np.split(sent, np.cumsum([host.size for _, host in pairs])[:-1])
+                for (parameter, host), part in zip(pairs, parts):
+                    set_weight(parameter, from_host(part.reshape(host.shape), dtype_name(parameter)))
+
+    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+        mine = self.optimizer.state_dict()
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state: dict[int, Any] = {}
+        for number, parameter in enumerate(everything):
+            owner = self._owners.get(id(parameter))
+            if owner is None:
+                continue
+            theirs = self._group.broadcast_object(_as_data(mine["state"].get(number)), src=owner)
+            if theirs is not None:
+                state[number] = {name: _as_tensor(value) for name, value in theirs.items()} if keep else {}
+        return {"state": state, "param_groups": mine["param_groups"]}
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        mine = {
+            number: state
+            for number, state in saved["state"].items()
+            if self._owners.get(id(everything[int(number)])) in (self._group.rank, None)
+        }
+        self.optimizer.load_state_dict({"state": mine, "param_groups": saved["param_groups"]})
+
+
+def _as_data(state: Optional[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
+    """Tensors as arrays, which can be sent."""
+    if state is None:
+        return None
+    return {
+        name: (to_host(value), dtype_name(value)) if hasattr(value, "asnumpy") else value
+        for name, value in state.items()
+    }
+
+
+def _as_tensor(value: Any) -> Any:
+    return from_host(*value) if isinstance(value, tuple) and len(value) == 2 else value

@@ -1,0 +1,342 @@
+"""An update of flat arrays: clipping, a rule, new weights; on every rank whole, or divided.
+
+Goes in: the sums that an exchange left in the buckets. Comes out: new weights, in the flat array that the parameters
+point into (flat_weights.py). Which part of it a rank has, on a host with two ranks (``zero_stage`` 1 and 2)::
+
+                bucket 0            bucket 1
+    gradients │ 0 0 0 │ 1 1 1 │   │ 0 0 │ 1 1 1 │     slice r of each sum is in row r of shared memory
+    weights   │ 0 0 0 │ 1 1 1 │   │ 0 0 │ 1 1 1 │     one array of the host
+    state     │ 0 0 0   0 0 │ and │ 1 1 1   1 1 1 │   an array a rank, in its own memory
+
+No rank writes to weights before all have ended their backward passes (the exchange's header sees to that), and none
+reads them before all have written (the barrier behind the update).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import aligned_zeros, from_host, to_host
+from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL, aligned
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+
+from .block_sums import BlockSums
+from .flat_weights import FlatWeights
+from .rules import Rule, Segment, Update
+from .state_shards import Piece, StateShards
+from .updater import MindNLPUpdater
+
+# Longer segments are cut: what is done to one in several passes then stays in the cache.
+_SEGMENT_NUMEL = 64 * BLOCK_NUMEL
+# By optimizer: one that is given to another updater keeps its state.
+_shards_of: weakref.WeakKeyDictionary[Any, StateShards] = weakref.WeakKeyDictionary()
+
+
+class FlatUpdater(MindNLPUpdater):
+    """For optimizers of MindNLP's that have a rule, with weights of float32 in the memory of a host.
+
+    What an update is handed from :meth:`average` to :meth:`update` is which parameters were used.
+
+    Args:
+        zero_stage: 0, 1 or 2.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        synchronizer: GradientSynchronizer,
+        rule: Rule,
+        zero_stage: int,
+        scheduler: Any = None,
+        *,
+        may_share: bool = True,
+    ) -> None:
+        super().__init__(optimizer, synchronizer.parameters, scheduler)
+        self.zero_stage = zero_stage
+        self._sync = synchronizer
+        self._group = synchronizer.group
+        self._channel = synchronizer.channel
+        self._rule = rule
+        self._may_share = may_share and zero_stage > 0
+        self._shapes = [tuple(p.shape) for p in self.parameters]
+        self._blocks = BlockSums([math.prod(shape) for shape in self._shapes])
+        self._buckets: Any = None
+        self._shards: Optional[StateShards] = None
+        self._saved_in_optimizer: Any = None
+        self._shares_memory = False
+        synchronizer.scatter = zero_stage == 2
+        self._arrange()
+
+    # Where everything is.
+
+    def _arrange(self) -> None:
+        """Weights, state and what this rank updates, for the buckets as they are packed now. A collective."""
+        buckets = self._buckets = self._sync.buckets
+        layouts = [bucket.layout for bucket in buckets]
+        numel = sum(layout.numel for layout in layouts)
+        shared = self._channel.share(4 * numel) if self._may_share and numel else None
+        self._shares_memory = shared is not None
+        memory = aligned_zeros(numel, np.float32) if shared is None else shared.view(np.float32)
+        self.weights = FlatWeights(self._sync.names, self.parameters, layouts, memory)
+        self._bounds = [layout.slice_bounds(self._channel.world_size) for layout in layouts]
+        if self._writes:
+            self.weights.take_over()
+        self._wait()
+        self.weights.adopt()
+        number = self._channel.slice_index
+        self._own = [
+            self._within(bucket.sums(), bounds[number], bounds[number + 1])
+            for bucket, bounds in zip(buckets, self._bounds)
+        ]
+        whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in buckets]
+        self._updated = self._own if self.zero_stage else whole
+        # Where this rank may write to gradients: in stage 0, too, no two ranks to the same.
+        self._scaled = self._own if self.zero_stage else [bucket.own_sums() for bucket in buckets]
+        self._own_pieces = [
+            (piece, array[piece.flat])
+            for number, parts in enumerate(self._own)
+            for first, array in parts
+            for piece in self._pieces(number, first, len(array), -first)
+        ]
+        pieces, length = [], 0
+        for number, ranges in enumerate(self._updated):
+            for first, array in ranges:
+                pieces += self._pieces(number, first, len(array), length - first)
+                length += len(array)
+        shards = StateShards(
+            self._rule.state_names, self._shapes, pieces, length, self._group, is_whole=self.zero_stage == 0
+        )
+        self._adopt_state(shards)
+        self._partition: Optional[tuple[int, ...]] = None
+
+    @property
+    def _writes(self) -> bool:
+        return not self._shares_memory or self._group.local_rank == 0
+
+    def _wait(self) -> None:
+        if self._shares_memory:
+            self._channel.wait_for_host()
+
+    @staticmethod
+    def _within(arrays: Sequence[tuple[int, np.ndarray]], begin: int, end: int) -> list[tuple[int, np.ndarray]]:
+        """What of ``arrays``, at their offsets in a bucket, is between ``begin`` and ``end``."""
+        cut = [(max(first, begin), first, array) for first, array in arrays]
+        found = [(start, array[start - first : max(end - first, 0)]) for start, first, array in cut]
+        return [(start, part) for start, part in found if len(part)]
+
+    def _pieces(self, number: int, first: int, numel: int, shift: int) -> list[Piece]:
+        """The parameters' pieces in part of a bucket, at offsets that are ``shift`` more than those in it."""
+        pieces = []
+        for slot in self._buckets[number].layout.slots:
+            begin, end = max(slot.offset, first), min(slot.offset + slot.numel, first + numel)
+            if begin < end:
+                pieces.append(Piece(slot.index, begin - slot.offset, end - slot.offset, begin + shift))
+        return pieces
+
+    # The update.
+
+    def average(self, window: Any) -> Optional[np.ndarray]:
+        used = window.reduce_in_place()
+        if self._sync.buckets is not self._buckets:
+            self._arrange()
+        if used is not None:
+            for bucket in self._used_buckets(used):
+                bucket.sums()
+        return used
+
+    def _used_buckets(self, used: np.ndarray) -> list[Any]:
+        return [bucket for bucket in self._buckets if any(used[slot.index] for slot in bucket.layout.slots)]
+
+    def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
+        norm = self._norm(gradients)
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1:
+            for bucket, parts in zip(self._buckets, self._scaled):
+                if any(gradients[slot.index] for slot in bucket.layout.slots):
+                    for _, array in parts:
+                        array *= np.float32(factor)
+        if self.zero_stage == 0:
+            # The others read what this rank has scaled.
+            self._channel.wait_for_host()
+        return gradients, norm
+
+    def are_finite(self, gradients: Any) -> bool:
+        return math.isfinite(self._norm(gradients))
+
+    def _norm(self, used: np.ndarray) -> float:
+        """Of all gradients; every rank sums up its own blocks. Behind them it says how many parameters have moved."""
+        sums = np.append(self._blocks.zeros(), float(len(self.weights.moved())))
+        for piece, gradient in self._own_pieces:
+            if used[piece.index]:
+                self._blocks.put(sums, piece.index, piece.start, gradient)
+        sums = self._group.all_reduce(sums, is_hot=True)
+        self._num_moved = int(sums[-1])
+        return math.sqrt(sums[:-1].sum())
+
+    def update(self, gradients: Any) -> None:
+        if self._num_moved:
+            self.weights.put_back(self._group, writes=self._writes, wait=self._wait)
+        if self.optimizer.state is not self._saved_in_optimizer:
+            # Somebody has loaded it.
+            self._adopt_state(self._shards)
+        steps = self._state.steps
+        for index in np.flatnonzero(gradients):
+            steps[index] += 1
+        self._rule.apply(self._segments(gradients), Update(self._groups(), steps, self._blocks, self._add))
+        self._publish()
+        self._show_state()
+        # What a scheduler asks for.
+        self.optimizer._opt_called = True
+
+    def _groups(self) -> list[Any]:
+        """The optimizer's group of every parameter; None of one that it does not update."""
+        by_id = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        return [by_id.get(id(p)) for p in self.parameters]
+
+    def _add(self, sums: np.ndarray) -> np.ndarray:
+        return self._group.all_reduce(sums, is_hot=True) if self.zero_stage else sums
+
+    def _segments(self, used: np.ndarray) -> list[Segment]:
+        """What is updated now, cut where hyperparameters change; the same arrays as before where they change alike."""
+        numbers: dict[Any, int] = {}
+        partition = []
+        for index, group in enumerate(self._groups()):
+            if used[index] and group is not None:
+                key = self._rule.key(group, self._state.steps[index])
+                partition.append(numbers.setdefault(key, len(numbers)))
+            else:
+                partition.append(-1)
+        if tuple(partition) != self._partition:
+            self._partition, self._cut = tuple(partition), self._cut_segments(partition)
+        return self._cut
+
+    def _cut_segments(self, partition: Sequence[int]) -> list[Segment]:
+        segments, length = [], 0
+        for number, (base, ranges) in enumerate(zip(self.weights.bases, self._updated)):
+            for first, array in ranges:
+                runs: list[list[Piece]] = []
+                for piece in self._pieces(number, first, len(array), 0):
+                    for start in range(piece.start, piece.stop, _SEGMENT_NUMEL):
+                        stop = min(start + _SEGMENT_NUMEL, piece.stop)
+                        part = Piece(piece.index, start, stop, piece.offset + start - piece.start)
+                        fits = runs and part.offset + stop - start - runs[-1][0].offset <= _SEGMENT_NUMEL
+                        if fits and partition[runs[-1][-1].index] == partition[part.index]:
+                            runs[-1].append(part)
+                        else:
+                            runs.append([part])
+                for run in runs:
+                    if partition[run[0].index] >= 0:
+                        begin = run[0].offset
+                        # To the end of its alignment: gaps are zeros, and a kernel's vectors have no remainder.
+                        end = min(aligned(run[-1].flat.stop), first + len(array))
+                        segments.append(self._segment(base, begin, end, first, array, length, run))
+                length += len(array)
+        return segments
+
+    def _segment(
+        self, base: int, begin: int, end: int, first: int, gradient: np.ndarray, length: int, run: Sequence[Piece]
+    ) -> Segment:
+        here = slice(begin - first, end - first)
+        in_state = slice(length + here.start, length + here.stop)
+        return Segment(
+            self.weights.memory[base + begin : base + end],
+            gradient[here],
+            {name: array[in_state] for name, array in self._state.arrays.items()},
+            [Piece(part.index, part.start, part.stop, part.offset - begin) for part in run],
+        )
+
+    def _publish(self) -> None:
+        """Let every rank have all new weights."""
+        if self.zero_stage and self._channel.world_size > 1:
+            for base, bounds in zip(self.weights.bases, self._bounds):
+                flat = self.weights.memory[base : base + bounds[-1]]
+                if self._shares_memory:
+                    self._channel.gather_from_hosts(flat, bounds)
+                else:
+                    self._gather(flat, bounds)
+        self._channel.wait_for_host()
+
+    def _gather(self, flat: np.ndarray, bounds: Sequence[int]) -> None:
+        number = self._channel.slice_index
+        longest = max(last - first for first, last in zip(bounds, bounds[1:]))
+        mine = np.zeros(longest, np.float32)
+        mine[: bounds[number + 1] - bounds[number]] = flat[bounds[number] : bounds[number + 1]]
+        for first, last, part in zip(bounds, bounds[1:], self._group.all_gather(mine)):
+            flat[first:last] = part[: last - first]
+
+    # The optimizer's state.
+
+    @property
+    def _state(self) -> StateShards:
+        assert self._shards is not None, "made by _arrange"
+        return self._shards
+
+    def _adopt_state(self, shards: Optional[StateShards]) -> None:
+        """Take over what the optimizer holds, be it in its own ``state`` or in an earlier updater's shards."""
+        assert shards is not None, "made by _arrange"
+        old = _shards_of.get(self.optimizer)
+        if self.optimizer.state and self.optimizer.state is not self._saved_in_optimizer:
+            by_id = {id(p): state for p, state in self.optimizer.state.items()}
+            for index, parameter in enumerate(self.parameters):
+                self._put(shards, index, by_id.get(id(parameter)) or {})
+        elif old is not None and old.shapes == shards.shapes and old is not shards:
+            shards.take_over(old)
+        self.optimizer.state.clear()
+        self._shards = _shards_of[self.optimizer] = shards
+        self._saved_in_optimizer = self.optimizer.state
+        self._partition = None
+        self._show_state()
+
+    def _put(self, shards: StateShards, index: int, state: Mapping[str, Any]) -> None:
+        arrays = {name: state[name] for name in shards.arrays if state.get(name) is not None}
+        for name, array in arrays.items():
+            shards.put(index, name, to_host(array))
+        shards.steps[index] = int(state.get("step", 1 if arrays else 0)) if arrays else 0
+
+    def _show_state(self) -> None:
+        """Where this rank has all of it, the optimizer's own ``state`` shows it: the same memory."""
+        if self.zero_stage:
+            return
+        groups = self._groups()
+        for index, steps in enumerate(self._state.steps):
+            if steps and groups[index] is not None:
+                entry = self.optimizer.state[self.parameters[index]]
+                if not entry:
+                    for name in self._state.arrays:
+                        entry[name] = self._state.view(index, name)
+                if self._rule.counts_steps:
+                    entry["step"] = steps
+
+    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+        state: dict[int, dict[str, Any]] = {}
+        places = {id(p): index for index, p in enumerate(self.parameters)}
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(everything):
+            index = places.get(id(parameter))
+            if index is None or not self._state.steps[index]:
+                continue
+            state[number] = {"step": self._state.steps[index]} if self._rule.counts_steps else {}
+            for name in self._state.arrays:
+                whole = self._state.whole(index, name)
+                if keep:
+                    state[number][name] = from_host(whole, "float32")
+        groups = self.optimizer.state_dict()["param_groups"]
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        if self._sync.buckets is not self._buckets:
+            self._arrange()
+        self.optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+        places = {id(p): index for index, p in enumerate(self.parameters)}
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._state.steps[:] = [0] * len(self._shapes)
+        for number, state in saved["state"].items():
+            self._put(self._state, places[id(everything[int(number)])], state)
+        self._saved_in_optimizer = self.optimizer.state
+        self._partition = None
+        self._show_state()

@@ -1,0 +1,108 @@
+"""Weights in one flat array, bucket by bucket as gradients are, that a host's ranks may share.
+
+Goes in: parameters, wherever they are. Comes out: the same parameter objects, which point into that array from then on:
+what is written there is what every model sees. A forward or backward pass must not be under way meanwhile, on any rank
+that shares it, for nothing tells MindSpore that a weight was changed.
+
+A parameter leaves its place when it is assigned to (``load_state_dict``, ``from_pretrained``); where it is, is looked
+at in every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.gradients.buckets.layout import BucketLayout
+from mindnlp_dp.replicas.digests import weight_digest
+from mindnlp_dp.replicas.weights import ReplicaMismatchError, set_weight
+
+
+class FlatWeights:
+    """Parameters of float32 in ``memory``, where ``layouts`` say, one bucket behind the other.
+
+    Whoever makes it waits for all ranks that share the memory; :meth:`adopt` is called behind that.
+
+    Attributes:
+        memory: flat, float32.
+        bases: where each bucket begins in it.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Any], layouts: Sequence[BucketLayout], memory: np.ndarray
+    ) -> None:
+        self._names = names
+        self._parameters = parameters
+        self.memory = memory
+        self.bases: list[int] = np.cumsum([0, *(layout.numel for layout in layouts)]).tolist()
+        self._views: dict[int, np.ndarray] = {}
+        for base, layout in zip(self.bases, layouts):
+            for slot in layout.slots:
+                begin = base + slot.offset
+                self._views[slot.index] = memory[begin : begin + slot.numel].reshape(slot.shape)
+
+    def take_over(self) -> None:
+        """Copy the parameters' values into the memory."""
+        for index, view in self._views.items():
+            np.copyto(view, self._parameters[index].asnumpy())
+
+    def adopt(self) -> None:
+        """Let the parameters point into the memory."""
+        for index in self._views:
+            self._point(index)
+
+    def _point(self, index: int) -> None:
+        import mindspore
+
+        view, parameter = self._views[index], self._parameters[index]
+        if view.size:
+            # from_numpy copies what has no dimension.
+            tensor = mindspore.Tensor.from_numpy(view.reshape(-1))
+            set_weight(parameter, tensor if view.ndim == 1 else tensor.reshape(view.shape))
+
+    def moved(self) -> list[int]:
+        """The parameters that are not in their places any more, on this rank."""
+        return [
+            index
+            for index, view in sorted(self._views.items())
+            if view.size and self._parameters[index].data_ptr() != view.ctypes.data
+        ]
+
+    def put_back(self, group: ProcessGroup, *, writes: bool, wait: Any) -> None:
+        """Take over parameters that have left their places, with their new values; a collective.
+
+        ``writes`` says who writes to the memory, ``wait`` is the barrier of those who share it.
+
+        Raises:
+            ReplicaMismatchError: on every rank, when they did not move alike, or have another shape now.
+        """
+        moved = self.moved()
+        problem = [
+            f"{self._names[i]!r} has shape {tuple(self._parameters[i].shape)}, and had {self._views[i].shape}"
+            for i in moved
+            if tuple(self._parameters[i].shape) != self._views[i].shape
+        ]
+        mine = [(self._names[index], weight_digest("", self._parameters[index])) for index in moved]
+        everyone = group.all_gather_object((problem, mine))
+        for rank, (problems, _) in enumerate(everyone):
+            if problems:
+                raise ReplicaMismatchError(
+                    f"a parameter was replaced by one of another shape on rank {rank}: {problems[0]}; make a new "
+                    "optimizer and a new train step, or call train() again"
+                )
+        for rank, (_, theirs) in enumerate(everyone):
+            if theirs != everyone[0][1]:
+                name = next(iter(sorted({*theirs} ^ {*everyone[0][1]})))[0]
+                raise ReplicaMismatchError(
+                    f"{name!r} was assigned to between two updates, and ranks 0 and {rank} do not have the same value "
+                    "there; assign the same values on every rank, or call broadcast_parameters(model) behind it"
+                )
+        if writes:
+            for index in moved:
+                np.copyto(self._views[index], self._parameters[index].asnumpy())
+        wait()
+        for index in moved:
+            self._point(index)

@@ -1,0 +1,237 @@
+"""How optimizers change a slice of the weights: in place, in flat arrays, whatever parameters they belong to.
+
+Goes in: segments of weights, gradients and state, and the hyperparameters of the groups that they belong to. Comes out:
+new weights and state, in place, with the bits that they have in any other segment.
+
+AdamW and Adam run MindSpore's own kernel (``ops.Adam``) on long arrays: MindNLP 0.4.1, which calls it for every
+parameter, takes several times as long. Its SGD forgets the momentum between two updates; here it is PyTorch's.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mindspore
+import numpy as np
+
+from .block_sums import BlockSums
+from .state_shards import Piece
+
+Group = dict[str, Any]
+
+
+@dataclass
+class Segment:
+    """Elements that are updated in one go, one behind the other in each array.
+
+    Attributes:
+        parts: the pieces of parameters in it, with their places in these arrays.
+        tensors: what a rule makes of the arrays, once.
+    """
+
+    weights: np.ndarray
+    gradient: np.ndarray
+    state: dict[str, np.ndarray]
+    parts: Sequence[Piece]
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What every rank knows of an update.
+
+    Attributes:
+        groups: the optimizer's, by parameter.
+        steps: by parameter, of how many updates this is the last one.
+        blocks: of the parameters.
+        add: sums an array over the ranks that divide the update.
+    """
+
+    groups: Sequence[Group]
+    steps: Sequence[int]
+    blocks: BlockSums
+    add: Callable[[np.ndarray], np.ndarray]
+
+
+class Rule(abc.ABC):
+    """One optimizer's.
+
+    Attributes:
+        state_names: of its arrays, as the optimizer calls them in its ``state_dict``.
+        counts_steps: whether its state holds "step".
+    """
+
+    state_names: tuple[str, ...] = ()
+    counts_steps = False
+
+    @abc.abstractmethod
+    def key(self, group: Group, step: int) -> Hashable:
+        """Parameters that have the same one, and follow each other in memory, make one segment."""
+
+    @abc.abstractmethod
+    def apply(self, segments: Sequence[Segment], update: Update) -> None:
+        """Change weights and state. Where ranks divide the update, it is a collective."""
+
+
+@functools.lru_cache(maxsize=64)
+def _scalar(value: float) -> Any:
+    # As a tensor it is data; MindSpore would compile the operator anew, and keep it, for every number that it meets.
+    return mindspore.Tensor(np.float32(value))
+
+
+def _runs(segment: Segment, value_of: Callable[[int], float]) -> Iterator[tuple[slice, float]]:
+    """The parts of a segment for which ``value_of`` their parameters is the same number, not 0, and that number."""
+    begin, end, value = 0, 0, 0.0
+    for part in segment.parts:
+        other = value_of(part.index)
+        if other != value:
+            if value and end > begin:
+                yield slice(begin, end), value
+            begin, value = part.offset, other
+        end = part.flat.stop
+    if value and end > begin:
+        yield slice(begin, end), value
+
+
+class AdamRule(Rule):
+    """AdamW (``decoupled``: weights decay by themselves) and Adam (their decay is part of the gradient)."""
+
+    state_names = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
+
+    def __init__(self, *, decoupled: bool) -> None:
+        self._decoupled = decoupled
+        self._adam = mindspore.ops.Adam()
+
+    def key(self, group: Group, step: int) -> Hashable:
+        return (float(group["lr"]), *group["betas"], group["eps"], step)
+
+    def apply(self, segments: Sequence[Segment], update: Update) -> None:
+        for segment in segments:
+            first = segment.parts[0].index
+            group, step = update.groups[first], update.steps[first]
+            rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+            if not segment.tensors:
+                segment.tensors = {
+                    name: mindspore.Tensor.from_numpy(array)
+                    for name, array in (("w", segment.weights), ("g", segment.gradient), *segment.state.items())
+                }
+            tensors = segment.tensors
+            gradient = tensors["g"]
+            if self._decoupled:
+                decay = lambda index: rate * update.groups[index]["weight_decay"]  # noqa: E731
+                for where, amount in _runs(segment, decay):
+                    segment.weights[where] *= np.float32(1 - amount)
+            elif any(update.groups[part.index]["weight_decay"] for part in segment.parts):
+                gradient = mindspore.Tensor.from_numpy(_decayed(segment, update))
+            self._adam(
+                tensors["w"], tensors["exp_avg"], tensors["exp_avg_sq"], _scalar(beta1**step), _scalar(beta2**step),
+                _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(group["eps"]), gradient,
+            )  # fmt: skip
+
+
+def _decayed(segment: Segment, update: Update) -> np.ndarray:
+    """The gradient and the weights' decay, in memory of its own."""
+    gradient = segment.gradient.copy()
+    for where, decay in _runs(segment, lambda index: float(update.groups[index]["weight_decay"])):
+        gradient[where] += np.float32(decay) * segment.weights[where]
+    return gradient
+
+
+class SGDRule(Rule):
+    """SGD with momentum, dampening and Nesterov's look ahead, as PyTorch defines it."""
+
+    def __init__(self, *, has_momentum: bool) -> None:
+        self.state_names = ("momentum_buffer",) if has_momentum else ()
+
+    def key(self, group: Group, step: int) -> Hashable:
+        # The first velocity is the gradient itself.
+        return (float(group["lr"]), group["momentum"], group["dampening"], bool(group["nesterov"]), step == 1)
+
+    def apply(self, segments: Sequence[Segment], update: Update) -> None:
+        for segment in segments:
+            first = segment.parts[0].index
+            group = update.groups[first]
+            direction = _decayed(segment, update)
+            if group["momentum"]:
+                momentum, velocity = np.float32(group["momentum"]), segment.state["momentum_buffer"]
+                if update.steps[first] == 1:
+                    velocity[:] = direction
+                else:
+                    velocity *= momentum
+                    velocity += np.float32(1 - group["dampening"]) * direction
+                direction = direction + momentum * velocity if group["nesterov"] else velocity
+            segment.weights -= np.float32(group["lr"]) * direction
+
+
+class TrustRatioRule(Rule):
+    """What LARS and LAMB share: rates that depend on how long a whole layer's weights and direction are."""
+
+    def key(self, group: Group, step: int) -> Hashable:
+        return (step, *((name, value) for name, value in sorted(group.items()) if name != "params"))
+
+    def apply(self, segments: Sequence[Segment], update: Update) -> None:
+        directions = [self._direction(segment, update) for segment in segments]
+        weights, lengths = update.blocks.zeros(), update.blocks.zeros()
+        for segment, direction in zip(segments, directions):
+            for part in segment.parts:
+                update.blocks.put(weights, part.index, part.start, segment.weights[part.flat])
+                update.blocks.put(lengths, part.index, part.start, direction[part.flat])
+        weights, lengths = update.add(np.stack([weights, lengths]))
+        for segment, direction in zip(segments, directions):
+            for part in segment.parts:
+                index = part.index
+                both = update.blocks.norm(weights, index), update.blocks.norm(lengths, index)
+                is_trusted = update.groups[index]["use_trust_ratio"] and min(both) > 0
+                self._move(segment, part, direction[part.flat], both if is_trusted else None, update.groups[index])
+
+    @abc.abstractmethod
+    def _direction(self, segment: Segment, update: Update) -> np.ndarray: ...
+
+    @abc.abstractmethod
+    def _move(self, segment: Segment, part: Piece, direction: np.ndarray, lengths: Any, group: Group) -> None: ...
+
+
+class LAMBRule(TrustRatioRule):
+    """:class:`mindnlp_dp.optim.LAMB`."""
+
+    state_names = ("exp_avg", "exp_avg_sq")
+    counts_steps = True
+
+    def _direction(self, segment: Segment, update: Update) -> np.ndarray:
+        first = segment.parts[0].index
+        group, step = update.groups[first], update.steps[first]
+        (beta1, beta2), gradient = group["betas"], segment.gradient
+        mean, square = segment.state["exp_avg"], segment.state["exp_avg_sq"]
+        mean *= np.float32(beta1)
+        mean += np.float32(1 - beta1) * gradient
+        square *= np.float32(beta2)
+        square += np.float32(1 - beta2) * gradient * gradient
+        root = np.sqrt(square / np.float32(1 - beta2**step)) + np.float32(group["eps"])
+        return mean / np.float32(1 - beta1**step) / root + np.float32(group["weight_decay"]) * segment.weights
+
+    def _move(self, segment: Segment, part: Piece, direction: np.ndarray, lengths: Any, group: Group) -> None:
+        ratio = 1.0 if lengths is None else min(lengths[0] / lengths[1], group["max_trust_ratio"])
+        segment.weights[part.flat] -= np.float32(group["lr"] * ratio) * direction
+
+
+class LARSRule(TrustRatioRule):
+    """:class:`mindnlp_dp.optim.LARS`."""
+
+    state_names = ("momentum_buffer",)
+
+    def _direction(self, segment: Segment, update: Update) -> np.ndarray:
+        return segment.gradient
+
+    def _move(self, segment: Segment, part: Piece, direction: np.ndarray, lengths: Any, group: Group) -> None:
+        decay, rate, weights = group["weight_decay"], 1.0, segment.weights[part.flat]
+        if lengths is not None:
+            rate = group["trust_coefficient"] * lengths[0] / (lengths[1] + decay * lengths[0])
+        velocity = segment.state["momentum_buffer"][part.flat]
+        velocity *= np.float32(group["momentum"])
+        velocity += np.float32(group["lr"] * rate) * (direction + np.float32(decay) * weights)
+        weights -= velocity

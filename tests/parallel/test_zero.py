@@ -1,0 +1,336 @@
+"""The update divided: every number of ranks and every zero_stage trains the same weights, to the bit."""
+
+from __future__ import annotations
+
+import math
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import nn, optim
+
+import mindnlp_dp as dp
+from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state, unpack_state
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.transports.single import SingleProcessTransport
+from mindnlp_dp.optim import LAMB, LARS
+from mindnlp_dp.replicas.weights import ReplicaMismatchError
+from mindnlp_dp.step.losses import LossMeter
+from mindnlp_dp.step.train_step import MicroStep, TrainStep
+from mindnlp_dp.update.choose import make_updater
+
+# A scalar, parameters smaller than the number of ranks, one with nothing in it, some of several blocks.
+SHAPES = [(300, 77), (), (5,), (1,), (20_011,), (64, 129), (0, 3), (3,)]
+
+
+class OwnOptimizer(optim.Optimizer):
+    """A user's: it divides gradients by a mean of their size, and wants one for every parameter."""
+
+    def step(self, grads=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["size"] = mindspore.ops.zeros_like(parameter)
+                mindspore.ops.assign(state["size"], 0.9 * state["size"] + 0.1 * parameter.grad.abs())
+                moved = parameter - group["lr"] * parameter.grad / (state["size"] + 1e-6)
+                # As careless ones do: the parameter leaves its memory.
+                parameter.assign_value(moved)
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: optim.AdamW([{"params": p[::2], "weight_decay": 0.1}, {"params": p[1::2]}], lr=1e-3),
+    "adam": lambda p: optim.Adam(p, lr=1e-3, weight_decay=0.01),
+    "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True),
+    "lamb": lambda p: LAMB(p, lr=1e-2),
+    "lars": lambda p: LARS(
+        [{"params": p[::2]}, {"params": p[1::2], "use_trust_ratio": False, "lr": 0.1}], lr=1.0, weight_decay=1e-4
+    ),
+    # No rule: its own code, on whole parameters.
+    "own": lambda p: OwnOptimizer(p, {"lr": 1e-3}),
+}
+DIVIDED = [name for name in OPTIMIZERS if name != "own"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A group of this process alone."""
+    return ProcessGroup(SingleProcessTransport())
+
+
+def make_parameters(seed=0):
+    rng = np.random.default_rng(seed)
+    made = []
+    for shape in SHAPES:
+        value = rng.standard_normal(shape).astype(np.float32)
+        made.append(nn.Parameter(mindspore.Tensor(value) if math.prod(shape) else mindspore.ops.zeros(shape)))
+    return made
+
+
+def gradients_of(step, unused=()):
+    rng = np.random.default_rng((7, step))
+    found = []
+    for index, shape in enumerate(SHAPES):
+        value = rng.standard_normal(shape).astype(np.float32) * (100.0 if step % 3 else 0.01)
+        is_there = math.prod(shape) and index not in unused
+        found.append(mindspore.Tensor(np.asarray(value, np.float32)) if is_there else None)
+    return found
+
+
+class Job:
+    """Updates by known gradients, the same for any number of ranks: a rank at a time has one that is not zero."""
+
+    def __init__(self, optimizer, group, zero_stage, *, max_grad_norm=1.0, **options):
+        self.group = group
+        self.parameters = make_parameters()
+        self.optimizer = OPTIMIZERS[optimizer](self.parameters)
+        options = {"bucket_cap_mb": 0.02, "overlap": False, **options}
+        self.sync = dp.GradientSynchronizer(self.parameters, group, **options)
+        self.updater = make_updater(self.optimizer, self.sync, zero_stage)
+        self.step = TrainStep(self.sync, self.updater, LossMeter(group), max_grad_norm=max_grad_norm)
+        self.done = 0
+
+    def run(self, num_updates, unused=()):
+        norms = []
+        for _ in range(num_updates):
+            is_mine = self.done % self.group.world_size == self.group.rank
+            micro = [MicroStep(1.0, gradients_of(self.done, unused), 1.0)] if is_mine else []
+            norms.append(self.step(micro, self.done))
+            self.done += 1
+        return norms
+
+    def weights(self):
+        return [p.asnumpy().copy() for p in self.parameters]
+
+
+def assert_same(first, second):
+    for index, (mine, other) in enumerate(zip(first, second, strict=True)):
+        np.testing.assert_array_equal(mine, other, err_msg=f"parameter {index}, {SHAPES[index]}")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, "auto"])
+def test_fifty_updates_are_those_of_one_rank_to_the_bit(group, alone, optimizer, zero_stage):
+    reference = Job(optimizer, alone, 0)
+    expected = reference.run(50)
+    job = Job(optimizer, group, zero_stage)
+    before = job.weights()
+    norms = job.run(50)
+    if optimizer in DIVIDED:
+        assert norms == expected
+    assert_same(job.weights(), reference.weights())
+    assert any((a != b).any() for a, b in zip(before, job.weights()))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
+    job = Job(optimizer, group, zero_stage)
+    job.run(100)
+    parameters = make_parameters()
+    stock = OPTIMIZERS[optimizer](parameters)
+    for step in range(100):
+        for parameter, gradient in zip(parameters, gradients_of(step)):
+            parameter.grad = mindspore.ops.zeros_like(parameter) if gradient is None else gradient
+        nn.utils.clip_grad_norm_([p for p in parameters if p.size], 1.0)
+        for kept in stock.param_groups:
+            kept["params"] = [p for p in kept["params"] if p.size]
+        stock.step()
+    for mine, parameter in zip(job.weights(), parameters):
+        theirs = parameter.asnumpy()
+        if theirs.size:
+            scale = np.abs(theirs).max()
+            assert np.abs(mine - theirs).max() <= 1e-6 * scale
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_parameters_that_are_not_used_in_some_updates(group, alone, zero_stage):
+    """They keep their moments and their count, as with PyTorch; what another window left in a bucket is not used."""
+    jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]
+    for job in jobs:
+        job.run(3)
+        job.run(2, unused=(0, 3))
+        job.run(3, unused=(4,))
+        job.run(3)
+    assert_same(jobs[1].weights(), jobs[0].weights())
+
+
+def test_without_clipping(group, alone):
+    jobs = [Job("adamw", alone, 0, max_grad_norm=None), Job("adamw", group, "auto", max_grad_norm=None)]
+    for job in jobs:
+        assert job.run(5) == [None] * 5
+    assert_same(jobs[1].weights(), jobs[0].weights())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("max_grad_norm", [1.0, None])
+def test_a_gradient_that_is_no_number_changes_nothing(group, zero_stage, max_grad_norm):
+    job = Job("adamw", group, zero_stage, max_grad_norm=max_grad_norm)
+    job.run(2)
+    before, count = job.weights(), list(job.updater._state.steps)
+    bad = gradients_of(0)
+    bad[4] = mindspore.Tensor(np.full((20_011,), np.inf, np.float32))
+    with pytest.warns(RuntimeWarning):
+        job.step([MicroStep(1.0, bad, 1.0)] if group.is_main else [], 2)
+    assert_same(job.weights(), before)
+    assert job.updater._state.steps == count
+    job.run(1)
+    assert any((a != b).any() for a, b in zip(before, job.weights()))
+
+
+def test_a_gradient_whose_squares_are_too_large_is_a_number(group):
+    job = Job("sgd", group, "auto")
+    large = [None] * len(SHAPES)
+    large[4] = mindspore.Tensor(np.full((20_011,), 1e30, np.float32))
+    norm = job.step([MicroStep(1.0, large, 1.0)] if group.is_main else [], 0)
+    assert norm == pytest.approx(1e30 * math.sqrt(20_011), rel=1e-6)
+
+
+# Where weights are.
+
+
+def test_ranks_of_a_host_share_weights(group):
+    job = Job("adamw", group, 2)
+    job.run(1)
+    before = job.weights()
+    group.barrier()
+    if group.is_main:
+        job.parameters[4].asnumpy()[0] = 77.0
+    group.barrier()
+    is_shared = group.backend == "mpi" and group.world_size > 1
+    assert job.updater._shares_memory == is_shared
+    assert (job.parameters[4].asnumpy()[0] == 77.0) == (is_shared or group.is_main)
+    group.barrier()
+    job.parameters[4].asnumpy()[0] = before[4][0]
+    group.barrier()
+    assert not job.updater.weights.moved()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_parameter_that_was_assigned_to_is_put_back_with_its_new_value(group, alone, zero_stage):
+    jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]
+    for job in jobs:
+        job.run(3)
+        job.parameters[0].assign_value(mindspore.Tensor(np.full((300, 77), 0.5, np.float32)))
+        job.parameters[1].assign_value(mindspore.Tensor(np.float32(2.0)))
+        assert job.updater.weights.moved() == [0, 1]
+        job.run(1)
+        assert job.updater.weights.moved() == []
+        job.run(2)
+    assert_same(jobs[1].weights(), jobs[0].weights())
+
+
+def test_one_that_only_some_ranks_assigned_to(group):
+    if group.world_size == 1:
+        pytest.skip("one rank agrees with itself")
+    job = Job("adamw", group, "auto")
+    job.run(1)
+    if group.rank == 1:
+        job.parameters[4].assign_value(mindspore.ops.zeros((20_011,)))
+    with pytest.raises(ReplicaMismatchError, match="'4' was assigned to between two updates, and ranks 0 and 1 do not"):
+        job.run(1)
+
+
+def test_one_that_has_another_shape_now(group):
+    job = Job("adamw", group, "auto")
+    job.run(1)
+    job.parameters[2].assign_value(mindspore.ops.zeros((6,)))
+    with pytest.raises(ReplicaMismatchError, match=r"'2' has shape \(6,\), and had \(5,\); make a new optimizer"):
+        job.updater._num_moved = 1
+        job.updater.update(np.ones(len(SHAPES), bool))
+
+
+# The optimizer's state.
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("saved_with", "resumed_with"), [(0, 2), (2, 0), (1, 2), (2, 2)])
+def test_state_that_was_saved_goes_on_in_any_stage(group, alone, optimizer, saved_with, resumed_with):
+    first = Job(optimizer, group, saved_with)
+    first.run(4)
+    saved = pack_state(first.updater.optimizer_state())
+    saved.arrays = {name: array.copy() for name, array in saved.arrays.items()}
+    weights = first.weights()
+    first.run(4)
+
+    for number, where in enumerate((group, alone)):
+        second = Job(optimizer, where, resumed_with if number == 0 else 0)
+        for parameter, weight in zip(second.parameters, weights):
+            if weight.size:
+                parameter.assign_value(mindspore.Tensor(weight))
+        again = PackedState(saved.outline, {name: array.copy() for name, array in saved.arrays.items()})
+        second.updater.load_optimizer_state(unpack_state(again))
+        second.done = 4
+        second.run(4)
+        assert_same(second.weights(), first.weights())
+
+
+def test_state_is_of_mindnlps_form(group):
+    job = Job("adamw", group, 2)
+    job.run(3)
+    state = job.updater.optimizer_state()
+    stock = OPTIMIZERS["adamw"](make_parameters())
+    stock.load_state_dict(state)
+    again = stock.state_dict()
+    assert again["state"].keys() == state["state"].keys()
+    for number, entry in state["state"].items():
+        assert entry["step"] == 3
+        np.testing.assert_array_equal(again["state"][number]["exp_avg"].asnumpy(), entry["exp_avg"].asnumpy())
+    assert all(not list(entry)[1:] for entry in job.updater.optimizer_state(keep=False)["state"].values())
+
+
+def test_a_rank_has_no_more_state_than_its_share(group):
+    whole, mine = Job("adamw", group, 0), Job("adamw", group, 2)
+    numel = sum(map(math.prod, SHAPES))
+    assert len(whole.updater._state.arrays["exp_avg"]) >= numel
+    share = len(mine.updater._state.arrays["exp_avg"])
+    total = float(np.asarray(group.all_reduce(np.array([share], np.float64)))[0])
+    assert numel <= total <= numel + 64 * len(SHAPES)
+    dealt = Job("own", group, 1)
+    dealt.run(2)
+    counts = group.all_gather_object(len(dealt.optimizer.state))
+    assert sum(counts) == sum(1 for shape in SHAPES if math.prod(shape))
+
+
+def test_an_optimizer_keeps_its_state_when_a_new_step_is_made_for_it(group, alone):
+    jobs = [Job("adamw", alone, 0), Job("adamw", group, 2)]
+    for job in jobs:
+        job.run(3)
+        job.sync = dp.GradientSynchronizer(job.parameters, job.group, overlap=False, bucket_cap_mb=0.1)
+        stage = 0 if job.group is alone else 1
+        job.updater = make_updater(job.optimizer, job.sync, stage)
+        job.step = TrainStep(job.sync, job.updater, LossMeter(job.group), max_grad_norm=1.0)
+        job.run(3)
+    assert_same(jobs[1].weights(), jobs[0].weights())
+
+
+def test_buckets_that_are_packed_anew_between_updates(group, alone):
+    jobs = [Job("adamw", alone, 0), Job("adamw", group, 2)]
+    for number, job in enumerate(jobs):
+        job.run(3)
+        if number:
+            job.sync.pack_in_order([3, 0, 5, 1, 2, 4, 6, 7])
+        job.run(3)
+    assert_same(jobs[1].weights(), jobs[0].weights())
+
+
+# What is asked for.
+
+
+def test_what_auto_takes(group):
+    job = Job("adamw", group, "auto")
+    shares = group.backend == "mpi" and group.world_size > 1
+    assert job.updater.zero_stage == (2 if shares else 0)
+
+
+def test_what_cannot_be_divided(group):
+    parameters = make_parameters()
+    sync = dp.GradientSynchronizer(parameters, group, overlap=False, compression="powersgd")
+    optimizer = optim.AdamW(parameters)
+    with pytest.raises(ValueError, match="zero_stage=2 cannot be: PowerSGD gives whole gradients to every rank"):
+        make_updater(optimizer, sync, 2)
+    assert type(make_updater(optimizer, sync, "auto")).__name__ == "MindNLPUpdater"
+    for wrong in (3, -1, True, "on", None):
+        with pytest.raises(ValueError, match="zero_stage must be 0 "):
+            make_updater(optimizer, sync, wrong)
