@@ -289,8 +289,7 @@ class GradientSynchronizer(GradientWindow):
             for slot in bucket.layout.slots:
                 if used[slot.index]:
                     gradients[slot.index] = True if self._in_place else bucket.get(slot.index)
-            if not self._in_place:
-                bucket.release()
+            bucket.land() if self._in_place else bucket.release()
 
         for name, bucket in numbered:
             self.num_bytes += bucket.layout.num_bytes

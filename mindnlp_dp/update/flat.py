@@ -144,16 +144,13 @@ class FlatUpdater(MindNLPUpdater):
         used = window.reduce_in_place()
         if self._sync.buckets is not self._buckets:
             self._arrange()
-        if used is not None:
-            for bucket in self._used_buckets(used):
-                bucket.sums()
         return used
-
-    def _used_buckets(self, used: np.ndarray) -> list[Any]:
-        return [bucket for bucket in self._buckets if any(used[slot.index] for slot in bucket.layout.slots)]
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         norm = self._norm(gradients)
+        if norm * norm > np.finfo(np.float32).max:
+            # As with MindNLP's clipping: beyond what float32 can square, a gradient is no direction to go in.
+            norm = math.inf
         factor = max_norm / (norm + 1e-6)
         if factor < 1:
             for bucket, parts in zip(self._buckets, self._scaled):

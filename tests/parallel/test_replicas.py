@@ -72,6 +72,7 @@ def test_a_report_tells_of_replicas_that_differ(group, tmp_path):
     trainer = train(
         tiny_roberta(), Rows(8), tmp_path, per_device_train_batch_size=2, eval_dataset=Rows(6),
         evaluation_strategy="epoch", compute_metrics=recorder.metrics, callbacks=[recorder],
+        zero_stage=0,  # ranks that share weights cannot differ
     )  # fmt: skip
 
     def report():

@@ -179,12 +179,19 @@ def test_a_gradient_that_is_no_number_changes_nothing(group, zero_stage, max_gra
     assert any((a != b).any() for a, b in zip(before, job.weights()))
 
 
-def test_a_gradient_whose_squares_are_too_large_is_a_number(group):
-    job = Job("sgd", group, "auto")
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_gradient_whose_squares_are_too_large(group, zero_stage):
+    """It is finite, and may be taken as it is; it cannot be clipped."""
     large = [None] * len(SHAPES)
     large[4] = mindspore.Tensor(np.full((20_011,), 1e30, np.float32))
-    norm = job.step([MicroStep(1.0, large, 1.0)] if group.is_main else [], 0)
-    assert norm == pytest.approx(1e30 * math.sqrt(20_011), rel=1e-6)
+    micro = [MicroStep(1.0, large, 1.0)] if group.is_main else []
+    job = Job("sgd", group, zero_stage, max_grad_norm=None)
+    job.step(micro, 0)
+    np.testing.assert_allclose(job.parameters[4].asnumpy(), -1e29, rtol=1e-6)
+    job = Job("sgd", group, zero_stage)
+    with pytest.warns(RuntimeWarning, match="the norm of the averaged gradient is inf at step 0"):
+        job.step(micro, 0)
+    assert_same(job.weights(), [p.asnumpy() for p in make_parameters()])
 
 
 # Where weights are.

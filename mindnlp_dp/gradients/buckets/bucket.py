@@ -59,10 +59,13 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def sums(self) -> list[tuple[int, np.ndarray]]:
-        """Where the result is in host memory, between ``wait`` and ``release``: offsets in the bucket, and arrays there.
+        """Where results are in host memory, once they have come to :meth:`land`: offsets in the bucket, and arrays.
 
-        They stay in the same place for as long as the bucket is there; what is in them is new behind a call.
+        It is the same place for as long as the bucket is there.
         """
+
+    def land(self) -> None:  # noqa: B027
+        """Behind ``wait``: bring the result to where :meth:`sums` says, if it is not there."""
 
     def own_sums(self) -> list[tuple[int, np.ndarray]]:
         """Those of them that no other rank writes to, which together are all of the bucket."""

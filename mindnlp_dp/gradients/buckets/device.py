@@ -117,9 +117,12 @@ class DeviceBucket(Bucket):
     def sums(self) -> list[tuple[int, np.ndarray]]:
         if self._on_host is None:
             self._on_host = aligned_zeros(self.layout.numel, sum_dtype(self.layout))
-        for slot in self.layout.slots if self._slices else ():
-            self._on_host[slot.offset : slot.offset + slot.numel] = to_host(self._slices[slot.index]).reshape(-1)
         return [(0, self._on_host)]
+
+    def land(self) -> None:
+        [(_, on_host)] = self.sums()
+        for slot in self.layout.slots:
+            on_host[slot.offset : slot.offset + slot.numel] = to_host(self._slices[slot.index]).reshape(-1)
 
     def release(self) -> None:
         """Nobody else reads these tensors."""
