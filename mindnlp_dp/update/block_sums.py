@@ -16,12 +16,11 @@ from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 
 def sum_of_squares(block: np.ndarray) -> float:
     """Of up to :data:`BLOCK_NUMEL` numbers; what float32 cannot hold is added up in float64."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = float(np.dot(block, block))
-        if math.isfinite(total):
-            return total
-        wide = block.astype(np.float64)
-        return float(np.dot(wide, wide))
+    total = float(np.dot(block, block))
+    if math.isfinite(total):
+        return total
+    wide = block.astype(np.float64)
+    return float(np.dot(wide, wide))
 
 
 class BlockSums:

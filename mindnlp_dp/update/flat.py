@@ -8,7 +8,7 @@ point into (flat_weights.py). Which part of it a rank has, on a host with two ra
     weights   │ 0 0 0 │ 1 1 1 │   │ 0 0 │ 1 1 1 │     one array of the host
     state     │ 0 0 0   0 0 │ and │ 1 1 1   1 1 1 │   an array a rank, in its own memory
 
-No rank writes to weights before all have ended their backward passes (the exchange's header sees to that), and none
+Nobody writes to gradients but the exchange. No rank writes to weights before all have ended their backward passes (the exchange's header sees to that), and none
 reads them before all have written (the barrier behind the update).
 """
 
@@ -65,6 +65,8 @@ class FlatUpdater(MindNLPUpdater):
         self._may_share = may_share and zero_stage > 0
         self._shapes = [tuple(p.shape) for p in self.parameters]
         self._blocks = BlockSums([math.prod(shape) for shape in self._shapes])
+        self._scale = 1.0
+        self._scratch = aligned_zeros(_SEGMENT_NUMEL + BLOCK_NUMEL, np.float32)
         self._buckets: Any = None
         self._shards: Optional[StateShards] = None
         self._saved_in_optimizer: Any = None
@@ -95,8 +97,6 @@ class FlatUpdater(MindNLPUpdater):
         ]
         whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in buckets]
         self._updated = self._own if self.zero_stage else whole
-        # Where this rank may write to gradients: in stage 0, too, no two ranks to the same.
-        self._scaled = self._own if self.zero_stage else [bucket.own_sums() for bucket in buckets]
         self._own_pieces = [
             (piece, array[piece.flat])
             for number, parts in enumerate(self._own)
@@ -141,7 +141,7 @@ class FlatUpdater(MindNLPUpdater):
     # The update.
 
     def average(self, window: Any) -> Optional[np.ndarray]:
-        used = window.reduce_in_place()
+        used, self._scale = window.reduce_in_place(), 1.0
         if self._sync.buckets is not self._buckets:
             self._arrange()
         return used
@@ -151,15 +151,7 @@ class FlatUpdater(MindNLPUpdater):
         if norm * norm > np.finfo(np.float32).max:
             # As with MindNLP's clipping: beyond what float32 can square, a gradient is no direction to go in.
             norm = math.inf
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1:
-            for bucket, parts in zip(self._buckets, self._scaled):
-                if any(gradients[slot.index] for slot in bucket.layout.slots):
-                    for _, array in parts:
-                        array *= np.float32(factor)
-        if self.zero_stage == 0:
-            # The others read what this rank has scaled.
-            self._channel.wait_for_host()
+        self._scale = min(1.0, max_norm / (norm + 1e-6))
         return gradients, norm
 
     def are_finite(self, gradients: Any) -> bool:
@@ -184,8 +176,11 @@ class FlatUpdater(MindNLPUpdater):
         steps = self._state.steps
         for index in np.flatnonzero(gradients):
             steps[index] += 1
-        self._rule.apply(self._segments(gradients), Update(self._groups(), steps, self._blocks, self._add))
+        segments = self._segments(gradients)
+        update = Update(self._scale, self._scratch, self._groups(), steps, self._blocks, self._add)
+        self._rule.apply(segments, update)
         self._publish()
+        self.weights.hand_out_scalars()
         self._show_state()
         # What a scheduler asks for.
         self.optimizer._opt_called = True

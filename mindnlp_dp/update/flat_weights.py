@@ -57,19 +57,26 @@ class FlatWeights:
     def _point(self, index: int) -> None:
         import mindspore
 
-        view, parameter = self._views[index], self._parameters[index]
-        if view.size:
-            # from_numpy copies what has no dimension.
-            tensor = mindspore.Tensor.from_numpy(view.reshape(-1))
-            set_weight(parameter, tensor if view.ndim == 1 else tensor.reshape(view.shape))
+        view = self._views[index]
+        if view.size and view.ndim:
+            set_weight(self._parameters[index], mindspore.Tensor.from_numpy(view))
+
+    def hand_out_scalars(self) -> None:
+        """What has no dimension cannot point anywhere: its parameter gets a copy behind every update."""
+        for index, view in self._views.items():
+            if not view.ndim:
+                np.copyto(self._parameters[index].asnumpy(), view)
 
     def moved(self) -> list[int]:
         """The parameters that are not in their places any more, on this rank."""
-        return [
-            index
-            for index, view in sorted(self._views.items())
-            if view.size and self._parameters[index].data_ptr() != view.ctypes.data
-        ]
+        return [index for index in sorted(self._views) if self._has_moved(self._parameters[index], self._views[index])]
+
+    @staticmethod
+    def _has_moved(parameter: Any, view: np.ndarray) -> bool:
+        if not view.ndim:
+            # As bytes: NaN stays where it is.
+            return parameter.asnumpy().tobytes() != view.tobytes()
+        return bool(view.size) and parameter.data_ptr() != view.ctypes.data
 
     def put_back(self, group: ProcessGroup, *, writes: bool, wait: Any) -> None:
         """Take over parameters that have left their places, with their new values; a collective.

@@ -45,12 +45,16 @@ class Update:
     """What every rank knows of an update.
 
     Attributes:
+        scale: gradients are multiplied by it, for they were clipped.
+        scratch: memory for a segment's, as long as the longest.
         groups: the optimizer's, by parameter.
         steps: by parameter, of how many updates this is the last one.
         blocks: of the parameters.
         add: sums an array over the ranks that divide the update.
     """
 
+    scale: float
+    scratch: np.ndarray
     groups: Sequence[Group]
     steps: Sequence[int]
     blocks: BlockSums
@@ -115,30 +119,38 @@ class AdamRule(Rule):
             first = segment.parts[0].index
             group, step = update.groups[first], update.steps[first]
             rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+            scratch = update.scratch[: len(segment.weights)]
             if not segment.tensors:
                 segment.tensors = {
                     name: mindspore.Tensor.from_numpy(array)
-                    for name, array in (("w", segment.weights), ("g", segment.gradient), *segment.state.items())
-                }
+                    for name, array in (
+                        ("w", segment.weights), ("g", segment.gradient), ("scratch", scratch), *segment.state.items()
+                    )
+                }  # fmt: skip
             tensors = segment.tensors
-            gradient = tensors["g"]
+            gradient = _gradient(segment, update, with_decay=not self._decoupled)
             if self._decoupled:
                 decay = lambda index: rate * update.groups[index]["weight_decay"]  # noqa: E731
                 for where, amount in _runs(segment, decay):
                     segment.weights[where] *= np.float32(1 - amount)
-            elif any(update.groups[part.index]["weight_decay"] for part in segment.parts):
-                gradient = mindspore.Tensor.from_numpy(_decayed(segment, update))
             self._adam(
                 tensors["w"], tensors["exp_avg"], tensors["exp_avg_sq"], _scalar(beta1**step), _scalar(beta2**step),
-                _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(group["eps"]), gradient,
+                _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(group["eps"]),
+                tensors["g" if gradient is segment.gradient else "scratch"],
             )  # fmt: skip
 
 
-def _decayed(segment: Segment, update: Update) -> np.ndarray:
-    """The gradient and the weights' decay, in memory of its own."""
-    gradient = segment.gradient.copy()
-    for where, decay in _runs(segment, lambda index: float(update.groups[index]["weight_decay"])):
-        gradient[where] += np.float32(decay) * segment.weights[where]
+def _gradient(segment: Segment, update: Update, *, with_decay: bool) -> np.ndarray:
+    """The gradient, scaled; ``with_decay`` with that of the weights. In scratch memory where it is not as it was."""
+    gradient = segment.gradient
+    if update.scale != 1:
+        gradient = np.multiply(gradient, np.float32(update.scale), out=update.scratch[: len(gradient)])
+    if with_decay:
+        for where, decay in _runs(segment, lambda index: float(update.groups[index]["weight_decay"])):
+            if gradient is segment.gradient:
+                gradient = update.scratch[: len(gradient)]
+                np.copyto(gradient, segment.gradient)
+            gradient[where] += np.float32(decay) * segment.weights[where]
     return gradient
 
 
@@ -156,7 +168,7 @@ class SGDRule(Rule):
         for segment in segments:
             first = segment.parts[0].index
             group = update.groups[first]
-            direction = _decayed(segment, update)
+            direction = _gradient(segment, update, with_decay=True)
             if group["momentum"]:
                 momentum, velocity = np.float32(group["momentum"]), segment.state["momentum_buffer"]
                 if update.steps[first] == 1:
@@ -205,7 +217,7 @@ class LAMBRule(TrustRatioRule):
     def _direction(self, segment: Segment, update: Update) -> np.ndarray:
         first = segment.parts[0].index
         group, step = update.groups[first], update.steps[first]
-        (beta1, beta2), gradient = group["betas"], segment.gradient
+        (beta1, beta2), gradient = group["betas"], _gradient(segment, update, with_decay=False)
         mean, square = segment.state["exp_avg"], segment.state["exp_avg_sq"]
         mean *= np.float32(beta1)
         mean += np.float32(1 - beta1) * gradient
@@ -225,7 +237,8 @@ class LARSRule(TrustRatioRule):
     state_names = ("momentum_buffer",)
 
     def _direction(self, segment: Segment, update: Update) -> np.ndarray:
-        return segment.gradient
+        # In memory of its own: all directions are there before the first is gone.
+        return segment.gradient * np.float32(update.scale)
 
     def _move(self, segment: Segment, part: Piece, direction: np.ndarray, lengths: Any, group: Group) -> None:
         decay, rate, weights = group["weight_decay"], 1.0, segment.weights[part.flat]

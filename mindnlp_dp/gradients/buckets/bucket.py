@@ -67,10 +67,6 @@ class Bucket(abc.ABC):
     def land(self) -> None:  # noqa: B027
         """Behind ``wait``: bring the result to where :meth:`sums` says, if it is not there."""
 
-    def own_sums(self) -> list[tuple[int, np.ndarray]]:
-        """Those of them that no other rank writes to, which together are all of the bucket."""
-        return self.sums()
-
     @abc.abstractmethod
     def release(self) -> None: ...
 

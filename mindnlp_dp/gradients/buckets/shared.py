@@ -58,9 +58,6 @@ class SharedBucket(HostBucket):
     def sums(self) -> list[tuple[int, np.ndarray]]:
         return [(first, row[first:last]) for row, first, last in zip(self._rows, self._bounds, self._bounds[1:])]
 
-    def own_sums(self) -> list[tuple[int, np.ndarray]]:
-        return [self.sums()[self._exchange.local_rank]]
-
     def _copy_result(self, slot: Slot, out: np.ndarray) -> None:
         copy_range(self._rows, self._bounds, slot.offset, out)
 
