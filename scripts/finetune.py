@@ -74,6 +74,7 @@ def training_arguments(config: FinetuneConfig, group: dp.ProcessGroup) -> dp.Dat
         overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
         compression=config.compression or None,
         powersgd_rank=config.powersgd_rank,
+        zero_stage="auto" if config.zero_stage == "auto" else int(config.zero_stage),
         trace=config.trace or None,
         sync_stats=config.stats,
     )

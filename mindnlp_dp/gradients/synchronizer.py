@@ -23,7 +23,6 @@ while it goes on (overlap.py), with the same result::
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +34,7 @@ from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
 
 from .buckets.bucket import Bucket
+from .buckets.exchange import exchange_buckets
 from .buckets.layout import check_bucket_cap_mb, completed_order, first_order, pack_buckets
 from .buckets.make import make_buckets
 from .overlap import Overlap
@@ -46,9 +46,7 @@ COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 
 
 class GradientSynchronizer(GradientWindow):
-    """Gradients packed into buckets of ``bucket_cap_mb`` MiB, one all-reduce a bucket.
-
-    Few large messages instead of many small ones; a bucket that no rank used is not sent.
+    """Gradients packed into buckets of ``bucket_cap_mb`` MiB, one all-reduce a bucket that any rank used.
 
     Args:
         bucket_cap_mb: the most that a bucket holds; ``benchmarks/bench_bucket_cap.py`` says what suits a machine.
@@ -93,13 +91,10 @@ class GradientSynchronizer(GradientWindow):
         self._wire = None if compression == "powersgd" else compression
         self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
         self.pack_in_order(first_order(len(self.parameters)))
-        self._hides = not any(bucket.is_asynchronous for bucket in self.buckets)
+        self._hides = not any(b.is_asynchronous for b in self.buckets)
         self.overlap = Overlap(self.parameters, overlap, self.channel, on_device=self.group.on_device)
         reason = self.channel.cannot_overlap if overlap else "not asked for"
-        if self._powersgd is not None:
-            reason = reason or "PowerSGD needs whole gradients"
-        if self.group.backend == "mccl" and 1 < self.group.world_size == self.group.local_world_size:
-            _hint_at_mpi(self.group.world_size, self.group.is_main)
+        reason = reason or ("PowerSGD needs whole gradients" if self._powersgd else "")
         if reason or not self.buckets:
             self.overlap.turn_off(reason or "there is nothing to exchange")
         self._is_exchanged = False
@@ -136,9 +131,7 @@ class GradientSynchronizer(GradientWindow):
 
     @contextlib.contextmanager
     def backward(self, weight: float) -> Iterator[None]:
-        """Around the last forward and backward pass of a window, whose gradients :meth:`accumulate` then gets.
-
-        ``weight`` is what they will weigh. Where exchange overlaps, it begins within.
+        """Around the last forward and backward pass of a window; where exchange overlaps, it begins within.
 
         An exception within it leaves no thread and no half window; when some of the window was under way to the other
         ranks, they wait for the rest of it in vain, and this process cannot exchange gradients any more.
@@ -233,19 +226,15 @@ class GradientSynchronizer(GradientWindow):
 
         Who has used it calls :meth:`settle`. Both are collectives.
 
-        Returns:
-            for every parameter, whether any rank used it: buckets none of whose parameters was used are not exchanged.
-            None when every micro step that any rank had was skipped.
-
-        Raises:
-            ValueError: on every rank, when the window weighs nothing on any of them.
+        Returns which parameters any rank used (buckets without one are not exchanged); None when every micro step was
+        skipped. Raises what :meth:`reduce` does.
         """
         self._in_place = True
         try:
-            used = self.reduce()
+            marks = self.reduce()
         finally:
             self._in_place = False
-        return np.array([mark is not None for mark in used]) if self.total_weight > 0 else None
+        return np.array([mark is not None for mark in marks]) if self.total_weight > 0 else None
 
     def settle(self) -> None:
         """Behind an update: buckets are packed in the order that was learnt in its window, if one was. A collective."""
@@ -280,42 +269,26 @@ class GradientSynchronizer(GradientWindow):
             if any(used[slot.index] for slot in bucket.layout.slots)
         ]
         gradients: list[Optional[Any]] = [None] * len(self.parameters)
-        begun: dict[str, float] = {}
 
-        def finish(name: str, bucket: Bucket) -> None:
-            bucket.wait()
-            if name in begun:
-                self._timed(name, begun[name])
+        def take(bucket: Bucket) -> None:
             for slot in bucket.layout.slots:
                 if used[slot.index]:
                     gradients[slot.index] = True if self._in_place else bucket.get(slot.index)
             bucket.land() if self._in_place else bucket.release()
 
-        for name, bucket in numbered:
+        for _, bucket in numbered:
             self.num_bytes += bucket.layout.num_bytes
             self.num_calls += 1
-            if not self._is_exchanged:
-                begun[name] = time.perf_counter()
-                bucket.scatter = self.scatter and self._in_place
-                bucket.start(scale)
-                if not bucket.is_asynchronous:
-                    finish(name, bucket)
-        for name, bucket in numbered:
-            if bucket.is_asynchronous or self._is_exchanged:
-                finish(name, bucket)
+            bucket.scatter = self.scatter and self._in_place
+        exchange_buckets(numbered, None if self._is_exchanged else scale, take, self._timed)
         if self._powersgd is not None:
-            self._exchange_matrices(self._powersgd, used, scale, gradients)
+            began, num_bytes, num_calls = time.perf_counter(), self._powersgd.num_bytes, self._powersgd.num_calls
+            for index, gradient in self._powersgd.exchange(used, scale).items():
+                gradients[index] = gradient
+            self.num_bytes += self._powersgd.num_bytes - num_bytes
+            self.num_calls += self._powersgd.num_calls - num_calls
+            self._timed("PowerSGD", began)
         return gradients
-
-    def _exchange_matrices(
-        self, powersgd: PowerSGD, used: np.ndarray, scale: float, gradients: list[Optional[Any]]
-    ) -> None:
-        began, num_bytes, num_calls = time.perf_counter(), powersgd.num_bytes, powersgd.num_calls
-        for index, gradient in powersgd.exchange(used, scale).items():
-            gradients[index] = gradient
-        self.num_bytes += powersgd.num_bytes - num_bytes
-        self.num_calls += powersgd.num_calls - num_calls
-        self._timed("PowerSGD", began)
 
     def _clear(self) -> None:
         self.overlap.clear()
@@ -325,14 +298,3 @@ class GradientSynchronizer(GradientWindow):
             bucket.clear()
         if self._powersgd is not None:
             self._powersgd.clear()
-
-
-@functools.cache
-def _hint_at_mpi(world_size: int, is_main: bool) -> None:
-    """Once a process."""
-    if is_main:
-        print(
-            "hint: MindSpore's own library moves gradients here; on one host the mpi backend is faster "
-            f"(docs/benchmarks.md): mindnlp-dp run --nproc {world_size} SCRIPT",
-            flush=True,
-        )

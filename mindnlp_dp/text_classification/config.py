@@ -89,6 +89,7 @@ class FinetuneConfig(TaskConfig):
     overlap: str = _setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
     compression: str = _setting("", "of gradients: fp16, bf16 or powersgd; empty: none")
     powersgd_rank: int = _setting(4, "the rank of PowerSGD's approximation")
+    zero_stage: str = _setting("auto", "0: every rank updates everything; 1, 2: each a slice; auto: what is fastest")
     trace: str = _setting("", "a file for the timeline of all ranks, for chrome://tracing or ui.perfetto.dev")
     stats: bool = _setting(False, "print what the exchange of gradients took, for each update")
     tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
@@ -99,6 +100,7 @@ class FinetuneConfig(TaskConfig):
             ("optimizer", OPTIMIZERS),
             ("overlap", ("auto", "true", "false")),
             ("compression", ("", "fp16", "bf16", "powersgd")),
+            ("zero_stage", ("auto", "0", "1", "2")),
         ):
             if getattr(self, name) not in choices:
                 shown = ", ".join(choice or "nothing" for choice in choices)

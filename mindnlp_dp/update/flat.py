@@ -8,31 +8,29 @@ point into (flat_weights.py). Which part of it a rank has, on a host with two ra
     weights   │ 0 0 0 │ 1 1 1 │   │ 0 0 │ 1 1 1 │     one array of the host
     state     │ 0 0 0   0 0 │ and │ 1 1 1   1 1 1 │   an array a rank, in its own memory
 
-Nobody writes to gradients but the exchange. No rank writes to weights before all have ended their backward passes (the exchange's header sees to that), and none
-reads them before all have written (the barrier behind the update).
+Nobody writes to gradients but the exchange. No rank writes to weights before all have ended their backward passes (the
+exchange's header sees to that), and none reads them before all have written (the barrier behind the update).
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import numpy as np
 
 from mindnlp_dp.arrays.conversion import aligned_zeros, from_host, to_host
-from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL, aligned
+from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 
+from .arrangement import SEGMENT_NUMEL, Arrangement
 from .block_sums import BlockSums
-from .flat_weights import FlatWeights
 from .rules import Rule, Segment, Update
-from .state_shards import Piece, StateShards
+from .state_shards import StateShards
 from .updater import MindNLPUpdater
 
-# Longer segments are cut: what is done to one in several passes then stays in the cache.
-_SEGMENT_NUMEL = 64 * BLOCK_NUMEL
 # By optimizer: one that is given to another updater keeps its state.
 _shards_of: weakref.WeakKeyDictionary[Any, StateShards] = weakref.WeakKeyDictionary()
 
@@ -60,89 +58,35 @@ class FlatUpdater(MindNLPUpdater):
         self.zero_stage = zero_stage
         self._sync = synchronizer
         self._group = synchronizer.group
-        self._channel = synchronizer.channel
-        self._rule = rule
         self._may_share = may_share and zero_stage > 0
         self._shapes = [tuple(p.shape) for p in self.parameters]
         self._blocks = BlockSums([math.prod(shape) for shape in self._shapes])
+        self._rule = rule
+        self._may_share = may_share and zero_stage > 0
         self._scale = 1.0
-        self._scratch = aligned_zeros(_SEGMENT_NUMEL + BLOCK_NUMEL, np.float32)
-        self._buckets: Any = None
+        self._scratch = aligned_zeros(SEGMENT_NUMEL + BLOCK_NUMEL, np.float32)
+        self._num_moved = 0
         self._shards: Optional[StateShards] = None
-        self._saved_in_optimizer: Any = None
-        self._shares_memory = False
+        self._seen_state: Any = None
+        self._partition: Optional[tuple[int, ...]] = None
+        self._cut: list[Segment] = []
         synchronizer.scatter = zero_stage == 2
         self._arrange()
 
-    # Where everything is.
-
     def _arrange(self) -> None:
-        """Weights, state and what this rank updates, for the buckets as they are packed now. A collective."""
-        buckets = self._buckets = self._sync.buckets
-        layouts = [bucket.layout for bucket in buckets]
-        numel = sum(layout.numel for layout in layouts)
-        shared = self._channel.share(4 * numel) if self._may_share and numel else None
-        self._shares_memory = shared is not None
-        memory = aligned_zeros(numel, np.float32) if shared is None else shared.view(np.float32)
-        self.weights = FlatWeights(self._sync.names, self.parameters, layouts, memory)
-        self._bounds = [layout.slice_bounds(self._channel.world_size) for layout in layouts]
-        if self._writes:
-            self.weights.take_over()
-        self._wait()
-        self.weights.adopt()
-        number = self._channel.slice_index
-        self._own = [
-            self._within(bucket.sums(), bounds[number], bounds[number + 1])
-            for bucket, bounds in zip(buckets, self._bounds)
-        ]
-        whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in buckets]
-        self._updated = self._own if self.zero_stage else whole
-        self._own_pieces = [
-            (piece, array[piece.flat])
-            for number, parts in enumerate(self._own)
-            for first, array in parts
-            for piece in self._pieces(number, first, len(array), -first)
-        ]
-        pieces, length = [], 0
-        for number, ranges in enumerate(self._updated):
-            for first, array in ranges:
-                pieces += self._pieces(number, first, len(array), length - first)
-                length += len(array)
+        """For the buckets as they are packed now. A collective."""
+        self.place = Arrangement(self._sync, is_divided=self.zero_stage > 0, may_share=self._may_share)
         shards = StateShards(
-            self._rule.state_names, self._shapes, pieces, length, self._group, is_whole=self.zero_stage == 0
-        )
+            self._rule.state_names, self._shapes, self.place.updated, self.place.state_numel, self._group,
+            is_whole=self.zero_stage == 0,
+        )  # fmt: skip
         self._adopt_state(shards)
-        self._partition: Optional[tuple[int, ...]] = None
-
-    @property
-    def _writes(self) -> bool:
-        return not self._shares_memory or self._group.local_rank == 0
-
-    def _wait(self) -> None:
-        if self._shares_memory:
-            self._channel.wait_for_host()
-
-    @staticmethod
-    def _within(arrays: Sequence[tuple[int, np.ndarray]], begin: int, end: int) -> list[tuple[int, np.ndarray]]:
-        """What of ``arrays``, at their offsets in a bucket, is between ``begin`` and ``end``."""
-        cut = [(max(first, begin), first, array) for first, array in arrays]
-        found = [(start, array[start - first : max(end - first, 0)]) for start, first, array in cut]
-        return [(start, part) for start, part in found if len(part)]
-
-    def _pieces(self, number: int, first: int, numel: int, shift: int) -> list[Piece]:
-        """The parameters' pieces in part of a bucket, at offsets that are ``shift`` more than those in it."""
-        pieces = []
-        for slot in self._buckets[number].layout.slots:
-            begin, end = max(slot.offset, first), min(slot.offset + slot.numel, first + numel)
-            if begin < end:
-                pieces.append(Piece(slot.index, begin - slot.offset, end - slot.offset, begin + shift))
-        return pieces
 
     # The update.
 
     def average(self, window: Any) -> Optional[np.ndarray]:
         used, self._scale = window.reduce_in_place(), 1.0
-        if self._sync.buckets is not self._buckets:
+        if self._sync.buckets is not self.place.buckets:
             self._arrange()
         return used
 
@@ -159,8 +103,8 @@ class FlatUpdater(MindNLPUpdater):
 
     def _norm(self, used: np.ndarray) -> float:
         """Of all gradients; every rank sums up its own blocks. Behind them it says how many parameters have moved."""
-        sums = np.append(self._blocks.zeros(), float(len(self.weights.moved())))
-        for piece, gradient in self._own_pieces:
+        sums = np.append(self._blocks.zeros(), float(len(self.place.weights.moved())))
+        for piece, gradient in self.place.own:
             if used[piece.index]:
                 self._blocks.put(sums, piece.index, piece.start, gradient)
         sums = self._group.all_reduce(sums, is_hot=True)
@@ -169,18 +113,18 @@ class FlatUpdater(MindNLPUpdater):
 
     def update(self, gradients: Any) -> None:
         if self._num_moved:
-            self.weights.put_back(self._group, writes=self._writes, wait=self._wait)
-        if self.optimizer.state is not self._saved_in_optimizer:
+            self.place.weights.put_back(self._group, writes=self.place.writes, wait=self.place.wait)
+        if self.optimizer.state is not self._seen_state:
             # Somebody has loaded it.
-            self._adopt_state(self._shards)
+            self._adopt_state(self._state)
         steps = self._state.steps
         for index in np.flatnonzero(gradients):
             steps[index] += 1
         segments = self._segments(gradients)
         update = Update(self._scale, self._scratch, self._groups(), steps, self._blocks, self._add)
         self._rule.apply(segments, update)
-        self._publish()
-        self.weights.hand_out_scalars()
+        self.place.publish(self._group.all_gather)
+        self.place.weights.hand_out_scalars()
         self._show_state()
         # What a scheduler asks for.
         self.optimizer._opt_called = True
@@ -204,62 +148,8 @@ class FlatUpdater(MindNLPUpdater):
             else:
                 partition.append(-1)
         if tuple(partition) != self._partition:
-            self._partition, self._cut = tuple(partition), self._cut_segments(partition)
+            self._partition, self._cut = tuple(partition), self.place.segments(partition, self._state.arrays)
         return self._cut
-
-    def _cut_segments(self, partition: Sequence[int]) -> list[Segment]:
-        segments, length = [], 0
-        for number, (base, ranges) in enumerate(zip(self.weights.bases, self._updated)):
-            for first, array in ranges:
-                runs: list[list[Piece]] = []
-                for piece in self._pieces(number, first, len(array), 0):
-                    for start in range(piece.start, piece.stop, _SEGMENT_NUMEL):
-                        stop = min(start + _SEGMENT_NUMEL, piece.stop)
-                        part = Piece(piece.index, start, stop, piece.offset + start - piece.start)
-                        fits = runs and part.offset + stop - start - runs[-1][0].offset <= _SEGMENT_NUMEL
-                        if fits and partition[runs[-1][-1].index] == partition[part.index]:
-                            runs[-1].append(part)
-                        else:
-                            runs.append([part])
-                for run in runs:
-                    if partition[run[0].index] >= 0:
-                        begin = run[0].offset
-                        # To the end of its alignment: gaps are zeros, and a kernel's vectors have no remainder.
-                        end = min(aligned(run[-1].flat.stop), first + len(array))
-                        segments.append(self._segment(base, begin, end, first, array, length, run))
-                length += len(array)
-        return segments
-
-    def _segment(
-        self, base: int, begin: int, end: int, first: int, gradient: np.ndarray, length: int, run: Sequence[Piece]
-    ) -> Segment:
-        here = slice(begin - first, end - first)
-        in_state = slice(length + here.start, length + here.stop)
-        return Segment(
-            self.weights.memory[base + begin : base + end],
-            gradient[here],
-            {name: array[in_state] for name, array in self._state.arrays.items()},
-            [Piece(part.index, part.start, part.stop, part.offset - begin) for part in run],
-        )
-
-    def _publish(self) -> None:
-        """Let every rank have all new weights."""
-        if self.zero_stage and self._channel.world_size > 1:
-            for base, bounds in zip(self.weights.bases, self._bounds):
-                flat = self.weights.memory[base : base + bounds[-1]]
-                if self._shares_memory:
-                    self._channel.gather_from_hosts(flat, bounds)
-                else:
-                    self._gather(flat, bounds)
-        self._channel.wait_for_host()
-
-    def _gather(self, flat: np.ndarray, bounds: Sequence[int]) -> None:
-        number = self._channel.slice_index
-        longest = max(last - first for first, last in zip(bounds, bounds[1:]))
-        mine = np.zeros(longest, np.float32)
-        mine[: bounds[number + 1] - bounds[number]] = flat[bounds[number] : bounds[number + 1]]
-        for first, last, part in zip(bounds, bounds[1:], self._group.all_gather(mine)):
-            flat[first:last] = part[: last - first]
 
     # The optimizer's state.
 
@@ -272,7 +162,7 @@ class FlatUpdater(MindNLPUpdater):
         """Take over what the optimizer holds, be it in its own ``state`` or in an earlier updater's shards."""
         assert shards is not None, "made by _arrange"
         old = _shards_of.get(self.optimizer)
-        if self.optimizer.state and self.optimizer.state is not self._saved_in_optimizer:
+        if self.optimizer.state and self.optimizer.state is not self._seen_state:
             by_id = {id(p): state for p, state in self.optimizer.state.items()}
             for index, parameter in enumerate(self.parameters):
                 self._put(shards, index, by_id.get(id(parameter)) or {})
@@ -280,7 +170,7 @@ class FlatUpdater(MindNLPUpdater):
             shards.take_over(old)
         self.optimizer.state.clear()
         self._shards = _shards_of[self.optimizer] = shards
-        self._saved_in_optimizer = self.optimizer.state
+        self._seen_state = self.optimizer.state
         self._partition = None
         self._show_state()
 
@@ -321,7 +211,7 @@ class FlatUpdater(MindNLPUpdater):
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        if self._sync.buckets is not self._buckets:
+        if self._sync.buckets is not self.place.buckets:
             self._arrange()
         self.optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
         places = {id(p): index for index, p in enumerate(self.parameters)}
@@ -329,6 +219,6 @@ class FlatUpdater(MindNLPUpdater):
         self._state.steps[:] = [0] * len(self._shapes)
         for number, state in saved["state"].items():
             self._put(self._state, places[id(everything[int(number)])], state)
-        self._saved_in_optimizer = self.optimizer.state
+        self._seen_state = self.optimizer.state
         self._partition = None
         self._show_state()

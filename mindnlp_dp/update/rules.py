@@ -130,9 +130,8 @@ class AdamRule(Rule):
             tensors = segment.tensors
             gradient = _gradient(segment, update, with_decay=not self._decoupled)
             if self._decoupled:
-                decay = lambda index: rate * update.groups[index]["weight_decay"]  # noqa: E731
-                for where, amount in _runs(segment, decay):
-                    segment.weights[where] *= np.float32(1 - amount)
+                for where, decay in _runs(segment, lambda index: float(update.groups[index]["weight_decay"])):
+                    segment.weights[where] *= np.float32(1 - rate * decay)
             self._adam(
                 tensors["w"], tensors["exp_avg"], tensors["exp_avg_sq"], _scalar(beta1**step), _scalar(beta2**step),
                 _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(group["eps"]),

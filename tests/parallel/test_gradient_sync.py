@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mindnlp_dp as dp
-from mindnlp_dp.gradients import synchronizer
+from mindnlp_dp.gradients.buckets.make import _hint_at_mpi
 from mindnlp_dp.replicas.weights import ReplicaMismatchError
 
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,), (7, 2)]
@@ -176,7 +176,7 @@ def test_an_exception_within_no_sync_leaves_no_half_window(group, kind):
 
 
 def test_mccl_hints_once_at_mpi(group, capsys):
-    synchronizer._hint_at_mpi.cache_clear()
+    _hint_at_mpi.cache_clear()
     for _ in range(2):
         dp.GradientSynchronizer(parameters())
     said = capsys.readouterr().out

@@ -206,12 +206,12 @@ def test_ranks_of_a_host_share_weights(group):
         job.parameters[4].asnumpy()[0] = 77.0
     group.barrier()
     is_shared = group.backend == "mpi" and group.world_size > 1
-    assert job.updater._shares_memory == is_shared
+    assert job.updater.place.shares_memory == is_shared
     assert (job.parameters[4].asnumpy()[0] == 77.0) == (is_shared or group.is_main)
     group.barrier()
     job.parameters[4].asnumpy()[0] = before[4][0]
     group.barrier()
-    assert not job.updater.weights.moved()
+    assert not job.updater.place.weights.moved()
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
@@ -221,9 +221,9 @@ def test_a_parameter_that_was_assigned_to_is_put_back_with_its_new_value(group, 
         job.run(3)
         job.parameters[0].assign_value(mindspore.Tensor(np.full((300, 77), 0.5, np.float32)))
         job.parameters[1].assign_value(mindspore.Tensor(np.float32(2.0)))
-        assert job.updater.weights.moved() == [0, 1]
+        assert job.updater.place.weights.moved() == [0, 1]
         job.run(1)
-        assert job.updater.weights.moved() == []
+        assert job.updater.place.weights.moved() == []
         job.run(2)
     assert_same(jobs[1].weights(), jobs[0].weights())
 

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.gradients.buckets.layout import BYTES_PER_MB, completed_order, first_order, pack_buckets
+from mindnlp_dp.gradients.buckets.layout import (
+    ALIGN_NUMEL,
+    BLOCK_NUMEL,
+    BYTES_PER_MB,
+    aligned,
+    completed_order,
+    first_order,
+    pack_buckets,
+)
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), max_size=12)
 
@@ -17,7 +25,7 @@ def test_a_literal_table():
     """Last parameter first; the cap of 32 bytes is 8 float32; the parameter of 10 gets a bucket of its own."""
     shapes = [(2, 2), (10,), (3,), (4,), ()]
     assert table(pack_buckets(shapes, ["float32"] * 5, 32 / BYTES_PER_MB)) == [
-        [(4, 0, 1), (3, 1, 4), (2, 5, 3)],
+        [(4, 0, 1), (3, 64, 4), (2, 128, 3)],
         [(1, 0, 10)],
         [(0, 0, 4)],
     ]
@@ -41,7 +49,7 @@ def test_types_do_not_mix():
 
 
 @given(shapes=SHAPES, cap=st.integers(1, 200))
-def test_every_parameter_has_one_slot_and_slots_have_no_gaps(shapes, cap):
+def test_every_parameter_has_one_slot_and_gaps_are_those_of_alignment(shapes, cap):
     buckets = pack_buckets(shapes, ["float32"] * len(shapes), cap / BYTES_PER_MB)
     assert sorted(slot.index for bucket in buckets for slot in bucket.slots) == list(range(len(shapes)))
     for bucket in buckets:
@@ -49,9 +57,30 @@ def test_every_parameter_has_one_slot_and_slots_have_no_gaps(shapes, cap):
         for slot in bucket.slots:
             assert slot.offset == offset
             assert slot.shape == shapes[slot.index]
-            offset += slot.numel
+            offset = aligned(offset + slot.numel)
         assert bucket.numel == offset
+        assert bucket.num_bytes == 4 * sum(slot.numel for slot in bucket.slots)
         assert bucket.num_bytes <= cap or len(bucket.slots) == 1
+
+
+@given(
+    shapes=st.lists(st.integers(0, 5 * BLOCK_NUMEL).map(lambda n: (n,)), min_size=1, max_size=8),
+    num_slices=st.integers(1, 9),
+)
+def test_slices_are_cut_where_blocks_of_parameters_begin(shapes, num_slices):
+    """Also for more slices than there are blocks: some are empty then."""
+    for bucket in pack_buckets(shapes, ["float32"] * len(shapes), 0.1):
+        bounds = bucket.slice_bounds(num_slices)
+        assert len(bounds) == num_slices + 1
+        assert (bounds[0], bounds[-1]) == (0, bucket.numel)
+        assert list(bounds) == sorted(bounds)
+        for bound in bounds:
+            assert bound % ALIGN_NUMEL == 0
+            inside = [slot for slot in bucket.slots if slot.offset < bound < slot.offset + slot.numel]
+            assert all((bound - slot.offset) % BLOCK_NUMEL == 0 for slot in inside)
+        # No slice is longer than an even one by more than a block on either side.
+        widest = max(last - first for first, last in zip(bounds, bounds[1:]))
+        assert widest <= bucket.numel / num_slices + 2 * BLOCK_NUMEL
 
 
 @pytest.mark.parametrize("cap", ["auto", 0, -1, None, float("nan")])

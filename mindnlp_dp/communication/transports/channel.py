@@ -49,7 +49,7 @@ class Channel(abc.ABC):
     # Weights, which ranks that divide an update between them share, or give each other.
 
     def share(self, num_bytes: int) -> Optional[np.ndarray]:
-        """So many bytes, zeroed, that all ranks of this host see; None where no host's ranks share memory. A collective.
+        """So many bytes, zeroed, that all ranks of this host see; None where none share memory. A collective.
 
         Who writes there sees to it that nobody reads meanwhile (:meth:`wait_for_host`).
         """
@@ -59,10 +59,10 @@ class Channel(abc.ABC):
         """A barrier of the ranks that share memory."""
 
     def gather_from_hosts(self, array: np.ndarray, bounds: Sequence[int]) -> None:  # noqa: B027
-        """Fill in, in memory that this host's ranks share, what other hosts' ranks have made: slices between ``bounds``.
+        """Fill in, in a flat array that this host's ranks share, what other hosts' ranks have made.
 
-        Each rank has made the slice of its ``slice_index``, of a flat array. Other ranks of this host see it behind a
-        barrier.
+        Each rank has made the slice of its ``slice_index``; ``bounds`` are where slices begin, and the last one ends.
+        The other ranks of this host see it behind a barrier.
         """
 
     def abandon(self, error: BaseException) -> None:

@@ -165,9 +165,9 @@ class HostExchange:
     ) -> None:
         """Scale every row, sum them over all ranks, each rank its slice; slice ``r`` of the sum is in row ``r``.
 
-        Slice ``r`` is local rank ``r``'s on every host, and consists of as many parts as there are hosts: ``bounds`` say
-        where all parts of all slices begin, and the last one ends, at multiples of 64 elements where blocks of zeros
-        are to stay at home. To ``scatter``, each host ends with the sum of its own part of a slice only.
+        Slice ``r`` is local rank ``r``'s on every host, and consists of as many parts as there are hosts: ``bounds``
+        say where all parts of all slices begin, and the last one ends, at multiples of 64 elements where blocks of
+        zeros are to stay at home. To ``scatter``, each host ends with the sum of its own part of a slice only.
 
         Every element is multiplied by ``scale`` before it is added, as an exchange without shared memory does it, and
         the rows of a host are added in rank order, so that where a slice begins makes no difference to its bits.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Optional
 
@@ -28,6 +29,8 @@ def make_buckets(
     sent, and nothing is rounded.
     """
     if isinstance(channel, TensorChannel):
+        if group.backend == "mccl" and 1 < group.world_size == group.local_world_size:
+            _hint_at_mpi(group.world_size, group.is_main)
         channel.check_compression(compression)
         return [DeviceBucket(layout, channel, compression) for layout in layouts]
     assert isinstance(channel, HostChannel), "a channel sums arrays or tensors"
@@ -52,3 +55,14 @@ def _shared(layouts: Sequence[BucketLayout], channel: MPIChannel, compression: O
         SharedBucket(layout, channel, rows[:, begin:end].view(dtype)[:, : layout.numel], compression)
         for layout, dtype, begin, end in zip(layouts, dtypes, edges, edges[1:])
     ]
+
+
+@functools.cache
+def _hint_at_mpi(world_size: int, is_main: bool) -> None:
+    """Once a process."""
+    if is_main:
+        print(
+            "hint: MindSpore's own library moves gradients here; on one host the mpi backend is faster "
+            f"(docs/benchmarks.md): mindnlp-dp run --nproc {world_size} SCRIPT",
+            flush=True,
+        )

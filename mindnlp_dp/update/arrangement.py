@@ -1,0 +1,160 @@
+"""Where weights, gradients and state are, and which of them a rank updates, for buckets as they are packed now.
+
+Goes in: the buckets of an exchange. Comes out: the pieces of parameters whose squares this rank adds up, those that it
+updates, and the arrays of these, cut into segments that are updated in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import aligned_zeros
+from mindnlp_dp.communication.transports.channel import Channel
+from mindnlp_dp.gradients.buckets.bucket import Bucket
+from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL, aligned
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+
+from .flat_weights import FlatWeights
+from .rules import Segment
+from .state_shards import Piece
+
+# Longer segments are cut: what is done to one in several passes then stays in the cache.
+SEGMENT_NUMEL = 64 * BLOCK_NUMEL
+# Of a bucket: where a part of it begins, and its sum there.
+Range = tuple[int, np.ndarray]
+
+
+class Arrangement:
+    """Making it moves the parameters into their new place; a collective.
+
+    Args:
+        is_divided: whether every rank updates a slice, or all of it.
+        may_share: whether a host's ranks may have one set of weights.
+
+    Attributes:
+        buckets: those that it is for.
+        weights: the parameters' new place.
+        shares_memory: whether other ranks see it, too.
+        own: for every piece whose squares this rank adds up, its gradient.
+        updated: the pieces that it updates, with their offsets in the arrays of its state.
+        state_numel: how long those are.
+    """
+
+    def __init__(self, sync: GradientSynchronizer, *, is_divided: bool, may_share: bool) -> None:
+        self.buckets: Sequence[Bucket] = sync.buckets
+        self._channel: Channel = sync.channel
+        self._is_divided = is_divided
+        layouts = [bucket.layout for bucket in self.buckets]
+        self._bounds = [layout.slice_bounds(self._channel.world_size) for layout in layouts]
+        numel = sum(layout.numel for layout in layouts)
+        shared = self._channel.share(4 * numel) if may_share and numel else None
+        self.shares_memory = shared is not None
+        self.writes = not self.shares_memory or sync.group.local_rank == 0
+        memory = aligned_zeros(numel, np.float32) if shared is None else shared.view(np.float32)
+        self.weights = FlatWeights(sync.names, sync.parameters, layouts, memory)
+        if self.writes:
+            self.weights.take_over()
+        self.wait()
+        self.weights.adopt()
+        number = self._channel.slice_index
+        own = [
+            _within(bucket.sums(), bounds[number], bounds[number + 1])
+            for bucket, bounds in zip(self.buckets, self._bounds)
+        ]
+        self.own = [
+            (piece, array[piece.flat])
+            for number, ranges in enumerate(own)
+            for first, array in ranges
+            for piece in self._pieces(number, first, len(array), -first)
+        ]
+        whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in self.buckets]
+        self._ranges = own if is_divided else whole
+        self.updated: list[Piece] = []
+        self.state_numel = 0
+        for number, ranges in enumerate(self._ranges):
+            for first, array in ranges:
+                self.updated += self._pieces(number, first, len(array), self.state_numel - first)
+                self.state_numel += len(array)
+
+    def wait(self) -> None:
+        """A barrier of those who share the weights."""
+        if self.shares_memory:
+            self._channel.wait_for_host()
+
+    def _pieces(self, number: int, first: int, numel: int, shift: int) -> list[Piece]:
+        """The parameters' pieces in part of a bucket, at offsets that are ``shift`` more than those in it."""
+        pieces = []
+        for slot in self.buckets[number].layout.slots:
+            begin, end = max(slot.offset, first), min(slot.offset + slot.numel, first + numel)
+            if begin < end:
+                pieces.append(Piece(slot.index, begin - slot.offset, end - slot.offset, begin + shift))
+        return pieces
+
+    def segments(self, partition: Sequence[int], state: Mapping[str, np.ndarray]) -> list[Segment]:
+        """What this rank updates, cut where parameters of another number begin; -1 is left out."""
+        segments, length = [], 0
+        for number, (base, ranges) in enumerate(zip(self.weights.bases, self._ranges)):
+            for first, array in ranges:
+                for run in _runs(self._pieces(number, first, len(array), 0), partition):
+                    begin = run[0].offset
+                    # To the end of its alignment: gaps are zeros, and a kernel's vectors have no remainder.
+                    end = min(aligned(run[-1].flat.stop), first + len(array))
+                    here = slice(length + begin - first, length + end - first)
+                    segments.append(
+                        Segment(
+                            self.weights.memory[base + begin : base + end],
+                            array[begin - first : end - first],
+                            {name: values[here] for name, values in state.items()},
+                            [Piece(part.index, part.start, part.stop, part.offset - begin) for part in run],
+                        )
+                    )
+                length += len(array)
+        return segments
+
+    def publish(self, gather: Any) -> None:
+        """Let every rank have all new weights; ``gather`` is the group's ``all_gather``."""
+        if self._is_divided and self._channel.world_size > 1:
+            for base, bounds in zip(self.weights.bases, self._bounds):
+                flat = self.weights.memory[base : base + bounds[-1]]
+                if self.shares_memory:
+                    self._channel.gather_from_hosts(flat, bounds)
+                else:
+                    _gather(flat, bounds, self._channel.slice_index, gather)
+        # Of gradients, too: who does not divide the update reads all rows of the host.
+        self._channel.wait_for_host()
+
+
+def _within(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
+    """What of these is between two offsets in their bucket."""
+    cut = [(max(first, begin), first, array) for first, array in ranges]
+    found = [(start, array[start - first : max(end - first, 0)]) for start, first, array in cut]
+    return [(start, part) for start, part in found if len(part)]
+
+
+def _runs(pieces: Sequence[Piece], partition: Sequence[int]) -> list[list[Piece]]:
+    """Pieces that follow each other and have the same number, cut at :data:`SEGMENT_NUMEL`."""
+    runs: list[list[Piece]] = []
+    previous: Optional[int] = None
+    for piece in pieces:
+        number = partition[piece.index]
+        for start in range(piece.start, piece.stop, SEGMENT_NUMEL):
+            stop = min(start + SEGMENT_NUMEL, piece.stop)
+            part = Piece(piece.index, start, stop, piece.offset + start - piece.start)
+            if number >= 0 and number == previous and part.flat.stop - runs[-1][0].offset <= SEGMENT_NUMEL:
+                runs[-1].append(part)
+            elif number >= 0:
+                runs.append([part])
+            previous = number
+    return runs
+
+
+def _gather(flat: np.ndarray, bounds: Sequence[int], number: int, gather: Any) -> None:
+    """Every rank's slice to every rank, through messages of one length."""
+    longest = max(last - first for first, last in zip(bounds, bounds[1:]))
+    mine = np.zeros(longest, np.float32)
+    mine[: bounds[number + 1] - bounds[number]] = flat[bounds[number] : bounds[number + 1]]
+    for first, last, part in zip(bounds, bounds[1:], gather(mine)):
+        flat[first:last] = part[: last - first]
