@@ -85,8 +85,8 @@ def _stage(zero_stage: Union[int, str], window: GradientWindow, *, has_rule: boo
         return 0, "ranks share no memory, and new weights would have to be sent"
     if not _dispatches_synchronously():
         return 0, "MindSpore dispatches operators asynchronously, and no weights can be shared"
-    if group.local_world_size < group.world_size and isinstance(window, GradientSynchronizer) and window.compression:
-        return 0, "weights take more of the wire than compressed gradients"
+    if group.local_world_size < group.world_size:
+        return 0, "between hosts, weights take more of the wire than gradients, whose blocks of zeros stay at home"
     return 2, "the ranks of a host share one set of weights, and each updates its slice"
 
 
