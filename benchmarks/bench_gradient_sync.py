@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import TORCH_HINT, has_torch, launched, machine, median_seconds, run_job, write_json
+from common import (
+    TORCH_HINT,
+    has_torch,
+    launched,
+    machine,
+    median_seconds,
+    proportional_bytes,
+    run_job,
+    write_json,
+)
 
 NAMES = {
     "copy": "one copy in, one out, both ranks",
@@ -51,11 +60,6 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
     layer: list[tuple[int, ...]] = [(width, width), (width,)] * 4
     layer += [*norm, (inner, width), (inner,), (width, inner), (width,), *norm]
     return [(vocab, width), (positions, width), (2, width), *norm, *(layer * layers), (width, width), (width,)]
-
-
-def proportional_bytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def measure(backend: str, model: str) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 TORCH_HINT = 'PyTorch is not here; pip install "mindnlp-dp[compare]", or --torch-python /path/to/python that has it'
 
@@ -54,6 +55,17 @@ def median_seconds(barrier: Callable[[], Any], function: Callable[[], Any], repe
         if number >= 2:
             times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def proportional_bytes(pid: Union[int, str] = "self") -> int:
+    """The memory of a process; what several processes share counts once, in equal parts (Linux's PSS)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median of the ratios of jobs that ran side by side in time, not the ratio of medians."""
+    return round(statistics.median(a / b for a, b in zip(above, below)), 3)
 
 
 def write_json(path: Optional[Path], numbers: dict[str, Any]) -> None:
