@@ -5,6 +5,11 @@ Runs in a Python that has PyTorch, which need not have MindSpore:
     python benchmarks/gloo.py --kind all_reduce --write FILE
     python benchmarks/gloo.py --kind gradients --shapes FILE --write FILE
     python benchmarks/gloo.py --kind step [--nproc 1] --write FILE
+    python benchmarks/gloo.py --kind update [--nproc 1] --write FILE
+    python benchmarks/gloo.py --kind memory [--nproc 4] --write FILE
+
+AdamW is the fused one, the fastest that PyTorch has on a CPU. "zero" behind a kind divides it between the ranks by
+ZeroRedundancyOptimizer, with parameters_as_bucket_view=True, with which its weights travel three times as fast.
 """
 
 from __future__ import annotations
@@ -13,10 +18,11 @@ import argparse
 import json
 import os
 import socket
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
-from common import median_seconds
+from common import median_seconds, proportional_bytes
 
 
 def all_reduce(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
@@ -60,21 +66,22 @@ def gradients(distributed: Any, torch: Any, shapes: list[list[int]]) -> dict[str
     return {"gloo": median_seconds(distributed.barrier, exchange, 7)}
 
 
-def bert(torch: Any) -> Any:
+def bert(torch: Any, **sizes: int) -> Any:
     """The BERT of train_bert.py from PyTorch's own parts: the same layers, shapes and activation."""
-    from train_bert import HEADS, INNER, LABELS, LAYERS, VOCAB_SIZE, WIDTH
+    from train_bert import LABELS, SIZES
 
     nn: Any = torch.nn
+    vocab_size, width, num_layers, num_heads, inner = {**SIZES, **sizes}.values()
 
     class Bert(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.positions, self.types = (nn.Embedding(n, WIDTH) for n in (VOCAB_SIZE, 512, 2))
-            self.norm = nn.LayerNorm(WIDTH)
-            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, 0.1, "gelu", batch_first=True)
-            self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-            self.pooler = nn.Linear(WIDTH, WIDTH)
-            self.classifier = nn.Linear(WIDTH, LABELS)
+            self.words, self.positions, self.types = (nn.Embedding(n, width) for n in (vocab_size, 512, 2))
+            self.norm = nn.LayerNorm(width)
+            layer = nn.TransformerEncoderLayer(width, num_heads, inner, 0.1, "gelu", batch_first=True)
+            self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+            self.pooler = nn.Linear(width, width)
+            self.classifier = nn.Linear(width, LABELS)
 
         def forward(self, ids: Any) -> Any:
             embedded = self.words(ids) + self.positions.weight[: ids.shape[1]] + self.types.weight[0]
@@ -84,33 +91,115 @@ def bert(torch: Any) -> Any:
     return Bert()
 
 
-def step(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
-    """What train_bert.py does, with DistributedDataParallel as a user gets it."""
-    from train_bert import BATCH, LABELS, LENGTH, VOCAB_SIZE
+def adamw(distributed: Any, torch: Any, parameters: Any, zero: bool) -> Any:
+    from train_bert import LEARNING_RATE
 
-    model: Any = bert(torch)
+    if not zero or distributed.get_world_size() == 1:
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(
+        parameters, torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE, fused=True
+    )
+
+
+def trained(
+    distributed: Any, torch: Any, zero: bool, batch: int, length: int, **sizes: int
+) -> Callable[[Callable[[str], Any]], None]:
+    """A BERT with DistributedDataParallel, as a user gets it; the call is an update, and says what it has done."""
+    from train_bert import LABELS, MAX_NORM, SIZES
+
+    model: Any = bert(torch, **sizes)
     if distributed.get_world_size() > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    ids, labels = torch.randint(VOCAB_SIZE, (BATCH, LENGTH)), torch.randint(LABELS, (BATCH,))
+    optimizer = adamw(distributed, torch, list(model.parameters()), zero)
+    vocab_size = {**SIZES, **sizes}["vocab_size"]
+    ids, labels = torch.randint(vocab_size, (batch, length)), torch.randint(LABELS, (batch,))
 
-    def one() -> None:
+    def one(done: Callable[[str], Any]) -> None:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(ids), labels).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        done("backward")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        done("clip")
         optimizer.step()
+        done("update")
 
-    return {"step": median_seconds(distributed.barrier, one, 7)}
+    return one
 
 
-KINDS = {"all_reduce": all_reduce, "gradients": gradients, "step": step}
+def step(distributed: Any, torch: Any, _: Any, zero: bool = False) -> dict[str, Any]:
+    """What train_bert.py does."""
+    from train_bert import BATCH, LENGTH
+
+    one = trained(distributed, torch, zero, BATCH, LENGTH)
+    return {"step": median_seconds(distributed.barrier, lambda: one(lambda _: None), 7)}
+
+
+def step_zero(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    return step(distributed, torch, _, zero=True)
+
+
+def update(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    """What bench_update.py does; several ranks divide AdamW between them."""
+    from bench_update import DEVIATION, WARM_UP
+    from train_bert import MAX_NORM
+
+    parameters = list(bert(torch).parameters())
+    optimizer = adamw(distributed, torch, parameters, zero=True)
+    # The same on all ranks, as means are.
+    torch.manual_seed(0)
+    gradients = [DEVIATION * torch.randn(parameter.shape) for parameter in parameters]
+    measured: dict[str, list[float]] = {"exchange": [], "clip": [], "update": [], "both": []}
+    for number in range(WARM_UP + 15):
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient.clone()
+        distributed.barrier()
+        times = [time.perf_counter()]
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        times.append(time.perf_counter())
+        optimizer.step()
+        times.append(time.perf_counter())
+        slowest = torch.tensor([0.0, times[1] - times[0], times[2] - times[1], times[2] - times[0]])
+        distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+        if number >= WARM_UP:
+            for seconds, value in zip(measured.values(), slowest.tolist()):
+                seconds.append(value)
+    return {"update": measured}
+
+
+def memory(distributed: Any, torch: Any, _: Any, zero: bool = False) -> dict[str, Any]:
+    """What bench_memory.py does."""
+    from bench_memory import LENGTH, SMALL, memory_now
+
+    for _ in range(2):
+        trained(distributed, torch, zero, 1, LENGTH, **SMALL)(lambda _: None)
+    before = memory_now(distributed.barrier, proportional_bytes)
+    one = trained(distributed, torch, zero, 1, LENGTH)
+    moments: dict[str, int] = {}
+    for _ in range(5):
+        one(lambda stage: moments.update({stage: memory_now(distributed.barrier, proportional_bytes) - before}))
+    total = torch.tensor(list(moments.values()), dtype=torch.int64)
+    distributed.all_reduce(total)
+    return {"moments": dict(zip(moments, total.tolist()))}
+
+
+def memory_zero(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    return memory(distributed, torch, _, zero=True)
+
+
+KINDS = {
+    function.__name__.replace("_zero", " zero"): function
+    for function in (all_reduce, gradients, step, step_zero, update, memory, memory_zero)
+}
 
 
 def work(rank: int, world_size: int, port: int, kind: str, shapes: Any, file: str) -> None:  # noqa: PLR0917
     import torch
     from torch import distributed
 
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     measured = KINDS[kind](distributed, torch, shapes)

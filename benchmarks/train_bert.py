@@ -4,7 +4,7 @@ comparison is in gloo.py.
     mindnlp-dp run --nproc 2 benchmarks/train_bert.py --variants compute overlap --write FILE
 
 A step is a forward and a backward pass of 32 sequences of 32 tokens, the exchange, clipping and AdamW. Variants take
-turns, step by step, in one process; each has a synchroniser of its own, and all train one model.
+turns, step by step, in one process; each has a model, a synchroniser and an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Optional
 
 import numpy as np
 
-VOCAB_SIZE, WIDTH, LAYERS, HEADS, INNER = 30522, 384, 6, 12, 1536
+SIZES = {"vocab_size": 30522, "width": 384, "num_layers": 6, "num_heads": 12, "inner": 1536}
 BATCH, LENGTH, LABELS = 32, 32, 77
+MAX_NORM, LEARNING_RATE = 1.0, 1e-5
 
-# What a synchroniser is made with; None trains without any exchange.
+# What a synchroniser and its update are made with. None: every rank trains for itself, with our update; that is what
+# one process does, too. OWN: the same with MindNLP's clip_grad_norm_ and AdamW.step.
+OWN = "MindNLP's own update"
 VARIANTS: dict[str, Any] = {
+    OWN: None,
     "compute": None,
     "auto": {},
+    "auto, zero_stage=0": {"zero_stage": 0},
     "after": {"overlap": False, "skip_zeros": False},
     "after, zeros skipped": {"overlap": False},
     "overlap, all bytes": {"overlap": True, "skip_zeros": False},
@@ -35,54 +41,108 @@ VARIANTS: dict[str, Any] = {
 }
 
 
+def make_bert(*, pretrained: Optional[str] = None, **sizes: int) -> Any:
+    """The BERT, with random weights or those of a folder; or one of other sizes."""
+    from mindnlp.transformers import BertConfig, BertForSequenceClassification
+
+    if pretrained is not None:
+        return BertForSequenceClassification.from_pretrained(pretrained, num_labels=LABELS)
+    vocab_size, width, num_layers, num_heads, inner = {**SIZES, **sizes}.values()
+    config = BertConfig(
+        vocab_size=vocab_size, hidden_size=width, num_hidden_layers=num_layers, num_attention_heads=num_heads,
+        intermediate_size=inner, num_labels=LABELS,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def update_stages(optimizer: Any, synchronizer: Any, zero_stage: Any = "auto") -> Callable[[], Iterable[str]]:
+    """What ours does behind a backward pass, as a function that does one update and yields after every stage of it."""
+    from mindnlp_dp.update.choose import make_updater
+
+    updater = make_updater(optimizer, synchronizer, zero_stage=zero_stage)
+
+    def stages() -> Iterable[str]:
+        averaged = updater.average(synchronizer)
+        yield "exchange"
+        averaged, _ = updater.clip(averaged, MAX_NORM)
+        yield "clip"
+        updater.update(averaged)
+        yield "update"
+        updater.finish()
+        synchronizer.settle()
+        yield "finish"
+
+    return stages
+
+
 class Step:
     """One way to train; a call is one step and returns what it took."""
 
-    def __init__(self, parameters: Any, optimizer: Any, options: Any, group: Any) -> None:
+    def __init__(self, name: str, group: Any, batch: int = BATCH, pretrained: Optional[str] = None) -> None:
+        import mindspore
+        from mindnlp.core import optim
+        from mindnlp.core.autograd import value_and_grad
+
         import mindnlp_dp as dp
+        from mindnlp_dp.communication.transports.single import SingleProcessTransport
 
-        self.parameters = [p for _, p in parameters]
-        self.optimizer = optimizer
-        self.group = group
-        self.skip_zeros = True
-        self.sync = None
-        if options is not None:
-            options = dict(options)
+        model = make_bert(pretrained=pretrained)
+        dp.broadcast_parameters(model)
+        model.set_train(True)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters: Sequence[Any] = [p for _, p in named]
+        self.batch, self.group = batch, group
+        self.optimizer = optim.AdamW(self.parameters, lr=LEARNING_RATE)
+        rng = np.random.default_rng(group.rank)
+        ids = mindspore.Tensor(rng.integers(0, SIZES["vocab_size"], (batch, LENGTH)))
+        labels = mindspore.Tensor(rng.integers(0, LABELS, batch))
+        mask = mindspore.Tensor(np.ones((batch, LENGTH), np.int64))
+        self.is_own = name == OWN
+        self.run = value_and_grad(
+            lambda: model(ids, attention_mask=mask, labels=labels).loss,
+            tuple(self.parameters),
+            attach_grads=self.is_own,
+        )
+        self.sync: Any = None
+        if not self.is_own:
+            alone = dp.ProcessGroup(SingleProcessTransport())
+            options = dict(VARIANTS[name] or {})
             self.skip_zeros = options.pop("skip_zeros", True)
-            self.sync = dp.GradientSynchronizer(parameters, group, **options)
+            zero_stage = options.pop("zero_stage", "auto")
+            self.sync = dp.GradientSynchronizer(named, alone if VARIANTS[name] is None else group, **options)
+            self.stages = update_stages(self.optimizer, self.sync, zero_stage)
 
-    def _bytes_sent(self) -> int:
-        return 0 if self.sync is None else self.sync.channel.bytes_sent or 0
+    def __call__(self) -> dict[str, float]:
+        self.group.barrier()
+        return self._own() if self.is_own else self._ours()
 
-    def __call__(self, run: Any) -> dict[str, float]:
+    def _own(self) -> dict[str, float]:
         from mindnlp.core import nn
 
+        began = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.run()
+        nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+        self.optimizer.step()
+        return {"step": time.perf_counter() - began, "exposed": 0.0, "sent": 0}
+
+    def _ours(self) -> dict[str, float]:
         from mindnlp_dp.communication.transports.mpi import MPIChannel
 
-        channel = None if self.sync is None else self.sync.channel
+        channel = self.sync.channel
         if isinstance(channel, MPIChannel):
             channel.exchange.skip_zeros = self.skip_zeros
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.group.barrier()
-        sent_before, began = self._bytes_sent(), time.perf_counter()
-        exposed = 0.0
-        if self.sync is None:
-            run()
-        else:
-            seconds_before = self.sync.seconds
-            with self.sync.backward(BATCH):
-                run()
-            self.sync.accumulate([p.grad for p in self.parameters], BATCH)
-            for parameter, gradient in zip(self.parameters, self.sync.reduce()):
-                parameter.grad = gradient
-            exposed = self.sync.seconds - seconds_before
-        nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimizer.step()
+        sent_before, seconds_before, began = channel.bytes_sent or 0, self.sync.seconds, time.perf_counter()
+        with self.sync.backward(self.batch):
+            _, gradients = self.run()
+        self.sync.accumulate(gradients, self.batch)
+        del gradients
+        for _ in self.stages():
+            pass
         return {
             "step": time.perf_counter() - began,
-            "exposed": exposed,
-            "sent": self._bytes_sent() - sent_before,
+            "exposed": self.sync.seconds - seconds_before,
+            "sent": (channel.bytes_sent or 0) - sent_before,
         }
 
 
@@ -91,47 +151,29 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, required=True)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of every variant")
     parser.add_argument("--warm-up", type=int, default=3, help="steps of every variant before them")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences a rank")
+    parser.add_argument("--pretrained", help="a folder with the weights of a BERT; without one they are random")
     parser.add_argument("--write", type=Path, required=True)
     args = parser.parse_args()
 
     import mindnlp_dp as dp
 
     group = dp.init_process_group()
-    import mindspore
-    from mindnlp.core import optim
-    from mindnlp.core.autograd import value_and_grad
-    from mindnlp.transformers import BertConfig, BertForSequenceClassification
-
     from mindnlp_dp.gradients.overlap import TRIAL_PAIRS
 
-    config = BertConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        intermediate_size=INNER, num_labels=LABELS,
-    )  # fmt: skip
-    model = BertForSequenceClassification(config)
-    dp.broadcast_parameters(model)
-    model.set_train(True)
-    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = optim.AdamW([p for _, p in parameters], lr=1e-5)
-    rng = np.random.default_rng(group.rank)
-    ids = mindspore.Tensor(rng.integers(0, VOCAB_SIZE, (BATCH, LENGTH)))
-    labels = mindspore.Tensor(rng.integers(0, LABELS, BATCH))
-    mask = mindspore.Tensor(np.ones((BATCH, LENGTH), np.int64))
-    weights = tuple(p for _, p in parameters)
-    run = value_and_grad(lambda: model(ids, attention_mask=mask, labels=labels).loss, weights, attach_grads=True)
-
-    steps = {name: Step(parameters, optimizer, VARIANTS[name], group) for name in args.variants}
-    # "auto" has decided by then.
-    warm_up = 2 + 2 * TRIAL_PAIRS if "auto" in steps and group.world_size > 1 else args.warm_up
+    steps = {name: Step(name, group, args.batch, args.pretrained) for name in args.variants}
+    # "auto" has decided by then whether exchange overlaps.
+    tries = group.world_size > 1 and any(name.startswith("auto") for name in steps)
+    warm_up = 2 + 2 * TRIAL_PAIRS if tries else args.warm_up
     measured: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
     for number in range(warm_up + args.steps):
         for name, step in steps.items():
-            numbers = np.array(list((taken := step(run)).values()))
+            numbers = np.array(list((taken := step()).values()))
             slowest = group.all_reduce(numbers, op="max")
             if number >= warm_up:
                 for key, value in zip(taken, slowest.tolist()):
                     measured[name].setdefault(key, []).append(value)
-    num_bytes = sum(4 * int(np.prod(p.shape)) for _, p in parameters)
+    num_bytes = sum(4 * int(np.prod(p.shape)) for p in next(iter(steps.values())).parameters)
     states = {name: step.sync.overlap.state for name, step in steps.items() if step.sync is not None}
     if group.is_main:
         args.write.write_text(json.dumps({"measured": measured, "gradient_bytes": num_bytes, "overlap": states}))
