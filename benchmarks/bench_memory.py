@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+"""The memory of weights, gradients and optimizer state on 1, 2 and 4 ranks of a host, summed over the ranks.
+
+    python benchmarks/bench_memory.py --json outputs/bench_memory.json
+    python benchmarks/bench_memory.py --large --json outputs/bench_memory_large.json     (a RoBERTa-large, 20 GiB)
+
+Counted is Linux's proportional set size (PSS), in which memory that ranks share is there once, and not what a resident
+set would count on every rank. A rank imports all libraries and trains a tiny model, so that what they load and compile
+is there already; then its PSS is taken, right before the weights are made. What the PSS has grown by in training is
+weights, gradients (the backward pass's and the exchange's) and optimizer state, and little else: the batch is one
+sequence of 16 tokens, whose activations take next to nothing. It is taken behind every stage of the last update
+(backward pass, exchange, clipping, AdamW, its end), by all ranks at the same time; the stage at which their sum is
+largest counts. What a stage takes and gives back within itself is not seen.
+
+The model is a BERT of 22.7 million parameters, 91 MB of float32, with AdamW and clipping, by dp.make_train_step with
+its defaults and with zero_stage=0. Beside it PyTorch with DistributedDataParallel over gloo, on a model of the same
+layers, with its own AdamW and with ZeroRedundancyOptimizer.
+
+With --large, a RoBERTa of 355 million parameters with random weights trains three updates on four ranks, and a process
+beside them adds up their whole PSS, libraries included, every 0.2 seconds; the peak is printed. Whether that model fits
+with zero_stage=0 is said by arithmetic, and not tried where it does not. --layers and --width make it smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+from common import TORCH_HINT, has_torch, launched, machine, median_ratio, proportional_bytes, run_job, write_json
+from train_bert import LABELS, LEARNING_RATE, MAX_NORM, make_bert
+
+RANKS = (1, 2, 4)
+LENGTH = 16
+# What warms the libraries up.
+SMALL = {"vocab_size": 100, "width": 64, "num_layers": 2, "num_heads": 2, "inner": 128}
+SAMPLE_SECONDS = 0.2
+GIB = 2**30
+
+
+def memory_now(barrier: Callable[[], Any], measure: Callable[[], int]) -> int:
+    """This rank's memory while no rank does anything else."""
+    barrier()
+    num_bytes = measure()
+    barrier()
+    return num_bytes
+
+
+# What runs on every rank.
+
+
+def make_roberta(num_layers: int, width: int) -> Any:
+    from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
+
+    config = RobertaConfig(
+        vocab_size=50265, hidden_size=width, num_hidden_layers=num_layers, num_attention_heads=max(1, width // 64),
+        intermediate_size=4 * width, max_position_embeddings=514, type_vocab_size=1, num_labels=LABELS,
+    )  # fmt: skip
+    return RobertaForSequenceClassification(config)
+
+
+def training(make_model: Callable[[], Any], zero_stage: Any) -> tuple[Any, Callable[[], Any]]:
+    """A step of make_train_step, and a call that does one update on a sequence of this rank's."""
+    from mindnlp.core import optim
+
+    import mindnlp_dp as dp
+
+    model = make_model()
+    dp.broadcast_parameters(model)
+    model.set_train(True)
+    parameters = list(model.parameters())
+
+    def loss(input_ids: Any, labels: Any) -> Any:
+        return model(input_ids, labels=labels).loss
+
+    step = dp.make_train_step(
+        loss, optim.AdamW(parameters, lr=LEARNING_RATE), parameters, max_grad_norm=MAX_NORM, zero_stage=zero_stage
+    )
+    rng = np.random.default_rng(dp.get_process_group().rank)
+    batch = {"input_ids": rng.integers(3, SMALL["vocab_size"], (1, LENGTH)), "labels": rng.integers(0, LABELS, 1)}
+    return step, lambda: step(batch)
+
+
+def measure(zero_stage: Any) -> dict[str, Any]:
+    """The growth of all ranks' memory at every stage of an update, in bytes."""
+    import mindnlp_dp as dp
+    from mindnlp_dp.gradients.overlap import TRIAL_PAIRS
+
+    group = dp.init_process_group()
+    # Two, for in the first the optimizer makes its state.
+    _, update = training(lambda: make_bert(pretrained=None, **SMALL), zero_stage)
+    update()
+    update()
+    before = memory_now(group.barrier, proportional_bytes)
+    step, update = training(make_bert, zero_stage)
+    # "auto" has decided by then whether exchange overlaps.
+    for _ in range(2 + 2 * TRIAL_PAIRS):
+        update()
+    moments: dict[str, int] = {}
+    watch_stages(step, lambda stage: moments.update({stage: memory_now(group.barrier, proportional_bytes) - before}))
+    update()
+    total = group.all_reduce(np.array(list(moments.values()), np.int64))
+    return {"moments": dict(zip(moments, total.tolist()))} if group.is_main else {}
+
+
+def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
+    """Say what an update of a step has done, as it goes on: the backward pass, then what its updater does."""
+    updater = step.train_step.updater
+
+    def watched(name: str) -> Callable[..., Any]:
+        stage = getattr(updater, name)
+
+        def call(*arguments: Any) -> Any:
+            if name == "average":
+                done("backward")
+            result = stage(*arguments)
+            done(name)
+            return result
+
+        return call
+
+    for name in ("average", "clip", "update", "finish"):
+        setattr(updater, name, watched(name))
+
+
+def train_large(num_layers: int, width: int, zero_stage: Any, num_updates: int) -> dict[str, Any]:
+    import mindnlp_dp as dp
+
+    group = dp.init_process_group()
+    _, update = training(lambda: make_roberta(num_layers, width), zero_stage)
+    losses = [update() for _ in range(num_updates)]
+    return {"losses": losses} if group.is_main else {}
+
+
+# What starts them.
+
+
+class PeakMemory:
+    """Adds up the memory of processes whose ids are the names of files in a folder, and keeps the most."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bytes = 0
+        self._folder = folder
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(SAMPLE_SECONDS):
+            self.bytes = max(self.bytes, sum(self._of(file.name) for file in self._folder.iterdir()))
+
+    @staticmethod
+    def _of(pid: str) -> int:
+        try:
+            return proportional_bytes(pid)
+        except (OSError, StopIteration):
+            # It has ended.
+            return 0
+
+
+def num_roberta_parameters(num_layers: int, width: int) -> int:
+    matrices, vectors = num_layers * 12 + 1, num_layers * 13 + 3
+    return (50265 + 514 + 1 + LABELS) * width + matrices * width**2 + vectors * width + LABELS
+
+
+def available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+def run_large(args: argparse.Namespace) -> None:
+    num_ranks, num_parameters = args.ranks[-1], num_roberta_parameters(args.layers, args.width)
+    print(f"{machine()}; RoBERTa, {num_parameters / 1e6:.1f} million parameters, {num_ranks} ranks")
+    # Weights, the backward pass's gradients, the exchange's, two moments: on every rank.
+    each = 5 * 4 * num_parameters
+    needed, available = num_ranks * each, available_bytes()
+    fits = needed <= available
+    print(
+        f"zero_stage=0 takes weights, gradients twice and two moments, {each / GIB:.1f} GiB a rank: {needed / GIB:.1f}"
+    )
+    print(
+        f"GiB, of {available / GIB:.1f} that are available; it {'fits' if fits else 'does not fit, and is not tried'}"
+    )
+    large: dict[str, Any] = {"parameters": num_parameters, "ranks": num_ranks, "updates": args.updates}
+    large["zero_stage_0"] = {"needed_bytes": needed, "available_bytes": available, "fits": fits}
+    shape = ["--layers", str(args.layers), "--width", str(args.width), "--updates", str(args.updates)]
+    for zero_stage, name in [("auto", "ours")] + [("0", "zero_stage_0")] * fits:
+        with tempfile.TemporaryDirectory() as ids, PeakMemory(Path(ids)) as peak:
+            job = [*launched("mpi", num_ranks), __file__, "--large", *shape, "--zero-stage", zero_stage, "--ids", ids]
+            losses = run_job(job)["losses"]
+        large.setdefault(name, {}).update(peak_bytes=peak.bytes, losses=losses)
+        shown = ", ".join(f"{loss:.3f}" for loss in losses)
+        peak_gib = f"{peak.bytes / GIB:.1f} GiB"
+        print(f"zero_stage={zero_stage}: {args.updates} updates, rank 0's losses {shown}; all ranks at most {peak_gib}")
+    write_json(args.json, {"machine": machine(), "large": large})
+
+
+def run_all(args: argparse.Namespace) -> None:
+    gloo = [args.torch_python, str(Path(__file__).with_name("gloo.py")), "--kind"]
+
+    def ours(num_ranks: int, zero_stage: str) -> list[str]:
+        python = [sys.executable] if num_ranks == 1 else launched("mpi", num_ranks)
+        return [*python, __file__, "--zero-stage", zero_stage]
+
+    rows: dict[str, Callable[[int], list[str]]] = {
+        "ours": lambda num_ranks: ours(num_ranks, "auto"),
+        "ours, zero_stage=0": lambda num_ranks: ours(num_ranks, "0"),
+    }
+    if has_torch(args.torch_python):
+        rows["PyTorch, DDP"] = lambda num_ranks: [*gloo, "memory", "--nproc", str(num_ranks)]
+        rows["PyTorch, DDP and ZeroRedundancyOptimizer"] = lambda num_ranks: [
+            *gloo, "memory zero", "--nproc", str(num_ranks)
+        ]  # fmt: skip
+    else:
+        print(TORCH_HINT)
+    moments: dict[str, dict[int, list[dict[str, int]]]] = {row: {n: [] for n in args.ranks} for row in rows}
+    for _ in range(args.repeats):
+        for num_ranks in args.ranks:
+            for row, command in rows.items():
+                moments[row][num_ranks].append(run_job(command(num_ranks))["moments"])
+    peaks = {
+        row: {num_ranks: [max(run.values()) for run in runs] for num_ranks, runs in by_ranks.items()}
+        for row, by_ranks in moments.items()
+    }
+
+    def ratio(row: str, num_ranks: int) -> float:
+        return median_ratio(peaks[row][num_ranks], peaks[row][args.ranks[0]])
+
+    print(f"{machine()}; BERT, 22.7 million parameters, MB over all ranks, medians of {args.repeats} jobs")
+    print(f"{'':42}" + "".join(f"{f'{n} ranks' if n > 1 else '1 rank':>10}{'x':>7}" for n in args.ranks))
+    for row, by_ranks in peaks.items():
+        cells = "".join(f"{statistics.median(by_ranks[n]) / 1e6:10.0f}{ratio(row, n):7.2f}" for n in args.ranks)
+        print(f"{row:42}{cells}")
+    names = {"ours": "", "ours, zero_stage=0": "zero_stage_0_", "PyTorch, DDP": "ddp_"}
+    words = {2: "two_ranks_over_one", 4: "four_ranks_over_one"}
+    ratios = {
+        names.get(row, "zero_redundancy_") + words[n]: ratio(row, n) for row in rows for n in args.ranks if n in words
+    }
+    write_json(args.json, {"machine": machine(), "bytes": peaks, "moments": moments, "ratios": ratios})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="jobs of every kind")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="the last one is that of --large")
+    parser.add_argument("--large", action="store_true", help="a RoBERTa-large on four ranks instead")
+    parser.add_argument("--layers", type=int, default=24, help="of the RoBERTa")
+    parser.add_argument("--width", type=int, default=1024, help="of the RoBERTa")
+    parser.add_argument("--updates", type=int, default=3, help="of the RoBERTa")
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--zero-stage", help=argparse.SUPPRESS)
+    parser.add_argument("--ids", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not args.zero_stage:
+        (run_large if args.large else run_all)(args)
+        return
+    zero_stage = "auto" if args.zero_stage == "auto" else int(args.zero_stage)
+    if args.ids:
+        (args.ids / str(os.getpid())).touch()
+    measured = train_large(args.layers, args.width, zero_stage, args.updates) if args.large else measure(zero_stage)
+    if measured:
+        args.write.write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()
