@@ -185,16 +185,15 @@ def available_bytes() -> int:
 def run_large(args: argparse.Namespace) -> None:
     num_ranks, num_parameters = args.ranks[-1], num_roberta_parameters(args.layers, args.width)
     print(f"{machine()}; RoBERTa, {num_parameters / 1e6:.1f} million parameters, {num_ranks} ranks")
-    # Weights, the backward pass's gradients, the exchange's, two moments: on every rank.
-    each = 5 * 4 * num_parameters
-    needed, available = num_ranks * each, available_bytes()
+    # Gradients twice on every rank, the backward pass's and the exchange's; weights and two moments on every rank, too,
+    # or once.
+    unit, available = 4 * num_parameters, available_bytes()
+    needed, divided = num_ranks * 5 * unit, (num_ranks * 2 + 3) * unit
     fits = needed <= available
-    print(
-        f"zero_stage=0 takes weights, gradients twice and two moments, {each / GIB:.1f} GiB a rank: {needed / GIB:.1f}"
-    )
-    print(
-        f"GiB, of {available / GIB:.1f} that are available; it {'fits' if fits else 'does not fit, and is not tried'}"
-    )
+    print(f"weights, gradients twice and two moments are {divided / GIB:.1f} GiB in all where ranks divide the update,")
+    print(f"{needed / GIB:.1f} GiB with zero_stage=0; {available / GIB:.1f} GiB are available")
+    if not fits:
+        print("zero_stage=0 does not fit, and is not tried")
     large: dict[str, Any] = {"parameters": num_parameters, "ranks": num_ranks, "updates": args.updates}
     large["zero_stage_0"] = {"needed_bytes": needed, "available_bytes": available, "fits": fits}
     shape = ["--layers", str(args.layers), "--width", str(args.width), "--updates", str(args.updates)]

@@ -162,15 +162,17 @@ def main() -> None:
     from mindnlp_dp.gradients.overlap import TRIAL_PAIRS
 
     steps = {name: Step(name, group, args.batch, args.pretrained) for name in args.variants}
-    # "auto" has decided by then whether exchange overlaps.
-    tries = group.world_size > 1 and any(name.startswith("auto") for name in steps)
-    warm_up = 2 + 2 * TRIAL_PAIRS if tries else args.warm_up
+    # In its first steps "auto" finds out whether exchange shall overlap; nothing else needs so many.
+    num_trial_steps = 2 + 2 * TRIAL_PAIRS - args.warm_up if group.world_size > 1 else 0
+    for name, step in steps.items():
+        for _ in range(num_trial_steps if name.startswith("auto") else 0):
+            step()
     measured: dict[str, dict[str, list[float]]] = {name: {} for name in steps}
-    for number in range(warm_up + args.steps):
+    for number in range(args.warm_up + args.steps):
         for name, step in steps.items():
             numbers = np.array(list((taken := step()).values()))
             slowest = group.all_reduce(numbers, op="max")
-            if number >= warm_up:
+            if number >= args.warm_up:
                 for key, value in zip(taken, slowest.tolist()):
                     measured[name].setdefault(key, []).append(value)
     num_bytes = sum(4 * int(np.prod(p.shape)) for p in next(iter(steps.values())).parameters)
