@@ -218,7 +218,9 @@ class FlatUpdater(MindNLPUpdater):
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._state.steps[:] = [0] * len(self._shapes)
         for number, state in saved["state"].items():
-            self._put(self._state, places[id(everything[int(number)])], state)
+            index = places.get(id(everything[int(number)]))
+            if index is not None:
+                self._put(self._state, index, state)
         self._seen_state = self.optimizer.state
         self._partition = None
         self._show_state()
