@@ -33,7 +33,8 @@ def load_checkpoint(path: Path, model: Any, group: ProcessGroup) -> dict[str, An
 
     packed = group.call_where(group.is_main, read, "reading a checkpoint")
     broadcast_parameters(model, group)
-    return unpack_state(broadcast_state(packed or PackedState(None), group))
+    # Of the optimizer's state a rank may keep no more than its part.
+    return unpack_state(broadcast_state(packed or PackedState(None), group, later="optimizer/state/"))
 
 
 def read_state(path: Path) -> PackedState:

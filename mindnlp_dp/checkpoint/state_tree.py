@@ -15,6 +15,7 @@ import numpy as np
 
 from mindnlp_dp.arrays.conversion import from_host, to_host
 from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
 from mindnlp_dp.communication.collectives import ProcessGroup
 
 # How the outline marks what JSON has no form for.
@@ -72,7 +73,7 @@ def unpack_state(packed: PackedState) -> Any:
     return _unpack(packed.outline, packed.arrays)
 
 
-def _unpack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+def _unpack(value: Any, arrays: dict[str, Any]) -> Any:
     if isinstance(value, list):
         return [_unpack(item, arrays) for item in value]
     if not isinstance(value, dict):
@@ -80,7 +81,10 @@ def _unpack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     if ARRAY in value:
         return arrays[value[ARRAY]]
     if TENSOR in value:
-        return from_host(arrays[value[TENSOR]], value["dtype"])
+        array = arrays[value[TENSOR]]
+        return (
+            TensorToCome(array, value["dtype"]) if isinstance(array, ArrayToCome) else from_host(array, value["dtype"])
+        )
     if TUPLE in value:
         return tuple(_unpack(item, arrays) for item in value[TUPLE])
     if ITEMS in value:
@@ -88,11 +92,16 @@ def _unpack(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     return {key: _unpack(item, arrays) for key, item in value.items()}
 
 
-def broadcast_state(packed: PackedState, group: ProcessGroup) -> PackedState:
-    """Rank 0's state on every rank; what the others pass is not looked at. A collective, array by array."""
+def broadcast_state(packed: PackedState, group: ProcessGroup, later: str = "") -> PackedState:
+    """Rank 0's state on every rank; what the others pass is not looked at. A collective, array by array.
+
+    Arrays whose names begin with ``later`` stay on rank 0: the others, which may want no more than a part of each, have
+    an :class:`ArrayToCome` in their place, and so has rank 0.
+    """
     header = [(name, array.shape, array.dtype) for name, array in packed.arrays.items()]
     outline, header = group.broadcast_object((packed.outline, header))
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name, shape, dtype in header:
-        arrays[name] = group.broadcast(packed.arrays[name] if group.is_main else np.zeros(shape, dtype))
+        array = ArrayToCome(group, packed.arrays.get(name), shape, dtype)
+        arrays[name] = array if later and name.startswith(later) else array.fetch()
     return PackedState(outline, arrays)

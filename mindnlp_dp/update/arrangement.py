@@ -52,7 +52,7 @@ class Arrangement:
         numel = sum(layout.numel for layout in layouts)
         shared = self._channel.share(4 * numel) if may_share and numel else None
         self.shares_memory = shared is not None
-        self.writes = not self.shares_memory or sync.group.local_rank == 0
+        self.writes = not self.shares_memory or self._channel.is_first_of_host
         memory = aligned_zeros(numel, np.float32) if shared is None else shared.view(np.float32)
         self.weights = FlatWeights(sync.names, sync.parameters, layouts, memory)
         if self.writes:

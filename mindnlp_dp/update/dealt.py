@@ -13,6 +13,7 @@ import numpy as np
 
 from mindnlp_dp.arrays.conversion import from_host, to_host
 from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.replicas.weights import set_weight
 
@@ -76,11 +77,12 @@ class DealtUpdater(MindNLPUpdater):
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
-        mine = {
-            number: state
-            for number, state in saved["state"].items()
-            if self._owners.get(id(everything[int(number)])) in (self._group.rank, None)
-        }
+        mine = {}
+        for number, state in saved["state"].items():
+            # Every rank fetches, and the owner keeps.
+            whole = fetch_all(state)
+            if self._owners.get(id(everything[int(number)])) in (self._group.rank, None):
+                mine[number] = whole
         self.optimizer.load_state_dict({"state": mine, "param_groups": saved["param_groups"]})
 
 

@@ -22,6 +22,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.arrays.conversion import aligned_zeros, from_host, to_host
+from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 
@@ -177,7 +178,7 @@ class FlatUpdater(MindNLPUpdater):
     def _put(self, shards: StateShards, index: int, state: Mapping[str, Any]) -> None:
         arrays = {name: state[name] for name in shards.arrays if state.get(name) is not None}
         for name, array in arrays.items():
-            shards.put(index, name, to_host(array))
+            shards.put(index, name, to_host(fetch_all(array)))
         shards.steps[index] = int(state.get("step", 1 if arrays else 0)) if arrays else 0
 
     def _show_state(self) -> None:

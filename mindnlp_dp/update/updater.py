@@ -14,6 +14,7 @@ from typing import Any, Optional
 import mindspore
 
 from mindnlp_dp.arrays.inspection import inspection
+from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.process_group import get_process_group
 from mindnlp_dp.gradients.window import GradientWindow
 
@@ -62,7 +63,8 @@ class Updater(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None: ...
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Take over what :meth:`optimizer_state` gave, or its outline with arrays that are to come. A collective."""
 
 
 class MindNLPUpdater(Updater):
@@ -113,7 +115,7 @@ class MindNLPUpdater(Updater):
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(saved)
+        self.optimizer.load_state_dict(fetch_all(dict(saved)))
 
     def _attach(self, gradients: Sequence[Optional[Any]]) -> None:
         for parameter, gradient in zip(self.parameters, gradients):
@@ -152,7 +154,7 @@ class MindSporeUpdater(Updater):
         return {name: p.asnumpy().copy() for name, p in self._own_parameters().items()}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        own = self._own_parameters()
+        own, saved = self._own_parameters(), fetch_all(dict(saved))
         if own.keys() != saved.keys():
             differing = ", ".join(sorted(own.keys() ^ saved.keys()))
             raise ValueError(f"the saved optimizer is another one: only one of the two has {differing}")

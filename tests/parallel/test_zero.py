@@ -11,7 +11,9 @@ from mindnlp.core import nn, optim
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state, unpack_state
+from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.optim import LAMB, LARS
 from mindnlp_dp.replicas.weights import ReplicaMismatchError
@@ -218,6 +220,59 @@ def test_a_gradient_whose_squares_are_too_large(group, zero_stage):
     with pytest.warns(RuntimeWarning, match="the norm of the averaged gradient is inf at step 0"):
         job.step(micro, 0)
     assert_same(job.weights(), [p.asnumpy() for p in make_parameters()])
+
+
+@pytest.fixture
+def two_hosts(group, monkeypatch):
+    """Four ranks as two hosts of two: each host shares memory of its own, and a wire is between them."""
+    if group.backend != "mpi" or group.world_size != 4:
+        pytest.skip("two hosts of two ranks, and MPI")
+    from mpi4py import MPI
+
+    from mindnlp_dp.communication.transports.mpi import MPIChannel
+    from mindnlp_dp.communication.transports.shared_memory import HostMemory
+    from mindnlp_dp.gradients import window
+
+    comm = MPI.COMM_WORLD
+    host, peers = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
+
+    def open_channel(of_group):
+        if of_group is not group:
+            return open_gradient_channel(of_group)
+        return MPIChannel(MPI, (comm, host, peers), HostMemory(comm, host, is_available=True), "")
+
+    monkeypatch.setattr(window, "open_gradient_channel", open_channel)
+    yield
+    for split in (host, peers):
+        split.Free()
+
+
+@pytest.mark.parametrize("optimizer", DIVIDED)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer, zero_stage):
+    reference, job = Job(optimizer, alone, 0), Job(optimizer, group, zero_stage)
+    assert reference.run(12) == job.run(12)
+    assert_same(job.weights(), reference.weights())
+    assert job.updater.place.shares_memory == (zero_stage > 0)
+    # A resumed job of one rank goes on from what hosts have in parts.
+    saved = fetch_all(job.updater.optimizer_state())
+    assert saved["state"].keys() == reference.updater.optimizer_state()["state"].keys()
+
+
+def test_what_is_sent_between_hosts(two_hosts, group):
+    """Of gradients without zeros, half an exchange; and the new weights. Stage 1 sends the other half as well."""
+    sent = {}
+    for zero_stage in (0, 1, 2):
+        job = Job("sgd", group, zero_stage)
+        job.run(1)
+        before = job.sync.channel.bytes_sent
+        job.run(1)
+        sent[zero_stage] = group.all_reduce(np.array([job.sync.channel.bytes_sent - before], np.float64))[0]
+    # Each host sends half of its sums, and half of the averaged ones; or half of its sums, and half of the weights.
+    numel = sum(bucket.layout.numel for bucket in job.sync.buckets)
+    assert sent[0] == pytest.approx(2 * 4 * numel, rel=0.05)
+    assert sent[1] == pytest.approx(3 * 4 * numel, rel=0.05)
+    assert sent[2] == pytest.approx(2 * 4 * numel, rel=0.05)
 
 
 # Where weights are.

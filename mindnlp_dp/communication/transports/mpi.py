@@ -63,6 +63,10 @@ class MPIChannel(HostChannel):
         return self.memory.is_available
 
     @property
+    def is_first_of_host(self) -> bool:  # type: ignore[override]
+        return self.exchange.local_rank == 0
+
+    @property
     def slice_index(self) -> int:  # type: ignore[override]
         """Each local rank's slice, on whatever host, is one behind the other: those go round one ring."""
         everybody, host, peers = self._comms

@@ -158,6 +158,7 @@ class TrainingLoop(ResumableLoop):
     def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
         """Run this rank's micro batches of one global batch, one by one."""
         trainer, args, step = self.trainer, self.args, self.trainer.state.global_step
+        self._check_parameters()
         for number, batch in enumerate(window):
             inputs = None if batch is None else trainer.tensors(batch)
             weight = 0.0 if inputs is None else trainer.loss_weight(inputs)
@@ -181,6 +182,17 @@ class TrainingLoop(ResumableLoop):
                 trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
         # This rank's own gradients are in the exchange by now; their memory goes before the averaged ones take theirs.
         trainer.model.zero_grad()
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError when the model trains others than those that the optimizer and the exchange know."""
+        known = set(map(id, self.synchronizer.parameters))
+        for name, parameter in self.trainer.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise RuntimeError(
+                    f"{name!r} is new in the model before update {self.trainer.state.global_step} (rank "
+                    f"{self.group.rank}): neither the optimizer nor the exchange knows it. Replace parameters, as "
+                    "resize_token_embeddings does, and unfreeze them, before train()"
+                )
 
     # Between updates.
 
