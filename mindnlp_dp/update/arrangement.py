@@ -31,7 +31,7 @@ class Arrangement:
     """Making it moves the parameters into their new place; a collective.
 
     Args:
-        is_divided: whether every rank updates a slice, or all of it.
+        among: by whom the update is divided: "nobody", the ranks of each "host", or of the whole "job".
         may_share: whether a host's ranks may have one set of weights.
 
     Attributes:
@@ -43,10 +43,10 @@ class Arrangement:
         state_numel: how long those are.
     """
 
-    def __init__(self, sync: GradientSynchronizer, *, is_divided: bool, may_share: bool) -> None:
+    def __init__(self, sync: GradientSynchronizer, *, among: str, may_share: bool) -> None:
         self.buckets: Sequence[Bucket] = sync.buckets
         self._channel: Channel = sync.channel
-        self._is_divided = is_divided
+        self._among = among
         layouts = [bucket.layout for bucket in self.buckets]
         self._bounds = [layout.slice_bounds(self._channel.world_size) for layout in layouts]
         numel = sum(layout.numel for layout in layouts)
@@ -71,13 +71,22 @@ class Arrangement:
             for piece in self._pieces(number, first, len(array), -first)
         ]
         whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in self.buckets]
-        self._ranges = own if is_divided else whole
+        self._ranges = {"nobody": whole, "host": self._of_host(), "job": own}[among]
         self.updated: list[Piece] = []
         self.state_numel = 0
         for number, ranges in enumerate(self._ranges):
             for first, array in ranges:
                 self.updated += self._pieces(number, first, len(array), self.state_numel - first)
                 self.state_numel += len(array)
+
+    def _of_host(self) -> list[list[Range]]:
+        """This local rank's slices, which consist of a part for each host."""
+        hosts = self._channel.num_hosts
+        number = self._channel.slice_index // hosts
+        return [
+            _within(bucket.sums(), *bounds[::hosts][number : number + 2])
+            for bucket, bounds in zip(self.buckets, self._bounds)
+        ]
 
     def wait(self) -> None:
         """A barrier of those who share the weights."""
@@ -116,7 +125,7 @@ class Arrangement:
 
     def publish(self, gather: Any) -> None:
         """Let every rank have all new weights; ``gather`` is the group's ``all_gather``."""
-        if self._is_divided and self._channel.world_size > 1:
+        if self._among == "job" and self._channel.world_size > 1:
             for base, bounds in zip(self.weights.bases, self._bounds):
                 flat = self.weights.memory[base : base + bounds[-1]]
                 if self.shares_memory:

@@ -52,7 +52,10 @@ def make_updater(
     if rule is not None and isinstance(window, GradientSynchronizer):
         from .flat import FlatUpdater
 
-        return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=_dispatches_synchronously())
+        # Between hosts, weights take more of the wire than gradients, whose blocks of zeros stay at home.
+        among = "host" if zero_stage == "auto" else "job"
+        may_share = _dispatches_synchronously()
+        return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=may_share, among=among)
     if stage:
         from .dealt import DealtUpdater
 
@@ -85,8 +88,13 @@ def _stage(zero_stage: Union[int, str], window: GradientWindow, *, has_rule: boo
         return 0, "ranks share no memory, and new weights would have to be sent"
     if not _dispatches_synchronously():
         return 0, "MindSpore dispatches operators asynchronously, and no weights can be shared"
+    if group.local_world_size == 1:
+        return (
+            0,
+            "between hosts, weights would take more of the wire than gradients, whose blocks of zeros stay at home",
+        )
     if group.local_world_size < group.world_size:
-        return 0, "between hosts, weights take more of the wire than gradients, whose blocks of zeros stay at home"
+        return 1, "the ranks of each host share one set of weights, and each updates its slice; so does every host"
     return 2, "the ranks of a host share one set of weights, and each updates its slice"
 
 

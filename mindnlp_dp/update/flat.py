@@ -43,6 +43,7 @@ class FlatUpdater(MindNLPUpdater):
 
     Args:
         zero_stage: 0, 1 or 2.
+        among: whose ranks divide it in stages 1 and 2: of each "host", which then has all of the state, or of the "job".
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class FlatUpdater(MindNLPUpdater):
         scheduler: Any = None,
         *,
         may_share: bool = True,
+        among: str = "job",
     ) -> None:
         super().__init__(optimizer, synchronizer.parameters, scheduler)
         self.zero_stage = zero_stage
         self._sync = synchronizer
         self._group = synchronizer.group
         self._may_share = may_share and zero_stage > 0
+        self._among = among if zero_stage else "nobody"
         self._shapes = [tuple(p.shape) for p in self.parameters]
         self._blocks = BlockSums([math.prod(shape) for shape in self._shapes])
         self._rule = rule
@@ -71,12 +74,12 @@ class FlatUpdater(MindNLPUpdater):
         self._seen_state: Any = None
         self._partition: Optional[tuple[int, ...]] = None
         self._cut: list[Segment] = []
-        synchronizer.scatter = zero_stage == 2
+        synchronizer.scatter = zero_stage == 2 and among == "job"
         self._arrange()
 
     def _arrange(self) -> None:
         """For the buckets as they are packed now. A collective."""
-        self.place = Arrangement(self._sync, is_divided=self.zero_stage > 0, may_share=self._may_share)
+        self.place = Arrangement(self._sync, among=self._among, may_share=self._may_share)
         shards = StateShards(
             self._rule.state_names, self._shapes, self.place.updated, self.place.state_numel, self._group,
             is_whole=self.zero_stage == 0,
@@ -136,7 +139,8 @@ class FlatUpdater(MindNLPUpdater):
         return [by_id.get(id(p)) for p in self.parameters]
 
     def _add(self, sums: np.ndarray) -> np.ndarray:
-        return self._group.all_reduce(sums, is_hot=True) if self.zero_stage else sums
+        # The same blocks have the same sums on every host; those of the others are 0 here.
+        return self._group.all_reduce(sums, op="max", is_hot=True) if self.zero_stage else sums
 
     def _segments(self, used: np.ndarray) -> list[Segment]:
         """What is updated now, cut where hyperparameters change; the same arrays as before where they change alike."""

@@ -70,13 +70,13 @@ class StateShards:
 
     def whole(self, index: int, name: str) -> np.ndarray:
         """A parameter's state, in its shape, put together of all ranks' pieces. A collective, of every rank."""
-        # As integers, of which ranks' sum has the same bits, those of a negative zero too.
-        bits = np.zeros(math.prod(self.shapes[index]), np.int32)
+        # As integers, of which the largest has the bits of the one that is not 0, be it a negative zero's.
+        bits = np.zeros(math.prod(self.shapes[index]), np.int64)
         for piece in self._pieces.get(index, ()):
-            bits[piece.start : piece.stop] = self.arrays[name][piece.flat].view(np.int32)
+            bits[piece.start : piece.stop] = self.arrays[name][piece.flat].view(np.uint32)
         if not self._is_whole and bits.size:
-            bits = self._group.all_reduce(bits)
-        return bits.view(np.float32).reshape(self.shapes[index])
+            bits = self._group.all_reduce(bits, op="max")
+        return bits.astype(np.uint32).view(np.float32).reshape(self.shapes[index])
 
     def view(self, index: int, name: str) -> Any:
         """A parameter's whole state as a tensor in the array's own memory, where this rank has all of it."""

@@ -24,6 +24,7 @@ class Channel(abc.ABC):
     Attributes:
         world_size: how many ranks there are.
         shares_memory: whether :meth:`share` gives any.
+        num_hosts: how many hosts' memories there are.
         is_first_of_host: whether this rank is the one that writes what those who share its memory have in common.
         slice_index: which slice of an exchanged array this rank makes, of ``world_size``.
         cannot_overlap: why nothing can be exchanged during a backward pass; empty when it can.
@@ -36,6 +37,7 @@ class Channel(abc.ABC):
     slice_index: int
     shares_memory = False
     is_first_of_host = True
+    num_hosts = 1
     cannot_overlap = ""
     abandoned = ""
     is_superseded = False

@@ -63,6 +63,10 @@ class MPIChannel(HostChannel):
         return self.memory.is_available
 
     @property
+    def num_hosts(self) -> int:  # type: ignore[override]
+        return self._comms[2].Get_size()
+
+    @property
     def is_first_of_host(self) -> bool:  # type: ignore[override]
         return self.exchange.local_rank == 0
 
