@@ -43,7 +43,8 @@ class FlatUpdater(MindNLPUpdater):
 
     Args:
         zero_stage: 0, 1 or 2.
-        among: whose ranks divide it in stages 1 and 2: of each "host", which then has all of the state, or of the "job".
+        among: whose ranks divide it in stages 1 and 2: those of each "host", which has all of the state then, or of the
+            whole "job".
     """
 
     def __init__(
