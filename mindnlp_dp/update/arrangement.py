@@ -6,7 +6,8 @@ updates, and the arrays of these, cut into segments that are updated in one go.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -38,7 +39,6 @@ class Arrangement:
         buckets: those that it is for.
         weights: the parameters' new place.
         shares_memory: whether other ranks see it, too.
-        own: for every piece whose squares this rank adds up, its gradient.
         updated: the pieces that it updates, with their offsets in the arrays of its state.
         state_numel: how long those are.
     """
@@ -64,11 +64,13 @@ class Arrangement:
             _within(bucket.sums(), bounds[number], bounds[number + 1])
             for bucket, bounds in zip(self.buckets, self._bounds)
         ]
-        self.own = [
-            (piece, array[piece.flat])
+        self._own = [
+            [
+                (piece, array[piece.flat])
+                for first, array in ranges
+                for piece in self._pieces(number, first, len(array), -first)
+            ]
             for number, ranges in enumerate(own)
-            for first, array in ranges
-            for piece in self._pieces(number, first, len(array), -first)
         ]
         whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in self.buckets]
         self._ranges = {"nobody": whole, "host": self._of_host(), "job": own}[among]
@@ -87,6 +89,25 @@ class Arrangement:
             _within(bucket.sums(), *bounds[::hosts][number : number + 2])
             for bucket, bounds in zip(self.buckets, self._bounds)
         ]
+
+    def on_sums(self, look: Callable[[int, int, np.ndarray], None]) -> None:
+        """Call ``look`` for every piece of this rank's slices: the parameter's index, where in it, and the gradient.
+
+        Whenever a bucket's sum has come, on the thread that exchanges.
+        """
+
+        def tell(own: Sequence[tuple[Piece, np.ndarray]]) -> None:
+            for piece, gradient in own:
+                look(piece.index, piece.start, gradient)
+
+        for bucket, own in zip(self.buckets, self._own):
+            bucket.on_sum = functools.partial(tell, own)
+
+    def look_at_sums(self) -> None:
+        """At those that came before :meth:`on_sums` was called."""
+        for bucket in self.buckets:
+            assert bucket.on_sum is not None, "on_sums comes first"
+            bucket.on_sum()
 
     def wait(self) -> None:
         """A barrier of those who share the weights."""

@@ -14,13 +14,16 @@ import numpy as np
 from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 
 
-def sum_of_squares(block: np.ndarray) -> float:
-    """Of up to :data:`BLOCK_NUMEL` numbers; what float32 cannot hold is added up in float64."""
-    total = float(np.dot(block, block))
-    if math.isfinite(total):
-        return total
-    wide = block.astype(np.float64)
-    return float(np.dot(wide, wide))
+def sums_of_squares(blocks: np.ndarray) -> np.ndarray:
+    """Of each row, of up to :data:`BLOCK_NUMEL` numbers; what float32 cannot hold is added up in float64.
+
+    Each is one dot product of BLAS's: what it comes to does not depend on how many rows there are.
+    """
+    sums = np.matmul(blocks[:, None, :], blocks[:, :, None])[:, 0, 0].astype(np.float64)
+    for number in np.flatnonzero(~np.isfinite(sums)):
+        wide = blocks[number].astype(np.float64)
+        sums[number] = np.dot(wide, wide)
+    return sums
 
 
 class BlockSums:
@@ -30,6 +33,8 @@ class BlockSums:
         ends = np.cumsum([0, *(-(-numel // BLOCK_NUMEL) for numel in numels)])
         self._first: list[int] = ends[:-1].tolist()
         self._last: list[int] = ends[1:].tolist()
+        # Of every block, which parameter's it is.
+        self.owners = np.repeat(np.arange(len(numels)), np.diff(ends))
 
     def zeros(self) -> np.ndarray:
         """No block summed up yet; ranks' arrays are added, for each has its own blocks."""
@@ -37,10 +42,12 @@ class BlockSums:
 
     def put(self, sums: np.ndarray, index: int, start: int, piece: np.ndarray) -> None:
         """Sum up the elements from ``start`` on of parameter ``index``."""
-        number = self._first[index] + start // BLOCK_NUMEL
-        for begin in range(0, len(piece), BLOCK_NUMEL):
-            sums[number] = sum_of_squares(piece[begin : begin + BLOCK_NUMEL])
-            number += 1
+        first = self._first[index] + start // BLOCK_NUMEL
+        num_full, rest = divmod(len(piece), BLOCK_NUMEL)
+        last = first + num_full
+        sums[first:last] = sums_of_squares(piece[: len(piece) - rest].reshape(num_full, BLOCK_NUMEL))
+        if rest:
+            sums[last] = sums_of_squares(piece[None, -rest:])[0]
 
     def norm(self, sums: np.ndarray, index: int) -> float:
         """Of one parameter."""

@@ -14,6 +14,7 @@ exchange's header sees to that), and none reads them before all have written (th
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Mapping
@@ -66,8 +67,9 @@ class FlatUpdater(MindNLPUpdater):
         self._among = among if zero_stage else "nobody"
         self._shapes = [tuple(p.shape) for p in self.parameters]
         self._blocks = BlockSums([math.prod(shape) for shape in self._shapes])
+        # Of this rank's slices of the gradients; nobody else's.
+        self._sums = self._blocks.zeros()
         self._rule = rule
-        self._may_share = may_share and zero_stage > 0
         self._scale = 1.0
         self._scratch = aligned_zeros(SEGMENT_NUMEL + BLOCK_NUMEL, np.float32)
         self._num_moved = 0
@@ -81,6 +83,8 @@ class FlatUpdater(MindNLPUpdater):
     def _arrange(self) -> None:
         """For the buckets as they are packed now. A collective."""
         self.place = Arrangement(self._sync, among=self._among, may_share=self._may_share)
+        self._sums.fill(0)
+        self.place.on_sums(functools.partial(self._blocks.put, self._sums))
         shards = StateShards(
             self._rule.state_names, self._shapes, self.place.updated, self.place.state_numel, self._group,
             is_whole=self.zero_stage == 0,
@@ -93,6 +97,7 @@ class FlatUpdater(MindNLPUpdater):
         used, self._scale = window.reduce_in_place(), 1.0
         if self._sync.buckets is not self.place.buckets:
             self._arrange()
+            self.place.look_at_sums()
         return used
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
@@ -108,11 +113,9 @@ class FlatUpdater(MindNLPUpdater):
 
     def _norm(self, used: np.ndarray) -> float:
         """Of all gradients; every rank sums up its own blocks. Behind them it says how many parameters have moved."""
-        sums = np.append(self._blocks.zeros(), float(len(self.place.weights.moved())))
-        for piece, gradient in self.place.own:
-            if used[piece.index]:
-                self._blocks.put(sums, piece.index, piece.start, gradient)
-        sums = self._group.all_reduce(sums, is_hot=True)
+        # A bucket that nobody used in this window still has its sums of an earlier one.
+        mine = np.where(used[self._blocks.owners], self._sums, 0)
+        sums = self._group.all_reduce(np.append(mine, float(len(self.place.weights.moved()))), is_hot=True)
         self._num_moved = int(sums[-1])
         return math.sqrt(sums[:-1].sum())
 

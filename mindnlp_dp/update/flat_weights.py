@@ -39,10 +39,12 @@ class FlatWeights:
         self.memory = memory
         self.bases: list[int] = np.cumsum([0, *(layout.numel for layout in layouts)]).tolist()
         self._views: dict[int, np.ndarray] = {}
+        self._addresses: dict[int, int] = {}
         for base, layout in zip(self.bases, layouts):
             for slot in layout.slots:
                 begin = base + slot.offset
                 self._views[slot.index] = memory[begin : begin + slot.numel].reshape(slot.shape)
+                self._addresses[slot.index] = self._views[slot.index].ctypes.data
 
     def take_over(self) -> None:
         """Copy the parameters' values into the memory."""
@@ -69,14 +71,14 @@ class FlatWeights:
 
     def moved(self) -> list[int]:
         """The parameters that are not in their places any more, on this rank."""
-        return [index for index in sorted(self._views) if self._has_moved(self._parameters[index], self._views[index])]
+        return [index for index in sorted(self._views) if self._has_moved(index)]
 
-    @staticmethod
-    def _has_moved(parameter: Any, view: np.ndarray) -> bool:
+    def _has_moved(self, index: int) -> bool:
+        parameter, view = self._parameters[index], self._views[index]
         if not view.ndim:
             # As bytes: NaN stays where it is.
             return parameter.asnumpy().tobytes() != view.tobytes()
-        return bool(view.size) and parameter.data_ptr() != view.ctypes.data
+        return bool(view.size) and parameter.data_ptr() != self._addresses[index]
 
     def put_back(self, group: ProcessGroup, *, writes: bool, wait: Any) -> None:
         """Take over parameters that have left their places, with their new values; a collective.

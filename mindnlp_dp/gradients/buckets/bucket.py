@@ -7,6 +7,7 @@ moves it: host.py for libraries of host memory, shared.py where the ranks of a h
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any, Optional
 
 import numpy as np
@@ -27,12 +28,15 @@ class Bucket(abc.ABC):
 
     Attributes:
         scatter: whether a rank's own slice of the sum is all that it will look at; set before the exchange begins.
+        on_sum: called whenever this rank's slice of a sum has come to where :meth:`sums` says, on the thread that
+            exchanges; the slice is in the cache then.
         is_asynchronous: whether ``start`` returns while the exchange is under way. If not, buckets are best
             exchanged one after the other, each while it is in the cache; or on a thread, which gives ``start`` its
             patience, so that waiting leaves the core to the thread that computes.
     """
 
     scatter = False
+    on_sum: Optional[Callable[[], None]] = None
     is_asynchronous = False
 
     def __init__(self, layout: BucketLayout) -> None:
@@ -66,6 +70,10 @@ class Bucket(abc.ABC):
 
     def land(self) -> None:  # noqa: B027
         """Behind ``wait``: bring the result to where :meth:`sums` says, if it is not there."""
+
+    def _has_sum(self) -> None:
+        if self.on_sum is not None:
+            self.on_sum()
 
     @abc.abstractmethod
     def release(self) -> None: ...

@@ -123,6 +123,7 @@ class DeviceBucket(Bucket):
         [(_, on_host)] = self.sums()
         for slot in self.layout.slots:
             on_host[slot.offset : slot.offset + slot.numel] = to_host(self._slices[slot.index]).reshape(-1)
+        self._has_sum()
 
     def release(self) -> None:
         """Nobody else reads these tensors."""

@@ -90,6 +90,7 @@ class HostBucket(Bucket):
         self._fill_gaps()
         np.multiply(self._buffer, self._buffer.dtype.type(scale), out=self._buffer)
         self._channel.all_reduce_in_place(self._buffer, patience)
+        self._has_sum()
 
     def wait(self) -> None:
         """Nothing to wait for: host libraries return when the sum is there."""

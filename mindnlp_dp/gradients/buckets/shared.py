@@ -54,6 +54,7 @@ class SharedBucket(HostBucket):
     def start(self, scale: float, patience: Optional[Patience] = None) -> None:
         self._fill_gaps()
         self._exchange.sum_rows(self._rows, self._parts, scale, self._wire, patience, scatter=self.scatter)
+        self._has_sum()
 
     def sums(self) -> list[tuple[int, np.ndarray]]:
         return [(first, row[first:last]) for row, first, last in zip(self._rows, self._bounds, self._bounds[1:])]
