@@ -78,12 +78,15 @@ class StandInDevice:
             monkeypatch.setattr(communication, f"get_{name}", self._stand_in(real, lambda group, n=number: n))
         for name in ("init", "release"):
             monkeypatch.setattr(communication, name, self._stand_in(getattr(communication, name), lambda **_: None))
-        for name in ("all_reduce", "broadcast", "all_gather", "send", "recv"):
+        for name in (
+            "all_reduce", "broadcast", "all_gather", "send", "recv", "reduce_scatter_tensor", "all_gather_into_tensor",
+        ):  # fmt: skip
             play = self._stand_in(getattr(distributed, name), self._noted(name, getattr(self, f"_{name}")))
             monkeypatch.setattr(distributed, name, play)
         primitives = {
             "AllReduce": self._reduced_anew,
             "AllGather": lambda x, group: ops.cat((x, x)),
+            "ReduceScatter": lambda x, op, group: _reduced(x, op)[: len(x) // 2],
             "Broadcast": lambda xs, root_rank, group: tuple(x.copy() for x in xs),
             "Send": lambda x, **_: self._sent.append(x.copy()),
             "Receive": self._received_anew,
@@ -135,6 +138,18 @@ class StandInDevice:
         for out in tensor_list:
             assert (out.dtype, out.shape) == (tensor.dtype, tensor.shape)
             out.assign_value(tensor)
+
+    def _reduce_scatter_tensor(self, output, input, op, group, async_op):
+        assert (2 * output.shape[0], output.dtype) == (input.shape[0], input.dtype)
+
+        def end():
+            output.assign_value(_reduced(input, op)[: len(output)].copy())
+
+        return Handle(end) if async_op else end()
+
+    def _all_gather_into_tensor(self, output_tensor, input_tensor, group, async_op):
+        assert (output_tensor.shape[0], output_tensor.dtype) == (2 * input_tensor.shape[0], input_tensor.dtype)
+        output_tensor.assign_value(ops.cat((input_tensor, input_tensor)))
 
     def _send(self, tensor, dst, group, tag):
         self._sent.append(tensor.copy())

@@ -60,6 +60,8 @@ class GradientSynchronizer(GradientWindow):
         compression: as it was asked for.
         scatter: whether a rank needs no more than its slices of what :meth:`reduce_in_place` leaves in the buckets;
             between hosts that is half of an exchange.
+        keeps_tensors: whether that is to be this rank's slices as tensors (:meth:`.DeviceBucket.keep_slice`), and not
+            in host memory.
         overlap: its ``state`` says what became of it.
         order: the parameters' indices in the order in which they are packed: at first from the last to the first,
             later as their gradients come. On three hosts and more, and where a wire is compressed, it decides on how
@@ -77,7 +79,7 @@ class GradientSynchronizer(GradientWindow):
         powersgd_rank: int = DEFAULT_RANK,
     ) -> None:
         super().__init__(parameters, group)
-        self.scatter = False
+        self.scatter = self.keeps_tensors = False
         if overlap not in (True, False, "auto"):
             raise ValueError(f'overlap must be True, False or "auto", got {overlap!r}')
         if compression not in COMPRESSIONS:
@@ -274,7 +276,12 @@ class GradientSynchronizer(GradientWindow):
             for slot in bucket.layout.slots:
                 if used[slot.index]:
                     gradients[slot.index] = True if self._in_place else bucket.get(slot.index)
-            bucket.land() if self._in_place else bucket.release()
+            if not self._in_place:
+                bucket.release()
+            elif self.keeps_tensors:
+                bucket.keep_slice()
+            else:
+                bucket.land()
 
         for _, bucket in numbered:
             self.num_bytes += bucket.layout.num_bytes

@@ -11,6 +11,7 @@ from typing import Any, Optional, Union
 import mindspore
 
 from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 
@@ -38,6 +39,8 @@ def make_updater(
         ValueError: the update cannot be divided as ``zero_stage`` says; the message says why.
     """
     check_zero_stage(zero_stage)
+    if isinstance(window, GradientSynchronizer):
+        window.scatter = window.keeps_tensors = False
     reason = _why_undivided(optimizer, window)
     if zero_stage not in (0, "auto") and reason:
         raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")
@@ -56,11 +59,20 @@ def make_updater(
         among = "host" if zero_stage == "auto" else "job"
         may_share = _dispatches_synchronously()
         return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=may_share, among=among)
+    if stage and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
+        from .on_device import DeviceUpdater
+
+        return DeviceUpdater(optimizer, window, stage, scheduler)
     if stage:
         from .dealt import DealtUpdater
 
         return DealtUpdater(optimizer, window.parameters, window.group, scheduler)
     return MindNLPUpdater(optimizer, window.parameters, scheduler)
+
+
+def _can_be_cut(optimizer: Any, window: GradientSynchronizer) -> bool:
+    """Whether each device updates its slices of flat tensors; elsewhere, and else, whole parameters are dealt out."""
+    return window.group.on_device and isinstance(window.channel, TensorChannel) and _is_elementwise(optimizer)
 
 
 def _why_undivided(optimizer: Any, window: GradientWindow) -> str:
@@ -71,28 +83,30 @@ def _why_undivided(optimizer: Any, window: GradientWindow) -> str:
         return "a reducer of MindSpore's gives whole gradients to every rank"
     if window.compression == "powersgd":
         return "PowerSGD gives whole gradients to every rank"
-    if window.group.on_device:
-        return "on devices every rank updates everything for now"
     return ""
 
 
 def _stage(zero_stage: Union[int, str], window: GradientWindow, *, has_rule: bool) -> tuple[int, str]:
     if zero_stage != "auto":
         return int(zero_stage), "asked for"
-    group, channel = window.group, window.channel
-    if group.world_size == 1:
-        return 0, "there is one rank"
-    if not has_rule:
-        return 0, "this optimizer's own code updates whole parameters"
-    if not channel.shares_memory:
-        return 0, "ranks share no memory, and new weights would have to be sent"
-    if not _dispatches_synchronously():
-        return 0, "MindSpore dispatches operators asynchronously, and no weights can be shared"
-    if group.local_world_size == 1:
-        return (
-            0,
+    group = window.group
+    reasons = (
+        (group.world_size == 1, "there is one rank"),
+        (group.on_device, "on devices a divided update saves memory; whether it saves time was not measured"),
+        (not has_rule, "this optimizer's own code updates whole parameters"),
+        (not window.channel.shares_memory, "ranks share no memory, and new weights would have to be sent"),
+        (
+            not _dispatches_synchronously(),
+            "MindSpore dispatches operators asynchronously, and no weights can be shared",
+        ),
+        (
+            group.local_world_size == 1,
             "between hosts, weights would take more of the wire than gradients, whose blocks of zeros stay at home",
-        )
+        ),
+    )
+    for is_so, reason in reasons:
+        if is_so:
+            return 0, reason
     if group.local_world_size < group.world_size:
         return 1, "the ranks of each host share one set of weights, and each updates its slice; so does every host"
     return 2, "the ranks of a host share one set of weights, and each updates its slice"
@@ -125,8 +139,7 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
         return None
     if any(dtype_name(p) != "float32" or hasattr(p, "set_data") for p in window.parameters):
         return None
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, name, None) for name in hooks) or _is_overridden(optimizer):
+    if not _does_as_its_class(optimizer):
         return None
     if any(group.get("maximize") or group.get("amsgrad") for group in groups):
         return None
@@ -139,7 +152,16 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     return LARSRule() if kind is LARS else None
 
 
-def _is_overridden(optimizer: Any) -> bool:
-    """Whether somebody put another ``step`` into this object; a scheduler does, and only counts."""
+def _is_elementwise(optimizer: Any) -> bool:
+    """Whether it is known to update every element for itself, so that parameters can be cut for its own code."""
+    from mindnlp.core import optim
+
+    return type(optimizer) in (optim.AdamW, optim.Adam, optim.SGD) and _does_as_its_class(optimizer)
+
+
+def _does_as_its_class(optimizer: Any) -> bool:
+    """Whether nobody hooked into this object, or put another ``step`` into it; a scheduler does, and only counts."""
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     own = vars(optimizer).get("step")
-    return own is not None and not getattr(own, "_wrapped_by_lr_sched", False)
+    is_own = own is not None and not getattr(own, "_wrapped_by_lr_sched", False)
+    return not is_own and not any(getattr(optimizer, name, None) for name in hooks)

@@ -24,6 +24,7 @@ import numpy as np
 
 from mindnlp_dp.arrays.conversion import aligned_zeros, from_host, to_host
 from mindnlp_dp.communication.arrays_to_come import fetch_all
+from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 
@@ -77,7 +78,7 @@ class FlatUpdater(MindNLPUpdater):
         self._seen_state: Any = None
         self._partition: Optional[tuple[int, ...]] = None
         self._cut: list[Segment] = []
-        synchronizer.scatter = zero_stage == 2 and among == "job"
+        synchronizer.scatter = zero_stage == 2 and among == "job" and isinstance(synchronizer.channel, HostChannel)
         self._arrange()
 
     def _arrange(self) -> None:

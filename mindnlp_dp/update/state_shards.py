@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
@@ -29,6 +29,20 @@ class Piece:
     @property
     def flat(self) -> slice:
         return slice(self.offset, self.offset + self.stop - self.start)
+
+
+def put_together(
+    parts: Sequence[tuple[Piece, np.ndarray]], numel: int, dtype: Any, group: Optional[ProcessGroup]
+) -> np.ndarray:
+    """A flat array of all ranks' pieces of it. A collective of ``group``; None of whom this rank has all."""
+    kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    # As integers, of which the largest has the bits of the one that is not 0, be it a negative zero's.
+    bits = np.zeros(numel, np.int64)
+    for piece, array in parts:
+        bits[piece.start : piece.stop] = array.astype(dtype, copy=False).view(kind)
+    if group is not None and numel:
+        bits = group.all_reduce(bits, op="max")
+    return bits.astype(kind).view(dtype)
 
 
 class StateShards:
@@ -70,13 +84,9 @@ class StateShards:
 
     def whole(self, index: int, name: str) -> np.ndarray:
         """A parameter's state, in its shape, put together of all ranks' pieces. A collective, of every rank."""
-        # As integers, of which the largest has the bits of the one that is not 0, be it a negative zero's.
-        bits = np.zeros(math.prod(self.shapes[index]), np.int64)
-        for piece in self._pieces.get(index, ()):
-            bits[piece.start : piece.stop] = self.arrays[name][piece.flat].view(np.uint32)
-        if not self._is_whole and bits.size:
-            bits = self._group.all_reduce(bits, op="max")
-        return bits.astype(np.uint32).view(np.float32).reshape(self.shapes[index])
+        parts = [(piece, self.arrays[name][piece.flat]) for piece in self._pieces.get(index, ())]
+        group = None if self._is_whole else self._group
+        return put_together(parts, math.prod(self.shapes[index]), np.float32, group).reshape(self.shapes[index])
 
     def view(self, index: int, name: str) -> Any:
         """A parameter's whole state as a tensor in the array's own memory, where this rank has all of it."""

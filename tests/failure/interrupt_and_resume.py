@@ -2,9 +2,11 @@
 
     python tests/failure/interrupt_and_resume.py --stops 100 --kills 50
 
-``--stops``: a rank dies behind a random update. ``--kills``: SIGKILL at a random moment, while training, evaluating or
+``--stops``: a rank dies behind a random update, ``--lines``: before a random line of Python that a random update runs.
+``--kills``: SIGKILL at a random moment, while training, evaluating or
 saving (the model is larger there, and saved after every update). After each, the newest checkpoint must be complete;
-at the end of every run weights and losses must be those of the run without stops, to the bit.
+at the end of every run weights and losses must be those of the run without stops, to the bit. That one does not divide
+its updates; every life of the others divides them in a way of its own (``zero_stage``).
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ HERE = Path(__file__).resolve().parent
 # busy machine many times that; a limit of the whole would say more of the machine than of the job.
 QUIET_SECONDS = 120
 STOPS_IN_A_RUN = 5
+# How many lines of Python an update of one bucket takes at most, roughly; behind the last one a rank dies as well.
+MOST_LINES = 1200
 LARGE = ("--hidden-size", "384")
 # Kills that come too late, when the job is done, are tried again; so many in a row are no chance.
 MOST_LATE_KILLS = 10
@@ -114,21 +118,28 @@ def check_newest(folder: Path) -> None:
         check_checkpoint(found[-1])
 
 
-def stop_at_random(folder: Path, backend: str, rng: random.Random, num_stops: int, whole: Whole) -> None:
-    """One run, a rank of which dies behind random updates, in rising order."""
+def any_stage(rng: random.Random) -> tuple[str, str]:
+    return "--zero-stage", str(rng.randrange(3))
+
+
+def stop_at_random(
+    folder: Path, backend: str, rng: random.Random, num_stops: int, whole: Whole, *, within: bool
+) -> None:
+    """One run, a rank of which dies behind random updates, or ``within`` them, in rising order."""
     for step in sorted(rng.sample(range(1, NUM_STEPS + 1), num_stops)):
-        rank = rng.randrange(2)
-        Job(folder, ("--stop-at", str(step), "--on-rank", str(rank)), backend).finish()
+        rank, line = rng.randrange(2), rng.randint(1, MOST_LINES) if within else 0
+        where = ("--stop-at", str(step), "--at-line", str(line), "--on-rank", str(rank))
+        Job(folder, (*where, *any_stage(rng)), backend).finish()
         assert not (folder / "result.json").exists(), f"nothing stopped rank {rank} at step {step}"
         check_newest(folder)
-    assert Job(folder, (), backend).result() == whole.result
+    assert Job(folder, any_stage(rng), backend).result() == whole.result
 
 
 def kill_at_random(folder: Path, backend: str, rng: random.Random, num_kills: int, whole: Whole) -> tuple[int, int]:
     """One run, killed ``num_kills`` times. Returns the kills that hit a training job, and those that hit a save."""
     hits = saves = 0
     for _ in range(num_kills):
-        job = Job(folder, LARGE, backend)
+        job = Job(folder, (*LARGE, *any_stage(rng)), backend)
         job.wait_until_it_trains()
         # A part of a run at a time, so that it takes several kills to its end.
         time.sleep(rng.uniform(0, whole.seconds / 3))
@@ -140,13 +151,14 @@ def kill_at_random(folder: Path, backend: str, rng: random.Random, num_kills: in
         hits += 1
         saves += any(folder.glob(".checkpoint-*"))
         check_newest(folder)
-    assert Job(folder, LARGE, backend).result() == whole.result
+    assert Job(folder, (*LARGE, *any_stage(rng)), backend).result() == whole.result
     return hits, saves
 
 
 def main(argv: Optional[list[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stops", type=int, default=100)
+    parser.add_argument("--lines", type=int, default=100)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--backend", choices=["mpi", "mindspore"], default="mpi")
     parser.add_argument("--seed", type=int, default=0)
@@ -154,14 +166,15 @@ def main(argv: Optional[list[str]] = None) -> None:
     rng, root = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="interrupt-"))
     began = time.monotonic()
 
-    done = 0
-    whole = run_without_stops() if options.stops else None
-    while done < options.stops:
-        count = min(STOPS_IN_A_RUN, options.stops - done)
-        stop_at_random(root / f"stopped_{done}", options.backend, rng, count, whole)
-        shutil.rmtree(root / f"stopped_{done}")
-        done += count
-        print(f"{done} of {options.stops} stops: {whole.result['digest']} every time", flush=True)
+    for wanted, kind in ((options.stops, "stops"), (options.lines, "lines")):
+        done = 0
+        whole = run_without_stops() if wanted else None
+        while done < wanted:
+            folder, count = root / f"{kind}_{done}", min(STOPS_IN_A_RUN, wanted - done)
+            stop_at_random(folder, options.backend, rng, count, whole, within=kind == "lines")
+            shutil.rmtree(folder)
+            done += count
+            print(f"{done} of {wanted} {kind}: {whole.result['digest']} every time", flush=True)
     hits = saves = runs = 0
     whole = run_without_stops(*LARGE) if options.kills else None
     while hits < options.kills:

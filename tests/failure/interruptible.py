@@ -1,7 +1,9 @@
 """A training job that somebody stops: dropout, accumulation, evaluations, checkpoints; taken up where it was left.
 
-    mindnlp-dp run --nproc 2 tests/failure/interruptible.py FOLDER [--stop-at STEP] [--on-rank R] [--hidden-size N]
+    mindnlp-dp run --nproc 2 tests/failure/interruptible.py FOLDER [--stop-at STEP [--at-line N]] [--on-rank R]
+        [--hidden-size N] [--zero-stage S]
 
+With ``--at-line`` it dies within that update, before the N-th line that Python runs of what updates and exchanges.
 Every rank writes its process id to FOLDER/pid_R when training begins; at the end rank 0 writes the digest of the
 weights and the losses to FOLDER/result.json.
 """
@@ -12,20 +14,41 @@ import argparse
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.folders import has_checkpoints
 
 NUM_STEPS = 21
+# Lines of a folder of these names are those of an update.
+UPDATING = ("/mindnlp_dp/update/", "/mindnlp_dp/gradients/", "/mindnlp_dp/communication/")
+
+
+class KillAtLine:
+    """For ``sys.settrace``: SIGKILL before the ``number``-th line of an update."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame, event, arg):
+        return self.count if any(name in frame.f_code.co_filename for name in UPDATING) else None
+
+    def count(self, frame, event, arg):
+        self.left -= event == "line"
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--stop-at", type=int, default=0)
+    parser.add_argument("--at-line", type=int, default=0)
     parser.add_argument("--on-rank", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=16)
+    parser.add_argument("--zero-stage", type=int, default=0)
     options = parser.parse_args()
     group = dp.init_process_group()
 
@@ -39,6 +62,10 @@ def main() -> None:
         def on_train_begin(self, args, state, control, **kwargs):
             (options.folder / f"pid_{group.rank}").write_text(str(os.getpid()))
 
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == options.stop_at - 1 and group.rank == options.on_rank and options.at_line:
+                sys.settrace(KillAtLine(options.at_line))
+
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == options.stop_at and group.rank == options.on_rank:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -51,7 +78,7 @@ def main() -> None:
         str(options.folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=3,
         learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=4, logging_steps=2, evaluation_strategy="steps",
         eval_steps=5, save_strategy="steps", save_steps=1 if options.hidden_size > 16 else 3, save_total_limit=2,
-        disable_tqdm=True,
+        disable_tqdm=True, zero_stage=options.zero_stage,
     )  # fmt: skip
     trainer = dp.DataParallelTrainer(
         RobertaForSequenceClassification(config), args, train_dataset=Rows(51), eval_dataset=Rows(9, seed=1),

@@ -21,16 +21,18 @@ NUM_STEPS = 5
 
 
 @pytest.mark.parametrize(("optim", "tolerance"), [("sgd", 2e-6), ("adamw", 5e-5)])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_half_the_batch_on_two_is_the_whole_batch_on_one(group, tmp_path, optim, tolerance, accumulation):
+@pytest.mark.parametrize(
+    "divided", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 2, "gradient_accumulation_steps": 2}]
+)
+def test_half_the_batch_on_two_is_the_whole_batch_on_one(group, tmp_path, optim, tolerance, divided):
     settings = {"optim": optim, "learning_rate": LEARNING_RATE, "logging_steps": 1}
-    micro_batch = GLOBAL_BATCH // group.world_size // accumulation
+    micro_batch = GLOBAL_BATCH // group.world_size // divided.get("gradient_accumulation_steps", 1)
     together = train(
         tiny_roberta(seed=3),
         Rows(NUM_SAMPLES),
         tmp_path / "together",
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=accumulation,
+        **divided,
         **settings,
     )
     with alone():

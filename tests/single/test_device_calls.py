@@ -17,8 +17,15 @@ from mindnlp_dp.gradients.buckets.layout import pack_buckets
 from mindnlp_dp.gradients.buckets.make import make_buckets
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.launch.device_target import obey_device_target
+from mindnlp_dp.update.choose import make_updater
+from mindnlp_dp.update.on_device import DeviceUpdater
 from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators
 
+EXCHANGES = {
+    1: {"hccl": "all_reduce", "nccl": "AllReduce"},
+    2: {"hccl": "reduce_scatter_tensor", "nccl": "ReduceScatter"},
+}
+GATHERS = {"hccl": "all_gather_into_tensor", "nccl": "AllGather"}
 SHAPES = [(30, 20), (20,), (50, 10), (), (3, 2)]
 
 
@@ -204,6 +211,45 @@ def test_a_whole_step_waits_for_the_device_so_often(group, make):
         step(batch)
     print(f"{group.backend}, {type(optimizer).__module__}: {len(reads)} waits in a step: {', '.join(reads)}")
     assert len(reads) == 3
+
+
+# An update that ranks divide.
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_divided_update(device, group, parameters, zero_stage):
+    """All gradients of a window are the same number, so that the rank that is played has the slices of this one."""
+    optimizer = optim.AdamW(parameters, lr=1e-2)
+    sync = GradientSynchronizer(parameters, group, overlap=True)
+    updater = make_updater(optimizer, sync, zero_stage)
+    assert isinstance(updater, DeviceUpdater)
+    alone = [nn.Parameter(mindspore.Tensor(np.zeros(shape, np.float32))) for shape in SHAPES]
+    own = optim.AdamW(alone, lr=1e-2)
+    for number, value in enumerate((1.0, 2.0, 3.0, 4.0)):
+        run = value_and_grad(lambda by=value: sum((p * by).sum() for p in parameters), tuple(parameters), None, False)
+        device.calls.clear()
+        with counted_host_reads() as reads:
+            with sync.backward(4.0):
+                _, gradients = run()
+            sync.accumulate(gradients, 4.0)
+            clipped, norm = updater.clip(updater.average(sync), 1.0)
+            updater.update(clipped)
+        updater.finish()
+        sync.settle()
+        # This rank's slice, and the same again.
+        first, last = sync.buckets[0].own_range
+        numel = 2 * (last - first)
+        assert norm == pytest.approx(value * np.sqrt(numel), rel=1e-6)
+        for parameter in alone:
+            parameter.grad = mindspore.Tensor(np.full(parameter.shape, value / norm, np.float32))
+        own.step()
+        for mine, other in zip(parameters, alone):
+            np.testing.assert_allclose(mine.asnumpy(), other.asnumpy(), rtol=1e-5)
+        if number == 3:
+            # The header and the norm.
+            assert len(reads) == 2
+            assert device.calls.count(EXCHANGES[zero_stage][group.backend]) == 1 + 2 * (zero_stage == 1)
+            assert device.calls.count(GATHERS[group.backend]) == 1
 
 
 # The bucket itself.

@@ -112,6 +112,14 @@ class TensorChannel(Channel):
         """
 
     @abc.abstractmethod
+    def begin_scatter_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
+        """Begin to sum a flat tensor of as many equal slices as there are ranks: this rank's to be, and a handle."""
+
+    @abc.abstractmethod
+    def gather_slices(self, x: Any) -> Any:
+        """Every rank's flat tensor, of one length and type, one behind the other."""
+
+    @abc.abstractmethod
     def reduces_natively(self, dtype: str) -> bool:
         """Whether the library itself sums this type, exactly as it should."""
 

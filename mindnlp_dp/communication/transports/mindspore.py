@@ -45,6 +45,12 @@ class MindSporeChannel(TensorChannel):
     def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
         return self._transport.calls.begin_sum(x)
 
+    def begin_scatter_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
+        return self._transport.calls.begin_scatter_sum(x, self.world_size)
+
+    def gather_slices(self, x: Any) -> Any:
+        return self._transport.calls.gather_slices(x, self.world_size)
+
     def reduces_natively(self, dtype: str) -> bool:
         return self._transport.reduces_natively(dtype)
 

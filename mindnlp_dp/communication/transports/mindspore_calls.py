@@ -24,6 +24,14 @@ class DeviceCalls(abc.ABC):
         """Begin to sum ``x``, whose memory may be taken for it: the tensor to be, and a handle to wait for, if any."""
 
     @abc.abstractmethod
+    def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+        """Begin to sum flat ``x``, of ``world_size`` equal slices: this rank's slice to be, and a handle, if any."""
+
+    @abc.abstractmethod
+    def gather_slices(self, x: Any, world_size: int) -> Any:
+        """Every rank's flat ``x``, one behind the other in one tensor."""
+
+    @abc.abstractmethod
     def broadcast(self, x: Any, src: int) -> Any: ...
 
     @abc.abstractmethod
@@ -54,6 +62,15 @@ class MintCalls(DeviceCalls):
 
     def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
         return x, self._distributed.all_reduce(x, op="sum", async_op=True)
+
+    def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+        out = self._mint.empty(x.shape[0] // world_size, dtype=x.dtype)
+        return out, self._distributed.reduce_scatter_tensor(out, x, op="sum", async_op=True)
+
+    def gather_slices(self, x: Any, world_size: int) -> Any:
+        out = self._mint.empty(x.shape[0] * world_size, dtype=x.dtype)
+        self._distributed.all_gather_into_tensor(out, x)
+        return out
 
     def broadcast(self, x: Any, src: int) -> Any:
         out = copy_of(x)
@@ -90,6 +107,12 @@ class PrimitiveCalls(DeviceCalls):
 
     def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
         return self.all_reduce(x, "sum"), None
+
+    def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+        return self._ops.ReduceScatter("sum")(x), None
+
+    def gather_slices(self, x: Any, world_size: int) -> Any:
+        return self._ops.AllGather()(x)
 
     def broadcast(self, x: Any, src: int) -> Any:
         return self._ops.Broadcast(src)((x,))[0]

@@ -71,6 +71,10 @@ class Bucket(abc.ABC):
     def land(self) -> None:  # noqa: B027
         """Behind ``wait``: bring the result to where :meth:`sums` says, if it is not there."""
 
+    def keep_slice(self) -> None:
+        """Behind ``wait``: keep this rank's slice of the result as a tensor."""
+        raise NotImplementedError("gradients of a device stay there, and no others")
+
     def _has_sum(self) -> None:
         if self.on_sum is not None:
             self.on_sum()

@@ -18,7 +18,7 @@ from mindnlp_dp.communication.transports.patience import Patience
 
 from .bucket import Bucket
 from .host import sum_dtype
-from .layout import BucketLayout
+from .layout import ALIGN_NUMEL, BucketLayout
 
 
 class DeviceBucket(Bucket):
@@ -31,6 +31,11 @@ class DeviceBucket(Bucket):
     A device computes faster than this process can tell it to, so operators are few: gradients wait until the bucket
     is full, or until its sum is wanted, and are then flattened, weighted and added at once. Until then nobody may
     write into them.
+
+    Attributes:
+        own_range: where this rank's slice begins and ends, in elements, slots being one behind the other. Slices are
+            of one length, so that the last ones may reach beyond the slots.
+        own_slice: what :meth:`keep_slice` has left of the last sum, with zeros beyond the slots; nobody writes into it.
     """
 
     is_asynchronous = True
@@ -56,6 +61,13 @@ class DeviceBucket(Bucket):
         self._result: Optional[Any] = None
         self._handle: Optional[Any] = None
         self._slices: dict[int, Any] = {}
+        # As flat as tensors are here: without the gaps that slots have in host memory.
+        self._numel = sum(slot.numel for slot in layout.slots)
+        length = -(-self._numel // (ALIGN_NUMEL * channel.world_size)) * ALIGN_NUMEL
+        self._padding = length * channel.world_size - self._numel
+        self.own_range = (channel.slice_index * length, (channel.slice_index + 1) * length)
+        self._is_scattered = False
+        self.own_slice: Optional[Any] = None
         self._on_host: Optional[np.ndarray] = None
 
     def put(self, index: int, gradient: Any, weight: float) -> None:
@@ -95,7 +107,10 @@ class DeviceBucket(Bucket):
         self._add_waiting()
         mine = self._flattened({}, self._sum_dtype) if self._sum is None else self._sum * scale
         wire = mine if self._wire_dtype == self._sum_dtype else mine.astype(self._wire_dtype)
-        if self._begins:
+        self._is_scattered = self.scatter and self._begins
+        if self._is_scattered:
+            self._result, self._handle = self._channel.begin_scatter_sum(self._padded(wire))
+        elif self._begins:
             self._result, self._handle = self._channel.begin_sum(wire)
         else:
             self._result = self._channel.sum(wire)
@@ -107,8 +122,15 @@ class DeviceBucket(Bucket):
         assert self._result is not None, "wait before start"
         if self._result.dtype != self._dtype:
             self._result = self._result.astype(self._dtype)
+        if self._is_scattered:
+            return
         sizes = [slot.numel for slot in self.layout.slots]
         self._slices = dict(zip(self._slots, self._ms.ops.split(self._result, sizes)))
+
+    def _padded(self, flat: Any) -> Any:
+        if not self._padding:
+            return flat
+        return self._ms.ops.cat([flat, self._ms.ops.zeros((self._padding,), flat.dtype)])
 
     def get(self, index: int) -> Any:
         # A copy: MindSpore refuses to assign to a view, and MindNLP's clip_grad_norm_ assigns to gradients.
@@ -118,6 +140,11 @@ class DeviceBucket(Bucket):
         if self._on_host is None:
             self._on_host = aligned_zeros(self.layout.numel, sum_dtype(self.layout))
         return [(0, self._on_host)]
+
+    def keep_slice(self) -> None:
+        self.own_slice = self._result
+        if not self._is_scattered:
+            self.own_slice = copy_of(self._padded(self._result)[slice(*self.own_range)])
 
     def land(self) -> None:
         [(_, on_host)] = self.sums()

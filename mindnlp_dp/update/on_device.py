@@ -1,0 +1,289 @@
+"""An update that devices divide: each has its own optimizer, of its slices of the flat buckets.
+
+Goes in: a window. Comes out: new weights on every rank. Of each bucket, which is one flat tensor, rank r has the r-th
+of as many equal slices as there are ranks (the last one padded)::
+
+    gradients │ 0 0 0 0 │ 1 1 1 1 │   stage 2: a reduce-scatter leaves slice r on rank r; stage 1: an all-reduce
+    state     │ 0 0 0 0 │             and what this rank updates, parameter by parameter, as tensors of its own
+    weights   │ 0 0 0 0 │ 1 1 1 1 │   all-gathered, and handed out to the parameters
+
+MindNLP's own code updates the pieces, which are parameters to it, so it has to be one that updates every element for
+itself. They are copied from the parameters for every update: whoever assigns to those in between has done so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import mindspore
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import copy_of, from_host, to_host
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.arrays_to_come import fetch_all
+from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.gradients.buckets.device import DeviceBucket
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.replicas.weights import set_weight
+
+from .state_shards import Piece, put_together
+from .updater import MindNLPUpdater
+
+
+@dataclass(frozen=True)
+class _OwnPiece:
+    """A piece of a parameter, at ``where.offset`` in this rank's slice of a bucket, and what the optimizer updates."""
+
+    where: Piece
+    weight: Any
+
+
+# What a window's gradients are between its stages: this rank's slices, by the number of their bucket, and what is used.
+Slices = tuple[dict[int, Any], np.ndarray]
+
+
+class DeviceUpdater(MindNLPUpdater):
+    """For optimizers of MindNLP's that update every element for itself, with gradients that stay on devices.
+
+    Args:
+        zero_stage: 1 or 2.
+    """
+
+    def __init__(
+        self, optimizer: Any, synchronizer: GradientSynchronizer, zero_stage: int, scheduler: Any = None
+    ) -> None:
+        super().__init__(optimizer, synchronizer.parameters, scheduler)
+        self.zero_stage = zero_stage
+        self._sync = synchronizer
+        self._group = synchronizer.group
+        self._shapes = [tuple(p.shape) for p in self.parameters]
+        self._pieces: list[list[_OwnPiece]] = []
+        self._state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        # By parameter, the names and types of its state; None before its first update. The same on every rank.
+        self._types: list[Optional[dict[str, Optional[str]]]] = [None for _ in self.parameters]
+        synchronizer.scatter, synchronizer.keeps_tensors = zero_stage == 2, True
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """For the buckets as they are packed now, with the state that there is. A collective."""
+        state = {index: self._whole_state(index) for index in range(len(self.parameters)) if self._types[index]}
+        self.buckets = self._sync.buckets
+        self._pieces = [self._own_pieces(bucket) for bucket in self.buckets if isinstance(bucket, DeviceBucket)]
+        assert len(self._pieces) == len(self.buckets), "devices' buckets"
+        self._state.clear()
+        for index, whole in state.items():
+            self._put(index, whole)
+        self._adopt_state()
+
+    def _own_pieces(self, bucket: DeviceBucket) -> list[_OwnPiece]:
+        from mindnlp.core import nn
+
+        first, last = bucket.own_range
+        pieces, begin = [], 0
+        for slot in bucket.layout.slots:
+            start, stop = max(first - begin, 0), min(last - begin, slot.numel)
+            if start < stop:
+                where = Piece(slot.index, start, stop, begin + start - first)
+                pieces.append(_OwnPiece(where, nn.Parameter(self._part_of_weight(where))))
+            begin += slot.numel
+        return pieces
+
+    def _part_of_weight(self, where: Piece) -> Any:
+        flat = self.parameters[where.index].reshape(-1)
+        return copy_of(flat[where.start : where.stop])
+
+    # The update.
+
+    def average(self, window: Any) -> Optional[Slices]:
+        used = window.reduce_in_place()
+        if self._sync.buckets is not self.buckets:
+            self._arrange()
+        if used is None:
+            return None
+        in_use = {n for n, bucket in enumerate(self.buckets) if any(used[slot.index] for slot in bucket.layout.slots)}
+        slices = {n: bucket.own_slice for n, bucket in enumerate(self._device_buckets()) if n in in_use}
+        return slices, used
+
+    @property
+    def _channel(self) -> TensorChannel:
+        # A synchroniser opens a new one behind a failure.
+        channel = self._sync.channel
+        assert isinstance(channel, TensorChannel)
+        return channel
+
+    def _device_buckets(self) -> list[DeviceBucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, DeviceBucket)]
+
+    def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
+        slices, used = gradients
+        norm = self._norm(gradients)
+        factor = min(1.0, max_norm / (norm + 1e-6))
+        if factor != 1:
+            # As a tensor it is data, and no operator is compiled for this very number.
+            scale = mindspore.Tensor(np.float32(factor))
+            slices = {number: (part * scale).astype(part.dtype) for number, part in slices.items()}
+        return (slices, used), norm
+
+    def are_finite(self, gradients: Any) -> bool:
+        return math.isfinite(self._norm(gradients))
+
+    def _norm(self, gradients: Any) -> float:
+        """Of all gradients: every rank adds up its slices, and the host reads one number."""
+        squares = [(part.astype(mindspore.float32) ** 2).sum() for part in gradients[0].values()]
+        mine = mindspore.ops.stack(squares).sum() if squares else mindspore.Tensor(np.float32(0))
+        return math.sqrt(float(to_host(self._group.all_reduce(mine.reshape(1), is_hot=True))[0]))
+
+    def update(self, gradients: Any) -> None:
+        slices, used = gradients
+        self._adopt_state()
+        pieces = []
+        for number, part in slices.items():
+            for piece in self._pieces[number]:
+                if used[piece.where.index]:
+                    set_weight(piece.weight, self._part_of_weight(piece.where))
+                    piece.weight.grad = copy_of(part[piece.where.flat])
+                    pieces.append(piece)
+        with self._in_place_of_parameters(pieces):
+            self.optimizer.step()
+        for piece in pieces:
+            piece.weight.grad = None
+        self._learn_types(used)
+        for number in slices:
+            self._publish(number, used)
+
+    @contextlib.contextmanager
+    def _in_place_of_parameters(self, pieces: list[_OwnPiece]) -> Iterator[None]:
+        """Within it, these pieces are what the optimizer has, with their own state."""
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        everything = [group["params"] for group in groups]
+        numbers = {id(p): number for number, whole in enumerate(everything) for p in whole}
+        try:
+            self.optimizer.state = self._state
+            for group in groups:
+                group["params"] = []
+            for piece in pieces:
+                number = numbers.get(id(self.parameters[piece.where.index]))
+                if number is not None:
+                    groups[number]["params"].append(piece.weight)
+            yield
+        finally:
+            self.optimizer.state = state
+            for group, whole in zip(groups, everything):
+                group["params"] = whole
+
+    def _publish(self, number: int, used: np.ndarray) -> None:
+        """New weights of a bucket, to every rank."""
+        bucket = self._device_buckets()[number]
+        first, last = bucket.own_range
+        parts = [
+            piece.weight if used[piece.where.index] else self._part_of_weight(piece.where)
+            for piece in self._pieces[number]
+        ]
+        length = sum(piece.where.stop - piece.where.start for piece in self._pieces[number])
+        if length < last - first:
+            dtype = getattr(mindspore, bucket.layout.dtype)
+            parts.append(mindspore.ops.zeros((last - first - length,), dtype))
+        mine = mindspore.ops.cat(parts) if len(parts) > 1 else copy_of(parts[0])
+        whole = self._channel.gather_slices(mine)
+        begin = 0
+        for slot in bucket.layout.slots:
+            if used[slot.index] and slot.numel:
+                part = whole[begin : begin + slot.numel].reshape(slot.shape)
+                set_weight(self.parameters[slot.index], copy_of(part))
+            begin += slot.numel
+
+    # The optimizer's state.
+
+    def _adopt_state(self) -> None:
+        """Take over what the optimizer was given, if it was: ``load_state_dict`` makes state of its parameters."""
+        if not self.optimizer.state:
+            return
+        by_id = {id(p): state for p, state in self.optimizer.state.items()}
+        for index, parameter in enumerate(self.parameters):
+            self._put(index, by_id.get(id(parameter)) or {})
+        self.optimizer.state.clear()
+
+    def _learn_types(self, used: np.ndarray) -> None:
+        """What state the optimizer has made of parameters; who has a piece tells the rest."""
+        new = [index for index in np.flatnonzero(used) if self._types[index] is None]
+        if not new:
+            return
+        mine = {
+            piece.where.index: {
+                name: _array_type(value, piece.weight) for name, value in self._state[piece.weight].items()
+            }
+            for pieces in self._pieces
+            for piece in pieces
+            if piece.where.index in new
+        }
+        everyone = self._group.all_gather_object(mine)
+        for index in new:
+            self._types[index] = next((theirs[index] for theirs in everyone if index in theirs), {})
+
+    def _own(self, index: int) -> list[_OwnPiece]:
+        return [piece for pieces in self._pieces for piece in pieces if piece.where.index == index]
+
+    def _whole_state(self, index: int, *, keep: bool = True) -> dict[str, Any]:
+        """A parameter's, of all ranks' pieces; a collective, of every rank."""
+        whole: dict[str, Any] = {}
+        own, numel = self._own(index), math.prod(self._shapes[index])
+        for name, dtype in (self._types[index] or {}).items():
+            if dtype is None:
+                values = self._group.all_gather_object([self._state[piece.weight][name] for piece in own])
+                whole[name] = next(value for theirs in values for value in theirs)
+                continue
+            parts = [(piece.where, to_host(self._state[piece.weight][name])) for piece in own]
+            array = put_together(parts, numel, _host_type(dtype), self._group)
+            if keep:
+                whole[name] = from_host(array.reshape(self._shapes[index]), dtype)
+        return whole
+
+    def _put(self, index: int, state: Mapping[str, Any]) -> None:
+        """Cut a parameter's whole state into what this rank's pieces need of it."""
+        values = {name: fetch_all(value) for name, value in state.items()}
+        parameter = self.parameters[index]
+        types = self._types[index] = {name: _array_type(value, parameter) for name, value in values.items()} or None
+        for piece in self._own(index):
+            mine = self._state[piece.weight]
+            mine.clear()
+            for name, dtype in (types or {}).items():
+                value = values[name]
+                if dtype is not None:
+                    flat = to_host(value).reshape(-1)[piece.where.start : piece.where.stop]
+                    value = from_host(flat.copy(), dtype)
+                mine[name] = value
+
+    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+        self._adopt_state()
+        places = {id(p): index for index, p in enumerate(self.parameters)}
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        indices = {number: places.get(id(p)) for number, p in enumerate(everything)}
+        state = {n: self._whole_state(i, keep=keep) for n, i in indices.items() if i is not None and self._types[i]}
+        return {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+        places = {id(p): index for index, p in enumerate(self.parameters)}
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._state.clear()
+        self._types = [None for _ in self.parameters]
+        for number, state in saved["state"].items():
+            index = places.get(id(everything[int(number)]))
+            if index is not None:
+                self._put(index, state)
+
+
+def _host_type(dtype: str) -> Any:
+    # As to_host has it: bfloat16 is wider there.
+    return np.dtype({"bfloat16": "float32"}.get(dtype, dtype))
+
+
+def _array_type(value: Any, weight: Any) -> Optional[str]:
+    """The type of what there is of every element of a weight; None of anything else, such as a step."""
+    shape = getattr(value, "shape", None)
+    return dtype_name(value) if shape is not None and tuple(shape) == tuple(weight.shape) else None

@@ -1,0 +1,218 @@
+"""The update that devices divide, on real ranks: MCCL, which has neither of its two calls, plays them with others."""
+
+from __future__ import annotations
+
+import math
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import nn, optim
+
+import mindnlp_dp as dp
+from mindnlp_dp.communication.transports.mindspore import MindSporeChannel
+from mindnlp_dp.optim import LAMB
+from mindnlp_dp.update.choose import make_updater
+from mindnlp_dp.update.dealt import DealtUpdater
+from mindnlp_dp.update.on_device import DeviceUpdater
+from mindnlp_dp.update.updater import MindNLPUpdater
+
+# One smaller than the ranks are many, one without a dimension, one without an element, one of two buckets' size.
+SHAPES = [(30, 20), (1,), (50, 10), (), (0, 4), (3, 2), (64, 16)]
+OPTIMIZERS = {
+    "adamw": lambda ps: optim.AdamW(
+        [{"params": ps[:2], "weight_decay": 0.0}, {"params": ps[2:], "lr": 3e-3}], lr=1e-2, weight_decay=0.1
+    ),
+    "adam": lambda ps: optim.Adam(ps, lr=1e-2, weight_decay=0.01),
+    "sgd": lambda ps: optim.SGD(ps, lr=1e-2),
+}
+
+
+@pytest.fixture(autouse=True)
+def calls(group, monkeypatch):
+    """How often each of the two calls was made."""
+    if group.backend != "mccl":
+        pytest.skip("tensors that MindSpore's own library exchanges")
+    counts = {"scatter": 0, "gather": 0}
+
+    def begin_scatter_sum(self, x):
+        counts["scatter"] += 1
+        length, rest = divmod(x.shape[0], self.world_size)
+        assert not rest
+        return self.sum(x)[self.slice_index * length : (self.slice_index + 1) * length].copy(), None
+
+    def gather_slices(self, x):
+        counts["gather"] += 1
+        return mindspore.ops.cat(self._transport.calls.all_gather(x, self.world_size))
+
+    monkeypatch.setattr(MindSporeChannel, "begin_scatter_sum", begin_scatter_sum)
+    monkeypatch.setattr(MindSporeChannel, "gather_slices", gather_slices)
+    return counts
+
+
+def make_parameters(dtype="float32"):
+    rng = np.random.default_rng(0)
+    values = [np.asarray(rng.standard_normal(shape), np.float32) for shape in SHAPES]
+    tensors = [mindspore.Tensor(v) if v.size else mindspore.ops.zeros(v.shape) for v in values]
+    return [nn.Parameter(tensor.astype(getattr(mindspore, dtype))) for tensor in tensors]
+
+
+def gradients_of(step, rank, unused=()):
+    rng = np.random.default_rng((step, rank))
+    values = [np.asarray(rng.standard_normal(shape), np.float32) for shape in SHAPES]
+    return [mindspore.Tensor(v) if v.size and i not in unused else None for i, v in enumerate(values)]
+
+
+class Job:
+    def __init__(self, group, optimizer="adamw", zero_stage=2, dtype="float32"):
+        self.group, self.dtype = group, dtype
+        self.parameters = make_parameters(dtype)
+        self.optimizer = OPTIMIZERS[optimizer](self.parameters)
+        self.sync = dp.GradientSynchronizer(self.parameters, group, overlap=False, bucket_cap_mb=2e-3)
+        if zero_stage:
+            self.updater = DeviceUpdater(self.optimizer, self.sync, zero_stage)
+        else:
+            self.updater = MindNLPUpdater(self.optimizer, self.sync.parameters)
+        self.done = 0
+
+    def run(self, num_updates, unused=(), max_norm=1.0):
+        norms = []
+        for _ in range(num_updates):
+            gradients = gradients_of(self.done, self.group.rank, unused)
+            wanted = getattr(mindspore, self.dtype)
+            self.sync.accumulate([g if g is None else g.astype(wanted) for g in gradients], 1.0)
+            averaged, norm = self.updater.clip(self.updater.average(self.sync), max_norm)
+            norms.append(norm)
+            self.updater.update(averaged)
+            self.updater.finish()
+            self.done += 1
+        return norms
+
+    def weights(self):
+        return [p.astype(mindspore.float32).asnumpy() for p in self.parameters]
+
+    def arrays(self):
+        """Of the whole optimizer state, by parameter and name."""
+        state = self.updater.optimizer_state()["state"]
+        return {
+            (int(number), name): value.asnumpy() if hasattr(value, "asnumpy") else value
+            for number, of_one in state.items()
+            for name, value in of_one.items()
+        }
+
+
+def assert_close(job, reference, tolerance=1e-6):
+    for index, (mine, other) in enumerate(zip(job.weights(), reference.weights())):
+        np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance, err_msg=f"parameter {index}")
+    mine, other = job.arrays(), reference.arrays()
+    # MindNLP makes state for what has no elements, too.
+    other = {key: value for key, value in other.items() if np.size(value)}
+    assert mine.keys() == other.keys()
+    for key, value in mine.items():
+        np.testing.assert_allclose(value, other[key], rtol=1e-4, atol=tolerance, err_msg=str(key))
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_twenty_updates_are_those_of_an_undivided_one(group, calls, optimizer, zero_stage):
+    job, reference = Job(group, optimizer, zero_stage), Job(group, optimizer, 0)
+    before = job.weights()
+    np.testing.assert_allclose(job.run(20), reference.run(20), rtol=1e-6)
+    assert_close(job, reference)
+    assert any((a != b).any() for a, b in zip(before, job.weights()))
+    num_buckets = len(job.sync.buckets)
+    assert num_buckets > 2
+    assert calls == {"scatter": 20 * num_buckets * (zero_stage == 2), "gather": 20 * num_buckets}
+    everyone = group.all_gather_object([weight.tobytes() for weight in job.weights()])
+    assert everyone == [everyone[0]] * group.world_size
+
+
+def test_state_is_divided(group):
+    job = Job(group)
+    job.run(1)
+    mine = sum(state["exp_avg"].size for state in job.updater._state.values())
+    total = sum(map(math.prod, SHAPES))
+    assert sum(group.all_gather_object(mine)) == total
+    assert mine < 0.75 * total or group.world_size == 1
+    assert not job.optimizer.state
+    assert all(p.grad is None for p in job.parameters)
+
+
+def test_parameters_that_were_not_used_stay_as_they_are(group):
+    job, reference = Job(group), Job(group, zero_stage=0)
+    first = job.weights()
+    for one in (job, reference):
+        one.run(3, unused=(0, 3))
+    np.testing.assert_array_equal(job.weights()[0], first[0])
+    for one in (job, reference):
+        one.run(3)
+    assert_close(job, reference)
+
+
+def test_a_weight_that_was_assigned_between_two_updates(group):
+    job, reference = Job(group), Job(group, zero_stage=0)
+    for one in (job, reference):
+        one.run(2)
+        mindspore.ops.assign(one.parameters[2], mindspore.ops.ones_like(one.parameters[2]))
+        one.run(2)
+    assert_close(job, reference)
+
+
+def test_buckets_that_are_packed_anew(group):
+    job, reference = Job(group), Job(group, zero_stage=0)
+    for one in (job, reference):
+        one.run(2)
+    job.sync.pack_in_order(range(len(SHAPES)))
+    for one in (job, reference):
+        one.run(2)
+    assert_close(job, reference)
+
+
+@pytest.mark.parametrize("stages", [(2, 0), (0, 2), (2, 1)])
+def test_state_of_one_stage_resumes_in_another(group, stages):
+    before, after = (Job(group, zero_stage=stage) for stage in stages)
+    before.run(3)
+    saved = before.updater.optimizer_state()
+    after.updater.load_optimizer_state(saved)
+    for parameter, weight in zip(after.parameters, before.weights()):
+        if weight.size:
+            mindspore.ops.assign(parameter, mindspore.Tensor(weight))
+    after.done = 3
+    for one in (before, after):
+        one.run(3)
+    assert_close(after, before)
+
+
+def test_state_that_is_loaded_into_the_optimizer_itself(group):
+    before, after = Job(group, zero_stage=0), Job(group)
+    before.run(2)
+    after.run(1)
+    after.optimizer.load_state_dict(before.optimizer.state_dict())
+    np.testing.assert_array_equal(after.arrays()[0, "exp_avg"], before.arrays()[0, "exp_avg"])
+    assert after.arrays()[0, "step"] == 2
+
+
+def test_nothing_finite(group):
+    job = Job(group)
+    gradients = gradients_of(0, group.rank)
+    if group.rank == group.world_size - 1:
+        gradients[6] = gradients[6] * float("nan")
+    job.sync.accumulate(gradients, 1.0)
+    assert not job.updater.are_finite(job.updater.average(job.sync))
+
+
+def test_nobody_had_samples(group):
+    job = Job(group)
+    job.sync.skip()
+    assert job.updater.average(job.sync) is None
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_is_dealt_out(group, monkeypatch):
+    monkeypatch.setattr(type(group), "on_device", True)
+    parameters = make_parameters()
+    for optimizer, kind in (
+        (optim.AdamW(parameters), DeviceUpdater),
+        (LAMB(parameters), DealtUpdater),
+    ):
+        sync = dp.GradientSynchronizer(parameters, group, overlap=False)
+        assert type(make_updater(optimizer, sync, 2)) is kind
