@@ -37,8 +37,8 @@ HERE = Path(__file__).resolve().parent
 # busy machine many times that; a limit of the whole would say more of the machine than of the job.
 QUIET_SECONDS = 120
 STOPS_IN_A_RUN = 5
-# How many lines of Python an update of one bucket takes at most, roughly; behind the last one a rank dies as well.
-MOST_LINES = 1200
+# How many lines of Python an update takes, roughly; a rank that has run fewer dies behind the update.
+MOST_LINES = 4500
 LARGE = ("--hidden-size", "384")
 # Kills that come too late, when the job is done, are tried again; so many in a row are no chance.
 MOST_LATE_KILLS = 10
