@@ -233,3 +233,25 @@ def test_mpirun_missing(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err == (
         'mindnlp-dp run: mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore\n'
     )
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_an_mpirun_that_fails_before_any_rank_begins_is_started_once_more(tmp_path, monkeypatch, capsys, failures):
+    from mindnlp_dp.launch import run
+
+    mpirun, count = tmp_path / "mpirun", tmp_path / "count"
+    mpirun.write_text(
+        f"#!/bin/sh\necho >>{count}\n"
+        f"[ $(wc -l <{count}) -gt {failures} ] || {{ echo the listener failed to start; exit 213; }}\n"
+        f'exec {run.find_mpirun()} "$@"\n'
+    )
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(run, "find_mpirun", lambda: str(mpirun))
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + MPI_ALONE + "print('done')\n")
+    exit_code = run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs")
+    said = capsys.readouterr().err
+    assert "mpirun ended before any rank had begun; it is started once more" in said
+    assert exit_code == (0 if failures == 1 else 213)
+    assert ("the listener failed to start" in said) == (failures == 2)
+    assert len(count.read_text().splitlines()) == 2
