@@ -72,9 +72,9 @@ class DeviceUpdater(MindNLPUpdater):
     def _arrange(self) -> None:
         """For the buckets as they are packed now, with the state that there is. A collective."""
         state = {index: self._whole_state(index) for index in range(len(self.parameters)) if self._types[index]}
-        self.buckets = self._sync.buckets
-        self._pieces = [self._own_pieces(bucket) for bucket in self.buckets if isinstance(bucket, DeviceBucket)]
-        assert len(self._pieces) == len(self.buckets), "devices' buckets"
+        self._packed = self._sync.buckets
+        self._buckets = [bucket for bucket in self._packed if isinstance(bucket, DeviceBucket)]
+        self._pieces = [self._own_pieces(bucket) for bucket in self._buckets]
         self._state.clear()
         for index, whole in state.items():
             self._put(index, whole)
@@ -101,12 +101,15 @@ class DeviceUpdater(MindNLPUpdater):
 
     def average(self, window: Any) -> Optional[Slices]:
         used = window.reduce_in_place()
-        if self._sync.buckets is not self.buckets:
+        if self._sync.buckets is not self._packed:
             self._arrange()
         if used is None:
             return None
-        in_use = {n for n, bucket in enumerate(self.buckets) if any(used[slot.index] for slot in bucket.layout.slots)}
-        slices = {n: bucket.own_slice for n, bucket in enumerate(self._device_buckets()) if n in in_use}
+        slices = {
+            number: bucket.own_slice
+            for number, bucket in enumerate(self._buckets)
+            if any(used[slot.index] for slot in bucket.layout.slots)
+        }
         return slices, used
 
     @property
@@ -115,9 +118,6 @@ class DeviceUpdater(MindNLPUpdater):
         channel = self._sync.channel
         assert isinstance(channel, TensorChannel)
         return channel
-
-    def _device_buckets(self) -> list[DeviceBucket]:
-        return [bucket for bucket in self.buckets if isinstance(bucket, DeviceBucket)]
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         slices, used = gradients
@@ -178,7 +178,7 @@ class DeviceUpdater(MindNLPUpdater):
 
     def _publish(self, number: int, used: np.ndarray) -> None:
         """New weights of a bucket, to every rank."""
-        bucket = self._device_buckets()[number]
+        bucket = self._buckets[number]
         first, last = bucket.own_range
         parts = [
             piece.weight if used[piece.where.index] else self._part_of_weight(piece.where)
