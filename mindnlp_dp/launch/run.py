@@ -23,7 +23,7 @@ from typing import BinaryIO, Optional
 
 from .devices import default_device, too_many_workers
 from .environment import clean_environment, cluster_environment, find_mpirun, free_port
-from .verdict import Ended, find_failure, read_statuses, report_failure
+from .verdict import Ended, Failure, find_failure, read_statuses, report_failure
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
@@ -31,8 +31,6 @@ GRACE_SECONDS = 3.0
 DEVICE_GRACE_SECONDS = 20.0
 # How long some ranks may have finished before the others' silence is worth a word.
 PATIENCE_SECONDS = 30.0
-# On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed to start").
-MPI_STARTS = 2
 # Loaded here, for little is safe between fork and exec. The number is Linux's (prctl(2)).
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -70,21 +68,27 @@ def run_job(
     start = _start_mpi if backend == "mpi" else _start_cluster
     began = time.monotonic()
     with _interruptible(), open(log_dir / "launcher.log", "wb") as launcher_log:
-        for starts in range(1, MPI_STARTS + 1):
+
+        def attempt() -> Optional[Failure]:
             processes = start(nproc, worker, environ, log_dir, launcher_log)
             try:
                 ended = _watch(processes, log_dir, nproc)
-            except KeyboardInterrupt:
-                print("interrupted: ending all ranks", file=sys.stderr)
-                return 128 + signal.SIGINT
             finally:
                 _end(processes, grace_seconds(environ))
-            failure = find_failure([Ended(p.rank, p.popen.returncode) for p in ended], log_dir, nproc)
-            if failure is None:
-                return 0
-            if backend != "mpi" or starts == MPI_STARTS or any(log_dir.glob("worker_*.log")):
-                break
-            print("mpirun ended before any rank had begun; it is started once more", file=sys.stderr)
+            return find_failure([Ended(p.rank, p.popen.returncode) for p in ended], log_dir, nproc)
+
+        try:
+            failure = attempt()
+            # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
+            # to start").
+            if failure is not None and backend == "mpi" and not any(log_dir.glob("worker_*.log")):
+                print("mpirun ended before any rank had begun; it is started once more", file=sys.stderr)
+                failure = attempt()
+        except KeyboardInterrupt:
+            print("interrupted: ending all ranks", file=sys.stderr)
+            return 128 + signal.SIGINT
+    if failure is None:
+        return 0
     report_failure(failure, log_dir, nproc, time.monotonic() - began)
     return failure.exit_code
 
