@@ -1,19 +1,17 @@
 """The exchange of gradients: from every rank's own to the same weighted mean on all.
 
-Goes in: each rank's gradients, with the weight of the samples behind them. Comes
-out: ``sum_r(weight_r * gradient_r) / sum_r(weight_r)``, the gradient of the whole
-global batch, on every rank. One window may take several micro steps::
+Goes in: each rank's gradients, with the weight of the samples behind them. Comes out: ``sum_r(weight_r * gradient_r) /
+sum_r(weight_r)``, the gradient of the whole global batch, on every rank. One window may take several micro steps::
 
     for inputs in window:
         sync.accumulate(gradients_of(inputs), weight=len(inputs))    # no communication
     gradients = sync.reduce()                                        # all ranks, once
 
-A rank that had no samples reduces zeros. A parameter that no rank used in the
-window comes out as None, as it would in one process. Frozen parameters are not
-the synchroniser's business: pass those that train.
+A rank that had no samples reduces zeros. A parameter that no rank used in the window comes out as None, as it would in
+one process. Frozen parameters are not the synchroniser's business: pass those that train.
 
-The last micro step may say so beforehand, and what its backward pass has finished is exchanged
-while it goes on (overlap.py), with the same result::
+The last micro step may say so beforehand, and what its backward pass has finished is exchanged while it goes on
+(overlap.py), with the same result::
 
     with sync.backward(weight=len(inputs)):
         gradients = gradients_of(inputs)
@@ -25,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -60,8 +58,8 @@ class GradientSynchronizer(GradientWindow):
         compression: as it was asked for.
         scatter: whether a rank needs no more than its slices of what :meth:`reduce_in_place` leaves in the buckets;
             between hosts that is half of an exchange.
-        keeps_tensors: whether that is to be this rank's slices as tensors (:meth:`.DeviceBucket.keep_slice`), and not
-            in host memory.
+        keeps_tensors: whether those slices are to stay tensors (:meth:`.DeviceBucket.keep_slice`).
+        before_packing: called before buckets are packed anew; who looks into them lets go of them.
         overlap: its ``state`` says what became of it.
         order: the parameters' indices in the order in which they are packed: at first from the last to the first,
             later as their gradients come. On three hosts and more, and where a wire is compressed, it decides on how
@@ -80,6 +78,7 @@ class GradientSynchronizer(GradientWindow):
     ) -> None:
         super().__init__(parameters, group)
         self.scatter = self.keeps_tensors = False
+        self.before_packing: Callable[[], None] = lambda: None
         if overlap not in (True, False, "auto"):
             raise ValueError(f'overlap must be True, False or "auto", got {overlap!r}')
         if compression not in COMPRESSIONS:
@@ -87,23 +86,22 @@ class GradientSynchronizer(GradientWindow):
         self._shapes = [tuple(p.shape) for p in self.parameters]
         self._dtypes = [dtype_name(p) for p in self.parameters]
         self._powersgd: Optional[PowerSGD] = None
+        self.compression, self._wire = compression, compression
         if compression == "powersgd":
-            self._powersgd = self._make_powersgd(check_powersgd_rank(powersgd_rank))
-        self.compression = compression
-        self._wire = None if compression == "powersgd" else compression
+            self._powersgd, self._wire = self._make_powersgd(check_powersgd_rank(powersgd_rank)), None
         self.bucket_cap_mb = check_bucket_cap_mb(bucket_cap_mb)
         self.pack_in_order(first_order(len(self.parameters)))
         self._hides = not any(b.is_asynchronous for b in self.buckets)
         self.overlap = Overlap(self.parameters, overlap, self.channel, on_device=self.group.on_device)
         reason = self.channel.cannot_overlap if overlap else "not asked for"
         reason = reason or ("PowerSGD needs whole gradients" if self._powersgd else "")
-        if reason or not self.buckets:
-            self.overlap.turn_off(reason or "there is nothing to exchange")
+        if reason := reason or ("" if self.buckets else "there is nothing to exchange"):
+            self.overlap.turn_off(reason)
         self._is_exchanged = False
         # Whether results stay where they are; an order to pack in, once they have been used.
         self._in_place = False
         self._next_order: Optional[Sequence[int]] = None
-        # What was accumulated since the buckets remember; whether a backward pass was sent and not accumulated.
+        # What was accumulated since the buckets remember; the weight of what was sent, and is not accumulated yet.
         self._late: list[tuple[Sequence[Optional[Any]], float]] = []
         self._sent_weight: Optional[float] = None
         self._has_compared = False
@@ -119,8 +117,8 @@ class GradientSynchronizer(GradientWindow):
         in_buckets = [index for index in self.order if self._powersgd is None or index not in self._powersgd]
         layouts = pack_buckets(self._shapes, self._dtypes, self.bucket_cap_mb, in_buckets)
         # The old ones' memory goes before the new ones take theirs.
-        self.buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
+        self.before_packing()
+        self.buckets, self._bucket_of = list[Bucket](), dict[int, Bucket]()
         self.buckets = make_buckets(layouts, self.group, self.channel, self._wire)
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.layout.slots}
 
@@ -129,14 +127,12 @@ class GradientSynchronizer(GradientWindow):
         if self._powersgd is not None:
             self._powersgd.forget()
 
-    # A window.
-
     @contextlib.contextmanager
     def backward(self, weight: float) -> Iterator[None]:
         """Around the last forward and backward pass of a window; where exchange overlaps, it begins within.
 
-        An exception within it leaves no thread and no half window; when some of the window was under way to the other
-        ranks, they wait for the rest of it in vain, and this process cannot exchange gradients any more.
+        An exception within it leaves no thread and no half window; when some of it was under way, the other ranks wait
+        for the rest in vain, and this process cannot exchange gradients any more.
         """
         if self._exchange_is_off:
             yield
@@ -233,16 +229,16 @@ class GradientSynchronizer(GradientWindow):
         """
         self._in_place = True
         try:
-            marks = self.reduce()
+            marks = np.array([mark is not None for mark in self.reduce()])
         finally:
             self._in_place = False
-        return np.array([mark is not None for mark in marks]) if self.total_weight > 0 else None
+        return marks if self.total_weight > 0 else None
 
     def settle(self) -> None:
         """Behind an update: buckets are packed in the order that was learnt in its window, if one was. A collective."""
         if self._next_order is not None:
-            order, self._next_order = self._next_order, None
-            self.pack_in_order(order)
+            self.pack_in_order(self._next_order)
+            self._next_order = None
 
     def _go_back(self, *, has_problem: bool) -> None:
         """To the window as it was before its last backward pass, and what was accumulated behind that; on all ranks."""
@@ -276,12 +272,8 @@ class GradientSynchronizer(GradientWindow):
             for slot in bucket.layout.slots:
                 if used[slot.index]:
                     gradients[slot.index] = True if self._in_place else bucket.get(slot.index)
-            if not self._in_place:
-                bucket.release()
-            elif self.keeps_tensors:
-                bucket.keep_slice()
-            else:
-                bucket.land()
+            leave = bucket.keep_slice if self.keeps_tensors else bucket.land
+            leave() if self._in_place else bucket.release()
 
         for _, bucket in numbered:
             self.num_bytes += bucket.layout.num_bytes

@@ -109,6 +109,10 @@ class Arrangement:
             assert bucket.on_sum is not None, "on_sums comes first"
             bucket.on_sum()
 
+    def let_go(self) -> None:
+        """Of the buckets, whose memory others may want; only the weights are left."""
+        self.buckets, self._own, self._ranges = (), [], []
+
     def wait(self) -> None:
         """A barrier of those who share the weights."""
         if self.shares_memory:

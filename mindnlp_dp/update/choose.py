@@ -41,6 +41,7 @@ def make_updater(
     check_zero_stage(zero_stage)
     if isinstance(window, GradientSynchronizer):
         window.scatter = window.keeps_tensors = False
+        window.before_packing = lambda: None
     reason = _why_undivided(optimizer, window)
     if zero_stage not in (0, "auto") and reason:
         raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")

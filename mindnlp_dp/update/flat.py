@@ -79,18 +79,26 @@ class FlatUpdater(MindNLPUpdater):
         self._partition: Optional[tuple[int, ...]] = None
         self._cut: list[Segment] = []
         synchronizer.scatter = zero_stage == 2 and among == "job" and isinstance(synchronizer.channel, HostChannel)
+        synchronizer.before_packing = self._let_go
         self._arrange()
+
+    def _let_go(self) -> None:
+        """Of everything that looks into the buckets as they are."""
+        self.place.let_go()
+        self._partition, self._cut = None, []
 
     def _arrange(self) -> None:
         """For the buckets as they are packed now. A collective."""
         self.place = Arrangement(self._sync, among=self._among, may_share=self._may_share)
         self._sums.fill(0)
         self.place.on_sums(functools.partial(self._blocks.put, self._sums))
-        shards = StateShards(
+        self._adopt_state(self._new_shards())
+
+    def _new_shards(self) -> StateShards:
+        return StateShards(
             self._rule.state_names, self._shapes, self.place.updated, self.place.state_numel, self._group,
             is_whole=self.zero_stage == 0,
         )  # fmt: skip
-        self._adopt_state(shards)
 
     # The update.
 
@@ -123,9 +131,7 @@ class FlatUpdater(MindNLPUpdater):
     def update(self, gradients: Any) -> None:
         if self._num_moved:
             self.place.weights.put_back(self._group, writes=self.place.writes, wait=self.place.wait)
-        if self.optimizer.state is not self._seen_state:
-            # Somebody has loaded it.
-            self._adopt_state(self._state)
+        self._take_back()
         steps = self._state.steps
         for index in np.flatnonzero(gradients):
             steps[index] += 1
@@ -172,17 +178,25 @@ class FlatUpdater(MindNLPUpdater):
         """Take over what the optimizer holds, be it in its own ``state`` or in an earlier updater's shards."""
         assert shards is not None, "made by _arrange"
         old = _shards_of.get(self.optimizer)
-        if self.optimizer.state and self.optimizer.state is not self._seen_state:
+        is_loaded = bool(self.optimizer.state) and self.optimizer.state is not self._seen_state
+        if is_loaded:
             by_id = {id(p): state for p, state in self.optimizer.state.items()}
             for index, parameter in enumerate(self.parameters):
                 self._put(shards, index, by_id.get(id(parameter)) or {})
-        elif old is not None and old.shapes == shards.shapes and old is not shards:
-            shards.take_over(old)
         self.optimizer.state.clear()
+        if not is_loaded and old is not None and old.shapes == shards.shapes and old is not shards:
+            shards.take_over(old)
         self._shards = _shards_of[self.optimizer] = shards
         self._seen_state = self.optimizer.state
         self._partition = None
         self._show_state()
+
+    def _take_back(self) -> None:
+        """The state, when somebody has loaded another, or another step was made for the optimizer. A collective."""
+        if self.optimizer.state is not self._seen_state:
+            self._adopt_state(self._state)
+        elif _shards_of[self.optimizer] is not self._shards:
+            self._adopt_state(self._new_shards())
 
     def _put(self, shards: StateShards, index: int, state: Mapping[str, Any]) -> None:
         arrays = {name: state[name] for name in shards.arrays if state.get(name) is not None}
@@ -205,6 +219,7 @@ class FlatUpdater(MindNLPUpdater):
                     entry["step"] = steps
 
     def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+        self._take_back()
         state: dict[int, dict[str, Any]] = {}
         places = {id(p): index for index, p in enumerate(self.parameters)}
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -16,6 +16,9 @@ import numpy as np
 from mindnlp_dp.arrays.conversion import aligned_zeros
 from mindnlp_dp.communication.collectives import ProcessGroup
 
+# Ranks put a parameter's state together by so many elements at a time: more would take memory, and bring nothing.
+MESSAGE_NUMEL = 1 << 20
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -36,13 +39,16 @@ def put_together(
 ) -> np.ndarray:
     """A flat array of all ranks' pieces of it. A collective of ``group``; None of whom this rank has all."""
     kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
-    # As integers, of which the largest has the bits of the one that is not 0, be it a negative zero's.
-    bits = np.zeros(numel, np.int64)
+    whole = np.zeros(numel, kind)
     for piece, array in parts:
-        bits[piece.start : piece.stop] = array.astype(dtype, copy=False).view(kind)
-    if group is not None and numel:
-        bits = group.all_reduce(bits, op="max")
-    return bits.astype(kind).view(dtype)
+        whole[piece.start : piece.stop] = array.astype(dtype, copy=False).view(kind)
+    if group is None:
+        return whole.view(dtype)
+    for start in range(0, numel, MESSAGE_NUMEL):
+        # As integers, of which the largest has the bits of the one that is not 0, be it a negative zero's.
+        bits = group.all_reduce(whole[start : start + MESSAGE_NUMEL].astype(np.int64), op="max")
+        whole[start : start + MESSAGE_NUMEL] = bits
+    return whole.view(dtype)
 
 
 class StateShards:
@@ -98,9 +104,11 @@ class StateShards:
         return mindspore.Tensor.from_numpy(flat).reshape(self.shapes[index]) if len(flat) else mindspore.Tensor(flat)
 
     def take_over(self, old: StateShards) -> None:
-        """Of shards that were cut in another way, of the same parameters; a collective."""
+        """Of shards that were cut in another way, of the same parameters, which lose it; a collective."""
         self.steps = list(old.steps)
-        for index, steps in enumerate(old.steps):
-            if steps:
-                for name in self.arrays:
+        for name in self.arrays:
+            for index, steps in enumerate(old.steps):
+                if steps:
                     self.put(index, name, old.whole(index, name))
+            # New memory is taken as it is written to, so that there is only one array more at a time.
+            del old.arrays[name]

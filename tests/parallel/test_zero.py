@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import mindspore
 import numpy as np
@@ -15,6 +16,8 @@ from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
+from mindnlp_dp.gradients import synchronizer
+from mindnlp_dp.gradients.buckets import make as buckets
 from mindnlp_dp.optim import LAMB, LARS
 from mindnlp_dp.replicas.weights import ReplicaMismatchError
 from mindnlp_dp.step.losses import LossMeter
@@ -391,6 +394,46 @@ def test_an_optimizer_keeps_its_state_when_a_new_step_is_made_for_it(group, alon
         job.step = TrainStep(job.sync, job.updater, LossMeter(job.group), max_grad_norm=1.0)
         job.run(3)
     assert_same(jobs[1].weights(), jobs[0].weights())
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_two_steps_of_one_optimizer_take_turns(group, alone, zero_stage):
+    jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]
+    for job in jobs:
+        job.run(2)
+        first = job.step
+        sync = dp.GradientSynchronizer(job.parameters, job.group, overlap=False, bucket_cap_mb=0.1)
+        updater = make_updater(job.optimizer, sync, zero_stage if job is jobs[1] else 0)
+        second = TrainStep(sync, updater, LossMeter(job.group), max_grad_norm=1.0)
+        for step in (second, first, second):
+            job.step = step
+            job.run(2)
+    assert_same(jobs[1].weights(), jobs[0].weights())
+    assert jobs[0].optimizer.state[jobs[0].parameters[0]]["step"] == 8
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_memory_of_buckets_is_free_before_they_are_packed_anew(group, monkeypatch, zero_stage):
+    job = Job("adamw", group, zero_stage)
+    job.run(2)
+    memory = [weakref.ref(owner_of(array)) for bucket in job.sync.buckets for _, array in bucket.sums()]
+    in_use = []
+
+    def make_buckets(*given):
+        in_use.append(sum(array() is not None for array in memory))
+        return buckets.make_buckets(*given)
+
+    monkeypatch.setattr(synchronizer, "make_buckets", make_buckets)
+    job.sync.pack_in_order(range(len(SHAPES)))
+    assert in_use == [0]
+    job.run(2)
+
+
+def owner_of(array):
+    """The array that has the memory."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def test_buckets_that_are_packed_anew_between_updates(group, alone):
