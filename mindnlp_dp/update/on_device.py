@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -27,6 +27,7 @@ from mindnlp_dp.arrays.conversion import copy_of, from_host, to_host
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.gradients.buckets.bucket import Bucket
 from mindnlp_dp.gradients.buckets.device import DeviceBucket
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.replicas.weights import set_weight
@@ -64,10 +65,16 @@ class DeviceUpdater(MindNLPUpdater):
         self._shapes = [tuple(p.shape) for p in self.parameters]
         self._pieces: list[list[_OwnPiece]] = []
         self._state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        self._packed: Sequence[Bucket] = ()
+        self._buckets: list[DeviceBucket] = []
         # By parameter, the names and types of its state; None before its first update. The same on every rank.
         self._types: list[Optional[dict[str, Optional[str]]]] = [None for _ in self.parameters]
         synchronizer.scatter, synchronizer.keeps_tensors = zero_stage == 2, True
+        synchronizer.before_packing = self._let_go
         self._arrange()
+
+    def _let_go(self) -> None:
+        self._packed, self._buckets = (), []
 
     def _arrange(self) -> None:
         """For the buckets as they are packed now, with the state that there is. A collective."""
