@@ -446,6 +446,28 @@ def test_buckets_that_are_packed_anew_between_updates(group, alone):
     assert_same(jobs[1].weights(), jobs[0].weights())
 
 
+def trained(group, **options):
+    """Weights behind six updates of a step with a backward pass, and what became of overlap."""
+    parameters = [p for p in make_parameters() if p.size]
+    step = dp.make_train_step(
+        lambda x: sum(((p - x.mean()) ** 2).sum() for p in parameters) / 1000, optim.AdamW(parameters, lr=1e-2),
+        parameters, max_grad_norm=1.0, group=group, bucket_cap_mb=0.02, **options,
+    )  # fmt: skip
+    rng = np.random.default_rng(group.rank)
+    for _ in range(6):
+        step(mindspore.Tensor(rng.standard_normal((3 + group.rank, 2), np.float32)))
+    return [p.asnumpy() for p in parameters], step.synchronizer.overlap.state
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_exchange_during_the_backward_pass(group, zero_stage):
+    expected, _ = trained(group, zero_stage=0, overlap=False)
+    weights, state = trained(group, zero_stage=zero_stage, overlap=True)
+    assert state == ("on" if group.world_size > 1 else "off: there is one rank")
+    for mine, other in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 # What is asked for.
 
 
