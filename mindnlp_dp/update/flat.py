@@ -22,8 +22,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import aligned_zeros, from_host, to_host
-from mindnlp_dp.communication.arrays_to_come import fetch_all
+from mindnlp_dp.arrays.conversion import aligned_zeros, from_host
 from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
@@ -31,11 +30,11 @@ from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from .arrangement import SEGMENT_NUMEL, Arrangement
 from .block_sums import BlockSums
 from .rules import Rule, Segment, Update
-from .state_shards import StateShards
+from .state_shards import StateOwners, StateShards
 from .updater import MindNLPUpdater
 
 # By optimizer: one that is given to another updater keeps its state.
-_shards_of: weakref.WeakKeyDictionary[Any, StateShards] = weakref.WeakKeyDictionary()
+_owners_of: weakref.WeakKeyDictionary[Any, StateOwners] = weakref.WeakKeyDictionary()
 
 
 class FlatUpdater(MindNLPUpdater):
@@ -74,8 +73,8 @@ class FlatUpdater(MindNLPUpdater):
         self._scale = 1.0
         self._scratch = aligned_zeros(SEGMENT_NUMEL + BLOCK_NUMEL, np.float32)
         self._num_moved = 0
+        self._owners = _owners_of.setdefault(optimizer, StateOwners())
         self._shards: Optional[StateShards] = None
-        self._seen_state: Any = None
         self._partition: Optional[tuple[int, ...]] = None
         self._cut: list[Segment] = []
         synchronizer.scatter = zero_stage == 2 and among == "job" and isinstance(synchronizer.channel, HostChannel)
@@ -174,35 +173,20 @@ class FlatUpdater(MindNLPUpdater):
         assert self._shards is not None, "made by _arrange"
         return self._shards
 
-    def _adopt_state(self, shards: Optional[StateShards]) -> None:
-        """Take over what the optimizer holds, be it in its own ``state`` or in an earlier updater's shards."""
-        assert shards is not None, "made by _arrange"
-        old = _shards_of.get(self.optimizer)
-        is_loaded = bool(self.optimizer.state) and self.optimizer.state is not self._seen_state
-        if is_loaded:
-            by_id = {id(p): state for p, state in self.optimizer.state.items()}
-            for index, parameter in enumerate(self.parameters):
-                self._put(shards, index, by_id.get(id(parameter)) or {})
-        self.optimizer.state.clear()
-        if not is_loaded and old is not None and old.shapes == shards.shapes and old is not shards:
-            shards.take_over(old)
-        self._shards = _shards_of[self.optimizer] = shards
-        self._seen_state = self.optimizer.state
-        self._partition = None
+    def _adopt_state(self, shards: StateShards) -> None:
+        """Take over what the optimizer holds, be it in its own ``state`` or in the shards of other steps."""
+        self._owners.look_at(self.optimizer)
+        for parameter in self.parameters:
+            self.optimizer.state.pop(parameter, None)
+        self._owners.hand_over(self.parameters, shards)
+        self._shards, self._partition = shards, None
         self._show_state()
 
     def _take_back(self) -> None:
-        """The state, when somebody has loaded another, or another step was made for the optimizer. A collective."""
-        if self.optimizer.state is not self._seen_state:
+        """The state, when somebody has loaded another, or another step of this optimizer had it. A collective."""
+        self._owners.look_at(self.optimizer)
+        if self._owners.last is not self._state:
             self._adopt_state(self._state)
-        elif _shards_of[self.optimizer] is not self._shards:
-            self._adopt_state(self._new_shards())
-
-    def _put(self, shards: StateShards, index: int, state: Mapping[str, Any]) -> None:
-        arrays = {name: state[name] for name in shards.arrays if state.get(name) is not None}
-        for name, array in arrays.items():
-            shards.put(index, name, to_host(fetch_all(array)))
-        shards.steps[index] = int(state.get("step", 1 if arrays else 0)) if arrays else 0
 
     def _show_state(self) -> None:
         """Where this rank has all of it, the optimizer's own ``state`` shows it: the same memory."""
@@ -239,13 +223,7 @@ class FlatUpdater(MindNLPUpdater):
         if self._sync.buckets is not self.place.buckets:
             self._arrange()
         self.optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
-        places = {id(p): index for index, p in enumerate(self.parameters)}
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._state.steps[:] = [0] * len(self._shapes)
-        for number, state in saved["state"].items():
-            index = places.get(id(everything[int(number)]))
-            if index is not None:
-                self._put(self._state, index, state)
-        self._seen_state = self.optimizer.state
-        self._partition = None
-        self._show_state()
+        states = {id(everything[int(number)]): state for number, state in saved["state"].items()}
+        self._owners.load(self.optimizer, states)
+        self._adopt_state(self._state)

@@ -7,13 +7,14 @@ one, for checkpoints and for ranks that divide the work anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import aligned_zeros
+from mindnlp_dp.arrays.conversion import aligned_zeros, to_host
+from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.collectives import ProcessGroup
 
 # Ranks put a parameter's state together by so many elements at a time: more would take memory, and bring nothing.
@@ -103,12 +104,70 @@ class StateShards:
         flat = self.arrays[name][begin : begin + math.prod(self.shapes[index])]
         return mindspore.Tensor.from_numpy(flat).reshape(self.shapes[index]) if len(flat) else mindspore.Tensor(flat)
 
-    def take_over(self, old: StateShards) -> None:
-        """Of shards that were cut in another way, of the same parameters, which lose it; a collective."""
-        self.steps = list(old.steps)
-        for name in self.arrays:
-            for index, steps in enumerate(old.steps):
-                if steps:
-                    self.put(index, name, old.whole(index, name))
-            # New memory is taken as it is written to, so that there is only one array more at a time.
-            del old.arrays[name]
+    def reset(self, index: int, state: Mapping[str, Any]) -> None:
+        """To what an optimizer's ``state`` says of a parameter; to nothing where it is empty. A collective."""
+        found = {name: state[name] for name in self.arrays if state.get(name) is not None}
+        if self.steps[index] and not found:
+            self.clear(index)
+        for name, array in found.items():
+            self.put(index, name, to_host(fetch_all(array)))
+        self.steps[index] = int(state.get("step", 1)) if found else 0
+
+    def clear(self, index: int) -> None:
+        self.steps[index] = 0
+        for piece in self._pieces.get(index, ()):
+            for array in self.arrays.values():
+                array[piece.flat] = 0
+
+    def forget(self, name: str) -> None:
+        """The memory of an array goes: that of the new one is taken when it is written to."""
+        self.arrays[name] = aligned_zeros(len(self.arrays[name]), np.float32)
+
+
+class StateOwners:
+    """Who has an optimizer's state, parameter by parameter: the shards of one of the steps that were made for it.
+
+    Attributes:
+        last: the shards that took anything over last; who is not it looks whether others have what is theirs.
+    """
+
+    def __init__(self) -> None:
+        self.last: Optional[StateShards] = None
+        self._seen: Any = None
+        self._owners: dict[int, tuple[StateShards, int]] = {}
+        self._loaded: dict[int, Mapping[str, Any]] = {}
+
+    def look_at(self, optimizer: Any) -> None:
+        """Whether somebody has put another ``state`` into the optimizer: it is what counts from now on."""
+        if optimizer.state is not self._seen:
+            self.load(optimizer, {id(p): state for p, state in optimizer.state.items()})
+            optimizer.state.clear()
+
+    def load(self, optimizer: Any, states: dict[int, Mapping[str, Any]]) -> None:
+        """Forget what there is for what is given by the parameters' ids."""
+        self._seen, self._loaded, self.last = optimizer.state, states, None
+        self._owners.clear()
+
+    def hand_over(self, parameters: Sequence[Any], shards: StateShards) -> None:
+        """Give ``shards`` the state of these parameters, which are in its order. A collective."""
+        taken: dict[int, tuple[StateShards, int]] = {}
+        for index, parameter in enumerate(parameters):
+            owner = self._owners.get(id(parameter))
+            if owner is None or owner[0].shapes[owner[1]] != shards.shapes[index]:
+                shards.reset(index, self._loaded.pop(id(parameter), {}))
+            elif owner[0] is not shards:
+                shards.clear(index) if shards.steps[index] else None
+                taken[index] = owner
+            self._owners[id(parameter)] = shards, index
+        busy = {id(owner) for owner, _ in self._owners.values()}
+        idle = {id(old): old for old, _ in taken.values() if id(old) not in busy}
+        for name in shards.arrays:
+            for index, (old, place) in taken.items():
+                if old.steps[place]:
+                    shards.put(index, name, old.whole(place, name))
+            # An array at a time, so that there is never more than one too many.
+            for old in idle.values():
+                old.forget(name)
+        for index, (old, place) in taken.items():
+            shards.steps[index] = old.steps[place]
+        self.last = shards

@@ -109,6 +109,11 @@ class Job:
         return [p.asnumpy().copy() for p in self.parameters]
 
 
+def assert_each_same(first, second):
+    for mine, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 def assert_same(first, second):
     for index, (mine, other) in enumerate(zip(first, second, strict=True)):
         np.testing.assert_array_equal(mine, other, err_msg=f"parameter {index}, {SHAPES[index]}")
@@ -413,6 +418,40 @@ def test_two_steps_of_one_optimizer_take_turns(group, alone, zero_stage):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
+def test_two_steps_of_one_optimizer_have_other_parameters(group, alone, zero_stage):
+    """Of the same shapes, so that one's state would fit the other's."""
+
+    def weights(group, zero_stage, *, share_optimizer):
+        both = [make_parameters(0), make_parameters(1)]
+        shared = optim.AdamW([{"params": parameters} for parameters in both], lr=1e-2)
+        steps = []
+        for parameters in both:
+            sync = dp.GradientSynchronizer(parameters, group, overlap=False)
+            optimizer = shared if share_optimizer else optim.AdamW(parameters, lr=1e-2)
+            updater = make_updater(optimizer, sync, zero_stage)
+            steps.append(TrainStep(sync, updater, LossMeter(group), max_grad_norm=1.0))
+        for number in range(6):
+            steps[number % 2]([MicroStep(1.0, gradients_of(number), 1.0)] if group.rank == 0 else [], number)
+        return [p.asnumpy() for p in (*both[0], *both[1])]
+
+    apart = weights(alone, 0, share_optimizer=False) if group.rank == 0 else None
+    together = weights(group, zero_stage, share_optimizer=True)
+    assert_each_same(together, group.broadcast_object(apart))
+
+
+def test_state_that_is_loaded_without_that_of_some_parameters(group, alone):
+    jobs = [Job("adamw", alone, 0), Job("adamw", group, 2)]
+    for job in jobs:
+        job.run(3)
+        saved = job.updater.optimizer_state()
+        del saved["state"][0]
+        job.updater.load_optimizer_state(saved)
+        job.run(3)
+    assert_same(jobs[1].weights(), jobs[0].weights())
+    assert [jobs[0].updater.optimizer_state()["state"][index]["step"] for index in (0, 1)] == [3, 6]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
 def test_memory_of_buckets_is_free_before_they_are_packed_anew(group, monkeypatch, zero_stage):
     job = Job("adamw", group, zero_stage)
     job.run(2)
@@ -464,8 +503,7 @@ def test_exchange_during_the_backward_pass(group, zero_stage):
     expected, _ = trained(group, zero_stage=0, overlap=False)
     weights, state = trained(group, zero_stage=zero_stage, overlap=True)
     assert state == ("on" if group.world_size > 1 else "off: there is one rank")
-    for mine, other in zip(weights, expected, strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_each_same(weights, expected)
 
 
 # What is asked for.
