@@ -52,6 +52,11 @@ class Arrangement:
         numel = sum(layout.numel for layout in layouts)
         shared = self._channel.share(4 * numel) if may_share and numel else None
         self.shares_memory = shared is not None
+        if among == "host" and shared is None:
+            # The others' slices would not be here.
+            self._among = among = "job"
+        # By rank, the slice that comes from it; the same on every rank.
+        self._slices: list[int] = sync.group.all_gather_object(self._channel.slice_index) if among == "job" else []
         self.writes = not self.shares_memory or self._channel.is_first_of_host
         memory = aligned_zeros(numel, np.float32) if shared is None else shared.view(np.float32)
         self.weights = FlatWeights(sync.names, sync.parameters, layouts, memory)
@@ -156,7 +161,7 @@ class Arrangement:
                 if self.shares_memory:
                     self._channel.gather_from_hosts(flat, bounds)
                 else:
-                    _gather(flat, bounds, self._channel.slice_index, gather)
+                    _gather(flat, bounds, self._slices, self._channel.slice_index, gather)
         # Of gradients, too: who does not divide the update reads all rows of the host.
         self._channel.wait_for_host()
 
@@ -185,10 +190,11 @@ def _runs(pieces: Sequence[Piece], partition: Sequence[int]) -> list[list[Piece]
     return runs
 
 
-def _gather(flat: np.ndarray, bounds: Sequence[int], number: int, gather: Any) -> None:
+def _gather(flat: np.ndarray, bounds: Sequence[int], slices: Sequence[int], number: int, gather: Any) -> None:
     """Every rank's slice to every rank, through messages of one length."""
     longest = max(last - first for first, last in zip(bounds, bounds[1:]))
     mine = np.zeros(longest, np.float32)
     mine[: bounds[number + 1] - bounds[number]] = flat[bounds[number] : bounds[number + 1]]
-    for first, last, part in zip(bounds, bounds[1:], gather(mine)):
+    for theirs, part in zip(slices, gather(mine)):
+        first, last = bounds[theirs], bounds[theirs + 1]
         flat[first:last] = part[: last - first]

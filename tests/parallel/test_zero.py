@@ -267,6 +267,39 @@ def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer
     assert saved["state"].keys() == reference.updater.optimizer_state()["state"].keys()
 
 
+@pytest.fixture
+def no_memory_for_weights(monkeypatch):
+    """Gradients have got what memory could be shared."""
+    from mindnlp_dp.communication.transports.shared_memory import HostMemory
+
+    refused = []
+
+    def flat(self, num_bytes):
+        self.is_available = False
+        refused.append(self)
+
+    monkeypatch.setattr(HostMemory, "flat", flat)
+    yield
+    for memory in refused:
+        memory.is_available = True
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, "auto"])
+def test_no_memory_to_share_weights(no_memory_for_weights, group, alone, zero_stage):
+    reference, job = Job("adamw", alone, 0), Job("adamw", group, zero_stage)
+    assert reference.run(6) == job.run(6)
+    assert_same(job.weights(), reference.weights())
+    assert not job.updater.place.shares_memory
+    job.sync.pack_in_order(range(len(SHAPES)))
+    assert reference.run(3) == job.run(3)
+    assert_same(job.weights(), reference.weights())
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, "auto"])
+def test_no_memory_to_share_weights_on_two_hosts(no_memory_for_weights, two_hosts, group, alone, zero_stage):
+    test_no_memory_to_share_weights(None, group, alone, zero_stage)
+
+
 def test_what_is_sent_between_hosts(two_hosts, group):
     """Of gradients without zeros, half an exchange; and the new weights. Stage 1 sends the other half as well."""
     sent = {}

@@ -54,6 +54,10 @@ class MPIChannel(HostChannel):
         self.exchange = HostExchange(*self._comms[1:])
         self.memory = memory
         self.cannot_overlap = cannot_overlap
+        # Slices of each local rank, on whatever host, are one behind the other: those go round one ring. It stays so
+        # when no more memory can be shared later on.
+        everybody, host, peers = self._comms
+        self.slice_index = host.rank * peers.size + peers.rank if memory.is_available else everybody.rank
 
     def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
         all_reduce_in_place(self._comms[0], buffer, self._mpi.SUM, patience)
@@ -69,12 +73,6 @@ class MPIChannel(HostChannel):
     @property
     def is_first_of_host(self) -> bool:  # type: ignore[override]
         return self.exchange.local_rank == 0
-
-    @property
-    def slice_index(self) -> int:  # type: ignore[override]
-        """Each local rank's slice, on whatever host, is one behind the other: those go round one ring."""
-        everybody, host, peers = self._comms
-        return host.rank * peers.size + peers.rank if self.memory.is_available else everybody.rank
 
     def share(self, num_bytes: int) -> Optional[np.ndarray]:
         return self.memory.flat(num_bytes)
