@@ -83,7 +83,6 @@ class GradientSynchronizer(GradientWindow):
             raise ValueError(f'overlap must be True, False or "auto", got {overlap!r}')
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compression!r}")
-        self._shapes = [tuple(p.shape) for p in self.parameters]
         self._dtypes = [dtype_name(p) for p in self.parameters]
         self._powersgd: Optional[PowerSGD] = None
         self.compression, self._wire = compression, compression
@@ -138,6 +137,7 @@ class GradientSynchronizer(GradientWindow):
             yield
             return
         self.channel.check_open(self.group.rank)
+        self.check_shapes()
         if self.overlap.is_open:
             self.overlap.problem = "two backward passes of a window were called its last"
         else:

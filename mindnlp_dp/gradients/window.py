@@ -72,6 +72,7 @@ class GradientWindow(abc.ABC):
         check_same_structure(named, self.group)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        self._shapes = [tuple(parameter.shape) for parameter in self.parameters]
         self.total_weight = 0.0
         self.num_skipped = 0
         self.seconds = 0.0
@@ -152,8 +153,9 @@ class GradientWindow(abc.ABC):
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            expected = tuple(self.parameters[index].shape)
+            expected = self._shapes[index]
             if tuple(gradient.shape) != expected:
+                self.check_shapes()
                 raise ValueError(
                     f"the gradient of {self.names[index]!r} has shape {tuple(gradient.shape)}, expected {expected} "
                     f"(rank {self.group.rank})"
@@ -163,6 +165,16 @@ class GradientWindow(abc.ABC):
             self._weight += weight
             self._used[[index for index, gradient in enumerate(gradients) if gradient is not None]] = 1
             self._add(gradients, weight)
+
+    def check_shapes(self) -> None:
+        """Raise ValueError, which names it, when a parameter was given another shape since this was made."""
+        for name, parameter, shape in zip(self.names, self.parameters, self._shapes):
+            if tuple(parameter.shape) != shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(parameter.shape)} now, and had {shape} when training began (rank "
+                    f"{self.group.rank}); change a model before it is trained (as resize_token_embeddings does), or "
+                    "make a new optimizer and a new train step behind it"
+                )
 
     def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
         for index, gradient in enumerate(gradients):

@@ -59,7 +59,7 @@ class Arrangement:
         self._slices: list[int] = sync.group.all_gather_object(self._channel.slice_index) if among == "job" else []
         self.writes = not self.shares_memory or self._channel.is_first_of_host
         memory = aligned_zeros(numel, np.float32) if shared is None else shared.view(np.float32)
-        self.weights = FlatWeights(sync.names, sync.parameters, layouts, memory)
+        self.weights = FlatWeights(sync.names, sync.parameters, layouts, memory, is_shared=self.shares_memory)
         if self.writes:
             self.weights.take_over()
         self.wait()

@@ -15,6 +15,7 @@ from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 
+from .flat_weights import make_private
 from .updater import MindNLPUpdater, MindSporeUpdater, Updater
 
 ZERO_STAGES = (0, 1, 2, "auto")
@@ -39,6 +40,7 @@ def make_updater(
         ValueError: the update cannot be divided as ``zero_stage`` says; the message says why.
     """
     check_zero_stage(zero_stage)
+    _check_agreement(optimizer, window, zero_stage)
     if isinstance(window, GradientSynchronizer):
         window.scatter = window.keeps_tensors = False
         window.before_packing = lambda: None
@@ -46,6 +48,7 @@ def make_updater(
     if zero_stage not in (0, "auto") and reason:
         raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")
     if isinstance(optimizer, mindspore.nn.Optimizer):
+        make_private(window.parameters)
         return MindSporeUpdater(optimizer, window.parameters)
     rule = None if window.group.on_device else rule_for(optimizer, window)
     stage, why = (
@@ -68,7 +71,28 @@ def make_updater(
         from .dealt import DealtUpdater
 
         return DealtUpdater(optimizer, window.parameters, window.group, scheduler)
+    make_private(window.parameters)
     return MindNLPUpdater(optimizer, window.parameters, scheduler)
+
+
+def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[int, str]) -> None:
+    """Ranks that update in different ways would wait for each other, or train a model each."""
+    mine = {"zero_stage": repr(zero_stage), "the optimizer": type(optimizer).__qualname__}
+    if not isinstance(optimizer, mindspore.nn.Optimizer):
+        plain = (int, float, str, tuple, list, type(None))
+        mine["what its groups say"] = repr(
+            [{name: v for name, v in sorted(group.items()) if name != "params" and isinstance(v, plain)}
+             for group in optimizer.param_groups]
+        )  # fmt: skip
+        mine["its hooks or step"] = "as its class has them" if _does_as_its_class(optimizer) else "others"
+    mine["dispatch of operators"] = "synchronous" if _dispatches_synchronously() else "asynchronous"
+    for rank, theirs in enumerate(everyone := window.group.all_gather_object(mine)):
+        for what, first in everyone[0].items():
+            if theirs.get(what) != first:
+                raise ValueError(
+                    f"ranks must update in the same way: {what} is {first} on rank 0, and {theirs.get(what)} on rank "
+                    f"{rank}; make the optimizer and the step the same way on every rank"
+                )
 
 
 def _can_be_cut(optimizer: Any, window: GradientSynchronizer) -> bool:

@@ -10,15 +10,34 @@ at in every update.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.arrays.conversion import copy_of
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.gradients.buckets.layout import BucketLayout
 from mindnlp_dp.replicas.digests import weight_digest
 from mindnlp_dp.replicas.weights import ReplicaMismatchError, set_weight
+
+# Memory of weights that several ranks write to, for as long as anybody has it.
+_shared: list[weakref.ref[np.ndarray]] = []
+
+
+def make_private(parameters: Sequence[Any]) -> None:
+    """Take parameters out of memory that ranks share, for an optimizer that every rank runs on all of them."""
+    _shared[:] = [array for array in _shared if array() is not None]
+    for parameter in parameters:
+        if any(_is_in(array(), parameter) for array in _shared):
+            set_weight(parameter, copy_of(parameter))
+
+
+def _is_in(memory: Optional[np.ndarray], parameter: Any) -> bool:
+    if memory is None or not parameter.size:
+        return False
+    return 0 <= parameter.data_ptr() - memory.ctypes.data < memory.nbytes
 
 
 class FlatWeights:
@@ -32,8 +51,16 @@ class FlatWeights:
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[Any], layouts: Sequence[BucketLayout], memory: np.ndarray
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Any],
+        layouts: Sequence[BucketLayout],
+        memory: np.ndarray,
+        *,
+        is_shared: bool,
     ) -> None:
+        if is_shared:
+            _shared.append(weakref.ref(memory))
         self._names = names
         self._parameters = parameters
         self.memory = memory
@@ -110,8 +137,10 @@ class FlatWeights:
                     "there; assign the same values on every rank, or call broadcast_parameters(model) behind it"
                 )
         if writes:
-            for index in moved:
-                np.copyto(self._views[index], self._parameters[index].asnumpy())
+            # All are looked at before the first is written: one may have been assigned another one's memory.
+            values = {index: self._parameters[index].asnumpy().copy() for index in moved}
+            for index, value in values.items():
+                np.copyto(self._views[index], value)
         wait()
         for index in moved:
             self._point(index)

@@ -160,6 +160,10 @@ class SGDRule(Rule):
         self.state_names = ("momentum_buffer",) if has_momentum else ()
 
     def key(self, group: Group, step: int) -> Hashable:
+        if group["momentum"] and not self.state_names:
+            raise ValueError(
+                f"SGD was given momentum {group['momentum']}, and had none when its train step was made; make a new one"
+            )
         # The first velocity is the gradient itself.
         return (float(group["lr"]), group["momentum"], group["dampening"], bool(group["nesterov"]), step == 1)
 

@@ -79,6 +79,7 @@ class StateShards:
         self.shapes = shapes
         self._group = group
         self._is_whole = is_whole
+        self.is_divided = not is_whole
         self._pieces: dict[int, list[Piece]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.index, []).append(piece)
@@ -140,6 +141,12 @@ class StateOwners:
     def look_at(self, optimizer: Any) -> None:
         """Whether somebody has put another ``state`` into the optimizer: it is what counts from now on."""
         if optimizer.state is not self._seen:
+            if not optimizer.state and self.last is not None and self.last.is_divided and any(self.last.steps):
+                raise ValueError(
+                    "the optimizer was given a state without moments, which are divided among the ranks "
+                    "(zero_stage): its own state_dict() has none, so this would lose them; to begin anew, make a new "
+                    "optimizer, to go on from saved ones, load a state that has them"
+                )
             self.load(optimizer, {id(p): state for p, state in optimizer.state.items()})
             optimizer.state.clear()
 

@@ -539,6 +539,80 @@ def test_exchange_during_the_backward_pass(group, zero_stage):
     assert_each_same(weights, expected)
 
 
+def own_step(job, optimizer):
+    """A train step of another optimizer, for the same parameters."""
+    job.optimizer = optimizer
+    job.updater = make_updater(optimizer, job.sync, 0)
+    job.step = TrainStep(job.sync, job.updater, LossMeter(job.group), max_grad_norm=1.0)
+
+
+def test_an_optimizer_that_every_rank_runs_behind_one_that_shared_weights(group, alone):
+    jobs = [Job("adamw", alone, 0), Job("adamw", group, 2)]
+    for job in jobs:
+        job.run(2)
+        own_step(job, OwnOptimizer(job.parameters, {"lr": 1e-3}))
+        job.run(2)
+        own_step(job, optim.AdamW(job.parameters, lr=1e-2, maximize=True))
+        job.run(2)
+    assert_same(jobs[1].weights(), jobs[0].weights())
+
+
+def test_parameters_that_were_assigned_each_others_memory(group, alone):
+    """What is assigned is not copied: one is where the other was."""
+
+    def swapped(group, zero_stage):
+        one, other = (nn.Parameter(mindspore.Tensor(np.full((40, 3), value, np.float32))) for value in (1.0, 2.0))
+        sync = dp.GradientSynchronizer([one, other], group, overlap=False)
+        updater = make_updater(optim.AdamW([one, other], lr=1e-2), sync, zero_stage)
+        step = TrainStep(sync, updater, LossMeter(group), max_grad_norm=1.0)
+        for number in range(4):
+            gradients = [mindspore.ops.ones_like(one), mindspore.ops.ones_like(other) * 2]
+            step([MicroStep(1.0, gradients, 1.0)] if group.rank == 0 else [], number)
+            first, second = (one, other) if number % 2 else (other, one)
+            kept = first.copy()
+            first.assign_value(second)
+            second.assign_value(kept)
+        return [one.asnumpy(), other.asnumpy()]
+
+    assert_each_same(swapped(group, 2), swapped(alone, 0))
+    assert swapped(alone, 0)[1].mean() > 1.5
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_state_without_moments(group, zero_stage):
+    job = Job("adamw", group, zero_stage)
+    job.run(2)
+    job.optimizer.load_state_dict({"state": {}, "param_groups": job.optimizer.state_dict()["param_groups"]})
+    if zero_stage and group.world_size > 1:
+        with pytest.raises(ValueError, match="given a state without moments, which are divided among the ranks"):
+            job.run(1)
+    else:
+        job.run(1)
+        assert job.updater.optimizer_state()["state"][0]["step"] == 1
+
+
+def test_a_parameter_that_was_given_another_shape(group):
+    """As resize_token_embeddings does, which keeps the parameter."""
+    job = Job("adamw", group, "auto")
+    job.run(1)
+    job.parameters[0].assign_value(mindspore.ops.zeros((310, 77)))
+    with pytest.raises(ValueError, match=r"has shape \(310, 77\) now, and had \(300, 77\) .*; change a model before"):
+        job.sync.accumulate([mindspore.ops.ones_like(p) if p.size else None for p in job.parameters], 1.0)
+    with (
+        pytest.raises(ValueError, match=r"has shape \(310, 77\) now, and had \(300, 77\)"),
+        job.sync.backward(1.0),
+    ):
+        pass
+
+
+def test_momentum_that_comes_later(group):
+    job = Job("sgd", group, "auto")
+    job.run(1)
+    job.optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="SGD was given momentum 0.9, and had none when its train step was made"):
+        job.run(1)
+
+
 # What is asked for.
 
 
@@ -558,3 +632,20 @@ def test_what_cannot_be_divided(group):
     for wrong in (3, -1, True, "on", None):
         with pytest.raises(ValueError, match="zero_stage must be 0 "):
             make_updater(optimizer, sync, wrong)
+
+
+@pytest.mark.parametrize("what", ["zero_stage", "lr", "optimizer", "hook"])
+def test_ranks_that_would_update_in_different_ways(group, what):
+    if group.world_size == 1:
+        pytest.skip("one rank agrees with itself")
+    differs = group.rank == group.world_size - 1
+    parameters = make_parameters()
+    kind = optim.Adam if differs and what == "optimizer" else optim.AdamW
+    optimizer = kind(parameters, lr=1e-3 if differs and what == "lr" else 1e-2, weight_decay=0.0)
+    if differs and what == "hook":
+        optimizer.step = lambda grads=None: None
+    sync = dp.GradientSynchronizer(parameters, group, overlap=False)
+    with pytest.raises(
+        ValueError, match=rf"ranks must update in the same way: .* on rank {group.world_size - 1}; make"
+    ):
+        make_updater(optimizer, sync, 2 if differs and what == "zero_stage" else "auto")
