@@ -176,8 +176,9 @@ class FlatUpdater(MindNLPUpdater):
     def _adopt_state(self, shards: StateShards) -> None:
         """Take over what the optimizer holds, be it in its own ``state`` or in the shards of other steps."""
         self._owners.look_at(self.optimizer)
-        for parameter in self.parameters:
-            self.optimizer.state.pop(parameter, None)
+        # What the optimizer itself has counts: it was shown, or its own code has made it since.
+        own = {id(p): state for p in self.parameters if (state := self.optimizer.state.pop(p, None))}
+        self._owners.accept(own)
         self._owners.hand_over(self.parameters, shards)
         self._shards, self._partition = shards, None
         self._show_state()

@@ -152,8 +152,16 @@ class StateOwners:
 
     def load(self, optimizer: Any, states: dict[int, Mapping[str, Any]]) -> None:
         """Forget what there is for what is given by the parameters' ids."""
-        self._seen, self._loaded, self.last = optimizer.state, states, None
+        self._seen, self.last = optimizer.state, None
         self._owners.clear()
+        self._loaded.clear()
+        self.accept(states)
+
+    def accept(self, states: dict[int, Mapping[str, Any]]) -> None:
+        """Take these states, by the parameters' ids, for what there is of them."""
+        self._loaded.update(states)
+        for parameter in states:
+            self._owners.pop(parameter, None)
 
     def hand_over(self, parameters: Sequence[Any], shards: StateShards) -> None:
         """Give ``shards`` the state of these parameters, which are in its order. A collective."""
@@ -163,7 +171,8 @@ class StateOwners:
             if owner is None or owner[0].shapes[owner[1]] != shards.shapes[index]:
                 shards.reset(index, self._loaded.pop(id(parameter), {}))
             elif owner[0] is not shards:
-                shards.clear(index) if shards.steps[index] else None
+                if shards.steps[index]:
+                    shards.clear(index)
                 taken[index] = owner
             self._owners[id(parameter)] = shards, index
         busy = {id(owner) for owner, _ in self._owners.values()}

@@ -23,6 +23,7 @@ from mindnlp_dp.replicas.weights import ReplicaMismatchError
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.update.choose import make_updater
+from mindnlp_dp.update.updater import MindNLPUpdater
 
 # A scalar, parameters smaller than the number of ranks, one with nothing in it, some of several blocks.
 SHAPES = [(300, 77), (), (5,), (1,), (20_011,), (64, 129), (0, 3), (3,)]
@@ -555,6 +556,21 @@ def test_an_optimizer_that_every_rank_runs_behind_one_that_shared_weights(group,
         own_step(job, optim.AdamW(job.parameters, lr=1e-2, maximize=True))
         job.run(2)
     assert_same(jobs[1].weights(), jobs[0].weights())
+
+
+def test_an_optimizers_own_code_between_two_steps_in_flat_arrays(group, alone):
+    """Its state goes there and comes back, where all ranks have all of it."""
+    jobs = [Job("adam", alone, 0), Job("adam", group, 0)]
+    for job in jobs:
+        job.run(2)
+        job.updater = MindNLPUpdater(job.optimizer, job.sync.parameters)
+        job.step = TrainStep(job.sync, job.updater, LossMeter(job.group), max_grad_norm=1.0)
+        job.run(2)
+        own_step(job, job.optimizer)
+        job.run(2)
+        assert job.updater.optimizer_state()["state"][0]["step"] == 6
+    for mine, other in zip(jobs[1].weights(), jobs[0].weights()):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
 
 
 def test_parameters_that_were_assigned_each_others_memory(group, alone):
