@@ -79,10 +79,13 @@ class StateShards:
         self.shapes = shapes
         self._group = group
         self._is_whole = is_whole
-        self.is_divided = not is_whole
         self._pieces: dict[int, list[Piece]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.index, []).append(piece)
+
+    @property
+    def has_divided_moments(self) -> bool:
+        return not self._is_whole and bool(self.arrays) and any(self.steps)
 
     def put(self, index: int, name: str, whole: np.ndarray) -> None:
         """Keep what is this rank's of a parameter's whole state."""
@@ -141,7 +144,7 @@ class StateOwners:
     def look_at(self, optimizer: Any) -> None:
         """Whether somebody has put another ``state`` into the optimizer: it is what counts from now on."""
         if optimizer.state is not self._seen:
-            if not optimizer.state and self.last is not None and self.last.is_divided and any(self.last.steps):
+            if not optimizer.state and self.last is not None and self.last.has_divided_moments:
                 raise ValueError(
                     "the optimizer was given a state without moments, which are divided among the ranks "
                     "(zero_stage): its own state_dict() has none, so this would lose them; to begin anew, make a new "

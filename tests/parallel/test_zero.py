@@ -608,6 +608,15 @@ def test_a_state_without_moments(group, zero_stage):
         assert job.updater.optimizer_state()["state"][0]["step"] == 1
 
 
+def test_a_state_without_moments_of_an_optimizer_that_has_none(group):
+    job = Job("sgd", group, 2)
+    job.run(1)
+    job.optimizer.load_state_dict(job.optimizer.state_dict())
+    before = job.weights()
+    job.run(1)
+    assert (job.weights()[0] != before[0]).any()
+
+
 def test_a_parameter_that_was_given_another_shape(group):
     """As resize_token_embeddings does, which keeps the parameter."""
     job = Job("adamw", group, "auto")
