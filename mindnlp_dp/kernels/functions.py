@@ -1,0 +1,206 @@
+"""The kernels inside MindSpore's autograd: what MindNLP's functions are replaced with.
+
+Each function takes MindSpore's tensors, float32 ones on CPU in PyNative mode, and gives one that MindSpore
+differentiates by our backward pass. Graphs keep what MindSpore's own operators would, or less.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+import numpy as np
+from mindspore import Tensor
+from mindspore.common._grad_function import _Function
+from mindspore.common.api import _pynative_executor
+
+from . import activations
+from .dropout import keep_mask, masked, next_key
+from .embedding import scatter_rows
+from .memory import ITEM_BYTES, array_of, tensor_of
+from .normalization import normalize, normalize_backward
+from .products import column_sums, product
+from .products import matmul as matmul_arrays
+
+GELU = {"none": activations.gelu, "tanh": activations.gelu_tanh, "quick": activations.gelu_quick}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """``x @ weight.T + bias``: shapes (..., K), (N, K) and (N,) to (..., N)."""
+    return _Linear.apply(x, weight, bias)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of any ranks from 1 on, broadcast over all dimensions but the last two."""
+    return _MatMul.apply(a, b)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU, by the error function ("none"), or approximated by a "tanh", or by a sigmoid ("quick")."""
+    return _Activation.apply(x, GELU[approximate])
+
+
+def layer_norm(x: Tensor, num_axes: int, weight: Optional[Tensor], bias: Optional[Tensor], epsilon: float) -> Tensor:
+    """Layer normalisation over the last ``num_axes`` dimensions, whose shape ``weight`` and ``bias`` have."""
+    return _Norm.apply(x, weight, bias, num_axes, epsilon, True)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """``x`` over the root of the mean of its squares, over the dimensions of ``weight``, times ``weight``."""
+    return _Norm.apply(x, weight, None, weight.ndim, epsilon, False)
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """``x / (1 - p)``, and zero with probability ``p``, by the state of MindSpore's generator (dropout.py)."""
+    return _Dropout.apply(x, p)
+
+
+def embedding(ids: np.ndarray, weight: Tensor) -> Tensor:
+    """Rows ``ids`` of ``weight``: shapes (...) and (V, N) to (..., N). All ids are in ``range(V)``."""
+    return _Embedding.apply(weight, ids)
+
+
+def _once(backward: Any) -> Any:
+    """A backward pass that MindSpore's autograd cannot look into: it refuses to be differentiated itself."""
+
+    def guarded(ctx: Any, gradient: Tensor) -> Any:
+        if _pynative_executor.grad_flag():
+            raise NotImplementedError(
+                "mindnlp_dp's CPU kernels have first derivatives only, and a second one is asked for; "
+                'mindnlp_dp.init_process_group(kernels="mindspore") keeps MindSpore\'s own'
+            )
+        return backward(ctx, gradient)
+
+    return staticmethod(guarded)
+
+
+def _rows(tensor: Tensor) -> np.ndarray:
+    """A tensor as a matrix: every dimension but the last one in a row's number."""
+    array = array_of(tensor)
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+class _Linear(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = product(_rows(x), array_of(weight).T, None if bias is None else array_of(bias))
+        return tensor_of(out.reshape(*x.shape[:-1], weight.shape[0]))
+
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows, (of_x, of_weight, of_bias) = _rows(gradient), ctx.needs_input_grad
+        return (
+            tensor_of(product(rows, array_of(weight)).reshape(x.shape)) if of_x else None,
+            tensor_of(product(rows.T, _rows(x))) if of_weight else None,
+            tensor_of(column_sums(rows)) if of_bias else None,
+        )
+
+
+class _MatMul(_Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        left, right = array_of(a), array_of(b)
+        # Heads that were transposed to the front go back behind the positions next, as in attention's context: laid
+        # out like the values that it is made of, that costs nothing.
+        is_like_right = left.flags.c_contiguous and left.ndim == right.ndim > 2 and right.strides[-1] == ITEM_BYTES
+        return tensor_of(matmul_arrays(left, right, right if is_like_right else None))
+
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        a, b = map(array_of, ctx.saved_tensors)
+        g, (of_a, of_b) = array_of(gradient), ctx.needs_input_grad
+        # A vector is a row on the left, and a column on the right.
+        left, right = a[None, :] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
+        g = g[..., None] if b.ndim == 1 else g
+        g = g[..., None, :] if a.ndim == 1 else g
+        return (
+            tensor_of(_of_left(g, left, right).reshape(a.shape)) if of_a else None,
+            tensor_of(_of_right(g, left, right).reshape(b.shape)) if of_b else None,
+        )
+
+
+def _of_left(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The gradient of a product's left factor, laid out like it."""
+    is_whole = left.shape[:-2] == g.shape[:-2] and right.ndim > 2
+    return _summed(matmul_arrays(g, right.swapaxes(-1, -2), left if is_whole else None), left.shape)
+
+
+def _of_right(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The gradient of a product's right factor, laid out like it."""
+    if right.ndim == 2:
+        return product(left.reshape(-1, left.shape[-1]).T, g.reshape(-1, g.shape[-1]))
+    is_whole = right.shape[:-2] == g.shape[:-2]
+    return _summed(matmul_arrays(left.swapaxes(-1, -2), g, right if is_whole else None), right.shape)
+
+
+def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """``x`` summed over the dimensions along which ``shape`` was broadcast to its shape."""
+    if x.shape == shape:
+        return x
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(at for at, length in enumerate(shape) if length == 1 != x.shape[at]), keepdims=True)
+
+
+class _Activation(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Any) -> Tensor:
+        out, ctx.slope = activation(array_of(x), ctx.needs_input_grad[0])
+        return tensor_of(out)
+
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return tensor_of(array_of(gradient) * ctx.slope), None
+
+
+class _Norm(_Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], num_axes: int, epsilon: float, centred: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        columns = math.prod(x.shape[x.ndim - num_axes :])
+        ctx.columns, ctx.centred = columns, centred
+        array = array_of(x).reshape(-1, columns)
+        out, ctx.mean, ctx.scale = normalize(array, _flat(weight), _flat(bias), epsilon, centred)
+        return tensor_of(out.reshape(x.shape))
+
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        g, array = (array_of(t).reshape(-1, ctx.columns) for t in (gradient, x))
+        of_x, *others = normalize_backward(g, array, _flat(weight), ctx.mean, ctx.scale, ctx.centred)
+        wanted = ctx.needs_input_grad
+        shape = None if weight is None else weight.shape
+        of_weight, of_bias = (
+            tensor_of(sums.reshape(shape)) if asked else None for sums, asked in zip(others, wanted[1:3])
+        )
+        return tensor_of(of_x.reshape(x.shape)) if wanted[0] else None, of_weight, of_bias, None, None, None
+
+
+def _flat(tensor: Optional[Tensor]) -> Optional[np.ndarray]:
+    return None if tensor is None else array_of(tensor).reshape(-1)
+
+
+class _Dropout(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        ctx.keep, ctx.scale = keep_mask(x.size, p, next_key()), 1 / (1 - p) if p < 1 else 0.0
+        return tensor_of(masked(array_of(x), ctx.keep, ctx.scale))
+
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return tensor_of(masked(array_of(gradient), ctx.keep, ctx.scale)), None
+
+
+class _Embedding(_Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: np.ndarray) -> Tensor:
+        ctx.ids, ctx.num_rows = ids, weight.shape[0]
+        return tensor_of(array_of(weight)[ids])
+
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return tensor_of(scatter_rows(_rows(gradient), ctx.ids.reshape(-1), ctx.num_rows)), None

@@ -1,0 +1,50 @@
+"""One call, cut in parts among the cores of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Optional
+
+import numpy as np
+
+_pool: Optional[ThreadPoolExecutor] = None
+_num_cores = 1
+
+
+def use_cores(num_cores: int) -> None:
+    """Share work among ``num_cores`` threads, the calling one among them; they start when they are first needed."""
+    global _pool, _num_cores
+    _num_cores = num_cores
+    if _pool is not None:
+        _pool.shutdown()
+    _pool = ThreadPoolExecutor(num_cores - 1, "mindnlp_dp-kernels") if num_cores > 1 else None
+
+
+def in_parts(part: Callable[[int, int], None], size: int, granularity: int, smallest: int) -> None:
+    """Call ``part(first, last)`` for ranges that make up ``range(size)``, as many as there are cores.
+
+    Parts begin at multiples of ``granularity``; what is left over goes to the last. None is smaller than
+    ``granularity`` or ``smallest``, unless ``size`` is.
+    """
+    smallest = max(granularity, smallest)
+    num_parts = min(_num_cores, size // smallest)
+    if _pool is None or num_parts < 2:
+        _quietly(part, 0, size)
+        return
+    begins = [size * number // num_parts // granularity * granularity for number in range(num_parts)]
+    ends = [*begins[1:], size]
+    others = [_pool.submit(_quietly, part, first, last) for first, last in zip(begins[1:], ends[1:])]
+    try:
+        _quietly(part, begins[0], ends[0])
+    finally:
+        # Whatever happens, nobody writes into these arrays any more afterwards.
+        wait(others)
+    for other in others:
+        other.result()
+
+
+def _quietly(part: Callable[[int, int], None], first: int, last: int) -> None:
+    # What a thread is told of NumPy's warnings holds for that thread alone. A model that overflows is told by its loss.
+    with np.errstate(all="ignore"):
+        part(first, last)

@@ -1,0 +1,132 @@
+"""MindNLP 0.4.1's functions, by our CPU kernels where a call is for them, and by its own otherwise."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindnlp_dp.kernels.choice import apply_to
+from mindnlp_dp.patches.import_hook import around
+
+
+def _in_place_of(module: types.ModuleType, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Put a function in place of a module's; the stock one comes as its first argument.
+
+    Graphs are compiled from a function's source, and that is the stock one's: ``inspect`` follows ``__wrapped__``.
+    """
+
+    def replace(ours: Callable[..., Any]) -> None:
+        stock = getattr(module, name)
+
+        @functools.wraps(stock)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return ours(stock, *args, **kwargs)
+
+        setattr(module, name, replaced)
+
+    return replace
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+ on CPU. Cause: MindSpore's kernels of these operators take 2 to 35 times as
+# long as they have to on a core (docs/benchmarks.md, "The kernels by themselves").
+# Goes when: they do not.
+@around("mindnlp.core.nn.functional")
+def _layers(module: types.ModuleType) -> Iterator[None]:
+    yield
+
+    @_in_place_of(module, "linear")
+    def linear(stock: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+        if apply_to(input, weight, bias) and weight.ndim == 2 and input.ndim and input.shape[-1] == weight.shape[1]:
+            if bias is None or bias.shape == weight.shape[:1]:
+                return _kernels().linear(input, weight, bias)
+        return stock(input, weight, bias)
+
+    @_in_place_of(module, "gelu")
+    def gelu(stock: Any, input: Any, approximate: str = "none") -> Any:
+        if apply_to(input) and approximate in ("none", "tanh"):
+            return _kernels().gelu(input, approximate)
+        return stock(input, approximate)
+
+    @_in_place_of(module, "layer_norm")
+    def layer_norm(
+        stock: Any, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    ) -> Any:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        fits = all(x is None or x.shape == shape for x in (weight, bias)) and input.shape[-len(shape) :] == shape
+        if shape and fits and math.prod(shape) and apply_to(input, weight, bias):
+            return _kernels().layer_norm(input, len(shape), weight, bias, eps)
+        return stock(input, normalized_shape, weight, bias, eps)
+
+    @_in_place_of(module, "rms_norm")
+    def rms_norm(stock: Any, input: Any, weight: Any, eps: float = 1e-5) -> Any:
+        if apply_to(input, weight) and weight.size and weight.ndim and input.shape[-weight.ndim :] == weight.shape:
+            return _kernels().rms_norm(input, weight, eps)
+        return stock(input, weight, eps)
+
+    @_in_place_of(module, "dropout")
+    def dropout(stock: Any, input: Any, p: float = 0.5, training: bool = True) -> Any:
+        if training and 0 < p <= 1 and apply_to(input):
+            return _kernels().dropout(input, p)
+        return stock(input, p, training)
+
+    @_in_place_of(module, "embedding")
+    def embedding(stock: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        if apply_to(weight) and weight.ndim == 2 and _is_integer(input):
+            ids = input.asnumpy()
+            if not ids.size or (ids.min() >= 0 and ids.max() < weight.shape[0]):
+                return _kernels().embedding(ids, weight)
+        return stock(input, weight, *args, **kwargs)
+
+
+@around("mindnlp.core.ops.blas")
+def _matrix_products(module: types.ModuleType) -> Iterator[None]:
+    yield
+
+    @_in_place_of(module, "matmul")
+    def matmul(stock: Any, input: Any, other: Any) -> Any:
+        return _kernels().matmul(input, other) if _multiply(input, other) else stock(input, other)
+
+    @_in_place_of(module, "bmm")
+    def bmm(stock: Any, input: Any, other: Any) -> Any:
+        is_batch = _multiply(input, other) and input.ndim == other.ndim == 3 and input.shape[0] == other.shape[0]
+        return _kernels().matmul(input, other) if is_batch else stock(input, other)
+
+    @_in_place_of(module, "addmm")
+    def addmm(stock: Any, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        if beta == alpha == 1 and apply_to(input) and _multiply(mat1, mat2) and mat1.ndim == mat2.ndim == 2:
+            return input + _kernels().matmul(mat1, mat2)
+        return stock(input, mat1, mat2, beta=beta, alpha=alpha)
+
+
+@around("mindnlp.common.activations")
+def _quick_gelu(module: types.ModuleType) -> Iterator[None]:
+    yield
+
+    @_in_place_of(module, "quick_gelu")
+    def quick_gelu(stock: Any, x: Any, inplace: bool = False) -> Any:
+        return _kernels().gelu(x, "quick") if apply_to(x) else stock(x, inplace)
+
+
+def _multiply(a: Any, b: Any) -> bool:
+    """Whether a product is for our kernels: MindSpore says what is wrong with shapes that do not fit."""
+    if not apply_to(a, b) or not a.ndim or not b.ndim or a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
+        return False
+    if a.ndim < 3 or b.ndim < 3:
+        return True
+    return all(m == n or 1 in (m, n) for m, n in zip(a.shape[-3::-1], b.shape[-3::-1]))
+
+
+def _is_integer(x: Any) -> bool:
+    import mindspore
+
+    return isinstance(x, mindspore.Tensor) and x.dtype in (mindspore.int32, mindspore.int64)
+
+
+@functools.cache
+def _kernels() -> types.ModuleType:
+    from mindnlp_dp.kernels import functions
+
+    return functions
