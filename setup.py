@@ -55,6 +55,8 @@ setup(
         # bfloat16 for NumPy, on the wire between hosts.
         "ml_dtypes>=0.4,<1",
         "pyyaml>=6,<7",
+        # How many threads NumPy's BLAS takes.
+        "threadpoolctl>=3.1,<4",
         # A hash at the speed of memory; datasets brings it as well.
         "xxhash>=3,<5",
     ],

@@ -34,7 +34,7 @@ from mindnlp_dp.text_classification.task import (
 def main() -> None:
     try:
         config = parse_config(FinetuneConfig, description=__doc__)
-        group = dp.init_process_group(tune_runtime=config.tune_runtime)
+        group = dp.init_process_group(tune_runtime=config.tune_runtime, kernels=config.kernels)
         args = training_arguments(config, group)
         task = group.call_on_main(lambda: prepare_task(config), "preparing the data")
         with as_input_error():

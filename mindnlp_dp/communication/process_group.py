@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Optional
 
+from mindnlp_dp.kernels.choice import check_kernels
+from mindnlp_dp.kernels.choice import choose as choose_kernels
 from mindnlp_dp.launch.device_target import obey_device_target
 from mindnlp_dp.launch.launchers import detect_launch
 
@@ -23,18 +25,23 @@ _group: Optional[ProcessGroup] = None
 was_started = False
 
 
-def init_process_group(backend: str = "auto", *, tune_runtime: bool = True, checks: str = "auto") -> ProcessGroup:
+def init_process_group(
+    backend: str = "auto", *, tune_runtime: bool = True, kernels: str = "auto", checks: str = "auto"
+) -> ProcessGroup:
     """Meet the other processes of this job, and return the group of all of them.
 
     Call it once, before the first tensor is made; later calls return the same group.
     With ``tune_runtime``, on CPU, threads and dispatch are fitted to the cores of this
-    process; pass ``False`` to keep MindSpore's own.
+    process; pass ``False`` to keep MindSpore's own. With it, too, MindNLP's layers are computed by our ``kernels``
+    ("auto"), or by MindSpore's own ("mindspore"), which are slower; the environment variable ``MINDNLP_DP_KERNELS``
+    says which where the script does not.
     ``checks`` says how often the ranks are asked whether they make the same call: before every collective ("all"), or
     not before those that each update makes ("setup"); "auto" is all on CPU, and setup on a device, which every
     question makes wait.
 
     Raises:
-        ValueError: ``backend`` or ``checks`` is unknown, or ``backend`` contradicts the launcher or an earlier call.
+        ValueError: ``backend``, ``kernels`` or ``checks`` is unknown, or ``backend`` contradicts the launcher or an
+            earlier call.
         ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
     global _group, was_started
@@ -44,6 +51,7 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True, chec
         return _group
 
     check_level(checks)
+    kernels = check_kernels(kernels)
     # MindNLP obeys DEVICE_TARGET when it is imported, which may be later.
     device = obey_device_target()
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
@@ -53,7 +61,9 @@ def init_process_group(backend: str = "auto", *, tune_runtime: bool = True, chec
 
         shares_host = device == "CPU" and transport.local_world_size > 1
         cores_by_rank = transport.gather_on_host(usable_cores()) if shares_host else None
-        configure_runtime(device, transport.local_rank, transport.local_world_size, cores_by_rank)
+        settings = configure_runtime(device, transport.local_rank, transport.local_world_size, cores_by_rank)
+        if device == "CPU":
+            choose_kernels(kernels, settings.num_threads)
     _group = ProcessGroup(transport, kind, checks=checks)
     was_started = True
     return _group

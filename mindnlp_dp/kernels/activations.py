@@ -44,6 +44,18 @@ def gelu_quick(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np
     return _in_blocks(_gelu_quick, x, derivative, 1)
 
 
+def backward(gradient: np.ndarray, slope: np.ndarray) -> np.ndarray:
+    """The gradient of an activation's input: that of its output times its derivative."""
+    out = empty(*slope.shape)
+    flat = np.ascontiguousarray(gradient).reshape(-1)
+
+    def part(first: int, last: int) -> None:
+        np.multiply(flat[first:last], slope.reshape(-1)[first:last], out=out.reshape(-1)[first:last])
+
+    in_parts(part, flat.size, BLOCK, SMALLEST_PART)
+    return out
+
+
 def _in_blocks(
     block: _Block, x: np.ndarray, derivative: bool, num_scratch: int
 ) -> tuple[np.ndarray, Optional[np.ndarray]]:
@@ -81,7 +93,6 @@ def _gelu(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[
     np.copysign(q, x, out=q)
     q += np.float32(0.5)
     np.multiply(x, q, out=y)
-    # minus infinity times nothing is not a number, but the limit is zero
     if dy is not None:
         e *= x
         e *= np.float32(DENSITY_AT_ZERO)

@@ -13,12 +13,18 @@ from typing import Any
 import numpy as np
 
 from .memory import empty
+from .workers import in_parts
 
-BLOCK = 1 << 14
+BLOCK = 1 << 15
+# What is worth a second core.
+SMALLEST_PART = 1 << 17
+
+_MASK = (1 << 64) - 1
+_ENTROPY = int.from_bytes(os.urandom(8), "little")
 
 
 def keep_mask(size: int, drop: float, key: tuple[int, int]) -> np.ndarray:
-    """Truths, ``size`` of them, each false with the probability ``drop``; the same for the same ``key`` of 64 bits twice.
+    """Truths, ``size`` of them, each false with probability ``drop``: the same for the same ``key``, twice 64 bits.
 
     An element is dropped where a uniformly distributed number is less than ``drop``. One byte of that number decides
     in 255 of 256 cases; only where it equals the first byte of ``drop`` the others are drawn.
@@ -38,10 +44,14 @@ def masked(x: np.ndarray, keep: np.ndarray, scale: float) -> np.ndarray:
     """``x * keep * scale``, of ``x``'s shape; ``keep`` is flat."""
     out = empty(*x.shape)
     x, y = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
-    for begin in range(0, x.size, BLOCK):
-        at = slice(begin, begin + BLOCK)
-        np.multiply(keep[at], np.float32(scale), out=y[at])
-        y[at] *= x[at]
+
+    def part(first: int, last: int) -> None:
+        for begin in range(first, last, BLOCK):
+            at = slice(begin, min(begin + BLOCK, last))
+            np.multiply(keep[at], np.float32(scale), out=y[at])
+            y[at] *= x[at]
+
+    in_parts(part, x.size, BLOCK, SMALLEST_PART)
     return out
 
 
@@ -61,10 +71,6 @@ def next_key() -> tuple[int, int]:
         own = mindspore.get_seed()
         seed = _ENTROPY if own is None else own
     return seed & _MASK, offset & _MASK
-
-
-_MASK = (1 << 64) - 1
-_ENTROPY = int.from_bytes(os.urandom(8), "little")
 
 
 @functools.cache

@@ -7,7 +7,7 @@ differentiates by our backward pass. Graphs keep what MindSpore's own operators 
 from __future__ import annotations
 
 import math
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 from mindspore import Tensor
@@ -42,12 +42,12 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 def layer_norm(x: Tensor, num_axes: int, weight: Optional[Tensor], bias: Optional[Tensor], epsilon: float) -> Tensor:
     """Layer normalisation over the last ``num_axes`` dimensions, whose shape ``weight`` and ``bias`` have."""
-    return _Norm.apply(x, weight, bias, num_axes, epsilon, True)
+    return _Norm.apply(x, weight, bias, _Kind(num_axes, epsilon, True))
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """``x`` over the root of the mean of its squares, over the dimensions of ``weight``, times ``weight``."""
-    return _Norm.apply(x, weight, None, weight.ndim, epsilon, False)
+    return _Norm.apply(x, weight, None, _Kind(weight.ndim, epsilon, False))
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -71,7 +71,7 @@ def _once(backward: Any) -> Any:
             )
         return backward(ctx, gradient)
 
-    return staticmethod(guarded)
+    return guarded
 
 
 def _rows(tensor: Tensor) -> np.ndarray:
@@ -87,6 +87,7 @@ class _Linear(_Function):
         out = product(_rows(x), array_of(weight).T, None if bias is None else array_of(bias))
         return tensor_of(out.reshape(*x.shape[:-1], weight.shape[0]))
 
+    @staticmethod
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
@@ -108,6 +109,7 @@ class _MatMul(_Function):
         is_like_right = left.flags.c_contiguous and left.ndim == right.ndim > 2 and right.strides[-1] == ITEM_BYTES
         return tensor_of(matmul_arrays(left, right, right if is_like_right else None))
 
+    @staticmethod
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         a, b = map(array_of, ctx.saved_tensors)
@@ -150,34 +152,44 @@ class _Activation(_Function):
         out, ctx.slope = activation(array_of(x), ctx.needs_input_grad[0])
         return tensor_of(out)
 
+    @staticmethod
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return tensor_of(array_of(gradient) * ctx.slope), None
+        return tensor_of(activations.backward(array_of(gradient), ctx.slope)), None
+
+
+class _Kind(NamedTuple):
+    """Which normalisation: over how many dimensions, and whether the mean is taken off."""
+
+    num_axes: int
+    epsilon: float
+    centred: bool
 
 
 class _Norm(_Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], num_axes: int, epsilon: float, centred: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], kind: _Kind) -> Tensor:
         ctx.save_for_backward(x, weight)
-        columns = math.prod(x.shape[x.ndim - num_axes :])
-        ctx.columns, ctx.centred = columns, centred
-        array = array_of(x).reshape(-1, columns)
-        out, ctx.mean, ctx.scale = normalize(array, _flat(weight), _flat(bias), epsilon, centred)
+        ctx.kind, ctx.columns = kind, math.prod(x.shape[x.ndim - kind.num_axes :])
+        rows = array_of(x).reshape(-1, ctx.columns)
+        out, ctx.statistics = normalize(rows, _flat(weight), _flat(bias), kind.epsilon, kind.centred)
         return tensor_of(out.reshape(x.shape))
 
+    @staticmethod
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        g, array = (array_of(t).reshape(-1, ctx.columns) for t in (gradient, x))
-        of_x, *others = normalize_backward(g, array, _flat(weight), ctx.mean, ctx.scale, ctx.centred)
-        wanted = ctx.needs_input_grad
-        shape = None if weight is None else weight.shape
-        of_weight, of_bias = (
-            tensor_of(sums.reshape(shape)) if asked else None for sums, asked in zip(others, wanted[1:3])
+        g, rows = (array_of(each).reshape(-1, ctx.columns) for each in (gradient, x))
+        of_rows, *sums = normalize_backward(g, rows, _flat(weight), ctx.statistics, ctx.kind.centred)
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        # Weight and bias have the shape over which it is normalised.
+        shape = x.shape[x.ndim - ctx.kind.num_axes :]
+        return (
+            tensor_of(of_rows.reshape(x.shape)) if of_x else None,
+            tensor_of(sums[0].reshape(shape)) if of_weight else None,
+            tensor_of(sums[1].reshape(shape)) if of_bias else None,
+            None,
         )
-        return tensor_of(of_x.reshape(x.shape)) if wanted[0] else None, of_weight, of_bias, None, None, None
 
 
 def _flat(tensor: Optional[Tensor]) -> Optional[np.ndarray]:
@@ -190,6 +202,7 @@ class _Dropout(_Function):
         ctx.keep, ctx.scale = keep_mask(x.size, p, next_key()), 1 / (1 - p) if p < 1 else 0.0
         return tensor_of(masked(array_of(x), ctx.keep, ctx.scale))
 
+    @staticmethod
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return tensor_of(masked(array_of(gradient), ctx.keep, ctx.scale)), None
@@ -201,6 +214,7 @@ class _Embedding(_Function):
         ctx.ids, ctx.num_rows = ids, weight.shape[0]
         return tensor_of(array_of(weight)[ids])
 
+    @staticmethod
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return tensor_of(scatter_rows(_rows(gradient), ctx.ids.reshape(-1), ctx.num_rows)), None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import threading
-import weakref
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -64,30 +63,69 @@ def _memory_order(array: np.ndarray) -> list[int]:
 
 
 def empty(*shape: int) -> np.ndarray:
-    """A new float32 array, in memory of an earlier one that nobody has any more, if there is such."""
-    size = 1
-    for length in shape:
-        size *= length
-    if size < SMALLEST_KEPT:
-        return np.empty(shape, np.float32)
-    return _kept.take(size).reshape(shape)
+    """A new float32 array; a large one in memory that an earlier one left, if there is such."""
+    size = math.prod(shape)
+    return _kept.take(size)[:size].reshape(shape) if size >= SMALLEST_KEPT else np.empty(shape, np.float32)
+
+
+class _Block:
+    """Memory that goes back to those who keep it when the last array over it has gone.
+
+    Arrays over it have it for their base, and so have all of their views: NumPy does not look through what is no array.
+    """
+
+    __slots__ = ("__array_interface__", "_keeper", "_memory")
+
+    def __init__(self, memory: np.ndarray, keeper: _Kept) -> None:
+        self._memory, self._keeper = memory, keeper
+        self.__array_interface__ = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self._keeper.put(self._memory)
 
 
 class _Kept:
-    """Memory of large arrays that were freed."""
+    """Memory of large arrays that were freed, by size: no more than was once in use at a time, and a quarter."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
-        self._lock = threading.Lock()
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._num_free = self._num_used = self._most_used = 0
+        # An array may be freed by the garbage collector while this very thread takes another.
+        self._lock = threading.RLock()
 
     def take(self, size: int) -> np.ndarray:
-        try:
-            memory = self._free[size].pop()
-        except IndexError:
-            memory = np.empty(size, np.float32)
-        array = memory[:]
-        weakref.finalize(array, self._free[size].append, memory).atexit = False
-        return array
+        """A flat array of ``size`` elements, or up to a quarter more."""
+        size = _rounded_up(size)
+        with self._lock:
+            self._num_used += size
+            self._most_used = max(self._most_used, self._num_used)
+            if free := self._free.get(size):
+                memory = free.pop()
+                self._num_free -= size
+            else:
+                self._drop(self._num_used + self._num_free - self._most_used * 5 // 4)
+                memory = np.empty(size, np.float32)
+        return np.asarray(_Block(memory, self))
+
+    def put(self, memory: np.ndarray) -> None:
+        with self._lock:
+            self._num_used -= memory.size
+            self._num_free += memory.size
+            self._free.setdefault(memory.size, []).append(memory)
+
+    def _drop(self, size: int) -> None:
+        """Give back at least ``size`` elements, the largest arrays first, as far as there are any."""
+        for each in sorted(self._free, reverse=True):
+            while size > 0 and self._free[each]:
+                self._free[each].pop()
+                self._num_free -= each
+                size -= each
+
+
+def _rounded_up(size: int) -> int:
+    """The next of four sizes between a power of two and the next."""
+    step = 1 << max(0, size.bit_length() - 3)
+    return -(-size // step) * step
 
 
 _kept = _Kept()

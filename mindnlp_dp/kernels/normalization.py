@@ -6,6 +6,7 @@ blocks are the same whatever the number of cores.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Optional
 
 import numpy as np
@@ -19,15 +20,17 @@ BLOCK = 1 << 15
 SMALLEST_PART = 1 << 17
 
 Weight = Optional[np.ndarray]
+# Two columns: the mean of every row, and one over its standard deviation.
+Statistics = tuple[np.ndarray, np.ndarray]
 
 
 def normalize(
     x: np.ndarray, weight: Weight, bias: Weight, epsilon: float, centred: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, Statistics]:
     """``(x - mean) / sqrt(variance + epsilon)`` of every row of a matrix, times ``weight`` plus ``bias``.
 
-    Not ``centred``, it is RMS normalisation: the mean is taken for zero. Comes out: the result, and two columns that
-    the backward pass needs, the mean of every row and one over its standard deviation.
+    Not ``centred``, it is RMS normalisation: the mean is taken for zero. Comes out: the result, and what the
+    backward pass needs.
     """
     rows, columns = x.shape
     out = empty(rows, columns)
@@ -50,14 +53,14 @@ def normalize(
                 y += bias
 
     _over_rows(part, rows, columns)
-    return out, mean, scale
+    return out, (mean, scale)
 
 
 def normalize_backward(
-    gradient: np.ndarray, x: np.ndarray, weight: Weight, mean: np.ndarray, scale: np.ndarray, centred: bool
+    gradient: np.ndarray, x: np.ndarray, weight: Weight, statistics: Statistics, centred: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The gradients of ``x``, of ``weight`` and of ``bias``, of shapes (M, N), (N,) and (N,)."""
-    rows, columns = x.shape
+    (rows, columns), (mean, scale) = x.shape, statistics
     of_x = empty(rows, columns)
     size = _rows_of_a_block(columns)
     sums = np.empty((2, -(-rows // size), columns), np.float32)
@@ -97,5 +100,5 @@ def _blocks(first: int, last: int, columns: int) -> list[slice]:
     return [slice(begin, min(begin + size, last)) for begin in range(first, last, size)]
 
 
-def _over_rows(part, rows: int, columns: int) -> None:
+def _over_rows(part: Callable[[int, int], None], rows: int, columns: int) -> None:
     in_parts(part, rows, _rows_of_a_block(columns), SMALLEST_PART // max(1, columns) + 1)

@@ -80,7 +80,10 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
         a, b, out = b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2)
     a, b = (np.broadcast_to(_for_blas(x), batch + x.shape[-2:]) for x in (a, b))
     run, work = sgemm(), rows * columns * inner
-    if run is None or work <= SMALL or out.strides[-1] != ITEM_BYTES:
+    if run is None and work > SMALL:
+        # NumPy's BLAS has threads of its own for these.
+        np.matmul(a, b, out=out)
+    elif run is None or work <= SMALL or out.strides[-1] != ITEM_BYTES:
         _in_one_call(a, b, out, work)
     else:
         _one_by_one(run, a, b, out, work)
@@ -91,7 +94,7 @@ def _of_vectors(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """A product of which one side or both is a vector: a row on the left, a column on the right."""
     out = matmul(a[None, :] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b)
     out = out[..., 0] if b.ndim == 1 else out
-    return np.ascontiguousarray(out[..., 0] if b.ndim == 1 == a.ndim else out[..., 0, :] if a.ndim == 1 else out)
+    return (out[..., 0] if b.ndim == 1 == a.ndim else out[..., 0, :] if a.ndim == 1 else out).copy()
 
 
 def column_sums(x: np.ndarray) -> np.ndarray:
@@ -119,7 +122,8 @@ def _one_by_one(run: Sgemm, a: np.ndarray, b: np.ndarray, out: np.ndarray, work:
     def part(first: int, last: int) -> None:
         for at_a, at_b, at_out in addresses[first:last]:
             _check(run(
-                a_transposed, b_transposed, rows, columns, inner, 1.0, at_a, a_stride, at_b, b_stride, 0.0, at_out, out_stride
+                a_transposed, b_transposed, rows, columns, inner, 1.0, at_a, a_stride, at_b, b_stride,
+                0.0, at_out, out_stride,
             ), a, b)  # fmt: skip
 
     in_parts(part, len(addresses), 1, WORK_OF_A_PART // work + 1)

@@ -22,11 +22,16 @@ from .cores import cores_granted, num_operator_threads, own_cores, split_cores
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """What :func:`configure_runtime` left in force; ``operator_threads`` is None where somebody else had set them."""
+    """What :func:`configure_runtime` left in force.
+
+    ``operator_threads`` is None where somebody else had set MindSpore's; ``num_threads`` is how many this process's
+    cores have time for.
+    """
 
     cores: tuple[int, ...]
     operator_threads: int | None
     synchronous_dispatch: bool
+    num_threads: int
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -48,10 +53,11 @@ def configure_runtime(
     """
     cores = usable_cores()
     if device != "CPU":
-        return RuntimeSettings(cores, None, False)
+        return RuntimeSettings(cores, None, False, len(cores))
 
     import mindspore
     from mindspore._c_expression import RuntimeConf
+    from threadpoolctl import threadpool_limits
 
     if local_world_size > 1:
         if cores_by_rank is not None:
@@ -61,12 +67,15 @@ def configure_runtime(
             cores = split_cores(cores, local_world_size, local_rank)
         os.sched_setaffinity(0, cores)
 
+    num_threads = num_operator_threads(len(cores), cores_granted(_read), local_world_size)
     threads = None
     if not RuntimeConf.get_instance().is_op_threads_num_configured():
-        threads = num_operator_threads(len(cores), cores_granted(_read), local_world_size)
+        threads = num_threads
         mindspore.device_context.cpu.op_tuning.threads_num(threads)
     mindspore.runtime.launch_blocking()
-    return RuntimeSettings(cores, threads, True)
+    # NumPy's BLAS counted the cores when it was loaded, before this process was bound to its own.
+    threadpool_limits(num_threads, user_api="blas")
+    return RuntimeSettings(cores, threads, True, num_threads)
 
 
 def _read(file: str) -> str:

@@ -93,6 +93,7 @@ class FinetuneConfig(TaskConfig):
     trace: str = _setting("", "a file for the timeline of all ranks, for chrome://tracing or ui.perfetto.dev")
     stats: bool = _setting(False, "print what the exchange of gradients took, for each update")
     tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
+    kernels: str = _setting("auto", "on CPU: auto, ours, with that tuning; mindspore, its own, which are slower")
 
     def check(self) -> None:
         super().check()
@@ -101,6 +102,7 @@ class FinetuneConfig(TaskConfig):
             ("overlap", ("auto", "true", "false")),
             ("compression", ("", "fp16", "bf16", "powersgd")),
             ("zero_stage", ("auto", "0", "1", "2")),
+            ("kernels", ("auto", "mindspore")),
         ):
             if getattr(self, name) not in choices:
                 shown = ", ".join(choice or "nothing" for choice in choices)

@@ -12,20 +12,21 @@ from mindnlp_dp.kernels.choice import apply_to
 from mindnlp_dp.patches.import_hook import around
 
 
-def _in_place_of(module: types.ModuleType, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Put a function in place of a module's; the stock one comes as its first argument.
+def _in_place_of(module: types.ModuleType) -> Callable[[Callable[..., Any]], None]:
+    """Put a function in place of the module's of the same name, which is called where ours returns NotImplemented.
 
     Graphs are compiled from a function's source, and that is the stock one's: ``inspect`` follows ``__wrapped__``.
     """
 
     def replace(ours: Callable[..., Any]) -> None:
-        stock = getattr(module, name)
+        stock = getattr(module, ours.__name__)
 
         @functools.wraps(stock)
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            return ours(stock, *args, **kwargs)
+            result = ours(*args, **kwargs)
+            return stock(*args, **kwargs) if result is NotImplemented else result
 
-        setattr(module, name, replaced)
+        setattr(module, ours.__name__, replaced)
 
     return replace
 
@@ -37,77 +38,74 @@ def _in_place_of(module: types.ModuleType, name: str) -> Callable[[Callable[...,
 def _layers(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @_in_place_of(module, "linear")
-    def linear(stock: Any, input: Any, weight: Any, bias: Any = None) -> Any:
-        if apply_to(input, weight, bias) and weight.ndim == 2 and input.ndim and input.shape[-1] == weight.shape[1]:
-            if bias is None or bias.shape == weight.shape[:1]:
-                return _kernels().linear(input, weight, bias)
-        return stock(input, weight, bias)
+    @_in_place_of(module)
+    def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+        fits = apply_to(input, weight, bias) and weight.ndim == 2 and input.shape[-1:] == weight.shape[1:]
+        if fits and (bias is None or bias.shape == weight.shape[:1]):
+            return _kernels().linear(input, weight, bias)
+        return NotImplemented
 
-    @_in_place_of(module, "gelu")
-    def gelu(stock: Any, input: Any, approximate: str = "none") -> Any:
-        if apply_to(input) and approximate in ("none", "tanh"):
-            return _kernels().gelu(input, approximate)
-        return stock(input, approximate)
+    @_in_place_of(module)
+    def gelu(input: Any, approximate: str = "none") -> Any:
+        is_known = apply_to(input) and approximate in ("none", "tanh")
+        return _kernels().gelu(input, approximate) if is_known else NotImplemented
 
-    @_in_place_of(module, "layer_norm")
-    def layer_norm(
-        stock: Any, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-    ) -> Any:
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        fits = all(x is None or x.shape == shape for x in (weight, bias)) and input.shape[-len(shape) :] == shape
-        if shape and fits and math.prod(shape) and apply_to(input, weight, bias):
-            return _kernels().layer_norm(input, len(shape), weight, bias, eps)
-        return stock(input, normalized_shape, weight, bias, eps)
+    @_in_place_of(module)
+    def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+        if apply_to(input, weight, bias):
+            shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+            fits = all(x is None or x.shape == shape for x in (weight, bias)) and input.shape[-len(shape) :] == shape
+            if fits and math.prod(shape):
+                return _kernels().layer_norm(input, len(shape), weight, bias, eps)
+        return NotImplemented
 
-    @_in_place_of(module, "rms_norm")
-    def rms_norm(stock: Any, input: Any, weight: Any, eps: float = 1e-5) -> Any:
+    @_in_place_of(module)
+    def rms_norm(input: Any, weight: Any, eps: float = 1e-5) -> Any:
         if apply_to(input, weight) and weight.size and weight.ndim and input.shape[-weight.ndim :] == weight.shape:
             return _kernels().rms_norm(input, weight, eps)
-        return stock(input, weight, eps)
+        return NotImplemented
 
-    @_in_place_of(module, "dropout")
-    def dropout(stock: Any, input: Any, p: float = 0.5, training: bool = True) -> Any:
-        if training and 0 < p <= 1 and apply_to(input):
-            return _kernels().dropout(input, p)
-        return stock(input, p, training)
+    @_in_place_of(module)
+    def dropout(input: Any, p: float = 0.5, training: bool = True) -> Any:
+        return _kernels().dropout(input, p) if training and 0 < p <= 1 and apply_to(input) else NotImplemented
 
-    @_in_place_of(module, "embedding")
-    def embedding(stock: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    @_in_place_of(module)
+    def embedding(input: Any, weight: Any, *_: Any, **__: Any) -> Any:
+        # What else it takes MindNLP ignores on CPU.
         if apply_to(weight) and weight.ndim == 2 and _is_integer(input):
             ids = input.asnumpy()
             if not ids.size or (ids.min() >= 0 and ids.max() < weight.shape[0]):
                 return _kernels().embedding(ids, weight)
-        return stock(input, weight, *args, **kwargs)
+        return NotImplemented
 
 
 @around("mindnlp.core.ops.blas")
 def _matrix_products(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @_in_place_of(module, "matmul")
-    def matmul(stock: Any, input: Any, other: Any) -> Any:
-        return _kernels().matmul(input, other) if _multiply(input, other) else stock(input, other)
+    @_in_place_of(module)
+    def matmul(input: Any, other: Any) -> Any:
+        return _kernels().matmul(input, other) if _multiply(input, other) else NotImplemented
 
-    @_in_place_of(module, "bmm")
-    def bmm(stock: Any, input: Any, other: Any) -> Any:
+    @_in_place_of(module)
+    def bmm(input: Any, other: Any) -> Any:
         is_batch = _multiply(input, other) and input.ndim == other.ndim == 3 and input.shape[0] == other.shape[0]
-        return _kernels().matmul(input, other) if is_batch else stock(input, other)
+        return _kernels().matmul(input, other) if is_batch else NotImplemented
 
-    @_in_place_of(module, "addmm")
-    def addmm(stock: Any, input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    @_in_place_of(module)
+    def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if beta == alpha == 1 and apply_to(input) and _multiply(mat1, mat2) and mat1.ndim == mat2.ndim == 2:
             return input + _kernels().matmul(mat1, mat2)
-        return stock(input, mat1, mat2, beta=beta, alpha=alpha)
+        return NotImplemented
 
 
 @around("mindnlp.common.activations")
 def _quick_gelu(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @_in_place_of(module, "quick_gelu")
-    def quick_gelu(stock: Any, x: Any, inplace: bool = False) -> Any:
-        return _kernels().gelu(x, "quick") if apply_to(x) else stock(x, inplace)
+    @_in_place_of(module)
+    def quick_gelu(x: Any, inplace: bool = False) -> Any:
+        return _kernels().gelu(x, "quick") if apply_to(x) else NotImplemented
 
 
 def _multiply(a: Any, b: Any) -> bool:
