@@ -25,6 +25,8 @@ SMALLEST_PART = 1 << 17
 P = 0.275
 TAIL = (0.11780930135, 0.04211119462, 0.33393296881, -0.33099419878, 0.45199917651, -0.11485843776)
 DENSITY_AT_ZERO = 0.3989422804
+# The tanh form is of TANH_SLOPE (x + TANH_CUBE x^3).
+TANH_SLOPE, TANH_CUBE = 0.7978845608, 0.044715
 
 _Block = Callable[[np.ndarray, np.ndarray, Optional[np.ndarray], list[np.ndarray]], None]
 
@@ -100,26 +102,27 @@ def _gelu(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[
 
 
 def _gelu_tanh(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[np.ndarray]) -> None:
-    t, s = scratch
-    np.multiply(x, x, out=s)
-    np.multiply(s, np.float32(0.7978845608 * 0.044715), out=t)
-    t += np.float32(0.7978845608)
-    t *= x
-    np.tanh(t, out=t)
+    square, e = scratch
+    # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)), and what is left of it to 1 keeps its digits as exp(-2 u) times that.
+    np.multiply(x, x, out=square)
+    np.multiply(square, np.float32(-2 * TANH_SLOPE * TANH_CUBE), out=e)
+    e += np.float32(-2 * TANH_SLOPE)
+    e *= x
+    np.exp(e, out=e)
+    np.add(e, np.float32(1), out=y)
+    np.divide(np.float32(1), y, out=y)
     if dy is not None:
-        # (1 + t) / 2 + x (1 - t^2) / 2 times the derivative of what tanh is taken of
-        s *= np.float32(3 * 0.7978845608 * 0.044715)
-        s += np.float32(0.7978845608)
-        s *= x
-        np.multiply(t, t, out=y)
-        np.subtract(np.float32(1), y, out=y)
-        s *= y
-        s += t
-        s += np.float32(1)
-        np.multiply(s, np.float32(0.5), out=dy)
-    t += np.float32(1)
-    t *= np.float32(0.5)
-    np.multiply(x, t, out=y)
+        # share + x share (1 - share) times the derivative of 2 u
+        square *= np.float32(6 * TANH_SLOPE * TANH_CUBE)
+        square += np.float32(2 * TANH_SLOPE)
+        square *= x
+        # infinity times nothing would not be a number
+        np.minimum(e, np.finfo(np.float32).max, out=e)
+        e *= y
+        square *= e
+        square *= y
+        np.add(square, y, out=dy)
+    y *= x
 
 
 def _gelu_quick(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[np.ndarray]) -> None:

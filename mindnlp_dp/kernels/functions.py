@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of any ranks from 1 on, broadcast over all dimensions but the last two."""
+    """``a @ b`` of any ranks from 2 on, broadcast over all dimensions but the last two."""
     return _MatMul.apply(a, b)
 
 
@@ -112,15 +112,11 @@ class _MatMul(_Function):
     @staticmethod
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        a, b = map(array_of, ctx.saved_tensors)
-        g, (of_a, of_b) = array_of(gradient), ctx.needs_input_grad
-        # A vector is a row on the left, and a column on the right.
-        left, right = a[None, :] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
-        g = g[..., None] if b.ndim == 1 else g
-        g = g[..., None, :] if a.ndim == 1 else g
+        left, right = map(array_of, ctx.saved_tensors)
+        g, (of_left, of_right) = array_of(gradient), ctx.needs_input_grad
         return (
-            tensor_of(_of_left(g, left, right).reshape(a.shape)) if of_a else None,
-            tensor_of(_of_right(g, left, right).reshape(b.shape)) if of_b else None,
+            tensor_of(_of_left(g, left, right)) if of_left else None,
+            tensor_of(_of_right(g, left, right)) if of_right else None,
         )
 
 
@@ -133,7 +129,8 @@ def _of_left(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def _of_right(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """The gradient of a product's right factor, laid out like it."""
     if right.ndim == 2:
-        return product(left.reshape(-1, left.shape[-1]).T, g.reshape(-1, g.shape[-1]))
+        rows = math.prod(left.shape[:-1])
+        return product(left.reshape(rows, left.shape[-1]).T, g.reshape(rows, g.shape[-1]))
     is_whole = right.shape[:-2] == g.shape[:-2]
     return _summed(matmul_arrays(left.swapaxes(-1, -2), g, right if is_whole else None), right.shape)
 

@@ -55,20 +55,18 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
 
 
 def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> np.ndarray:
-    """``a @ b`` as ``np.matmul`` defines it: of any ranks, the dimensions before the last two broadcast.
+    """``a @ b`` as ``np.matmul`` defines it, of ranks from 2 on: the dimensions before the last two are broadcast.
 
     The result's dimensions lie in memory in the order of those of ``like``, which has as many.
 
     Raises:
         ValueError: the shapes do not fit.
     """
-    if a.ndim < 2 or b.ndim < 2:
-        return _of_vectors(a, b)
     (rows, inner), columns = a.shape[-2:], b.shape[-1]
     if inner != b.shape[-2]:
         raise ValueError(f"matmul: shapes {a.shape} and {b.shape} do not fit: {inner} columns, {b.shape[-2]} rows")
     if b.ndim == 2 and like is None:
-        return product(a.reshape(-1, inner), b).reshape(*a.shape[:-1], columns)
+        return product(a.reshape(math.prod(a.shape[:-1]), inner), b).reshape(*a.shape[:-1], columns)
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = (*batch, rows, columns)
     whole = out = empty(*shape) if like is None else empty_like(shape, like)
@@ -78,7 +76,10 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
     if out.strides[-1] != ITEM_BYTES:
         # (a b)' = b' a', whose rows lie in one piece.
         a, b, out = b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2)
-    a, b = (np.broadcast_to(_for_blas(x), batch + x.shape[-2:]) for x in (a, b))
+    # A single matrix is a batch of one.
+    a, b, out = (
+        x if batch else x[None] for x in (*(np.broadcast_to(_for_blas(x), batch + x.shape[-2:]) for x in (a, b)), out)
+    )
     run, work = sgemm(), rows * columns * inner
     if run is None and work > SMALL:
         # NumPy's BLAS has threads of its own for these.
@@ -88,13 +89,6 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
     else:
         _one_by_one(run, a, b, out, work)
     return whole
-
-
-def _of_vectors(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A product of which one side or both is a vector: a row on the left, a column on the right."""
-    out = matmul(a[None, :] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b)
-    out = out[..., 0] if b.ndim == 1 else out
-    return (out[..., 0] if b.ndim == 1 == a.ndim else out[..., 0, :] if a.ndim == 1 else out).copy()
 
 
 def column_sums(x: np.ndarray) -> np.ndarray:

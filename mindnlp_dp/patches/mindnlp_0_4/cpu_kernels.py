@@ -109,12 +109,13 @@ def _quick_gelu(module: types.ModuleType) -> Iterator[None]:
 
 
 def _multiply(a: Any, b: Any) -> bool:
-    """Whether a product is for our kernels: MindSpore says what is wrong with shapes that do not fit."""
-    if not apply_to(a, b) or not a.ndim or not b.ndim or a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
-        return False
-    if a.ndim < 3 or b.ndim < 3:
-        return True
-    return all(m == n or 1 in (m, n) for m, n in zip(a.shape[-3::-1], b.shape[-3::-1]))
+    """Whether a product is for our kernels: not of vectors, and MindSpore says what is wrong with other shapes."""
+    return (
+        apply_to(a, b)
+        and a.ndim > 1 < b.ndim
+        and a.shape[-1] == b.shape[-2]
+        and all(m == n or 1 in (m, n) for m, n in zip(a.shape[-3::-1], b.shape[-3::-1]))
+    )
 
 
 def _is_integer(x: Any) -> bool:

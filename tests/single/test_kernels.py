@@ -1,0 +1,538 @@
+"""The CPU kernels, against MindSpore's own, against float64, and against themselves on more cores."""
+
+from __future__ import annotations
+
+import gc
+
+import mindspore
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mindnlp.common.activations import quick_gelu
+from mindnlp.core import nn, ops
+from mindnlp.core.nn import functional as F  # noqa: N812
+from mindspore import Tensor
+
+import mindnlp_dp as dp
+from mindnlp_dp.kernels import choice, dropout, memory, products, workers
+from mindnlp_dp.kernels.activations import gelu
+from mindnlp_dp.kernels.embedding import scatter_rows
+from mindnlp_dp.kernels.normalization import normalize, normalize_backward
+
+
+@pytest.fixture(autouse=True)
+def ours():
+    """Every test begins with our kernels on one core, and leaves what it found."""
+    dp.init_process_group()
+    before = choice._are_on
+    choice.choose("auto", 1)
+    yield
+    choice.choose("auto" if before else "mindspore", 1)
+
+
+def numbers(*shape, seed=0, scale=1.0):
+    return (np.random.default_rng([seed, *shape]).standard_normal(shape) * scale).astype(np.float32)
+
+
+def in_heads(x):
+    """(2, 9, 24) as attention sees it: (2, 3, 9, 8), which lies in memory as before."""
+    return x.view((2, 9, 3, 8)).permute(0, 2, 1, 3)
+
+
+def attention(q, k, v):
+    shares = F.softmax(ops.matmul(in_heads(q), in_heads(k).swapaxes(-1, -2)), dim=-1)
+    return ops.matmul(shares, in_heads(v)).permute(0, 2, 1, 3).view((2, 9, 24))
+
+
+def twice_used(x, weight):
+    y = F.linear(x, weight)
+    return y * y + y
+
+
+def gelu_tanh_formula(x):
+    return 0.5 * x * (1 + ops.tanh(float(np.sqrt(2 / np.pi)) * (x + 0.044715 * x * x * x)))
+
+
+def norm_formula(*shape, epsilon=1e-5):
+    def formula(x, weight=None, bias=None):
+        axes = tuple(range(-len(shape), 0))
+        centred = x - x.mean(axes, keep_dims=True)
+        normal = centred / ops.sqrt((centred * centred).mean(axes, keep_dims=True) + epsilon)
+        return normal if weight is None else normal * weight + bias
+
+    return formula
+
+
+# Where MindSpore computes in float32 whatever the type of its inputs: formulas that are right in float64.
+EXACT = {
+    "gelu, tanh": gelu_tanh_formula,
+    "layer norm": norm_formula(30, epsilon=1e-12),
+    "layer norm of two dimensions": norm_formula(20, 30),
+    "layer norm of many rows": norm_formula(7),
+    "layer norm of itself": norm_formula(30),
+}
+IDS = Tensor(np.random.default_rng(3).integers(0, 20, (4, 9)))
+CASES = {
+    "linear": (F.linear, (4, 7, 30), (50, 30), (50,)),
+    "linear of one row": (F.linear, (30,), (50, 30), (50,)),
+    "linear of five dimensions": (F.linear, (2, 1, 3, 2, 30), (5, 30), (5,)),
+    "linear without a bias": (F.linear, (4, 7, 30), (50, 30)),
+    "linear to one column": (F.linear, (64, 300), (1, 300), (1,)),
+    "linear, transposed input": (lambda x, w: F.linear(x.swapaxes(0, 1), w), (7, 4, 30), (50, 30)),
+    "linear, sliced input": (lambda x, w: F.linear(x[:, 3:33], w), (7, 40), (50, 30)),
+    "linear, expanded input": (lambda x, w: F.linear(x.broadcast_to((7, 4, 30)), w), (1, 4, 30), (50, 30)),
+    "linear, transposed gradient": (lambda x, w: F.linear(x, w).swapaxes(0, 1), (4, 7, 30), (50, 30)),
+    "linear, transposed weight": (lambda x, w: F.linear(x, w.swapaxes(0, 1)), (4, 30), (30, 50)),
+    "linear, one weight twice": (lambda x, w: F.linear(F.linear(x, w), w), (4, 7, 30), (30, 30)),
+    "linear, an output twice": (twice_used, (4, 30), (5, 30)),
+    "linear of itself": (lambda x: F.linear(x, x), (12, 30)),
+    "matmul": (ops.matmul, (20, 30), (30, 40)),
+    "matmul of many": (ops.matmul, (2, 3, 20, 30), (2, 3, 30, 40)),
+    "matmul of many large ones": (ops.matmul, (3, 100, 70), (3, 70, 80)),
+    "matmul, broadcast": (ops.matmul, (2, 1, 20, 30), (3, 30, 40)),
+    "matmul of five dimensions": (ops.matmul, (2, 2, 2, 5, 6), (2, 1, 2, 6, 4)),
+    "matmul, vector and matrix": (ops.matmul, (30,), (30, 40)),
+    "matmul, matrix and vector": (ops.matmul, (20, 30), (30,)),
+    "matmul of vectors": (ops.matmul, (30,), (30,)),
+    "matmul, many and one": (ops.matmul, (5, 20, 30), (30, 4)),
+    "matmul, one and many": (ops.matmul, (20, 30), (5, 30, 4)),
+    "matmul, vector and many": (ops.matmul, (30,), (5, 30, 4)),
+    "matmul, many and vector": (ops.matmul, (5, 20, 30), (30,)),
+    "matmul of itself": (lambda x: ops.matmul(x, x), (4, 9, 9)),
+    "bmm": (ops.bmm, (4, 9, 8), (4, 8, 7)),
+    "addmm": (ops.addmm, (40,), (20, 30), (30, 40)),
+    "attention": (attention, (2, 9, 24), (2, 9, 24), (2, 9, 24)),
+    "gelu": (F.gelu, (100, 301)),
+    "gelu, tanh": (lambda x: F.gelu(x, approximate="tanh"), (100, 301)),
+    "gelu, quick": (quick_gelu, (100, 301)),
+    "gelu, transposed": (lambda x: F.gelu(x.swapaxes(0, 2)), (3, 4, 5)),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (30,), w, b, 1e-12), (5, 20, 30), (30,), (30,)),
+    "layer norm of two dimensions": (lambda x, w, b: F.layer_norm(x, (20, 30), w, b), (5, 20, 30), (20, 30), (20, 30)),
+    "layer norm of many rows": (lambda x, w, b: F.layer_norm(x, (7,), w, b), (9000, 7), (7,), (7,)),
+    "layer norm of itself": (lambda x: F.layer_norm(x, (30,)), (5, 30)),
+    "embedding": (lambda w: F.embedding(IDS, w), (20, 8)),
+}  # fmt: skip
+
+
+def value_and_gradients(function, arrays, kernels, dtype=np.float32):
+    """A function's value and the gradients of all inputs, as float64 arrays."""
+    choice.choose(kernels, 1)
+    inputs = [Tensor(array.astype(dtype)) for array in arrays]
+    weight = Tensor(numbers(*function(*inputs).shape, seed=1).astype(dtype))
+    everywhere = tuple(range(len(inputs)))
+    value = function(*inputs)
+    gradients = mindspore.grad(lambda *xs: (function(*xs) * weight).sum(), grad_position=everywhere)(*inputs)
+    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+    return [x.asnumpy().astype(np.float64) for x in (value, *gradients)]
+
+
+def distance(x, y):
+    assert x.shape == y.shape
+    return np.abs(x - y).max() / np.abs(y).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_mindspore_computes_it(name):
+    function, *shapes = CASES[name]
+    errors = []
+    for seed in range(5):
+        arrays = [numbers(*shape, seed=10 * seed + at, scale=2.0) for at, shape in enumerate(shapes)]
+        mine, theirs = (value_and_gradients(function, arrays, kernels) for kernels in ("auto", "mindspore"))
+        exact = value_and_gradients(EXACT.get(name, function), arrays, "mindspore", np.float64)
+        for at, (x, y) in enumerate(zip(mine, theirs)):
+            assert distance(x, y) <= (1e-5 if at else 2e-6)
+        errors.append([[distance(x, z) for x, z in zip(each, exact)] for each in (mine, theirs)])
+    mine, theirs = np.mean(errors, axis=0)
+    # Where MindSpore happens to be exact, one rounding of float32.
+    assert (mine <= 2 * np.maximum(theirs, 6e-8)).all(), (mine, theirs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_differences(name):
+    function, *shapes = CASES[name]
+    arrays = [numbers(*shape, seed=at).astype(np.float64) for at, shape in enumerate(shapes)]
+    _, *gradients = value_and_gradients(function, arrays, "auto")
+    # Of the function in float64, along one direction; in float32 a difference has no digits left.
+    choice.choose("mindspore", 1)
+    function = EXACT.get(name, function)
+    weight = Tensor(numbers(*function(*map(Tensor, arrays)).shape, seed=1).astype(np.float64))
+
+    def along(step):
+        moved = [Tensor(array + step * numbers(*array.shape, seed=7)) for array in arrays]
+        return float((function(*moved) * weight).sum().asnumpy())
+
+    expected = (along(1e-4) - along(-1e-4)) / 2e-4
+    got = sum((g * numbers(*g.shape, seed=7)).sum() for g in gradients)
+    assert got == pytest.approx(expected, rel=1e-4, abs=1e-3)
+
+
+STRIDES = st.sampled_from(["as it is", "transposed", "every other row", "every other column", "reversed", "one row"])
+
+
+def laid_out(x, how):
+    """The same values, otherwise in memory."""
+    if how == "transposed":
+        return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+    if how == "every other row":
+        return np.repeat(x, 2, axis=-2)[..., ::2, :]
+    if how == "every other column":
+        return np.repeat(x, 2, axis=-1)[..., ::2]
+    if how == "reversed":
+        return np.ascontiguousarray(x[..., ::-1, ::-1])[..., ::-1, ::-1]
+    return x
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), max_size=3), st.tuples(*[st.integers(0, 70)] * 3), st.tuples(STRIDES, STRIDES),
+    st.tuples(st.booleans(), st.booleans()), st.sampled_from([1, 3]),
+)  # fmt: skip
+def test_products_of_any_shape_and_strides(batch, sizes, strides, is_batch, num_cores):
+    rows, inner, columns = sizes
+    a, b = numbers(*batch * is_batch[0], rows, inner), numbers(*batch * is_batch[1], inner, columns)
+    of_a, of_b = strides
+    workers.use_cores(num_cores)
+    try:
+        out = products.matmul(laid_out(a, of_a), laid_out(b, of_b))
+        again = products.matmul(laid_out(a, of_a), laid_out(b, of_b), like=out.swapaxes(-1, -2).copy().swapaxes(-1, -2))
+    finally:
+        workers.use_cores(1)
+    expected = np.matmul(a.astype(np.float64), b.astype(np.float64))
+    assert out.shape == expected.shape
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    np.testing.assert_allclose(again, expected, atol=1e-4)
+
+
+def test_without_onednn(monkeypatch):
+    a, b, many = numbers(100, 70), numbers(70, 80), numbers(3, 2, 90, 100)
+    bias = numbers(80)
+    with_it = products.product(a, b, bias), products.matmul(many, many.swapaxes(-1, -2)), products.matmul(a, b)
+    monkeypatch.setattr(products, "sgemm", lambda: None)
+    without = products.product(a, b, bias), products.matmul(many, many.swapaxes(-1, -2)), products.matmul(a, b)
+    for x, y in zip(with_it, without):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_cores", [2, 3, 8])
+def test_the_number_of_cores_changes_no_bit(num_cores):
+    x, w, bias = numbers(1000, 384), numbers(1536, 384), numbers(1536)
+    heads = numbers(8, 12, 40, 32)
+    long = numbers(2, 3, 200, 64)
+    keep = dropout.keep_mask(x.size, 0.1, (1, 2))
+
+    def all_of_them():
+        y = products.product(x, w.T, bias)
+        z, statistics = normalize(y, bias, bias, 1e-5, centred=True)
+        return [
+            y, z, *gelu(y, derivative=True), *normalize_backward(y, z, bias, statistics, centred=True),
+            products.product(y.T, x), products.product(y, w), dropout.masked(x, keep, 1.25),
+            products.matmul(heads, heads.swapaxes(-1, -2)), products.matmul(long, long.swapaxes(-1, -2)),
+        ]  # fmt: skip
+
+    alone = all_of_them()
+    workers.use_cores(num_cores)
+    together = all_of_them()
+    workers.use_cores(1)
+    for one, several in zip(alone, together):
+        np.testing.assert_array_equal(one, several)
+
+
+def test_an_error_on_another_core_is_raised():
+    def part(first, last):
+        if first:
+            raise RuntimeError(f"at {first}")
+
+    workers.use_cores(2)
+    with pytest.raises(RuntimeError, match="at 50"):
+        workers.in_parts(part, 100, 1, 1)
+    workers.use_cores(1)
+
+
+class TestOddInputs:
+    """What MindSpore's own kernels do with them, ours do."""
+
+    INFINITE = np.array([-np.inf, np.inf, np.nan, 1e30, -1e30, -0.0, 0.0, 5.0, -5.0], np.float32)
+
+    @pytest.mark.parametrize("function", [F.gelu, lambda x: F.gelu(x, approximate="tanh"), quick_gelu])
+    def test_infinities_and_no_numbers(self, function):
+        mine, theirs = (value_and_gradients(function, [self.INFINITE], kernels) for kernels in ("auto", "mindspore"))
+        for x, y in zip(mine, theirs):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+    def test_one_row_that_is_no_number_spoils_no_other(self):
+        x = numbers(6, 30)
+        x[2, 3] = np.nan
+        for y in (F.linear(Tensor(x), Tensor(numbers(5, 30))), F.layer_norm(Tensor(x), (30,))):
+            assert np.isnan(y.asnumpy()).any(1).tolist() == [False, False, True, False, False, False]
+
+    def test_nothing_at_all(self):
+        weight = Tensor(numbers(5, 30))
+        empty = Tensor(np.zeros((0, 30), np.float32))
+        assert F.linear(empty, weight).shape == (0, 5)
+        assert F.gelu(empty).shape == F.layer_norm(empty, (30,)).shape == F.dropout(empty, 0.5).shape == (0, 30)
+        assert F.embedding(Tensor(np.zeros((0, 3), np.int32)), weight).shape == (0, 3, 30)
+        of_x, of_weight = mindspore.grad(lambda x, w: F.linear(x, w).sum(), (0, 1))(empty, weight)
+        assert of_x.shape == (0, 30)
+        assert of_weight.shape == (5, 30)
+        assert not of_weight.asnumpy().any()
+        zeros = ops.matmul(Tensor(np.zeros((2, 3, 0), np.float32)), Tensor(np.zeros((2, 0, 4), np.float32)))
+        assert zeros.shape == (2, 3, 4)
+        assert not zeros.asnumpy().any()
+
+    def test_a_number_by_itself(self):
+        x = Tensor(np.float32(1.5))
+        assert float(F.gelu(x)) == pytest.approx(1.399789, rel=1e-6)
+        assert float(mindspore.grad(F.gelu)(x)) == pytest.approx(1.127469, rel=1e-6)
+        assert F.dropout(x, 0.5).shape == ()
+
+    def test_rows_of_one_element(self):
+        assert not F.layer_norm(Tensor(numbers(5, 1)), (1,)).asnumpy().any()
+
+    @pytest.mark.parametrize(
+        ("function", "shapes"),
+        [(F.linear, [(4, 31), (5, 30)]), (ops.matmul, [(4, 31), (30, 5)]), (ops.matmul, [(2, 4, 3), (3, 3, 4)]),
+         (ops.bmm, [(1, 4, 3), (2, 3, 4)]), (F.linear, [(4, 30), (5, 30), (4,)])],
+    )  # fmt: skip
+    def test_shapes_that_do_not_fit(self, function, shapes):
+        outcomes = []
+        for kernels in ("auto", "mindspore"):
+            choice.choose(kernels, 1)
+            try:
+                outcomes.append(function(*(Tensor(numbers(*shape)) for shape in shapes)).shape)
+            except (ValueError, RuntimeError) as error:
+                outcomes.append((type(error), str(error)[:60]))
+        assert outcomes[0] == outcomes[1]
+
+    def test_rows_that_a_table_does_not_have(self):
+        with pytest.raises(RuntimeError, match="range"):
+            F.embedding(Tensor([7, 1]), Tensor(numbers(5, 3)))
+        # MindSpore counts from the end, and so do we.
+        row = F.embedding(Tensor([-1]), Tensor(numbers(5, 3))).asnumpy()
+        np.testing.assert_array_equal(row[0], numbers(5, 3)[4])
+
+    @pytest.mark.parametrize("dtype", [mindspore.float16, mindspore.float64])
+    def test_other_types_are_mindspores(self, dtype, monkeypatch):
+        monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
+        x, weight = (Tensor(numbers(*shape)).astype(dtype) for shape in ((4, 30), (5, 30)))
+        assert F.linear(x, weight).dtype == dtype
+
+    def test_mixed_precision_is_mindspores(self, monkeypatch):
+        monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
+
+        class Net(mindspore.nn.Cell):
+            def construct(self, x, weight):
+                return F.linear(x, weight)
+
+        net = mindspore.amp.auto_mixed_precision(Net(), "auto", mindspore.float16)
+        assert net(Tensor(numbers(4, 30)), Tensor(numbers(5, 30))).shape == (4, 5)
+
+    def test_graphs_are_mindspores(self, monkeypatch):
+        monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
+        x, weight = Tensor(numbers(4, 30)), Tensor(numbers(5, 30))
+
+        def linear(x, weight):
+            return F.linear(x, weight)
+
+        compiled = mindspore.jit(linear)
+        expected = x.asnumpy() @ weight.asnumpy().T
+        np.testing.assert_allclose(compiled(x, weight).asnumpy(), expected, rtol=1e-4, atol=1e-5)
+        mindspore.set_context(mode=mindspore.GRAPH_MODE)
+        try:
+            np.testing.assert_allclose(F.linear(x, weight).asnumpy(), expected, rtol=1e-4, atol=1e-5)
+        finally:
+            mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+
+    def test_a_second_derivative_says_what_to_do(self):
+        first = mindspore.grad(lambda x: F.gelu(x).sum())
+        x = Tensor(numbers(4, 30))
+        with pytest.raises(NotImplementedError, match='kernels="mindspore"'):
+            mindspore.grad(lambda x: first(x).sum())(x)
+        # and the next first one is right
+        choice.choose("mindspore", 1)
+        expected = first(x).asnumpy()
+        choice.choose("auto", 1)
+        np.testing.assert_allclose(first(x).asnumpy(), expected, atol=1e-5)
+
+
+class TestDropout:
+    @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.9999])
+    def test_it_drops_the_share_that_is_asked_for(self, p):
+        size = 4_000_000
+        dropped = size - np.count_nonzero(dropout.keep_mask(size, p, (3, 4)))
+        assert abs(dropped - p * size) < 5 * np.sqrt(size * p * (1 - p))
+
+    @pytest.mark.parametrize("p", [0.1, 1 / 256, 0.5, 255.5 / 256])
+    def test_neighbours_know_nothing_of_each_other(self, p):
+        keep = dropout.keep_mask(1_000_000, p, (5, 6)) - (1 - p)
+        for shift in (1, 2, 8, 16, 384):
+            correlation = np.mean(keep[:-shift] * keep[shift:]) / (p * (1 - p))
+            assert abs(correlation) < 5 / 1000
+
+    def test_all_and_none(self):
+        assert not dropout.keep_mask(1000, 1.0, (1, 1)).any()
+        x = Tensor(numbers(4, 30))
+        assert not F.dropout(x, 1.0).asnumpy().any()
+        assert F.dropout(x, 0.0) is x
+        assert F.dropout(x, 0.5, training=False) is x
+
+    def test_what_is_kept_is_scaled_and_so_is_its_gradient(self):
+        x = numbers(64, 300)
+        mindspore.manual_seed(4)
+        y = F.dropout(Tensor(x), 0.3).asnumpy()
+        mindspore.manual_seed(4)
+        gradient = mindspore.grad(lambda x: F.dropout(x, 0.3).sum())(Tensor(x)).asnumpy()
+        kept = y != 0
+        np.testing.assert_allclose(y[kept], x[kept] / 0.7, rtol=2e-7)
+        np.testing.assert_allclose(gradient, kept / np.float32(0.7), rtol=2e-7)
+
+    def test_a_mask_is_a_function_of_the_generators_state(self):
+        x = Tensor(np.ones(1000, np.float32))
+        mindspore.manual_seed(4)
+        first, second = (F.dropout(x, 0.5).asnumpy() for _ in range(2))
+        mindspore.manual_seed(4)
+        again = F.dropout(x, 0.5).asnumpy()
+        state = mindspore.get_rng_state()
+        third = F.dropout(x, 0.5).asnumpy()
+        mindspore.set_rng_state(state)
+        np.testing.assert_array_equal(first, again)
+        np.testing.assert_array_equal(second, third)
+        np.testing.assert_array_equal(F.dropout(x, 0.5).asnumpy(), second)
+        assert (first != second).any()
+        mindspore.manual_seed(5)
+        assert (F.dropout(x, 0.5).asnumpy() != first).any()
+
+    def test_a_pass_that_is_computed_again_drops_the_same(self):
+        class Net(mindspore.nn.Cell):
+            def construct(self, x):
+                return F.dropout(F.gelu(x), 0.5)
+
+        def gradient(net):
+            mindspore.manual_seed(9)
+            return mindspore.grad(lambda x: (net(x) ** 2).sum())(Tensor(numbers(20, 30))).asnumpy()
+
+        recomputed = Net()
+        recomputed.recompute()
+        np.testing.assert_array_equal(gradient(recomputed), gradient(Net()))
+
+
+class TestMemory:
+    def test_a_transposed_tensor_is_not_copied(self):
+        tensor = Tensor(numbers(4, 5, 6))
+        turned = memory.array_of(tensor.permute(2, 0, 1))
+        assert np.shares_memory(turned, memory.array_of(tensor))
+        np.testing.assert_array_equal(turned, numbers(4, 5, 6).transpose(2, 0, 1))
+        part = memory.array_of(tensor[1:3, 2])
+        np.testing.assert_array_equal(part, numbers(4, 5, 6)[1:3, 2])
+
+    def test_and_neither_is_a_transposed_array(self):
+        turned = memory.tensor_of(numbers(4, 5, 6).transpose(2, 0, 1))
+        assert turned.shape == (6, 4, 5)
+        assert not turned.is_contiguous()
+        np.testing.assert_array_equal(turned.asnumpy(), numbers(4, 5, 6).transpose(2, 0, 1))
+
+    def test_memory_in_use_is_never_given_away(self):
+        size = memory.SMALLEST_KEPT
+        arrays = []
+        for number in range(5):
+            array = memory.empty(2, size // 2)
+            array[...] = number
+            # Whatever is made of it keeps it: views of views, and tensors.
+            arrays.append([array.reshape(-1)[8:].reshape(8, -1)[1:3], memory.tensor_of(array)][number % 2])
+            del array
+            gc.collect()
+        for number, array in enumerate(arrays):
+            assert (array == number).all()
+
+    def test_memory_that_nobody_has_any_more_is_used_again(self):
+        size = 3 * memory.SMALLEST_KEPT
+        array = memory.empty(size)
+        address = array.ctypes.data
+        del array
+        assert memory.empty(size - 5).ctypes.data == address
+
+    def test_no_more_is_kept_than_was_in_use_at_a_time(self):
+        kept = memory._Kept()
+        for size in range(1000, 9000, 100):
+            arrays = [kept.take(size) for _ in range(3)]
+            assert all(size <= len(array) <= 1.25 * size for array in arrays)
+            del arrays
+            assert kept._num_used == 0
+            assert kept._num_free <= 1.25 * kept._most_used
+            assert kept._num_free == sum(size * len(free) for size, free in kept._free.items())
+
+    @pytest.mark.parametrize("recorded", [True, False])
+    def test_no_array_outlives_its_pass(self, recorded):
+        x, weight = Tensor(numbers(600, 600)), Tensor(numbers(600, 600))
+
+        def run(x):
+            for _ in range(10):
+                x = F.dropout(F.layer_norm(F.gelu(F.linear(x, weight)), (600,)), 0.1)
+            return x.sum()
+
+        call = mindspore.value_and_grad(run) if recorded else run
+        call(x)
+        gc.collect()
+        used = memory._kept._num_used
+        memory._kept._most_used = used
+        for _ in range(3):
+            call(x)
+        gc.collect()
+        assert memory._kept._num_used == used
+        # A graph keeps two arrays a layer of each of these; a pass without a graph keeps none.
+        most = (memory._kept._most_used - used) / 600**2
+        assert most < 60 if recorded else most < 8
+
+    def test_an_input_is_not_written_to(self):
+        x, weight = numbers(600, 600), numbers(600)
+        tensors = Tensor(x.copy()), Tensor(weight.copy())
+        mindspore.grad(lambda x, w: F.dropout(F.layer_norm(F.gelu(x), (600,), w, w), 0.1).sum(), (0, 1))(*tensors)
+        np.testing.assert_array_equal(tensors[0].asnumpy(), x)
+        np.testing.assert_array_equal(tensors[1].asnumpy(), weight)
+
+
+def test_rows_are_added_in_their_order():
+    rows = numbers(1000, 3)
+    ids = np.random.default_rng(0).integers(0, 7, 1000)
+    expected = np.zeros((9, 3), np.float32)
+    for row, at in zip(rows, ids):
+        expected[at] += row
+    np.testing.assert_allclose(scatter_rows(rows, ids, 9), expected, atol=1e-4)
+    assert not scatter_rows(rows, ids, 9)[7:].any()
+
+
+def test_rms_norm_is_the_formula():
+    x, weight, g = numbers(50, 30), numbers(30, seed=1), numbers(50, 30, seed=2)
+    mine = F.rms_norm(Tensor(x), Tensor(weight), 1e-6).asnumpy()
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(
+        mine, wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-6) * weight, rtol=1e-5, atol=1e-6
+    )
+
+    def formula(x, w):
+        return (x * ops.rsqrt(ops.mean(x.pow(2), -1, keepdim=True) + 1e-6) * w * Tensor(g)).sum()
+
+    got = mindspore.grad(lambda x, w: (F.rms_norm(x, w, 1e-6) * Tensor(g)).sum(), (0, 1))(Tensor(x), Tensor(weight))
+    for a, b in zip(got, mindspore.grad(formula, (0, 1))(Tensor(x), Tensor(weight))):
+        assert distance(a.asnumpy(), b.asnumpy()) < 1e-5
+
+
+class TestChoice:
+    def test_unknown_ones(self, monkeypatch):
+        with pytest.raises(ValueError, match="kernels='fast' is none of 'auto', 'mindspore'"):
+            choice.check_kernels("fast")
+        monkeypatch.setenv(choice.VARIABLE, "quick")
+        with pytest.raises(ValueError, match="MINDNLP_DP_KERNELS=quick"):
+            choice.check_kernels("auto")
+
+    def test_the_script_has_the_last_word(self, monkeypatch):
+        monkeypatch.setenv(choice.VARIABLE, "mindspore")
+        assert choice.check_kernels("auto") == "mindspore"
+        monkeypatch.setenv(choice.VARIABLE, "auto")
+        assert choice.check_kernels("mindspore") == "mindspore"
+
+    def test_mindspores_own(self, monkeypatch):
+        monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
+        choice.choose("mindspore", 1)
+        assert nn.Linear(3, 2)(Tensor(numbers(4, 3))).shape == (4, 2)
