@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Callable, Optional, Union
 
 TORCH_HINT = 'PyTorch is not here; pip install "mindnlp-dp[compare]", or --torch-python /path/to/python that has it'
@@ -30,14 +32,19 @@ def has_torch(python: str) -> bool:
     return subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0
 
 
-def run_job(command: list[str]) -> dict[str, Any]:
-    """Run a command with ``--write FILE`` behind it; returns what it wrote there as JSON."""
+def run_job(command: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Run a command with ``--write FILE`` behind it; returns what it wrote there as JSON.
+
+    It finds ``environment`` in its own, in addition.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
         log = ["--log-dir", f"{folder}/logs"]
         at = command.index("run") + 1 if "mindnlp_dp" in command else 0
         full = [*command[:at], *log, *command[at:]] if at else command
-        done = subprocess.run([*full, "--write", str(file)], capture_output=True, text=True)
+        done = subprocess.run(
+            [*full, "--write", str(file)], capture_output=True, text=True, env={**os.environ, **environment}
+        )
         if done.returncode != 0 or not file.exists():
             sys.exit(f"{' '.join(full)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         return json.loads(file.read_text())
