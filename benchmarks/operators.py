@@ -60,7 +60,7 @@ def by_mindspore(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[s
         tensors = [mindspore.Tensor(array) for array in inputs[name]]
         seed = mindspore.ops.ones_like(function(*tensors))
         differentiate = mindspore.ops.GradOperation(get_all=True, sens_param=True)
-        return lambda: function(*tensors), lambda: differentiate(lambda *xs: function(*xs))(*tensors, seed)
+        return lambda: function(*tensors), lambda: differentiate(function)(*tensors, seed)
 
     functions = same_functions(ops, functional, mindspore.Tensor(ids))
     return {name: calls(name, function) for name, function in functions.items()}

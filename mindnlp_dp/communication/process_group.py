@@ -13,6 +13,7 @@ from mindnlp_dp.kernels.choice import check_kernels
 from mindnlp_dp.kernels.choice import choose as choose_kernels
 from mindnlp_dp.launch.device_target import obey_device_target
 from mindnlp_dp.launch.launchers import detect_launch
+from mindnlp_dp.patches.mindspore_layers import use_kernels_in_layers
 
 from .checks import check_level
 from .collectives import ProcessGroup
@@ -64,6 +65,7 @@ def init_process_group(
         settings = configure_runtime(device, transport.local_rank, transport.local_world_size, cores_by_rank)
         if device == "CPU":
             choose_kernels(kernels, settings.num_threads)
+            use_kernels_in_layers()
     _group = ProcessGroup(transport, kind, checks=checks)
     was_started = True
     return _group

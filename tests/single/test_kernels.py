@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindnlp.common.activations import quick_gelu
 from mindnlp.core import nn, ops
+from mindnlp.core.autograd import value_and_grad
 from mindnlp.core.nn import functional as F  # noqa: N812
+from mindnlp.transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
 from mindspore import Tensor
 
 import mindnlp_dp as dp
@@ -516,6 +518,80 @@ def test_rms_norm_is_the_formula():
     got = mindspore.grad(lambda x, w: (F.rms_norm(x, w, 1e-6) * Tensor(g)).sum(), (0, 1))(Tensor(x), Tensor(weight))
     for a, b in zip(got, mindspore.grad(formula, (0, 1))(Tensor(x), Tensor(weight))):
         assert distance(a.asnumpy(), b.asnumpy()) < 1e-5
+
+
+LLAMA = LlamaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+T5 = T5Config(vocab_size=50, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, dropout_rate=0.0)
+GPT2 = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4)
+
+
+class TestWholeModels:
+    """The same, whichever kernels compute it."""
+
+    def of_both(self, run):
+        results = []
+        for kernels in ("auto", "mindspore"):
+            choice.choose(kernels, 1)
+            results.append([x.asnumpy() for x in run()])
+        for mine, theirs in zip(*results):
+            np.testing.assert_allclose(mine, theirs, atol=2e-5 * max(1, np.abs(theirs).max()))
+
+    @pytest.mark.parametrize(
+        ("make", "config"),
+        [(LlamaModel, LLAMA), (T5EncoderModel, T5), (GPT2Model, GPT2)],
+    )  # fmt: skip
+    def test_models_of_mindnlp(self, make, config, monkeypatch):
+        asked = []
+        stock = choice.apply_to
+        monkeypatch.setattr(
+            "mindnlp_dp.patches.mindnlp_0_4.cpu_kernels.apply_to", lambda *xs: asked.append(xs) or stock(*xs)
+        )
+        model = make(config)
+        model.set_train(False)
+        ids = Tensor(np.arange(12).reshape(2, 6))
+        parameters = tuple(model.parameters())
+
+        def forward():
+            return (model(ids).last_hidden_state ** 2).mean()
+
+        def run():
+            value, gradients = value_and_grad(forward, parameters, attach_grads=False)()
+            return [value, *gradients]
+
+        self.of_both(run)
+        assert asked
+
+    def test_layers_of_mindspore(self):
+        net = mindspore.nn.SequentialCell(
+            mindspore.nn.Dense(30, 50, activation="relu"), mindspore.nn.LayerNorm([50]), mindspore.nn.GELU(),
+            mindspore.nn.LayerNorm([7, 50], begin_norm_axis=1, begin_params_axis=1),
+            mindspore.nn.Dropout(p=0.0), mindspore.nn.Dense(50, 3, has_bias=False),
+        )  # fmt: skip
+        x = Tensor(numbers(4, 7, 30))
+
+        def run():
+            value, gradients = mindspore.value_and_grad(lambda x: (net(x) ** 2).sum(), 0, net.trainable_params())(x)
+            return [value, gradients[0], *gradients[1]]
+
+        self.of_both(run)
+        expected = net(x).asnumpy()
+        mindspore.set_context(mode=mindspore.GRAPH_MODE)
+        try:
+            np.testing.assert_allclose(net(x).asnumpy(), expected, atol=1e-5)
+        finally:
+            mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
+
+    def test_dropout_of_mindspore(self):
+        for layer in (mindspore.nn.Dropout(p=0.25), mindspore.nn.Dropout(keep_prob=0.75)):
+            layer.set_train(True)
+            masks = []
+            for _ in range(2):
+                mindspore.manual_seed(3)
+                masks.append(layer(Tensor(np.ones((100, 100), np.float32))).asnumpy())
+            np.testing.assert_array_equal(*masks)
+            assert np.count_nonzero(masks[0] == 0) == pytest.approx(2500, abs=250)
+            layer.set_train(False)
+            assert layer(Tensor(numbers(3))).asnumpy().tolist() == numbers(3).tolist()
 
 
 class TestChoice:

@@ -10,25 +10,7 @@ from typing import Any
 
 from mindnlp_dp.kernels.choice import apply_to
 from mindnlp_dp.patches.import_hook import around
-
-
-def _in_place_of(module: types.ModuleType) -> Callable[[Callable[..., Any]], None]:
-    """Put a function in place of the module's of the same name, which is called where ours returns NotImplemented.
-
-    Graphs are compiled from a function's source, and that is the stock one's: ``inspect`` follows ``__wrapped__``.
-    """
-
-    def replace(ours: Callable[..., Any]) -> None:
-        stock = getattr(module, ours.__name__)
-
-        @functools.wraps(stock)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            result = ours(*args, **kwargs)
-            return stock(*args, **kwargs) if result is NotImplemented else result
-
-        setattr(module, ours.__name__, replaced)
-
-    return replace
+from mindnlp_dp.patches.in_place_of import in_place_of
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+ on CPU. Cause: MindSpore's kernels of these operators take 2 to 35 times as
@@ -38,19 +20,19 @@ def _in_place_of(module: types.ModuleType) -> Callable[[Callable[..., Any]], Non
 def _layers(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         fits = apply_to(input, weight, bias) and weight.ndim == 2 and input.shape[-1:] == weight.shape[1:]
         if fits and (bias is None or bias.shape == weight.shape[:1]):
             return _kernels().linear(input, weight, bias)
         return NotImplemented
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def gelu(input: Any, approximate: str = "none") -> Any:
         is_known = apply_to(input) and approximate in ("none", "tanh")
         return _kernels().gelu(input, approximate) if is_known else NotImplemented
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
         if apply_to(input, weight, bias):
             shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -59,17 +41,17 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
                 return _kernels().layer_norm(input, len(shape), weight, bias, eps)
         return NotImplemented
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def rms_norm(input: Any, weight: Any, eps: float = 1e-5) -> Any:
         if apply_to(input, weight) and weight.size and weight.ndim and input.shape[-weight.ndim :] == weight.shape:
             return _kernels().rms_norm(input, weight, eps)
         return NotImplemented
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def dropout(input: Any, p: float = 0.5, training: bool = True) -> Any:
         return _kernels().dropout(input, p) if training and 0 < p <= 1 and apply_to(input) else NotImplemented
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def embedding(input: Any, weight: Any, *_: Any, **__: Any) -> Any:
         # What else it takes MindNLP ignores on CPU.
         if apply_to(weight) and weight.ndim == 2 and _is_integer(input):
@@ -83,27 +65,56 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
 def _matrix_products(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def matmul(input: Any, other: Any) -> Any:
         return _kernels().matmul(input, other) if _multiply(input, other) else NotImplemented
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def bmm(input: Any, other: Any) -> Any:
         is_batch = _multiply(input, other) and input.ndim == other.ndim == 3 and input.shape[0] == other.shape[0]
         return _kernels().matmul(input, other) if is_batch else NotImplemented
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if beta == alpha == 1 and apply_to(input) and _multiply(mat1, mat2) and mat1.ndim == mat2.ndim == 2:
             return input + _kernels().matmul(mat1, mat2)
         return NotImplemented
 
 
+# Models that have an RMS normalisation of their own, made of six operators: by module, the class.
+_RMS_NORMS = {
+    "llama": "LlamaRMSNorm",
+    "mistral": "MistralRMSNorm",
+    "mixtral": "MixtralRMSNorm",
+    "phi3": "Phi3RMSNorm",
+    "qwen2": "Qwen2RMSNorm",
+    "qwen2_moe": "Qwen2MoeRMSNorm",
+    "t5": "T5LayerNorm",
+}
+
+
+def _rms_norm_of(class_name: str) -> Callable[[types.ModuleType], Iterator[None]]:
+    def patch(module: types.ModuleType) -> Iterator[None]:
+        yield
+
+        @in_place_of(getattr(module, class_name))
+        def forward(self: Any, hidden_states: Any) -> Any:
+            if apply_to(hidden_states, self.weight) and hidden_states.shape[-1:] == self.weight.shape != (0,):
+                return _kernels().rms_norm(hidden_states, self.weight, self.variance_epsilon)
+            return NotImplemented
+
+    return patch
+
+
+for _model, _class in _RMS_NORMS.items():
+    around(f"mindnlp.transformers.models.{_model}.modeling_{_model}")(_rms_norm_of(_class))
+
+
 @around("mindnlp.common.activations")
 def _quick_gelu(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @_in_place_of(module)
+    @in_place_of(module)
     def quick_gelu(x: Any, inplace: bool = False) -> Any:
         return _kernels().gelu(x, "quick") if apply_to(x) else NotImplemented
 
@@ -126,6 +137,7 @@ def _is_integer(x: Any) -> bool:
 
 @functools.cache
 def _kernels() -> types.ModuleType:
+    # Needs MindSpore, which is imported when the first layer is called at the latest.
     from mindnlp_dp.kernels import functions
 
     return functions

@@ -1,0 +1,51 @@
+"""MindSpore's own layers, ``mindspore.nn``, by our CPU kernels where a call is for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mindnlp_dp.kernels.choice import apply_to
+
+from .in_place_of import in_place_of
+
+
+# Versions: MindSpore 2.7+ on CPU. Cause: its kernels of these operators take 2 to 35 times as long as they have to on a
+# core (docs/benchmarks.md, "The kernels by themselves").
+# Goes when: they do not.
+@functools.cache
+def use_kernels_in_layers() -> None:
+    """Have ``nn.Dense``, ``nn.LayerNorm``, ``nn.GELU`` and ``nn.Dropout`` ask for our kernels, from now on."""
+    import mindspore
+
+    from mindnlp_dp.kernels import functions
+
+    nn = mindspore.nn
+
+    @in_place_of(nn.Dense, "construct")
+    def dense(self: Any, x: Any) -> Any:
+        bias = self.bias if self.has_bias else None
+        if apply_to(x, self.weight, bias) and x.shape[-1:] == self.weight.shape[1:]:
+            out = functions.linear(x, self.weight, bias)
+            return self.activation(out) if self.activation_flag else out
+        return NotImplemented
+
+    @in_place_of(nn.LayerNorm, "construct")
+    def layer_norm(self: Any, input_x: Any) -> Any:
+        shape = tuple(self.normalized_shape)
+        is_plain = self.begin_norm_axis == self.begin_params_axis and self.begin_norm_axis in (
+            -len(shape),
+            input_x.ndim - len(shape),
+        )
+        if apply_to(input_x, self.gamma, self.beta) and is_plain and input_x.shape[-len(shape) :] == shape:
+            return functions.layer_norm(input_x, len(shape), self.gamma, self.beta, self.epsilon)
+        return NotImplemented
+
+    @in_place_of(nn.GELU, "construct")
+    def gelu(self: Any, x: Any) -> Any:
+        return functions.gelu(x, self.approximate) if apply_to(x) else NotImplemented
+
+    @in_place_of(nn.Dropout, "construct")
+    def dropout(self: Any, x: Any) -> Any:
+        p = 1 - self.keep_prob if self.p is None else self.p
+        return functions.dropout(x, p) if self.training and 0 < p < 1 and apply_to(x) else NotImplemented
