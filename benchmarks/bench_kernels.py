@@ -22,13 +22,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import TORCH_HINT, has_torch, launched, machine, median_ratio, run_job, write_json
+from common import MINDSPORES_KERNELS, TORCH_HINT, Job, has_torch, launched, machine, median_ratio, run_job, write_json
 from operators import OPERATORS
 from train_bert import OWN
 
 HERE = Path(__file__).parent
-MINDSPORES = {"MINDNLP_DP_KERNELS": "mindspore"}
-Job = tuple[list[str], dict[str, str]]
 
 
 def on_one_core(python: str, script: str, *flags: str) -> list[str]:
@@ -38,7 +36,7 @@ def on_one_core(python: str, script: str, *flags: str) -> list[str]:
 def operator_jobs(torch_python: str) -> dict[str, Job]:
     """By column of the table: a command, and what it finds in its environment."""
     jobs: dict[str, Job] = {
-        "MindSpore": (on_one_core(sys.executable, "operators.py", "--library", "mindspore"), MINDSPORES),
+        "MindSpore": (on_one_core(sys.executable, "operators.py", "--library", "mindspore"), MINDSPORES_KERNELS),
         "ours": (on_one_core(sys.executable, "operators.py", "--library", "mindspore"), {}),
     }
     if has_torch(torch_python):
@@ -51,8 +49,11 @@ def operator_jobs(torch_python: str) -> dict[str, Job]:
 def step_jobs(steps: int, torch_python: str) -> dict[str, Job]:
     script = ["--steps", str(steps), "--variants"]
     jobs: dict[str, Job] = {
-        "as MindNLP does it": (on_one_core(sys.executable, "train_bert.py", *script, OWN), MINDSPORES),
-        "MindSpore's kernels, our update": (on_one_core(sys.executable, "train_bert.py", *script, "auto"), MINDSPORES),
+        "as MindNLP does it": (on_one_core(sys.executable, "train_bert.py", *script, OWN), MINDSPORES_KERNELS),
+        "MindSpore's kernels, our update": (
+            on_one_core(sys.executable, "train_bert.py", *script, "auto"),
+            MINDSPORES_KERNELS,
+        ),
         "ours": (on_one_core(sys.executable, "train_bert.py", *script, "auto"), {}),
         "ours, two ranks": ([*launched("mpi"), str(HERE / "train_bert.py"), *script, "auto"], {}),
     }

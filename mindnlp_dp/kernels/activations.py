@@ -19,7 +19,7 @@ BLOCK = 1 << 15
 # What is worth a second core.
 SMALLEST_PART = 1 << 17
 
-# The normal distribution's share below x is (1 + tanh(u)) / 2, where u / x is a polynomial in x^2, fitted to 3e-8 of it,
+# The normal distribution's share below x is (1 + tanh(u)) / 2, where u / x is a polynomial in x^2, fitted to 3e-8,
 # half of float32's own step at 1, by iteratively reweighted least squares. It is positive and rises for all x.
 SHARE = (7.9788494148e-01, 3.6333084465e-02, -3.2594838162e-05, -5.5306258887e-05, 3.9647577314e-06, -1.3226450739e-07,
          1.7562062568e-09)  # fmt: skip

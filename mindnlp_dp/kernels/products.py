@@ -1,8 +1,8 @@
 """Matrix products of arrays of any rank and any strides.
 
-Transposed and sliced matrices are handed to BLAS as they lie in memory. Large products are oneDNN's, cut by rows among
-this rank's cores; many small ones are one call of NumPy's ``matmul``, which costs less than a call each. How many cores
-share the work does not change a bit of it.
+Transposed and sliced matrices are handed to BLAS as they lie in memory. Products are oneDNN's, cut among this rank's
+cores by rows, or by matrices where there are many; how many cores share the work does not change a bit of it. Without
+oneDNN they are NumPy's, which has threads of its own.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from typing import Optional
 
 import numpy as np
 
+from . import onednn
 from .memory import ITEM_BYTES, empty, empty_like
-from .onednn import Sgemm, sgemm
 from .workers import in_parts
 
 # A part has so many rows at least: below 16, oneDNN takes another kernel, which adds up in another order.
 ROWS_OF_A_PART = 64
-# What is worth a second core: about 0.1 ms of one.
+# Multiplications that are worth a second core: about 0.1 ms of one.
 WORK_OF_A_PART = 1 << 22
-# Up to this number of multiplications, one call of NumPy's for all matrices is faster than oneDNN's for each, and
-# OpenBLAS stays on the thread that called it.
-SMALL = 1 << 18
 ROWS_OF_A_SUM = 64
 
 
@@ -30,25 +27,20 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
     """``a @ b``, plus ``bias`` in every row: matrices of shape (M, K) and (K, N) to a new one of shape (M, N)."""
     (rows, inner), columns = a.shape, b.shape[1]
     out = empty(rows, columns)
-    if bias is not None:
-        out[...] = bias
+    if bias is not None or not inner:
+        out[...] = 0 if bias is None else bias
     if not out.size or not inner:
-        return out if bias is not None else np.zeros_like(out)
-    run = sgemm()
-    if run is None:
-        return np.matmul(a, b) if bias is None else np.add(np.matmul(a, b), out, out=out)
+        return out
+    if not onednn.is_there():
+        return np.matmul(a, b, out=out) if bias is None else np.add(np.matmul(a, b), out, out=out)
     a, b = _for_blas(a), _for_blas(b)
-    beta = 0.0 if bias is None else 1.0
-
-    (a_transposed, a_stride), (b_transposed, b_stride) = _layout(a), _layout(b)
     at_a, at_b, at_out = a.ctypes.data, b.ctypes.data, out.ctypes.data
+    layouts = _layout(a), _layout(b), columns
     a_row, out_row = a.strides[0], out.strides[0]
 
     def part(first: int, last: int) -> None:
-        _check(run(
-            a_transposed, b_transposed, last - first, columns, inner, 1.0, at_a + first * a_row, a_stride,
-            at_b, b_stride, beta, at_out + first * out_row, columns,
-        ), a, b)  # fmt: skip
+        multiply = onednn.multiplication((last - first, inner, columns), *layouts, add=bias is not None)
+        multiply(at_a + first * a_row, at_b, at_out + first * out_row)
 
     in_parts(part, rows, ROWS_OF_A_PART, WORK_OF_A_PART // (inner * columns) + 1)
     return out
@@ -69,26 +61,21 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
         return product(a.reshape(math.prod(a.shape[:-1]), inner), b).reshape(*a.shape[:-1], columns)
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     shape = (*batch, rows, columns)
-    whole = out = empty(*shape) if like is None else empty_like(shape, like)
+    out = empty(*shape) if like is None else empty_like(shape, like)
     if not out.size or not inner:
         out[...] = 0
         return out
-    if out.strides[-1] != ITEM_BYTES:
+    a, b = (np.broadcast_to(_for_blas(x), batch + x.shape[-2:]) for x in (a, b))
+    if not onednn.is_there():
+        return np.matmul(a, b, out=out)
+    if out.strides[-1] == ITEM_BYTES:
+        _one_by_one(a, b, out)
+    elif out.strides[-2] == ITEM_BYTES:
         # (a b)' = b' a', whose rows lie in one piece.
-        a, b, out = b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2)
-    # A single matrix is a batch of one.
-    a, b, out = (
-        x if batch else x[None] for x in (*(np.broadcast_to(_for_blas(x), batch + x.shape[-2:]) for x in (a, b)), out)
-    )
-    run, work = sgemm(), rows * columns * inner
-    if run is None and work > SMALL:
-        # NumPy's BLAS has threads of its own for these.
-        np.matmul(a, b, out=out)
-    elif run is None or work <= SMALL or out.strides[-1] != ITEM_BYTES:
-        _in_one_call(a, b, out, work)
+        _one_by_one(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2))
     else:
-        _one_by_one(run, a, b, out, work)
-    return whole
+        out[...] = matmul(a, b)
+    return out
 
 
 def column_sums(x: np.ndarray) -> np.ndarray:
@@ -97,30 +84,18 @@ def column_sums(x: np.ndarray) -> np.ndarray:
     return np.stack([x[begin : begin + ROWS_OF_A_SUM].sum(0) for begin in blocks]).sum(0)
 
 
-def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray, work: int) -> None:
-    """NumPy's product of many matrices, shared out along their first dimension."""
-
-    def part(first: int, last: int) -> None:
-        np.matmul(a[first:last], b[first:last], out=out[first:last])
-
-    in_parts(part, len(out), 1, WORK_OF_A_PART // (work * math.prod(out.shape[1:-2])) + 1)
-
-
-def _one_by_one(run: Sgemm, a: np.ndarray, b: np.ndarray, out: np.ndarray, work: int) -> None:
-    """oneDNN's product of each pair of matrices, shared out among the cores."""
+def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """The product of each pair of matrices, shared out among the cores; the dimensions before are equal."""
     (rows, inner), columns = a.shape[-2:], b.shape[-1]
-    out_stride = max(out.strides[-2] // ITEM_BYTES, columns)
     addresses = list(zip(_addresses(a), _addresses(b), _addresses(out)))
-    (a_transposed, a_stride), (b_transposed, b_stride) = _layout(a), _layout(b)
+    _, out_stride = _layout(out)
 
     def part(first: int, last: int) -> None:
-        for at_a, at_b, at_out in addresses[first:last]:
-            _check(run(
-                a_transposed, b_transposed, rows, columns, inner, 1.0, at_a, a_stride, at_b, b_stride,
-                0.0, at_out, out_stride,
-            ), a, b)  # fmt: skip
+        multiply = onednn.multiplication((rows, inner, columns), _layout(a), _layout(b), out_stride, add=False)
+        for pair in addresses[first:last]:
+            multiply(*pair)
 
-    in_parts(part, len(addresses), 1, WORK_OF_A_PART // work + 1)
+    in_parts(part, len(addresses), 1, WORK_OF_A_PART // (rows * inner * columns) + 1)
 
 
 def _addresses(x: np.ndarray) -> list[int]:
@@ -132,25 +107,19 @@ def _addresses(x: np.ndarray) -> list[int]:
 
 
 def _for_blas(x: np.ndarray) -> np.ndarray:
-    """Matrices of which one dimension lies in one piece, and the other does not overlap it: as they are, or copied."""
+    """Matrices that lie in memory row by row, or column by column: as they are, or else copied."""
+    return x if _lies_in_rows(x) or _lies_in_rows(x.swapaxes(-1, -2)) else np.ascontiguousarray(x)
+
+
+def _lies_in_rows(x: np.ndarray) -> bool:
+    """Whether each row is in one piece, and behind the one before."""
     rows, columns = x.shape[-2:]
     by_row, by_column = x.strides[-2:]
-    if (by_column == ITEM_BYTES or columns == 1) and (by_row >= columns * ITEM_BYTES or rows == 1):
-        return x
-    if (by_row == ITEM_BYTES or rows == 1) and (by_column >= rows * ITEM_BYTES or columns == 1):
-        return x
-    return np.ascontiguousarray(x)
+    return (by_column == ITEM_BYTES or columns == 1) and (by_row >= columns * ITEM_BYTES or rows == 1)
 
 
-def _layout(x: np.ndarray) -> tuple[bytes, int]:
-    """How BLAS is told of a matrix: whether it is transposed, and the distance of what it takes for rows."""
-    rows, columns = x.shape[-2:]
-    by_row, by_column = x.strides[-2:]
-    if (by_column == ITEM_BYTES or columns == 1) and (by_row >= columns * ITEM_BYTES or rows == 1):
-        return b"N", max(by_row // ITEM_BYTES, columns)
-    return b"T", max(by_column // ITEM_BYTES, rows)
-
-
-def _check(status: int, a: np.ndarray, b: np.ndarray) -> None:
-    if status:
-        raise RuntimeError(f"oneDNN's product of shapes {a.shape} and {b.shape} ended with status {status}")
+def _layout(x: np.ndarray) -> onednn.Layout:
+    """How BLAS is told of a matrix that :func:`_for_blas` lets pass."""
+    transposed = not _lies_in_rows(x)
+    by_row, columns = (x.strides[-1], x.shape[-2]) if transposed else (x.strides[-2], x.shape[-1])
+    return b"T" if transposed else b"N", max(by_row // ITEM_BYTES, columns)
