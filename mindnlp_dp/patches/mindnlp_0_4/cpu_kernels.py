@@ -60,6 +60,24 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
                 return _kernels().embedding(ids, weight)
         return NotImplemented
 
+    @in_place_of(module)
+    def cross_entropy(
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        *smoothing: Any,
+        **more: Any,
+    ) -> Any:
+        is_plain = weight is None and not any(smoothing) and not any(more.values())
+        if is_plain and apply_to(input) and _is_integer(target) and reduction in ("mean", "sum", "none"):
+            classes = target.asnumpy()
+            is_class = (classes == ignore_index) | ((classes >= 0) & (classes < input.shape[-1]))
+            if input.ndim == 2 and input.size and target.shape == input.shape[:1] and is_class.all():
+                return _kernels().cross_entropy(input, classes, ignore_index, reduction)
+        return NotImplemented
+
 
 @around("mindnlp.core.ops.blas")
 def _matrix_products(module: types.ModuleType) -> Iterator[None]:
