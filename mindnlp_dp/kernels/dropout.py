@@ -66,8 +66,8 @@ def next_key() -> tuple[int, int]:
     from mindspore.common.generator import default_generator
 
     seed, offset = (int(state.asnumpy().flat[0]) for state in default_generator._step(_one_call()))
-    if not seed:
-        # MindSpore's generator begins with zero where it was not seeded itself.
+    if not seed and not default_generator._generator.attrs.get("manual_seed"):
+        # Nobody seeded MindSpore's generator, which begins with zero.
         own = mindspore.get_seed()
         seed = _ENTROPY if own is None else own
     return seed & _MASK, offset & _MASK

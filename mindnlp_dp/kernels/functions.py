@@ -18,7 +18,7 @@ from . import activations
 from . import cross_entropy as cross_entropy_of_arrays
 from .dropout import keep_mask, masked, next_key
 from .embedding import scatter_rows
-from .memory import ITEM_BYTES, array_of, tensor_of
+from .memory import array_of, tensor_of
 from .normalization import normalize, normalize_backward
 from .products import column_sums, product
 from .products import matmul as matmul_arrays
@@ -114,11 +114,7 @@ class _MatMul(_Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        left, right = array_of(a), array_of(b)
-        # Heads that were transposed to the front go back behind the positions next, as in attention's context: laid
-        # out like the values that it is made of, that costs nothing.
-        is_like_right = left.flags.c_contiguous and left.ndim == right.ndim > 2 and right.strides[-1] == ITEM_BYTES
-        return tensor_of(matmul_arrays(left, right, right if is_like_right else None))
+        return tensor_of(matmul_arrays(array_of(a), array_of(b)))
 
     @staticmethod
     @_once

@@ -1,8 +1,9 @@
 """Matrix products of arrays of any rank and any strides.
 
-Transposed and sliced matrices are handed to BLAS as they lie in memory. Products are oneDNN's, cut among this rank's
-cores by rows, or by matrices where there are many; how many cores share the work does not change a bit of it. Without
-oneDNN they are NumPy's, which has threads of its own.
+Transposed and sliced matrices are handed to BLAS as they lie in memory. Products are oneDNN's, in tiles of rows, or matrix
+by matrix where there are many; a rank's cores share the tiles. In which order oneDNN adds up depends on the number of
+rows, in ways of its own on every core, so tiles are the same however many cores there are. Without oneDNN products are
+NumPy's, which has threads of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from . import onednn
 from .memory import ITEM_BYTES, empty, empty_like
 from .workers import in_parts
 
-# A part has so many rows at least: below 16, oneDNN takes another kernel, which adds up in another order.
-ROWS_OF_A_PART = 64
+# Tiles that are smaller by half take 2 % more of a step, larger ones leave cores without work.
+ROWS_OF_A_TILE = 256
 # Multiplications that are worth a second core: about 0.1 ms of one.
 WORK_OF_A_PART = 1 << 22
 ROWS_OF_A_SUM = 64
@@ -38,11 +39,17 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
     layouts = _layout(a), _layout(b), columns
     a_row, out_row = a.strides[0], out.strides[0]
 
-    def part(first: int, last: int) -> None:
-        multiply = onednn.multiplication((last - first, inner, columns), *layouts, add=bias is not None)
-        multiply(at_a + first * a_row, at_b, at_out + first * out_row)
+    num_tiles = max(1, rows // ROWS_OF_A_TILE)
 
-    in_parts(part, rows, ROWS_OF_A_PART, WORK_OF_A_PART // (inner * columns) + 1)
+    def part(first: int, last: int) -> None:
+        # The last tile takes what is left over.
+        begins = [number * ROWS_OF_A_TILE for number in range(first, last)]
+        ends = [*begins[1:], last * ROWS_OF_A_TILE if last < num_tiles else rows]
+        for begin, end in zip(begins, ends):
+            multiply = onednn.multiplication((end - begin, inner, columns), *layouts, add=bias is not None)
+            multiply(at_a + begin * a_row, at_b, at_out + begin * out_row)
+
+    in_parts(part, num_tiles, 1, WORK_OF_A_PART // (ROWS_OF_A_TILE * inner * columns) + 1)
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Optional
 
 import numpy as np
@@ -44,9 +44,17 @@ def in_parts(part: Callable[[int, int], None], size: int, granularity: int, smal
         return
     begins = [size * number // num_parts // granularity * granularity for number in range(num_parts)]
     ends = [*begins[1:], size]
-    others = [_pool.submit(_quietly, part, first, last) for first, last in zip(begins[1:], ends[1:])]
+    others: list[Future[None]] = []
+    mine = [(begins[0], ends[0])]
+    for first, last in zip(begins[1:], ends[1:]):
+        try:
+            others.append(_pool.submit(_quietly, part, first, last))
+        except RuntimeError:
+            # A process that is about to end starts no more threads.
+            mine.append((first, last))
     try:
-        _quietly(part, begins[0], ends[0])
+        for first, last in mine:
+            _quietly(part, first, last)
     finally:
         # Whatever happens, nobody writes into these arrays any more afterwards.
         wait(others)
