@@ -1,9 +1,9 @@
 """Matrix products of arrays of any rank and any strides.
 
-Transposed and sliced matrices are handed to BLAS as they lie in memory. Products are oneDNN's, in tiles of rows, or matrix
-by matrix where there are many; a rank's cores share the tiles. In which order oneDNN adds up depends on the number of
-rows, in ways of its own on every core, so tiles are the same however many cores there are. Without oneDNN products are
-NumPy's, which has threads of its own.
+Transposed and sliced matrices are handed to BLAS as they lie in memory. Products are oneDNN's, in tiles of rows, or
+matrix by matrix where there are many; a rank's cores share the tiles. In which order oneDNN adds up depends on the
+number of rows, otherwise on every kind of core, so tiles are the same however many cores there are. Without oneDNN
+products are NumPy's, which has threads of its own.
 """
 
 from __future__ import annotations
