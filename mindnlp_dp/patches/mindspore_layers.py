@@ -25,7 +25,7 @@ def use_kernels_in_layers() -> None:
     @in_place_of(nn.Dense, "construct")
     def dense(self: Any, x: Any) -> Any:
         bias = self.bias if self.has_bias else None
-        if apply_to(x, self.weight, bias) and x.shape[-1:] == self.weight.shape[1:]:
+        if _apply_in(self, x, self.weight, bias) and x.shape[-1:] == self.weight.shape[1:]:
             out = functions.linear(x, self.weight, bias)
             return self.activation(out) if self.activation_flag else out
         return NotImplemented
@@ -37,15 +37,20 @@ def use_kernels_in_layers() -> None:
             -len(shape),
             input_x.ndim - len(shape),
         )
-        if apply_to(input_x, self.gamma, self.beta) and is_plain and input_x.shape[-len(shape) :] == shape:
+        if _apply_in(self, input_x, self.gamma, self.beta) and is_plain and input_x.shape[-len(shape) :] == shape:
             return functions.layer_norm(input_x, len(shape), self.gamma, self.beta, self.epsilon)
         return NotImplemented
 
     @in_place_of(nn.GELU, "construct")
     def gelu(self: Any, x: Any) -> Any:
-        return functions.gelu(x, self.approximate) if apply_to(x) else NotImplemented
+        return functions.gelu(x, self.approximate) if _apply_in(self, x) else NotImplemented
 
     @in_place_of(nn.Dropout, "construct")
     def dropout(self: Any, x: Any) -> Any:
         p = 1 - self.keep_prob if self.p is None else self.p
-        return functions.dropout(x, p) if self.training and 0 < p < 1 and apply_to(x) else NotImplemented
+        return functions.dropout(x, p) if self.training and 0 < p < 1 and _apply_in(self, x) else NotImplemented
+
+
+def _apply_in(cell: Any, *tensors: Any) -> bool:
+    """Whether a cell's call is for our kernels: not in one that ``to_float`` has compute in another type."""
+    return cell.mixed_precision_type is None and apply_to(*tensors)

@@ -701,6 +701,12 @@ class TestWholeModels:
         finally:
             mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
 
+    def test_layers_that_compute_in_another_type(self):
+        x = Tensor(numbers(4, 6))
+        for layer in (mindspore.nn.Dense(6, 5), mindspore.nn.LayerNorm([6]), mindspore.nn.GELU()):
+            assert layer(x).dtype == mindspore.float32
+            assert layer.to_float(mindspore.float16)(x).dtype == mindspore.float16
+
     def test_dropout_of_mindspore(self):
         for layer in (mindspore.nn.Dropout(p=0.25), mindspore.nn.Dropout(keep_prob=0.75)):
             layer.set_train(True)
