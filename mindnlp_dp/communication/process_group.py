@@ -31,7 +31,8 @@ def init_process_group(
 ) -> ProcessGroup:
     """Meet the other processes of this job, and return the group of all of them.
 
-    Call it once, before the first tensor is made; later calls return the same group.
+    Call it once, before the first tensor is made; later calls return the same group, and may say that kernels are
+    to be MindSpore's.
     With ``tune_runtime``, on CPU, threads and dispatch are fitted to the cores of this
     process; pass ``False`` to keep MindSpore's own. With it, too, MindNLP's layers are computed by our ``kernels``
     ("auto"), or by MindSpore's own ("mindspore"), which are slower; the environment variable ``MINDNLP_DP_KERNELS``
@@ -46,17 +47,20 @@ def init_process_group(
         ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
     global _group, was_started
+    kernels = check_kernels(kernels)
     if _group is not None:
         if backend not in ("auto", _group.backend, _group.backend_kind):
             raise ValueError(f"init_process_group({backend!r}), but the group was started with {_group.backend!r}")
+        if kernels == "mindspore":
+            choose_kernels(kernels, 1)
         return _group
 
     check_level(checks)
-    kernels = check_kernels(kernels)
     # MindNLP obeys DEVICE_TARGET when it is imported, which may be later.
     device = obey_device_target()
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
     transport = meet(kind, launch)
+    choose_kernels("mindspore", 1)
     if tune_runtime:
         from mindnlp_dp.runtime.threads import configure_runtime, usable_cores
 

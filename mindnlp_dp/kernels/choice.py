@@ -37,15 +37,20 @@ def choose(kernels: str, num_cores: int) -> None:
 
 
 def apply_to(*tensors: Any) -> bool:
-    """Whether a call with these tensors, or None in their places, is for our kernels."""
+    """Whether a call with these tensors is for our kernels."""
     if not _are_on:
         return False
     import mindspore
     from mindspore._c_expression.amp import get_curr_amp_strategy
 
     return (
-        all(x is None or (isinstance(x, mindspore.Tensor) and x.dtype == mindspore.float32) for x in tensors)
+        all(isinstance(x, mindspore.Tensor) and x.dtype == mindspore.float32 for x in tensors)
         and mindspore.context._get_mode() == mindspore.PYNATIVE_MODE
         # Mixed precision chooses the type of an operator's inputs by the operator's name.
         and get_curr_amp_strategy() is None
     )
+
+
+def given(*tensors: Any) -> list[Any]:
+    """Those that are not None."""
+    return [x for x in tensors if x is not None]

@@ -69,20 +69,39 @@ def cross_entropy(logits: Tensor, classes: np.ndarray, ignored: int, reduction: 
     return _CrossEntropy.apply(logits, classes, ignored, reduction)
 
 
+class _Underivable(_Function):
+    """The first of its inputs, which depends on all of them in a way that is not recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *others: Tensor) -> Tensor:
+        return tensor_of(array_of(result).copy())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise NotImplementedError(
+            "mindnlp_dp's CPU kernels have first derivatives only, and a second one is asked for; "
+            'mindnlp_dp.init_process_group(kernels="mindspore") keeps MindSpore\'s own'
+        )
+
+
 def _once(backward: Any) -> Any:
-    """A backward pass that MindSpore's autograd cannot look into: it refuses to be differentiated itself."""
+    """A backward pass that MindSpore's autograd cannot look into: what comes out of it cannot be differentiated."""
 
     def guarded(ctx: Any, gradient: Tensor) -> Any:
-        if _pynative_executor.grad_flag():
-            raise NotImplementedError(
-                "mindnlp_dp's CPU kernels have first derivatives only, and a second one is asked for; "
-                'mindnlp_dp.init_process_group(kernels="mindspore") keeps MindSpore\'s own'
-            )
         # A gradient that overflows is told by its norm.
         with np.errstate(all="ignore"):
-            return backward(ctx, gradient)
+            results = backward(ctx, gradient)
+        if not _pynative_executor.grad_flag():
+            return results
+        depends_on = [gradient, *(x for x in ctx.saved_tensors if x is not None)]
+        wrapped = [x if x is None else _Underivable.apply(x, *depends_on) for x in _as_tuple(results)]
+        return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
 
     return guarded
+
+
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _rows(tensor: Tensor) -> np.ndarray:
@@ -153,6 +172,7 @@ def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 class _Activation(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: Any) -> Tensor:
+        ctx.save_for_backward(x)
         out, ctx.slope = activation(array_of(x), ctx.needs_input_grad[0])
         return tensor_of(out)
 
@@ -203,6 +223,7 @@ def _flat(tensor: Optional[Tensor]) -> Optional[np.ndarray]:
 class _Dropout(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward()
         ctx.keep, ctx.scale = keep_mask(x.size, p, next_key()), 1 / (1 - p) if p < 1 else 0.0
         return tensor_of(masked(array_of(x), ctx.keep, ctx.scale))
 
@@ -215,6 +236,7 @@ class _Dropout(_Function):
 class _Embedding(_Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: np.ndarray) -> Tensor:
+        ctx.save_for_backward()
         ctx.ids, ctx.num_rows = ids, weight.shape[0]
         return tensor_of(array_of(weight)[ids])
 
@@ -229,7 +251,8 @@ class _CrossEntropy(_Function):
     def forward(ctx: Any, logits: Tensor, classes: np.ndarray, ignored: int, reduction: str) -> Tensor:
         counts = classes != ignored
         ctx.classes, ctx.weights = np.where(counts, classes, 0), counts.astype(np.float32)
-        losses, ctx.shares = cross_entropy_of_arrays.losses(array_of(logits), ctx.classes)
+        ctx.save_for_backward(logits)
+        losses = cross_entropy_of_arrays.losses(array_of(logits), ctx.classes)
         with np.errstate(invalid="ignore", divide="ignore"):
             if reduction == "mean":
                 ctx.weights /= np.count_nonzero(counts)
@@ -241,4 +264,5 @@ class _CrossEntropy(_Function):
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradients = array_of(gradient) * ctx.weights
-        return tensor_of(cross_entropy_of_arrays.backward(gradients, ctx.shares, ctx.classes)), None, None, None
+        logits = array_of(ctx.saved_tensors[0])
+        return tensor_of(cross_entropy_of_arrays.backward(gradients, logits, ctx.classes)), None, None, None

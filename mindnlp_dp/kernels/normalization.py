@@ -20,7 +20,8 @@ BLOCK = 1 << 15
 SMALLEST_PART = 1 << 17
 
 Weight = Optional[np.ndarray]
-# Two columns: the mean of every row, and one over its standard deviation.
+# Columns: the mean of every row in two parts, which are taken off one after the other, and one over its standard
+# deviation.
 Statistics = tuple[np.ndarray, np.ndarray]
 
 
@@ -34,18 +35,19 @@ def normalize(
     """
     rows, columns = x.shape
     out = empty(rows, columns)
-    mean, scale = np.zeros((rows, 1), np.float32), np.empty((rows, 1), np.float32)
+    mean, scale = np.zeros((rows, 2), np.float32), np.empty((rows, 1), np.float32)
 
     def part(first: int, last: int) -> None:
         for at in _blocks(first, last, columns):
             block, y = x[at], out[at]
+            y[...] = block
             if centred:
-                np.mean(block, axis=1, keepdims=True, out=mean[at])
-                np.subtract(block, mean[at], out=y)
-            else:
-                y[...] = block
-            variance = np.einsum("ij,ij->i", y, y)[:, None] / np.float32(columns)
-            np.divide(np.float32(1), np.sqrt(variance + np.float32(epsilon)), out=scale[at])
+                _take_off_mean(y, mean[at])
+            variance = np.einsum("ij,ij->i", y, y) / np.float32(columns)
+            if not np.isfinite(variance).all():
+                # Squares that float32 cannot hold, or rows that are no numbers.
+                variance = np.einsum("ij,ij->i", y, y, dtype=np.float64) / columns
+            scale[at, 0] = 1 / np.sqrt(variance + variance.dtype.type(epsilon))
             y *= scale[at]
             if weight is not None:
                 y *= weight
@@ -68,7 +70,10 @@ def normalize_backward(
     def part(first: int, last: int) -> None:
         for at in _blocks(first, last, columns):
             g, out = gradient[at], of_x[at]
-            normalized = x[at] - mean[at] if centred else x[at].copy()
+            normalized = np.array(x[at])
+            if centred:
+                normalized -= mean[at, :1]
+                normalized -= mean[at, 1:]
             normalized *= scale[at]
             weighted = g * normalized
             np.sum(weighted, axis=0, out=sums[0, at.start // size])
@@ -89,6 +94,15 @@ def normalize_backward(
     _over_rows(part, rows, columns)
     of_weight, of_bias = sums.sum(1)
     return of_x, of_weight, of_bias
+
+
+def _take_off_mean(rows: np.ndarray, mean: np.ndarray) -> None:
+    """Subtract its mean from each row, twice: what float32 rounds off a large one is most of a small variance."""
+    for part in range(2):
+        np.mean(rows, axis=1, out=mean[:, part])
+        if not np.isfinite(mean[:, part]).all():
+            mean[:, part] = np.mean(rows, axis=1, dtype=np.float64)
+        rows -= mean[:, part : part + 1]
 
 
 def _rows_of_a_block(columns: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mindnlp_dp.kernels.choice import apply_to
+from mindnlp_dp.kernels.choice import apply_to, given
 
 from .in_place_of import in_place_of
 
@@ -25,7 +25,7 @@ def use_kernels_in_layers() -> None:
     @in_place_of(nn.Dense, "construct")
     def dense(self: Any, x: Any) -> Any:
         bias = self.bias if self.has_bias else None
-        if _apply_in(self, x, self.weight, bias) and x.shape[-1:] == self.weight.shape[1:]:
+        if _apply_in(self, x, self.weight, *given(bias)) and x.shape[-1:] == self.weight.shape[1:]:
             out = functions.linear(x, self.weight, bias)
             return self.activation(out) if self.activation_flag else out
         return NotImplemented

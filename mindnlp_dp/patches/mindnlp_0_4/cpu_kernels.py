@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindnlp_dp.kernels.choice import apply_to
+from mindnlp_dp.kernels.choice import apply_to, given
 from mindnlp_dp.patches.import_hook import around
 from mindnlp_dp.patches.in_place_of import in_place_of
 
@@ -22,7 +22,7 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
 
     @in_place_of(module)
     def linear(input: Any, weight: Any, bias: Any = None) -> Any:
-        fits = apply_to(input, weight, bias) and weight.ndim == 2 and input.shape[-1:] == weight.shape[1:]
+        fits = apply_to(input, weight, *given(bias)) and weight.ndim == 2 and input.shape[-1:] == weight.shape[1:]
         if fits and (bias is None or bias.shape == weight.shape[:1]):
             return _kernels().linear(input, weight, bias)
         return NotImplemented
@@ -34,7 +34,8 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
 
     @in_place_of(module)
     def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-        if apply_to(input, weight, bias):
+        is_plain = isinstance(normalized_shape, (int, tuple, list)) and isinstance(eps, (int, float))
+        if is_plain and apply_to(input, *given(weight, bias)):
             shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
             fits = all(x is None or x.shape == shape for x in (weight, bias)) and input.shape[-len(shape) :] == shape
             if fits and math.prod(shape):
@@ -43,16 +44,30 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
 
     @in_place_of(module)
     def rms_norm(input: Any, weight: Any, eps: float = 1e-5) -> Any:
-        if apply_to(input, weight) and weight.size and weight.ndim and input.shape[-weight.ndim :] == weight.shape:
+        if (
+            isinstance(eps, (int, float))
+            and apply_to(input, weight)
+            and weight.size
+            and weight.ndim
+            and input.shape[-weight.ndim :] == weight.shape
+        ):
             return _kernels().rms_norm(input, weight, eps)
         return NotImplemented
 
     @in_place_of(module)
     def dropout(input: Any, p: float = 0.5, training: bool = True) -> Any:
-        return _kernels().dropout(input, p) if training and 0 < p <= 1 and apply_to(input) else NotImplemented
+        is_plain = isinstance(p, (int, float)) and training and 0 < p <= 1
+        return _kernels().dropout(input, p) if is_plain and apply_to(input) else NotImplemented
 
     @in_place_of(module)
-    def embedding(input: Any, weight: Any, *_: Any, **__: Any) -> Any:
+    def embedding(  # noqa: PLR0917, it is MindNLP's signature
+        input: Any,
+        weight: Any,
+        padding_idx: Any = None,
+        max_norm: Any = None,
+        norm_type: Any = 2.0,
+        scale_grad_by_freq: Any = False,
+    ) -> Any:
         # What else it takes MindNLP ignores on CPU.
         if apply_to(weight) and weight.ndim == 2 and _is_integer(input):
             ids = input.asnumpy()
@@ -61,20 +76,19 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
         return NotImplemented
 
     @in_place_of(module)
-    def cross_entropy(
+    def cross_entropy(  # noqa: PLR0917, it is MindNLP's signature
         input: Any,
         target: Any,
         weight: Any = None,
         ignore_index: int = -100,
         reduction: str = "mean",
-        *smoothing: Any,
-        **more: Any,
+        label_smoothing: Any = 0.0,
     ) -> Any:
-        is_plain = weight is None and not any(smoothing) and not any(more.values())
-        if is_plain and apply_to(input) and _is_integer(target) and reduction in ("mean", "sum", "none"):
+        is_plain = weight is None and label_smoothing == 0 and reduction in ("mean", "sum", "none")
+        if is_plain and apply_to(input) and _is_integer(target) and input.ndim == 2 and input.size:
             classes = target.asnumpy()
-            is_class = (classes == ignore_index) | ((classes >= 0) & (classes < input.shape[-1]))
-            if input.ndim == 2 and input.size and target.shape == input.shape[:1] and is_class.all():
+            is_class = (classes == ignore_index) | ((classes >= 0) & (classes < input.shape[1]))
+            if target.shape == input.shape[:1] and is_class.all():
                 return _kernels().cross_entropy(input, classes, ignore_index, reduction)
         return NotImplemented
 
