@@ -10,4 +10,5 @@ stands behind runs after. It says which versions it is for, what the cause is, a
 
 from . import mindnlp_0_4 as mindnlp_0_4
 from . import mindspore_api as mindspore_api
+from . import mindspore_layers as mindspore_layers
 from .import_hook import install_import_hook as install_import_hook
