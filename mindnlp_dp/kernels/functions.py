@@ -1,7 +1,7 @@
 """The kernels inside MindSpore's autograd: what MindNLP's functions are replaced with.
 
 Each function takes MindSpore's tensors, float32 ones on CPU in PyNative mode, and gives one that MindSpore
-differentiates by our backward pass. Graphs keep what MindSpore's own operators would, or less.
+differentiates by our backward pass. A graph keeps about as much as MindSpore's own operators would.
 """
 
 from __future__ import annotations

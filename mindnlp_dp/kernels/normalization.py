@@ -69,8 +69,9 @@ def normalize_backward(
 
     def part(first: int, last: int) -> None:
         for at in _blocks(first, last, columns):
-            g, out = gradient[at], of_x[at]
-            normalized = np.array(x[at])
+            out = of_x[at]
+            # Row by row, as NumPy adds up most exactly.
+            g, normalized = np.ascontiguousarray(gradient[at]), np.array(x[at], order="C")
             if centred:
                 normalized -= mean[at, :1]
                 normalized -= mean[at, 1:]
