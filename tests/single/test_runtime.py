@@ -103,12 +103,15 @@ CONFIGURE = """
 import json, os, sys
 from mindnlp_dp.runtime.threads import configure_runtime, usable_cores
 import mindspore
+from threadpoolctl import threadpool_info
 if "own" in sys.argv:
     mindspore.device_context.cpu.op_tuning.threads_num(3)
 rank, num_ranks = int(sys.argv[2]), int(sys.argv[3])
 settings = configure_runtime(sys.argv[1], rank, num_ranks, [usable_cores()] * num_ranks)
 print(json.dumps([list(settings.cores), settings.operator_threads, settings.synchronous_dispatch,
                   sorted(os.sched_getaffinity(0))]))
+of_blas = {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+assert of_blas == {settings.num_threads} or sys.argv[1] != "CPU", of_blas
 """
 
 
