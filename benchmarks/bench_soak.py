@@ -5,7 +5,7 @@
 A small RoBERTa, AdamW with a linear schedule, an evaluation every 50 updates and a checkpoint every 100. What counts is
 the slope of the resident memory over the updates, after the first fifth of them, in KB an update; a model's size hardly
 matters to it. MindNLP's own AdamW is measured as it ships, and ours on two ranks as well. "operators alone" is the
-model's forward and backward pass: what MindSpore's kernels for CPU keep, whoever calls them.
+model's forward and backward pass: what its kernels keep, whoever calls them.
 """
 
 from __future__ import annotations
