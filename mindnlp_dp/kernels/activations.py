@@ -1,7 +1,7 @@
 """GELU and its derivative, in blocks that stay in a core's cache.
 
-Each function gives the values, and the derivative if asked: a graph keeps that instead of the inputs, and its backward
-pass is one multiplication.
+Each function gives the values, and the derivative if asked: a graph keeps it, and its backward pass is one
+multiplication.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from typing import Optional
 import numpy as np
 
 from .memory import empty
-from .workers import in_parts
-
-# Elements of a block: five of its size fit into the second-level cache of most cores; of smaller ones, calls cost more.
-BLOCK = 1 << 15
-# What is worth a second core.
-SMALLEST_PART = 1 << 17
+from .workers import in_blocks
 
 # The upper tail of the normal distribution is exp(-z^2 / 2) times a polynomial in t = 1 / (1 + P z) without a constant,
 # for z >= 0: the form of Hastings' (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17), with one term
@@ -33,46 +28,39 @@ _Block = Callable[[np.ndarray, np.ndarray, Optional[np.ndarray], list[np.ndarray
 
 def gelu(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
     """``x`` times the normal distribution's share below ``x``, and its derivative (Hendrycks and Gimpel, 2016)."""
-    return _in_blocks(_gelu, x, derivative, 3)
+    return _computed(_gelu, x, derivative, 3)
 
 
 def gelu_tanh(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
     """GELU with that share taken for ``(1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2``."""
-    return _in_blocks(_gelu_tanh, x, derivative, 2)
+    return _computed(_gelu_tanh, x, derivative, 2)
 
 
 def gelu_quick(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
     """GELU with that share taken for ``sigmoid(1.702 x)``."""
-    return _in_blocks(_gelu_quick, x, derivative, 1)
+    return _computed(_gelu_quick, x, derivative, 1)
 
 
 def backward(gradient: np.ndarray, slope: np.ndarray) -> np.ndarray:
     """The gradient of an activation's input: that of its output times its derivative."""
     out = empty(*slope.shape)
-    flat = np.ascontiguousarray(gradient).reshape(-1)
-
-    def part(first: int, last: int) -> None:
-        np.multiply(flat[first:last], slope.reshape(-1)[first:last], out=out.reshape(-1)[first:last])
-
-    in_parts(part, flat.size, BLOCK, SMALLEST_PART)
+    g, dy, of_x = np.ascontiguousarray(gradient).reshape(-1), slope.reshape(-1), out.reshape(-1)
+    in_blocks(lambda at: np.multiply(g[at], dy[at], out=of_x[at]), g.size)
     return out
 
 
-def _in_blocks(
+def _computed(
     block: _Block, x: np.ndarray, derivative: bool, num_scratch: int
 ) -> tuple[np.ndarray, Optional[np.ndarray]]:
     out = empty(*x.shape)
     slope = empty(*x.shape) if derivative else None
     x, y, dy = np.ascontiguousarray(x).reshape(-1), out.reshape(-1), None if slope is None else slope.reshape(-1)
 
-    def part(first: int, last: int) -> None:
-        scratch = np.empty((num_scratch, min(BLOCK, last - first)), np.float32)
-        for begin in range(first, last, BLOCK):
-            at = slice(begin, min(begin + BLOCK, last))
-            size = at.stop - begin
-            block(x[at], y[at], None if dy is None else dy[at], [row[:size] for row in scratch])
+    def compute(at: slice) -> None:
+        scratch = np.empty((num_scratch, at.stop - at.start), np.float32)
+        block(x[at], y[at], None if dy is None else dy[at], list(scratch))
 
-    in_parts(part, x.size, BLOCK, SMALLEST_PART)
+    in_blocks(compute, x.size)
     return out, slope
 
 

@@ -28,12 +28,12 @@ def check_kernels(kernels: str) -> str:
 
 
 def choose(kernels: str, num_cores: int) -> None:
-    """Use ours with ``num_cores`` cores, or ("mindspore") none of ours, from now on in this process."""
+    """Use ours ("auto") with ``num_cores`` cores, or ("mindspore") none of ours, from now on in this process."""
     # NumPy is imported only where something computes: whoever starts processes asks for no kernels.
     from .workers import use_cores
 
     global _are_on
-    _are_on = check_kernels(kernels) == "auto"
+    _are_on = kernels == "auto"
     use_cores(num_cores if _are_on else 1)
 
 

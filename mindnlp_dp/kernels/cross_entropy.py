@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from .memory import empty
-from .workers import in_parts
-
-# Elements of a block of rows.
-BLOCK = 1 << 15
-# What is worth a second core.
-SMALLEST_PART = 1 << 17
+from .workers import in_blocks
 
 
 def losses(logits: np.ndarray, classes: np.ndarray) -> np.ndarray:
@@ -23,13 +16,12 @@ def losses(logits: np.ndarray, classes: np.ndarray) -> np.ndarray:
     rows, columns = logits.shape
     out = np.empty(rows, np.float32)
 
-    def part(first: int, last: int) -> None:
-        for at in _blocks(first, last, columns):
-            block = logits[at] - logits[at].max(1, keepdims=True)
-            own = np.take_along_axis(block, classes[at, None], 1)[:, 0]
-            np.subtract(np.log(np.exp(block, out=block).sum(1)), own, out=out[at])
+    def block(at: slice) -> None:
+        centred = logits[at] - logits[at].max(1, keepdims=True)
+        own = np.take_along_axis(centred, classes[at, None], 1)[:, 0]
+        np.subtract(np.log(np.exp(centred, out=centred).sum(1)), own, out=out[at])
 
-    _over_rows(part, rows, columns)
+    in_blocks(block, rows, columns)
     return out
 
 
@@ -41,22 +33,12 @@ def backward(gradients: np.ndarray, logits: np.ndarray, classes: np.ndarray) -> 
     rows, columns = logits.shape
     out = empty(rows, columns)
 
-    def part(first: int, last: int) -> None:
-        for at in _blocks(first, last, columns):
-            block, g = out[at], gradients[at]
-            np.subtract(logits[at], logits[at].max(1, keepdims=True), out=block)
-            np.exp(block, out=block)
-            block *= (g / block.sum(1))[:, None]
-            block[np.arange(len(block)), classes[at]] -= g
+    def block(at: slice) -> None:
+        of_logits, g = out[at], gradients[at]
+        np.subtract(logits[at], logits[at].max(1, keepdims=True), out=of_logits)
+        np.exp(of_logits, out=of_logits)
+        of_logits *= (g / of_logits.sum(1))[:, None]
+        of_logits[np.arange(len(g)), classes[at]] -= g
 
-    _over_rows(part, rows, columns)
+    in_blocks(block, rows, columns)
     return out
-
-
-def _blocks(first: int, last: int, columns: int) -> list[slice]:
-    size = max(1, BLOCK // columns)
-    return [slice(begin, min(begin + size, last)) for begin in range(first, last, size)]
-
-
-def _over_rows(part: Callable[[int, int], None], rows: int, columns: int) -> None:
-    in_parts(part, rows, max(1, BLOCK // columns), SMALLEST_PART // columns + 1)

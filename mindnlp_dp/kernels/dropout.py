@@ -13,11 +13,7 @@ from typing import Any
 import numpy as np
 
 from .memory import empty
-from .workers import in_parts
-
-BLOCK = 1 << 15
-# What is worth a second core.
-SMALLEST_PART = 1 << 17
+from .workers import in_blocks
 
 _MASK = (1 << 64) - 1
 _ENTROPY = int.from_bytes(os.urandom(8), "little")
@@ -45,13 +41,11 @@ def masked(x: np.ndarray, keep: np.ndarray, scale: float) -> np.ndarray:
     out = empty(*x.shape)
     x, y = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
 
-    def part(first: int, last: int) -> None:
-        for begin in range(first, last, BLOCK):
-            at = slice(begin, min(begin + BLOCK, last))
-            np.multiply(keep[at], np.float32(scale), out=y[at])
-            y[at] *= x[at]
+    def block(at: slice) -> None:
+        np.multiply(keep[at], np.float32(scale), out=y[at])
+        y[at] *= x[at]
 
-    in_parts(part, x.size, BLOCK, SMALLEST_PART)
+    in_blocks(block, x.size)
     return out
 
 

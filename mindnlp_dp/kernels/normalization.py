@@ -6,18 +6,12 @@ blocks are the same whatever the number of cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Optional
 
 import numpy as np
 
 from .memory import empty
-from .workers import in_parts
-
-# Elements of a block of rows.
-BLOCK = 1 << 15
-# What is worth a second core.
-SMALLEST_PART = 1 << 17
+from .workers import in_blocks, rows_of_a_block
 
 Weight = Optional[np.ndarray]
 # Columns: the mean of every row in two parts, which are taken off one after the other, and one over its standard
@@ -37,24 +31,23 @@ def normalize(
     out = empty(rows, columns)
     mean, scale = np.zeros((rows, 2), np.float32), np.empty((rows, 1), np.float32)
 
-    def part(first: int, last: int) -> None:
-        for at in _blocks(first, last, columns):
-            block, y = x[at], out[at]
-            y[...] = block
-            if centred:
-                _take_off_mean(y, mean[at])
-            variance = np.einsum("ij,ij->i", y, y) / np.float32(columns)
-            if not np.isfinite(variance).all():
-                # Squares that float32 cannot hold, or rows that are no numbers.
-                variance = np.einsum("ij,ij->i", y, y, dtype=np.float64) / columns
-            scale[at, 0] = 1 / np.sqrt(variance + variance.dtype.type(epsilon))
-            y *= scale[at]
-            if weight is not None:
-                y *= weight
-            if bias is not None:
-                y += bias
+    def block(at: slice) -> None:
+        y = out[at]
+        y[...] = x[at]
+        if centred:
+            _take_off_mean(y, mean[at])
+        variance = np.einsum("ij,ij->i", y, y) / np.float32(columns)
+        if not np.isfinite(variance).all():
+            # Squares that float32 cannot hold, or rows that are no numbers.
+            variance = np.einsum("ij,ij->i", y, y, dtype=np.float64) / columns
+        scale[at, 0] = 1 / np.sqrt(variance + variance.dtype.type(epsilon))
+        y *= scale[at]
+        if weight is not None:
+            y *= weight
+        if bias is not None:
+            y += bias
 
-    _over_rows(part, rows, columns)
+    in_blocks(block, rows, columns)
     return out, (mean, scale)
 
 
@@ -64,35 +57,34 @@ def normalize_backward(
     """The gradients of ``x``, of ``weight`` and of ``bias``, of shapes (M, N), (N,) and (N,)."""
     (rows, columns), (mean, scale) = x.shape, statistics
     of_x = empty(rows, columns)
-    size = _rows_of_a_block(columns)
+    size = rows_of_a_block(columns)
     sums = np.empty((2, -(-rows // size), columns), np.float32)
 
-    def part(first: int, last: int) -> None:
-        for at in _blocks(first, last, columns):
-            out = of_x[at]
-            # Row by row, as NumPy adds up most exactly.
-            g, normalized = np.ascontiguousarray(gradient[at]), np.array(x[at], order="C")
-            if centred:
-                normalized -= mean[at, :1]
-                normalized -= mean[at, 1:]
-            normalized *= scale[at]
-            weighted = g * normalized
-            np.sum(weighted, axis=0, out=sums[0, at.start // size])
-            np.sum(g, axis=0, out=sums[1, at.start // size])
-            # What is left of the gradient without its parts along (1, ..., 1) and along the normalised row itself.
-            if weight is None:
-                out[...] = g
-            else:
-                np.multiply(g, weight, out=out)
-                weighted *= weight
-            along = np.mean(weighted, axis=1, keepdims=True)
-            if centred:
-                out -= np.mean(out, axis=1, keepdims=True)
-            normalized *= along
-            out -= normalized
-            out *= scale[at]
+    def block(at: slice) -> None:
+        out = of_x[at]
+        # Row by row, as NumPy adds up most exactly.
+        g, normalized = np.ascontiguousarray(gradient[at]), np.array(x[at], order="C")
+        if centred:
+            normalized -= mean[at, :1]
+            normalized -= mean[at, 1:]
+        normalized *= scale[at]
+        weighted = g * normalized
+        np.sum(weighted, axis=0, out=sums[0, at.start // size])
+        np.sum(g, axis=0, out=sums[1, at.start // size])
+        # What is left of the gradient without its parts along (1, ..., 1) and along the normalised row itself.
+        if weight is None:
+            out[...] = g
+        else:
+            np.multiply(g, weight, out=out)
+            weighted *= weight
+        along = np.mean(weighted, axis=1, keepdims=True)
+        if centred:
+            out -= np.mean(out, axis=1, keepdims=True)
+        normalized *= along
+        out -= normalized
+        out *= scale[at]
 
-    _over_rows(part, rows, columns)
+    in_blocks(block, rows, columns)
     of_weight, of_bias = sums.sum(1)
     return of_x, of_weight, of_bias
 
@@ -104,16 +96,3 @@ def _take_off_mean(rows: np.ndarray, mean: np.ndarray) -> None:
         if not np.isfinite(mean[:, part]).all():
             mean[:, part] = np.mean(rows, axis=1, dtype=np.float64)
         rows -= mean[:, part : part + 1]
-
-
-def _rows_of_a_block(columns: int) -> int:
-    return max(1, BLOCK // max(1, columns))
-
-
-def _blocks(first: int, last: int, columns: int) -> list[slice]:
-    size = _rows_of_a_block(columns)
-    return [slice(begin, min(begin + size, last)) for begin in range(first, last, size)]
-
-
-def _over_rows(part: Callable[[int, int], None], rows: int, columns: int) -> None:
-    in_parts(part, rows, _rows_of_a_block(columns), SMALLEST_PART // max(1, columns) + 1)

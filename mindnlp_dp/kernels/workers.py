@@ -9,6 +9,12 @@ from typing import Optional
 
 import numpy as np
 
+# Elements of a block: five arrays of its size fit into the second-level cache of most cores; with smaller ones, calls
+# cost more than what they do.
+BLOCK = 1 << 15
+# Elements that are worth a second core.
+SMALLEST_PART = 1 << 17
+
 _pool: Optional[ThreadPoolExecutor] = None
 _num_cores = 1
 
@@ -60,6 +66,24 @@ def in_parts(part: Callable[[int, int], None], size: int, granularity: int, smal
         wait(others)
     for other in others:
         other.result()
+
+
+def in_blocks(block: Callable[[slice], object], rows: int, columns: int = 1) -> None:
+    """Call ``block(at)`` for slices that make up ``range(rows)``, each of as many rows as fit into a core's cache.
+
+    The cores share them; they are the same however many cores there are.
+    """
+    size = rows_of_a_block(columns)
+
+    def part(first: int, last: int) -> None:
+        for begin in range(first, last, size):
+            block(slice(begin, min(begin + size, last)))
+
+    in_parts(part, rows, size, SMALLEST_PART // max(1, columns) + 1)
+
+
+def rows_of_a_block(columns: int) -> int:
+    return max(1, BLOCK // max(1, columns))
 
 
 def _quietly(part: Callable[[int, int], None], first: int, last: int) -> None:
