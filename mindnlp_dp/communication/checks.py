@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Protocol
 
 import numpy as np
@@ -36,6 +36,8 @@ class Ranks(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    def label(self) -> str: ...
+
 
 def check_level(checks: str) -> None:
     if checks not in LEVELS:
@@ -45,17 +47,17 @@ def check_level(checks: str) -> None:
 def check_rank(name: str, value: int, ranks: Ranks) -> str:
     """The argument as it is shown, once it is one."""
     if not 0 <= value < ranks.world_size:
-        raise ValueError(f"{name} must be a rank from 0 to {ranks.world_size - 1}, got {value} on rank {ranks.rank}")
+        raise ValueError(f"{name} must be a rank from 0 to {ranks.world_size - 1}, got {value} on rank {ranks.label()}")
     return f"{name}={value}"
 
 
 def check_peer(name: str, value: int, ranks: Ranks) -> None:
     check_rank(name, value, ranks)
     if value == ranks.rank:
-        raise ValueError(f"{name} must be another rank, got {value} on rank {ranks.rank} itself")
+        raise ValueError(f"{name} must be another rank, got {value} on rank {ranks.label()} itself")
 
 
-def check_op(x: Any, op: str, rank: int) -> str:
+def check_op(x: Any, op: str, rank: str) -> str:
     """The operation, once ``x`` can be reduced by it."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
@@ -67,7 +69,7 @@ def check_op(x: Any, op: str, rank: int) -> str:
     return op
 
 
-def checked_array(x: Any, rank: int) -> Any:
+def checked_array(x: Any, rank: str) -> Any:
     """``x``, a NumPy number as an array without dimensions; TypeError for what no transport can move."""
     if isinstance(x, np.generic):
         x = np.asarray(x)
@@ -109,7 +111,7 @@ def message_header(x: Optional[Any]) -> np.ndarray:
     return header
 
 
-def described_by(header: np.ndarray, src: int = 0) -> tuple[tuple[int, ...], str]:
+def described_by(header: np.ndarray, src: str = "0") -> tuple[tuple[int, ...], str]:
     """Shape and type of the message that this is the header of; ValueError when rank ``src`` could not send any."""
     kind, num_dimensions = header[:2].tolist()
     if kind == _CANNOT_BE_SENT:
@@ -134,8 +136,8 @@ def check_agreement(transport: Transport, call: str, *arguments: str, wrong: Opt
     mine = f"{call}({', '.join(arguments)})"
     if transport.world_size > 1 and not transport.all_equal(_code_of(mine)):
         everyone = transport.all_gather_object((mine, report_of(wrong)))
-        raise_reported([report for _, report in everyone], wrong, call)
-        calls = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(everyone))
+        raise_reported([report for _, report in everyone], wrong, call, transport.label)
+        calls = "; ".join(f"rank {transport.label(rank)}: {theirs}" for rank, (theirs, _) in enumerate(everyone))
         raise RuntimeError(
             f"the ranks do not agree on a collective: {calls}. Every rank must make the same calls, "
             "in the same order, with the same shapes and types"
@@ -160,7 +162,9 @@ def report_of(error: Optional[Exception]) -> Report:
     return type(error), str(error)
 
 
-def raise_reported(reports: Sequence[Report], mine: Optional[Exception], doing: str) -> None:
+def raise_reported(
+    reports: Sequence[Report], mine: Optional[Exception], doing: str, label: Callable[[int], str]
+) -> None:
     """Raise this rank's own error, if it has one, else the first that another rank reports, with its rank."""
     if mine is not None:
         raise mine
@@ -168,7 +172,7 @@ def raise_reported(reports: Sequence[Report], mine: Optional[Exception], doing: 
         if report is not None:
             kind, message = report
             try:
-                remote = kind(f"{doing} failed on rank {rank}: {message}")
+                remote = kind(f"{doing} failed on rank {label(rank)}: {message}")
             except TypeError:
-                remote = RuntimeError(f"{doing} failed on rank {rank}: {kind.__name__}: {message}")
+                remote = RuntimeError(f"{doing} failed on rank {label(rank)}: {kind.__name__}: {message}")
             raise remote

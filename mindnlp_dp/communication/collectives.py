@@ -11,6 +11,7 @@ arguments are wrong.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -56,7 +57,7 @@ class ProcessGroup(RankGroup):
         raises TypeError: it would be rounded. ``is_hot`` says that every rank makes this call at every update,
         whatever happens: see ``checks`` of :func:`~mindnlp_dp.init_process_group`.
         """
-        x = self._agree("all_reduce", lambda: (checked_array(x, self.rank), [check_op(x, op, self.rank)]), is_hot)
+        x = self._agree("all_reduce", lambda: (checked_array(x, self.label()), [check_op(x, op, self.label())]), is_hot)
         total = self._reduced(x, op)
         return x.copy() if total is None else self._transport.from_native(total, x)
 
@@ -81,13 +82,13 @@ class ProcessGroup(RankGroup):
         """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r``."""
 
         def check() -> tuple[Any, list[str]]:
-            array = checked_array(x, self.rank)
+            array = checked_array(x, self.label())
             if array.ndim == 0 or array.shape[0] != self.world_size:
                 raise ValueError(
-                    f"reduce_scatter on rank {self.rank}: expected a first dimension of world_size "
+                    f"reduce_scatter on rank {self.label()}: expected a first dimension of world_size "
                     f"({self.world_size}), got shape {tuple(array.shape)}"
                 )
-            return array, [check_op(array, op, self.rank)]
+            return array, [check_op(array, op, self.label())]
 
         x = self._agree("reduce_scatter", check)
         total = self._reduced(x, op)
@@ -97,14 +98,14 @@ class ProcessGroup(RankGroup):
 
     def broadcast(self, x: Any, src: int = 0) -> Any:
         """Every rank gets rank ``src``'s ``x``."""
-        x = self._agree("broadcast", lambda: (checked_array(x, self.rank), [check_rank("src", src, self)]))
+        x = self._agree("broadcast", lambda: (checked_array(x, self.label()), [check_rank("src", src, self)]))
         if numel(x) == 0:
             return x.copy()
         return self._transport.from_native(self._transport.broadcast(self._transport.to_native(x), src), x)
 
     def all_gather(self, x: Any) -> list[Any]:
         """Every rank gets the list of all ranks' ``x``, in rank order."""
-        x = self._agree("all_gather", lambda: (checked_array(x, self.rank), []))
+        x = self._agree("all_gather", lambda: (checked_array(x, self.label()), []))
         if numel(x) == 0:
             return [x.copy() for _ in range(self.world_size)]
         gathered = self._transport.all_gather(self._transport.to_native(x))
@@ -125,7 +126,7 @@ class ProcessGroup(RankGroup):
                 got = "None" if xs is None else len(xs)
                 raise ValueError(f"scatter from rank {src}: expected {self.world_size} arrays, one a rank, got {got}")
             if self.rank == src and xs is not None:
-                mine.extend(checked_array(x, self.rank) for x in xs)
+                mine.extend(checked_array(x, self.label()) for x in xs)
             return None, arguments
 
         mine: list[Any] = []
@@ -145,7 +146,7 @@ class ProcessGroup(RankGroup):
         """
         check_peer("dst", dst, self)
         try:
-            x = checked_array(x, self.rank)
+            x = checked_array(x, self.label())
         except TypeError:
             self._transport.send(self._transport.to_native(message_header(None)), dst)
             raise
@@ -159,10 +160,10 @@ class ProcessGroup(RankGroup):
         Raises:
             ValueError: rank ``src`` sent another shape or type, which is taken and lost, or could not send.
         """
-        like = checked_array(like, self.rank)
+        like = checked_array(like, self.label())
         check_peer("src", src, self)
         header = self._transport.recv(self._transport.to_native(message_header(like)), src)
-        shape, dtype = described_by(to_host(header), src)
+        shape, dtype = described_by(to_host(header), self.label(src))
         sent = like if (shape, dtype) == (tuple(like.shape), dtype_name(like)) else self._zeros(shape, dtype, True)
         x = (
             self._transport.from_native(self._transport.recv(self._transport.to_native(sent), src), sent)
@@ -171,9 +172,37 @@ class ProcessGroup(RankGroup):
         )
         if sent is not like:
             raise ValueError(
-                f"recv on rank {self.rank}: expected {describe(like)}, and rank {src} sent {dtype} of shape {shape}"
+                f"recv on rank {self.label()}: expected {describe(like)}, and rank {self.label(src)} sent {dtype} of shape {shape}"
             )
         return x.copy() if numel(like) == 0 else x
+
+    def all_to_all(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
+        """Rows of ``x`` to the ranks: the first ``counts[0]`` to rank 0, and so on; counts may differ, and be 0.
+
+        Returns the rows that the ranks sent here, in rank order, and how many each has sent. All ranks' rows are of one
+        shape and type.
+        """
+
+        def check() -> tuple[None, list[str]]:
+            array = checked_array(x, self.label())
+            if array.ndim == 0 or len(counts) != self.world_size or sum(counts) != len(array) or min(counts) < 0:
+                raise ValueError(
+                    f"all_to_all on rank {self.label()}: expected {self.world_size} counts, one a rank, that add up to "
+                    f"the rows of an array of shape {tuple(array.shape)}; got {list(counts)}"
+                )
+            return None, [f"rows of {dtype_name(array)}, shape {tuple(array.shape[1:])}"]
+
+        self._agree("all_to_all", check, is_hot=True)
+        everyone = self._transport.all_gather(self._transport.to_native(np.array(counts, np.int64)))
+        theirs = [int(to_host(part)[self.rank]) for part in everyone]
+        return self.exchange_rows(x, counts, theirs), theirs
+
+    def exchange_rows(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
+        """What :meth:`all_to_all` does, where every rank knows how many rows come; nothing is asked or checked."""
+        if math.prod(x.shape[1:]) == 0:
+            return self._zeros((sum(recv_counts), *x.shape[1:]), dtype_name(x), isinstance(x, np.ndarray))
+        rows = self._transport.all_to_all(self._transport.to_native(x), send_counts, recv_counts)
+        return self._transport.from_native(rows, x)
 
     def barrier(self) -> None:
         """Return when every rank is here."""

@@ -22,6 +22,7 @@ from .rendezvous import choose_backend, meet
 __all__ = ["ProcessGroup", "destroy_process_group", "get_process_group", "init_process_group"]
 
 _group: Optional[ProcessGroup] = None
+_data_group: Optional[ProcessGroup] = None
 # Whether this process ever joined a job; stays so when it has left.
 was_started = False
 
@@ -92,7 +93,18 @@ def get_process_group() -> ProcessGroup:
 
 def destroy_process_group() -> None:
     """Leave the job."""
-    global _group
+    global _group, _data_group
     if _group is not None:
         _group._transport.close()
-        _group = None
+        _group = _data_group = None
+
+
+def get_data_group() -> ProcessGroup:
+    """The ranks that share out the samples: all of them, unless a mesh says otherwise (:mod:`mindnlp_dp.parallel`)."""
+    return _data_group or get_process_group()
+
+
+def set_data_group(group: ProcessGroup) -> None:
+    """Say who shares out the samples from now on."""
+    global _data_group
+    _data_group = group

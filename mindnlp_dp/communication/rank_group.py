@@ -6,12 +6,14 @@ Goes in: a transport (transports/). Comes out: what collectives.py adds arrays t
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
 from .checks import check_agreement, check_rank, describe, raise_reported, report_of
 from .transports.transport import Transport
 
 T = TypeVar("T")
+G = TypeVar("G", bound="RankGroup")
 
 
 class RankGroup:
@@ -19,6 +21,7 @@ class RankGroup:
 
     def __init__(self, transport: Transport, kind: str = "single", *, checks: str = "auto") -> None:
         self._transport = transport
+        self._checks = checks
         self.backend_kind = kind
         self._checks_hot_calls = checks == "all" or (checks == "auto" and not transport.waits_for_a_device)
 
@@ -41,6 +44,20 @@ class RankGroup:
     @property
     def backend(self) -> str:
         return self._transport.name
+
+    def split(self: G, ranks: Sequence[int], labels: Sequence[str] = ()) -> G:
+        """The group of those ``ranks`` of this one, this one's among them; a collective, whose parts are disjoint."""
+        transport = self._transport.split(ranks)
+        transport.labels = labels
+        return type(self)(transport, self.backend_kind, checks=self._checks)
+
+    def name_ranks(self, labels: Sequence[str]) -> None:
+        """Say how messages name the ranks, in rank order."""
+        self._transport.labels = labels
+
+    def label(self, rank: Optional[int] = None) -> str:
+        """How messages name a rank of this group, this one by default: by its coordinates, where it is of a mesh."""
+        return self._transport.label(self.rank if rank is None else rank)
 
     @property
     def is_main(self) -> bool:
@@ -123,4 +140,4 @@ class RankGroup:
         The rank that failed raises its own error. The others raise the same kind, with the
         rank and ``doing`` in front, or RuntimeError where that kind cannot be rebuilt.
         """
-        raise_reported(self.all_gather_object(report_of(error)), error, doing)
+        raise_reported(self.all_gather_object(report_of(error)), error, doing, self.label)

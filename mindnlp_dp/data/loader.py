@@ -26,7 +26,7 @@ from typing import Any, Callable, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 
 from .batches import Batch, Collator, Columns, as_arrays, default_collate, num_rows
 from .same_samples import check_same_samples
@@ -92,7 +92,8 @@ class IndexedLoader:
 class PipelineLoader:
     """Reads a pipeline on rank 0, in its own order, and splits the rows of every batch among the ranks.
 
-    ``open_batches(epoch)`` starts an epoch and returns its batches; it is called on rank 0 only.
+    ``open_batches(epoch)`` starts an epoch and returns its batches; it is called on rank 0 of ``readers`` only: those that
+    get the same rows, besides ``group``, which shares them out.
     """
 
     def __init__(
@@ -105,9 +106,11 @@ class PipelineLoader:
         batch_size: int,
         seed: int = 0,
         uneven: str = "keep",
+        readers: Optional[ProcessGroup] = None,
     ) -> None:
         self._open_batches = open_batches
         self._group = group
+        self._readers = readers or group
         self._accumulation_steps = accumulation_steps
         self._seed = seed
         self._uneven = uneven
@@ -145,11 +148,11 @@ class PipelineLoader:
 
     def _windows(self, epoch: int) -> Iterator[list[Optional[Batch]]]:
         batches: Iterator[Columns] = iter(())
-        if self._group.is_main:
+        if self._readers.is_main:
             batches = self._open_batches(epoch)
         rows_read = 0
         while True:
-            window = self._group.call_on_main(
+            window = self._readers.call_on_main(
                 lambda: list(itertools.islice(batches, self._accumulation_steps)), "reading the data pipeline"
             )
             if not window or (len(window) < self._accumulation_steps and self._uneven == "drop"):
@@ -193,10 +196,12 @@ def make_loader(
         ValueError: the pipeline is already cut by ``num_shards``, or there are no samples.
         TypeError: the data set can neither be indexed nor iterated, or its samples are no dicts.
     """
-    group = group or get_process_group()
+    # Where models are cut, several ranks get the same samples: all of them have to have the same ones.
+    readers = group or get_process_group()
+    group = group or get_data_group()
     source = indexed_source(dataset)
     if source is not None:
-        check_same_samples(source, group, columns)
+        check_same_samples(source, readers, columns)
         sampler = GlobalBatchSampler(
             len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven
         )
@@ -217,7 +222,7 @@ def make_loader(
             for batch in seeded_iterator(pipeline, seed, epoch):
                 yield {name: array for name, array in batch.items() if columns is None or name in columns}
 
-        num_batches = group.call_on_main(pipeline.get_dataset_size, "counting the data pipeline's batches")
+        num_batches = readers.call_on_main(pipeline.get_dataset_size, "counting the data pipeline's batches")
         return PipelineLoader(
             open_pipeline,
             num_batches if num_batches > 0 else None,
@@ -226,6 +231,7 @@ def make_loader(
             batch_size=pipeline.get_batch_size(),
             seed=seed,
             uneven=uneven,
+            readers=readers,
         )
     if not hasattr(dataset, "__iter__"):
         raise TypeError(
@@ -241,5 +247,6 @@ def make_loader(
             yield as_arrays((collate or default_collate)(chunk))
 
     return PipelineLoader(
-        open_iterable, None, group, accumulation_steps, batch_size=global_micro_batch_size, seed=seed, uneven=uneven
-    )
+        open_iterable, None, group, accumulation_steps,
+        batch_size=global_micro_batch_size, seed=seed, uneven=uneven, readers=readers,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group
 from mindnlp_dp.data.batches import call_with, num_rows_of
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.replicas.broadcast import broadcast_buffers
@@ -51,7 +51,7 @@ def evaluate(
         weight_of: what a batch's loss weighs; by default its number of rows.
     """
     weight_of = weight_of or num_rows_of
-    group = group or get_process_group()
+    group = group or get_data_group()
     if model is not None:
         broadcast_buffers(model, group)
     run = EvaluationRun(group)

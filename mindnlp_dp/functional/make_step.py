@@ -10,23 +10,25 @@ rank's part of a global batch, by the same stages as the Trainer's (:mod:`mindnl
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional, Union
 
 import mindspore
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_process_group
-from mindnlp_dp.data.batches import call_with, num_rows_of
+from mindnlp_dp.communication.process_group import get_data_group
+from mindnlp_dp.data.batches import num_rows_of
 from mindnlp_dp.gradients.reducer import ReducerWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.parallel.parallelize import parallel_of
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.step.losses import LossMeter
-from mindnlp_dp.step.seeds import seeded, step_seed
+from mindnlp_dp.step.seeds import step_seed
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.update.choose import make_updater
+
+from .passes import Passes
 
 
 def make_train_step(
@@ -74,7 +76,7 @@ def make_train_step(
     Raises:
         ValueError: options that exclude each other.
     """
-    group = group or get_process_group()
+    group = group or get_data_group()
     is_plain = isinstance(optimizer, mindspore.nn.Optimizer)
     if jit and not is_plain:
         raise ValueError(
@@ -98,15 +100,19 @@ def make_train_step(
         from mindnlp.core.autograd import value_and_grad
 
         gradient_fn = value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
-    window = (
-        GradientSynchronizer(parameters, group, **exchange)
-        if reducer is None
-        else ReducerWindow(parameters, reducer, group)
-    )
-    losses = LossMeter(group)
-    updater = make_updater(optimizer, window, zero_stage, scheduler)
+    parallel = parallel_of(parameters)
+    window: GradientWindow
+    if reducer is not None:
+        window = ReducerWindow(parameters, reducer, group)
+    elif parallel is not None:
+        window = parallel.window([(p.name_in_whole, p) for p in parameters], **exchange)
+    else:
+        window = GradientSynchronizer(parameters, group, **exchange)
+    losses = LossMeter(window.group)
+    updater = make_updater(optimizer, window, zero_stage, scheduler, parallel and parallel.scope(parameters))
     step = TrainStep(window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses)
-    return FunctionalStep(step, gradient_fn, accumulation_steps, weight_of or num_rows_of, seed)
+    passes = Passes(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
+    return FunctionalStep(step, passes, accumulation_steps, weight_of or num_rows_of, seed)
 
 
 class FunctionalStep:
@@ -123,14 +129,14 @@ class FunctionalStep:
     def __init__(
         self,
         train_step: TrainStep,
-        gradient_fn: Callable[..., tuple[Any, Sequence[Any]]],
+        passes: Passes,
         accumulation_steps: int,
         weight_of: Callable[[Any], float],
         seed: int = 0,
     ) -> None:
         self.train_step = train_step
         self._seed = seed
-        self._gradient_fn = gradient_fn
+        self._passes = passes
         self.accumulation_steps = accumulation_steps
         self._weight_of = weight_of
         self.num_updates = 0
@@ -146,7 +152,7 @@ class FunctionalStep:
         if not 1 <= len(window) <= self.accumulation_steps:
             raise ValueError(
                 f"expected 1 to {self.accumulation_steps} micro batches, got {len(window)} on rank "
-                f"{self.synchronizer.group.rank}; None stands for one that a rank has not"
+                f"{self.synchronizer.group.label()}; None stands for one that a rank has not"
             )
         seen: list[tuple[float, float]] = []
         self.grad_norm = self.train_step(self._micro_steps(window, seen), self.num_updates)
@@ -159,15 +165,13 @@ class FunctionalStep:
         return self.train_step.losses.mean_since_log()
 
     def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:
-        for number, batch in enumerate(window):
-            weight = 0.0 if batch is None else float(self._weight_of(batch))
-            if weight == 0:
-                continue
-            is_last = number + 1 == len(window)
-            sending = self.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
-            seed = step_seed(self._seed, self.synchronizer.group.rank, self.num_updates, number)
-            with seeded(seed), sending:
-                loss, gradients = call_with(self._gradient_fn, batch)
-            value = float(loss.asnumpy())
-            seen.append((value, weight))
-            yield MicroStep(value, gradients, weight, getattr(batch, "indices", None))
+        for micro in self._passes.micro_steps(window, self._weigh, self._seed_of, self.synchronizer):
+            if micro.weight > 0:
+                seen.append((micro.loss, micro.weight))
+            yield micro
+
+    def _weigh(self, batch: Any) -> float:
+        return 0.0 if batch is None else float(self._weight_of(batch))
+
+    def _seed_of(self, number: int) -> int:
+        return step_seed(self._seed, self._passes.seed_rank, self.num_updates, number)

@@ -18,7 +18,7 @@ import numpy as np
 
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group
 from mindnlp_dp.replicas.weights import check_same_structure
 
 
@@ -67,7 +67,7 @@ class GradientWindow(abc.ABC):
     order: Optional[Sequence[int]] = None
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
-        self.group = group or get_process_group()
+        self.group = group or get_data_group()
         named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
         check_same_structure(named, self.group)
         self.names = [name for name, _ in named]
@@ -146,10 +146,10 @@ class GradientWindow(abc.ABC):
         if len(gradients) != len(self.parameters):
             raise ValueError(
                 f"expected {len(self.parameters)} gradients, one a parameter, got {len(gradients)} "
-                f"(rank {self.group.rank})"
+                f"(rank {self.group.label()})"
             )
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"a weight must be finite and not negative, got {weight} on rank {self.group.rank}")
+            raise ValueError(f"a weight must be finite and not negative, got {weight} on rank {self.group.label()}")
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -158,7 +158,7 @@ class GradientWindow(abc.ABC):
                 self.check_shapes()
                 raise ValueError(
                     f"the gradient of {self.names[index]!r} has shape {tuple(gradient.shape)}, expected {expected} "
-                    f"(rank {self.group.rank})"
+                    f"(rank {self.group.label()})"
                 )
         # A weight of zero adds nothing, not even zero times NaN.
         if weight > 0:
@@ -172,7 +172,7 @@ class GradientWindow(abc.ABC):
             if tuple(parameter.shape) != shape:
                 raise ValueError(
                     f"{name!r} has shape {tuple(parameter.shape)} now, and had {shape} when training began (rank "
-                    f"{self.group.rank}); change a model before it is trained (as resize_token_embeddings does), or "
+                    f"{self.group.label()}); change a model before it is trained (as resize_token_embeddings does), or "
                     "make a new optimizer and a new train step behind it"
                 )
 

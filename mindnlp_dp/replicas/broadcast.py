@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group
 
 from .digests import weight_digest
 from .weights import check_same_structure, named_buffers, named_weights, set_weight
@@ -24,7 +24,7 @@ def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> No
         ReplicaMismatchError: on every rank, before anything is sent, when ranks disagree
             about a name, a shape or a type.
     """
-    group = group or get_process_group()
+    group = group or get_data_group()
     weights = named_weights(model)
     check_same_structure(weights, group)
     if group.world_size == 1:
@@ -41,7 +41,7 @@ def broadcast_buffers(model: Any, group: Optional[ProcessGroup] = None) -> None:
     compared, saved or evaluated, by the Trainer and by :class:`~mindnlp_dp.FunctionalRun`; a loop of one's own that
     does neither calls it itself.
     """
-    group = group or get_process_group()
+    group = group or get_data_group()
     buffers = named_buffers(model)
     if group.world_size == 1 or not buffers:
         return

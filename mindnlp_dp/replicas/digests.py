@@ -13,7 +13,7 @@ import numpy as np
 from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group
 
 from .weights import ReplicaMismatchError, check_same_structure, named_buffers, named_weights
 
@@ -39,7 +39,7 @@ def weight_digest(name: str, weight: Any) -> bytes:
 
 def replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) -> bool:
     """Whether all ranks hold the same weights, to the bit; the same answer on every rank."""
-    group = group or get_process_group()
+    group = group or get_data_group()
     return len(set(group.all_gather_object(replica_digest(model)))) == 1
 
 
@@ -50,7 +50,7 @@ def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) ->
         ReplicaMismatchError: on every rank, naming the first weight that differs from rank
             0's, the rank, and by how much.
     """
-    group = group or get_process_group()
+    group = group or get_data_group()
     digest = replica_digest(model)
     if replicas_in_sync(model, group):
         return digest

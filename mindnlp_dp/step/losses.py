@@ -66,7 +66,7 @@ class BadLoss:
     """A loss that is NaN or infinite, and where it came from; no indices where nobody knows them."""
 
     value: float
-    rank: int
+    rank: str
     step: int
     indices: tuple[int, ...]
 

@@ -28,13 +28,15 @@ class MicroStep:
     """What one forward and backward pass of this rank gave.
 
     ``gradients`` are in the order of the synchroniser's parameters; ``indices`` say which samples these were, where
-    somebody knows.
+    somebody knows. ``is_spoilt`` says that numbers of another rank's bad loss are in the gradients, as experts of several
+    ranks' have.
     """
 
     loss: float
     gradients: Sequence[Optional[Any]]
     weight: float
     indices: Optional[np.ndarray] = None
+    is_spoilt: bool = False
 
 
 class TrainStep:
@@ -68,13 +70,14 @@ class TrainStep:
         bad: list[BadLoss] = []
         try:
             for micro in micro_steps:
-                if math.isfinite(micro.loss):
+                if math.isfinite(micro.loss) and not micro.is_spoilt:
                     sync.accumulate(micro.gradients, micro.weight)
                     losses.append((micro.loss, micro.weight))
-                else:
-                    sync.skip()
+                    continue
+                sync.skip()
+                if not math.isfinite(micro.loss):
                     indices = () if micro.indices is None else tuple(micro.indices.tolist())
-                    bad.append(BadLoss(micro.loss, sync.group.rank, step, indices))
+                    bad.append(BadLoss(micro.loss, sync.group.label(), step, indices))
         except BaseException:
             # Whoever goes on after that begins with an empty window.
             sync.drop()

@@ -12,10 +12,13 @@ import mindspore
 
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.gradients.joint import JointWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 
 from .flat_weights import make_private
+from .joint import JointUpdater
+from .model_scope import ModelScope
 from .updater import MindNLPUpdater, MindSporeUpdater, Updater
 
 ZERO_STAGES = (0, 1, 2, "auto")
@@ -32,14 +35,30 @@ def check_zero_stage(zero_stage: Any) -> Union[int, str]:
 
 
 def make_updater(
-    optimizer: Any, window: GradientWindow, zero_stage: Union[int, str] = "auto", scheduler: Any = None
+    optimizer: Any,
+    window: GradientWindow,
+    zero_stage: Union[int, str] = "auto",
+    scheduler: Any = None,
+    scope: Optional[ModelScope] = None,
 ) -> Updater:
     """The updater of ``optimizer`` for gradients that ``window`` exchanges. A collective.
 
+    ``scope`` says over which ranks the model is spread, where not every rank has all of it.
+
     Raises:
-        ValueError: the update cannot be divided as ``zero_stage`` says; the message says why.
+        ValueError: the update cannot be divided as ``zero_stage`` says, or this optimizer cannot update a model that is
+            cut; the message says why.
     """
     check_zero_stage(zero_stage)
+    scope = scope or ModelScope()
+    _check_scope(optimizer, window, scope)
+    if isinstance(window, JointWindow):
+        stages = [0 if zero_stage == "auto" else zero_stage] * len(window.windows)
+        updaters = [
+            make_updater(optimizer, each, stage, scheduler if number == 0 else None, scope.part(places))
+            for number, (each, stage, places) in enumerate(zip(window.windows, stages, window.places))
+        ]
+        return JointUpdater(optimizer, window, updaters)
     _check_agreement(optimizer, window, zero_stage)
     if isinstance(window, GradientSynchronizer):
         window.scatter = window.keeps_tensors = False
@@ -62,17 +81,39 @@ def make_updater(
         # Between hosts, weights take more of the wire than gradients, whose blocks of zeros stay at home.
         among = "host" if zero_stage == "auto" else "job"
         may_share = _dispatches_synchronously()
-        return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=may_share, among=among)
-    if stage and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
+        return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=may_share, among=among, scope=scope)
+    # Slices of a device's hold several parameters, of which a model's norm may count some.
+    if stage and scope.is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
         from .on_device import DeviceUpdater
 
         return DeviceUpdater(optimizer, window, stage, scheduler)
     if stage:
         from .dealt import DealtUpdater
 
-        return DealtUpdater(optimizer, window.parameters, window.group, scheduler)
+        return DealtUpdater(optimizer, window.parameters, window.group, scheduler, scope)
     make_private(window.parameters)
-    return MindNLPUpdater(optimizer, window.parameters, scheduler)
+    return MindNLPUpdater(optimizer, window.parameters, scheduler, scope)
+
+
+def _check_scope(optimizer: Any, window: GradientWindow, scope: ModelScope) -> None:
+    """Raise ValueError where a model that is spread over ranks cannot be updated by this optimizer."""
+    from mindnlp_dp.optim import LAMB, LARS
+
+    if scope.is_whole:
+        return
+    if isinstance(optimizer, mindspore.nn.Optimizer):
+        raise ValueError(
+            "a model that is cut among ranks is updated by an optimizer of MindNLP's (mindnlp.core.optim), got "
+            f"{type(optimizer).__name__}"
+        )
+    if not isinstance(window, (GradientSynchronizer, JointWindow)):
+        raise ValueError("a reducer of MindSpore's exchanges gradients over all ranks, of which some have other parts")
+    if isinstance(optimizer, (LAMB, LARS)) and scope.has_cut_parameters:
+        raise ValueError(
+            f"{type(optimizer).__name__} needs the norm of each whole parameter, of which ranks have parts (tp > 1); "
+            "use AdamW, Adam or SGD"
+        )
+
 
 
 def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[int, str]) -> None:

@@ -17,6 +17,7 @@ from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.replicas.weights import set_weight
 
+from .model_scope import ModelScope
 from .updater import MindNLPUpdater
 
 
@@ -36,8 +37,15 @@ def dealt_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
 class DealtUpdater(MindNLPUpdater):
     """For any optimizer of MindNLP's that updates every parameter for itself."""
 
-    def __init__(self, optimizer: Any, parameters: Sequence[Any], group: ProcessGroup, scheduler: Any = None) -> None:
-        super().__init__(optimizer, parameters, scheduler)
+    def __init__(
+        self,
+        optimizer: Any,
+        parameters: Sequence[Any],
+        group: ProcessGroup,
+        scheduler: Any = None,
+        scope: Optional[ModelScope] = None,
+    ) -> None:
+        super().__init__(optimizer, parameters, scheduler, scope)
         self._group = group
         owners = dealt_out([int(p.size) for p in parameters], group.world_size)
         self._owners = {id(p): owner for p, owner in zip(parameters, owners)}

@@ -29,9 +29,10 @@ from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 
 from .arrangement import SEGMENT_NUMEL, Arrangement
 from .block_sums import BlockSums
+from .model_scope import ModelScope
 from .rules import Rule, Segment, Update
 from .state_shards import StateOwners, StateShards
-from .updater import MindNLPUpdater
+from .updater import MindNLPUpdater, Updater
 
 # By optimizer: one that is given to another updater keeps its state.
 _owners_of: weakref.WeakKeyDictionary[Any, StateOwners] = weakref.WeakKeyDictionary()
@@ -58,9 +59,11 @@ class FlatUpdater(MindNLPUpdater):
         *,
         may_share: bool = True,
         among: str = "job",
+        scope: Optional[ModelScope] = None,
     ) -> None:
         super().__init__(optimizer, synchronizer.parameters, scheduler)
         self.zero_stage = zero_stage
+        self._scope = scope or ModelScope()
         self._sync = synchronizer
         self._group = synchronizer.group
         self._may_share = may_share and zero_stage > 0
@@ -109,23 +112,25 @@ class FlatUpdater(MindNLPUpdater):
         return used
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
-        norm = self._norm(gradients)
-        if norm * norm > np.finfo(np.float32).max:
-            # As with MindNLP's clipping: beyond what float32 can square, a gradient is no direction to go in.
-            norm = math.inf
-        self._scale = min(1.0, max_norm / (norm + 1e-6))
-        return gradients, norm
+        return Updater.clip(self, gradients, max_norm)
+
+    def scaled(self, gradients: Any, factor: float) -> Any:
+        self._scale = factor
+        return gradients
 
     def are_finite(self, gradients: Any) -> bool:
-        return math.isfinite(self._norm(gradients))
+        return math.isfinite(self.norm(gradients))
 
-    def _norm(self, used: np.ndarray) -> float:
+    def norm(self, gradients: Any) -> float:
         """Of all gradients; every rank sums up its own blocks. Behind them it says how many parameters have moved."""
         # A bucket that nobody used in this window still has its sums of an earlier one.
-        mine = np.where(used[self._blocks.owners], self._sums, 0)
+        mine = np.where(gradients[self._blocks.owners], self._sums, 0)
         sums = self._group.all_reduce(np.append(mine, float(len(self.place.weights.moved()))), is_hot=True)
         self._num_moved = int(sums[-1])
-        return math.sqrt(sums[:-1].sum())
+        if self._scope.is_whole:
+            return math.sqrt(sums[:-1].sum())
+        by_parameter = np.bincount(self._blocks.owners, weights=sums[:-1], minlength=len(self.parameters))
+        return math.sqrt(self._scope.total(by_parameter))
 
     def update(self, gradients: Any) -> None:
         if self._num_moved:

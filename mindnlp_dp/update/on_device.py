@@ -33,7 +33,7 @@ from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.replicas.weights import set_weight
 
 from .state_shards import Piece, put_together
-from .updater import MindNLPUpdater
+from .updater import MindNLPUpdater, Updater
 
 
 @dataclass(frozen=True)
@@ -127,19 +127,20 @@ class DeviceUpdater(MindNLPUpdater):
         return channel
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
+        return Updater.clip(self, gradients, max_norm)
+
+    def scaled(self, gradients: Any, factor: float) -> Any:
         slices, used = gradients
-        norm = self._norm(gradients)
-        factor = min(1.0, max_norm / (norm + 1e-6))
         if factor != 1:
             # As a tensor it is data, and no operator is compiled for this very number.
             scale = mindspore.Tensor(np.float32(factor))
             slices = {number: (part * scale).astype(part.dtype) for number, part in slices.items()}
-        return (slices, used), norm
+        return slices, used
 
     def are_finite(self, gradients: Any) -> bool:
-        return math.isfinite(self._norm(gradients))
+        return math.isfinite(self.norm(gradients))
 
-    def _norm(self, gradients: Any) -> float:
+    def norm(self, gradients: Any) -> float:
         """Of all gradients: every rank adds up its slices, and the host reads one number."""
         squares = [(part.astype(mindspore.float32) ** 2).sum() for part in gradients[0].values()]
         mine = mindspore.ops.stack(squares).sum() if squares else mindspore.Tensor(np.float32(0))

@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import mindspore
+import numpy as np
 
 from mindnlp_dp.arrays.inspection import inspection
 from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.process_group import get_process_group
 from mindnlp_dp.gradients.window import GradientWindow
+
+from .model_scope import ModelScope
 
 
 class Updater(abc.ABC):
@@ -40,9 +43,21 @@ class Updater(abc.ABC):
         """Whether averaged gradients hold neither NaN nor infinity; the same on every rank."""
         return inspection(get_process_group().on_device).are_finite([g for g in gradients if g is not None])
 
-    @abc.abstractmethod
-    def clip(self, gradients: Sequence[Optional[Any]], max_norm: float) -> tuple[Sequence[Optional[Any]], float]:
+    def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         """Scale gradients down to a norm of at most ``max_norm``, together; returns them and the norm they had."""
+        norm = self.norm(gradients)
+        if norm * norm > np.finfo(np.float32).max:
+            # As with MindNLP's clipping: beyond what float32 can square, a gradient is no direction to go in.
+            norm = math.inf
+        return self.scaled(gradients, min(1.0, max_norm / (norm + 1e-6))), norm
+
+    @abc.abstractmethod
+    def norm(self, gradients: Any) -> float:
+        """Of averaged gradients, all together, of the whole model."""
+
+    @abc.abstractmethod
+    def scaled(self, gradients: Any, factor: float) -> Any:
+        """Averaged gradients times ``factor``."""
 
     @abc.abstractmethod
     def update(self, gradients: Sequence[Optional[Any]]) -> None: ...
@@ -68,18 +83,35 @@ class Updater(abc.ABC):
 
 
 class MindNLPUpdater(Updater):
-    """For ``mindnlp.core.optim``, with a scheduler or without."""
+    """For ``mindnlp.core.optim``, with a scheduler or without.
 
-    def __init__(self, optimizer: Any, parameters: Sequence[Any], scheduler: Any = None) -> None:
+    ``scope`` says over which ranks the model is spread.
+    """
+
+    def __init__(
+        self, optimizer: Any, parameters: Sequence[Any], scheduler: Any = None, scope: Optional[ModelScope] = None
+    ) -> None:
         super().__init__(optimizer, parameters)
         self.scheduler = scheduler
+        self._scope = scope or ModelScope()
 
-    def clip(self, gradients: Sequence[Optional[Any]], max_norm: float) -> tuple[Sequence[Optional[Any]], float]:
+    def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         from mindnlp.core import nn
 
+        if not self._scope.is_whole:
+            return super().clip(gradients, max_norm)
         self._attach(gradients)
         norm = nn.utils.clip_grad_norm_(self.parameters, max_norm)
         return [parameter.grad for parameter in self.parameters], float(norm.asnumpy())
+
+    def are_finite(self, gradients: Any) -> bool:
+        return super().are_finite(gradients) if self._scope.is_whole else math.isfinite(self.norm(gradients))
+
+    def norm(self, gradients: Sequence[Optional[Any]]) -> float:
+        return math.sqrt(self._scope.total(_sums_of_squares(gradients)))
+
+    def scaled(self, gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
+        return _times(gradients, factor)
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:
         self._attach(gradients)
@@ -122,17 +154,30 @@ class MindNLPUpdater(Updater):
             parameter.grad = gradient
 
 
+def _sums_of_squares(gradients: Sequence[Optional[Any]]) -> np.ndarray:
+    """Of each gradient, as float64; 0 where there is none. Fetched at once: every fetch waits for the device."""
+    sums = np.zeros(len(gradients))
+    found = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    if found:
+        squares = [(gradients[index].astype(mindspore.float32) ** 2).sum() for index in found]  # type: ignore[union-attr]
+        sums[found] = mindspore.ops.stack(squares).asnumpy()
+    return sums
+
+
+def _times(gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
+    if factor >= 1.0:
+        return gradients
+    return [None if g is None else (g * factor).astype(g.dtype) for g in gradients]
+
+
 class MindSporeUpdater(Updater):
     """For ``mindspore.nn``'s optimizers, whose learning rate may be a schedule of their own."""
 
-    def clip(self, gradients: Sequence[Optional[Any]], max_norm: float) -> tuple[Sequence[Optional[Any]], float]:
-        squares = [(g.astype(mindspore.float32) ** 2).sum() for g in gradients if g is not None]
-        # Fetched at once: every fetch waits for the device.
-        norm = math.sqrt(sum(mindspore.ops.stack(squares).asnumpy().tolist())) if squares else 0.0
-        if norm <= max_norm or not math.isfinite(norm):
-            return gradients, norm
-        factor = max_norm / (norm + 1e-6)
-        return [None if g is None else (g * factor).astype(g.dtype) for g in gradients], norm
+    def norm(self, gradients: Sequence[Optional[Any]]) -> float:
+        return math.sqrt(float(_sums_of_squares(gradients).sum()))
+
+    def scaled(self, gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
+        return _times(gradients, factor)
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:
         # They want a gradient for every parameter.

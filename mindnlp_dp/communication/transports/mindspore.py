@@ -7,6 +7,7 @@ gathered, and every rank reduces them in rank order. So does what MindSpore's NC
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -17,8 +18,10 @@ from mindnlp_dp.arrays.types import HALF_TYPES, dtype_name
 from .channel import TensorChannel
 from .late_ranks import WatchedCollectives
 from .mindspore_calls import DeviceCalls, MintCalls, PrimitiveCalls
+from .mindspore_groups import SumsOnly, create_group
 from .patience import Patience
 from .reductions import reduce_arrays
+from .single import SingleProcessTransport
 from .transport import Transport
 
 _LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
@@ -71,20 +74,26 @@ class MindSporeChannel(TensorChannel):
 
 
 class MindSporeTransport(Transport):
-    def __init__(self) -> None:
+    def __init__(self, ranks: Optional[Sequence[int]] = None) -> None:
+        """Among all ranks, or those ``ranks`` of the job, in this order; called by these."""
         import mindspore
         from mindspore import communication
 
-        # In MindSpore's scheduler process this call serves the job and never returns.
-        communication.init()
+        if ranks is None:
+            # In MindSpore's scheduler process this call serves the job and never returns.
+            communication.init()
 
         self._ms = mindspore
         self._communication = communication
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
-        self.rank, self.world_size = communication.get_rank(), communication.get_group_size()
-        calls: Any = PrimitiveCalls() if self.name == "nccl" else MintCalls()
+        self._group = None if ranks is None else create_group(ranks)
+        self._in_job = range(communication.get_group_size()) if ranks is None else ranks
+        self.rank, self.world_size = self._in_job.index(communication.get_rank()), len(self._in_job)
+        kind = PrimitiveCalls if self.name == "nccl" else MintCalls
+        calls: Any = kind() if self._group is None else kind(self._group, self._in_job)
         if self.name == "mccl":
+            calls = calls if self._group is None else SumsOnly(self._group, self._in_job, self.rank)
             calls = WatchedCollectives(calls, self.rank)
         self.calls: DeviceCalls = calls
         self.local_rank = communication.get_local_rank()
@@ -171,18 +180,32 @@ class MindSporeTransport(Transport):
         mine = np.frombuffer(data, np.uint8) if self.rank == src else np.zeros(length, np.uint8)
         return self._broadcast_uint8(mine, src).tobytes() if length else b""
 
+    def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
+        self._refuse("all_to_all")
+        return self.calls.all_to_all(x, send_counts, recv_counts)
+
     def send(self, x: Any, dst: int) -> None:
-        self._refuse_point_to_point("send")
+        self._refuse("send")
         self.calls.send(x, dst)
 
-    def recv(self, like: Any, src: int) -> Any:
-        self._refuse_point_to_point("recv")
-        return self.calls.recv(like, src)
+    def begin_send(self, x: Any, dst: int, tag: int) -> Any:
+        self._refuse("send")
+        return self.calls.begin_send(x, dst, tag)
 
-    def _refuse_point_to_point(self, call: str) -> None:
+    def recv(self, like: Any, src: int, tag: int = 0) -> Any:
+        self._refuse("recv")
+        return self.calls.recv(like, src, tag)
+
+    def split(self, ranks: Sequence[int]) -> Transport:
+        # On a device, tensors of a group of one stay where they are, too.
+        alone = len(ranks) == 1 and not self.waits_for_a_device
+        return SingleProcessTransport() if alone else MindSporeTransport([self._in_job[rank] for rank in ranks])
+
+    def _refuse(self, call: str) -> None:
         if self.name == "mccl":
+            what = "all-to-all" if call == "all_to_all" else "point-to-point calls"
             raise NotImplementedError(
-                f"{call} on rank {self.rank}: MindSpore's CPU library (mccl) has no point-to-point calls; "
+                f"{call} on rank {self.label(self.rank)}: MindSpore's CPU library (mccl) has no {what}; "
                 "the mpi backend has them: mindnlp-dp run --backend mpi"
             )
 
@@ -191,7 +214,10 @@ class MindSporeTransport(Transport):
         self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
 
     def close(self) -> None:
-        self._communication.release()
+        if self._group is None:
+            self._communication.release()
+        else:
+            self._communication.destroy_group(self._group)
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:

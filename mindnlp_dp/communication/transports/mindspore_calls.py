@@ -8,6 +8,8 @@ the older primitives of ``mindspore.ops`` for GPU; the transport chooses once.
 from __future__ import annotations
 
 import abc
+import math
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from mindnlp_dp.arrays.conversion import copy_of
@@ -39,55 +41,80 @@ class DeviceCalls(abc.ABC):
         """Every rank's ``x``, which has at least one dimension."""
 
     @abc.abstractmethod
+    def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
+        """Rows of ``x`` to the ranks in order; theirs, in rank order."""
+
+    @abc.abstractmethod
     def send(self, x: Any, dst: int) -> None: ...
 
     @abc.abstractmethod
-    def recv(self, like: Any, src: int) -> Any: ...
+    def begin_send(self, x: Any, dst: int, tag: int) -> Any:
+        """Returns a handle with ``wait()``."""
+
+    @abc.abstractmethod
+    def recv(self, like: Any, src: int, tag: int = 0) -> Any: ...
 
 
 class MintCalls(DeviceCalls):
-    """``mindspore.mint.distributed``, on Ascend and CPU: in place, and asynchronous where asked to be."""
+    """``mindspore.mint.distributed``, on Ascend and CPU: in place, and asynchronous where asked to be.
 
-    def __init__(self) -> None:
+    Among all ranks, or those of a ``group``; mint knows ranks by their numbers in the whole job.
+    """
+
+    def __init__(self, group: Optional[str] = None, ranks: Sequence[int] = ()) -> None:
         from mindspore import mint
         from mindspore.mint import distributed
 
         self._mint = mint
         self._distributed = distributed
+        self._group = group
+        self._ranks = ranks
+
+    def _in_job(self, rank: int) -> int:
+        return self._ranks[rank] if self._ranks else rank
 
     def all_reduce(self, x: Any, op: str) -> Any:
         out = copy_of(x)
-        self._distributed.all_reduce(out, op=op)
+        self._distributed.all_reduce(out, op=op, group=self._group)
         return out
 
     def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
-        return x, self._distributed.all_reduce(x, op="sum", async_op=True)
+        return x, self._distributed.all_reduce(x, op="sum", group=self._group, async_op=True)
 
     def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
         out = self._mint.empty(x.shape[0] // world_size, dtype=x.dtype)
-        return out, self._distributed.reduce_scatter_tensor(out, x, op="sum", async_op=True)
+        handle = self._distributed.reduce_scatter_tensor(out, x, op="sum", group=self._group, async_op=True)
+        return out, handle
 
     def gather_slices(self, x: Any, world_size: int) -> Any:
         out = self._mint.empty(x.shape[0] * world_size, dtype=x.dtype)
-        self._distributed.all_gather_into_tensor(out, x)
+        self._distributed.all_gather_into_tensor(out, x, group=self._group)
         return out
 
     def broadcast(self, x: Any, src: int) -> Any:
         out = copy_of(x)
-        self._distributed.broadcast(out, src=src)
+        self._distributed.broadcast(out, src=self._in_job(src), group=self._group)
         return out
 
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
         out = [self._mint.empty_like(x) for _ in range(world_size)]
-        self._distributed.all_gather(out, x.contiguous())
+        self._distributed.all_gather(out, x.contiguous(), group=self._group)
+        return out
+
+    def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
+        out = self._mint.empty((sum(recv_counts), *x.shape[1:]), dtype=x.dtype)
+        self._distributed.all_to_all_single(out, x, list(recv_counts), list(send_counts), group=self._group)
         return out
 
     def send(self, x: Any, dst: int) -> None:
-        self._distributed.send(x, dst=dst)
+        self._distributed.send(x, dst=self._in_job(dst), group=self._group)
 
-    def recv(self, like: Any, src: int) -> Any:
+    def begin_send(self, x: Any, dst: int, tag: int) -> Any:
+        return self._distributed.isend(x, dst=self._in_job(dst), group=self._group, tag=tag)
+
+    def recv(self, like: Any, src: int, tag: int = 0) -> Any:
         out = self._mint.empty_like(like)
-        self._distributed.recv(out, src=src)
+        self._distributed.recv(out, src=self._in_job(src), group=self._group, tag=tag)
         return out
 
 
@@ -97,33 +124,52 @@ class PrimitiveCalls(DeviceCalls):
     # Messages between two ranks come in the order in which they were sent.
     _TAG = 0
 
-    def __init__(self) -> None:
+    def __init__(self, group: Optional[str] = None, ranks: Sequence[int] = ()) -> None:
         from mindspore import ops
 
         self._ops = ops
+        # Without a name it is MindSpore's own group of all ranks.
+        self._among: dict[str, Any] = {} if group is None else {"group": group}
+        self._ranks = ranks
 
     def all_reduce(self, x: Any, op: str) -> Any:
-        return self._ops.AllReduce(op)(x)
+        return self._ops.AllReduce(op, **self._among)(x)
 
     def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
         return self.all_reduce(x, "sum"), None
 
     def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
-        return self._ops.ReduceScatter("sum")(x), None
+        return self._ops.ReduceScatter("sum", **self._among)(x), None
 
     def gather_slices(self, x: Any, world_size: int) -> Any:
-        return self._ops.AllGather()(x)
+        return self._ops.AllGather(**self._among)(x)
 
     def broadcast(self, x: Any, src: int) -> Any:
-        return self._ops.Broadcast(src)((x,))[0]
+        return self._ops.Broadcast(self._ranks[src] if self._ranks else src, **self._among)((x,))[0]
 
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
         # The ranks' arrays one behind the other.
-        gathered = self._ops.AllGather()(x).reshape(world_size, *x.shape)
+        gathered = self._ops.AllGather(**self._among)(x).reshape(world_size, *x.shape)
         return [gathered[rank] for rank in range(world_size)]
 
-    def send(self, x: Any, dst: int) -> None:
-        self._ops.Send(self._TAG, dst)(x)
+    def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
+        row = math.prod(x.shape[1:])
+        numbers = ([count * row for count in send_counts], [count * row for count in recv_counts])
+        rows = self._ops.AlltoAllV(**self._among)(x.reshape(-1), *numbers)
+        return rows.reshape(sum(recv_counts), *x.shape[1:])
 
-    def recv(self, like: Any, src: int) -> Any:
-        return self._ops.Receive(self._TAG, src, list(like.shape), like.dtype)()
+    def send(self, x: Any, dst: int) -> None:
+        self.begin_send(x, dst, self._TAG)
+
+    def begin_send(self, x: Any, dst: int, tag: int) -> Any:
+        # The stream has the order: nothing is waited for.
+        self._ops.Send(tag, dst, **self._among)(x)
+        return _Done()
+
+    def recv(self, like: Any, src: int, tag: int = _TAG) -> Any:
+        return self._ops.Receive(tag, src, list(like.shape), like.dtype, **self._among)()
+
+
+class _Done:
+    def wait(self) -> None:
+        pass

@@ -7,6 +7,7 @@ on its place) is gathered, and reduced by NumPy in rank order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
@@ -17,7 +18,8 @@ from .mpi_exit import end_together
 from .patience import Patience, all_reduce_in_place
 from .reductions import REDUCTIONS, reduce_arrays
 from .shared_memory import STAGE_BYTES, HostExchange, HostMemory, why_no_memory_is_shared
-from .transport import HostTransport, T
+from .single import SingleProcessTransport
+from .transport import HostTransport, T, Transport
 
 # From here on, shared memory is faster than MPI's own (benchmarks/bench_all_reduce.py).
 SHARED_FROM_BYTES = 1 << 16
@@ -96,9 +98,10 @@ class MPITransport(HostTransport):
     name = "mpi"
     channel: MPIChannel
 
-    def __init__(self) -> None:
+    def __init__(self, comm: Optional[Any] = None) -> None:
+        """Among all ranks, or those of ``comm``, which is taken over."""
         self._mpi = mpi_library()
-        self._comm = self._mpi.COMM_WORLD.Dup()
+        self._comm = self._mpi.COMM_WORLD.Dup() if comm is None else comm
         self.rank, self.world_size = self._comm.Get_rank(), self._comm.Get_size()
         self._host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank, self.local_world_size = self._host.Get_rank(), self._host.Get_size()
@@ -106,11 +109,19 @@ class MPITransport(HostTransport):
         self._exchange = HostExchange(self._host, self._peers)
         why_not = why_no_memory_is_shared(self._comm.allgather(self.local_world_size))
         self._memory = HostMemory(self._comm, self._host, is_available=self.world_size > 1 and not why_not)
-        if why_not and self.rank == 0:
-            print(f"MPI itself moves gradients: {why_not}", flush=True)
         self.channel = self._new_channel()
         self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
-        end_together(self._mpi)
+        if comm is None:
+            if why_not and self.rank == 0:
+                print(f"MPI itself moves gradients: {why_not}", flush=True)
+            end_together(self._mpi)
+
+    def split(self, ranks: Sequence[int]) -> Transport:
+        comm = self._comm.Split(min(ranks), list(ranks).index(self.rank))
+        if len(ranks) == 1:
+            comm.Free()
+            return SingleProcessTransport()
+        return MPITransport(comm)
 
     def _new_channel(self) -> MPIChannel:
         # An old one's communicators stay as they are, with what was begun on them.
@@ -191,14 +202,28 @@ class MPITransport(HostTransport):
         self._broadcast_bytes_of(out, src)
         return data if self.rank == src else out.tobytes()
 
+    def all_to_all(self, x: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int]) -> np.ndarray:
+        out = np.empty((sum(recv_counts), *x.shape[1:]), x.dtype)
+        # Rows are what is counted: their bytes may be more than MPI can count.
+        row = self._mpi.BYTE.Create_contiguous(x.dtype.itemsize * math.prod(x.shape[1:])).Commit()
+        try:
+            self._comm.Alltoallv([x, list(send_counts), row], [out, list(recv_counts), row])
+        finally:
+            row.Free()
+        return out
+
     def send(self, x: np.ndarray, dst: int) -> None:
         for piece in _pieces(x):
             self._comm.Send([piece, self._mpi.BYTE], dest=dst)
 
-    def recv(self, like: np.ndarray, src: int) -> np.ndarray:
+    def begin_send(self, x: np.ndarray, dst: int, tag: int) -> Any:
+        requests = [self._comm.Isend([piece, self._mpi.BYTE], dest=dst, tag=tag) for piece in _pieces(x)]
+        return _Requests(requests)
+
+    def recv(self, like: np.ndarray, src: int, tag: int = 0) -> np.ndarray:
         out = np.empty(like.shape, like.dtype)
         for piece in _pieces(out):
-            self._comm.Recv([piece, self._mpi.BYTE], source=src)
+            self._comm.Recv([piece, self._mpi.BYTE], source=src, tag=tag)
         return out
 
     def barrier(self) -> None:
@@ -217,6 +242,17 @@ class MPITransport(HostTransport):
         self.channel.close()
         for comm in (self._peers, self._host, self._comm):
             comm.Free()
+
+
+class _Requests:
+    """Messages under way, of one array."""
+
+    def __init__(self, requests: list[Any]) -> None:
+        self._requests = requests
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.Wait()
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:

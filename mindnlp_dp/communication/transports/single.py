@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import numpy as np
 
 from .channel import HostChannel
 from .patience import Patience
-from .transport import HostTransport
+from .transport import HostTransport, Transport
 
 
 class SingleProcessChannel(HostChannel):
@@ -46,11 +47,20 @@ class SingleProcessTransport(HostTransport):
     def broadcast_bytes(self, data: bytes, src: int) -> bytes:
         return data
 
+    def all_to_all(self, x: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int]) -> np.ndarray:
+        return x.copy()
+
     def send(self, x: np.ndarray, dst: int) -> None:
         raise AssertionError("the group refuses to send to this rank itself")
 
-    def recv(self, like: np.ndarray, src: int) -> np.ndarray:
+    def begin_send(self, x: np.ndarray, dst: int, tag: int) -> Any:
+        raise AssertionError("the group refuses to send to this rank itself")
+
+    def recv(self, like: np.ndarray, src: int, tag: int = 0) -> np.ndarray:
         raise AssertionError("the group refuses to receive from this rank itself")
+
+    def split(self, ranks: Sequence[int]) -> Transport:
+        return SingleProcessTransport()
 
     def barrier(self) -> None:
         pass

@@ -2,13 +2,14 @@
 
 It takes them in the form that its library likes best: NumPy arrays for MPI, MindSpore tensors for HCCL, NCCL and MCCL.
 It is called by :class:`~mindnlp_dp.communication.collectives.ProcessGroup`, which has checked the arguments, and by
-nobody else. Every method except ``send`` and ``recv`` is a collective: all ranks call it, in the same order.
+nobody else. Every method that sends is a collective but ``send``, ``begin_send`` and ``recv``: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
 
 import abc
 import pickle
+from collections.abc import Sequence
 from typing import Any, Optional, TypeVar
 
 import numpy as np
@@ -27,9 +28,11 @@ class Transport(abc.ABC):
     Attributes:
         waits_for_a_device: whether taking a result to the host makes a device come to a stop.
         channel: what gradients travel on.
+        labels: how messages name each rank; without any, by its number.
     """
 
     waits_for_a_device = False
+    labels: Sequence[str] = ()
     name: str
     rank: int
     world_size: int
@@ -69,10 +72,23 @@ class Transport(abc.ABC):
     def broadcast_bytes(self, data: bytes, src: int) -> bytes: ...
 
     @abc.abstractmethod
+    def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
+        """Rows of ``x``, of at least one dimension, to the ranks in order; returns their rows, in rank order."""
+
+    @abc.abstractmethod
     def send(self, x: Any, dst: int) -> None: ...
 
     @abc.abstractmethod
-    def recv(self, like: Any, src: int) -> Any: ...
+    def begin_send(self, x: Any, dst: int, tag: int) -> Any:
+        """Begin to send; returns a handle with ``wait()``, until when ``x`` is kept, and left as it is, by the caller."""
+
+    @abc.abstractmethod
+    def recv(self, like: Any, src: int, tag: int = 0) -> Any: ...
+
+    @abc.abstractmethod
+    def split(self, ranks: Sequence[int]) -> Transport:
+        """A transport among ``ranks``, in this order, of which this one is one. A collective: all ranks of this one
+        call it at the same time, each with the ranks of its own part."""
 
     @abc.abstractmethod
     def barrier(self) -> None: ...
@@ -84,6 +100,10 @@ class Transport(abc.ABC):
     def _new_channel(self) -> Channel: ...
 
     # What follows from them.
+
+    def label(self, rank: int) -> str:
+        """How messages name a rank."""
+        return self.labels[rank] if self.labels else str(rank)
 
     def reopen_channel(self) -> None:
         """Open a new channel, after ranks left an exchange on the old one half way; a collective."""

@@ -190,7 +190,7 @@ class TrainingLoop(ResumableLoop):
             if parameter.requires_grad and id(parameter) not in known:
                 raise RuntimeError(
                     f"{name!r} is new in the model before update {self.trainer.state.global_step} (rank "
-                    f"{self.group.rank}): neither the optimizer nor the exchange knows it. Replace parameters, as "
+                    f"{self.group.label()}): neither the optimizer nor the exchange knows it. Replace parameters, as "
                     "resize_token_embeddings does, and unfreeze them, before train()"
                 )
 

@@ -1,0 +1,81 @@
+"""The forward and backward passes of an update, of a model that each process has whole, or that is cut among several.
+
+Goes in: the micro batches of a window. Comes out: for each of them its loss and gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional
+
+from mindnlp_dp.data.batches import call_with
+from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.parallel.parallelize import ParallelModel
+from mindnlp_dp.parallel.pipeline import MicroBatch
+from mindnlp_dp.step.seeds import seeded
+from mindnlp_dp.step.train_step import MicroStep
+
+
+class Passes:
+    """Of ``forward_fn``, from a batch to its mean loss.
+
+    Args:
+        gradient_fn: from a batch to that loss, and the gradients of ``parameters``.
+        parallel: what parts of the model ranks have; None where each has all of it.
+        data_rank: of those that share out the samples.
+
+    Attributes:
+        seed_rank: what randomness inside the model is a function of, besides the step.
+    """
+
+    def __init__(
+        self,
+        forward_fn: Callable[..., Any],
+        gradient_fn: Callable[..., tuple[Any, Sequence[Any]]],
+        parameters: Sequence[Any],
+        parallel: Optional[ParallelModel],
+        data_rank: int,
+    ) -> None:
+        self._forward_fn = forward_fn
+        self._gradient_fn = gradient_fn
+        self._parameters = parameters
+        self._parallel = parallel
+        self.seed_rank = data_rank if parallel is None else parallel.seed_rank
+
+    def micro_steps(
+        self,
+        window: Sequence[Any],
+        weight_of: Callable[[Any], float],
+        seed_of: Callable[[int], int],
+        exchange: GradientWindow,
+    ) -> Iterator[MicroStep]:
+        """Those of the micro batches that weigh anything; of all of them, where other ranks need this one's part."""
+        parallel = self._parallel
+        if parallel is not None and parallel.pipeline is not None:
+            batches = [
+                MicroBatch(
+                    lambda batch=batch: call_with(self._forward_fn, batch), weight_of(batch), seed_of(number),
+                    getattr(batch, "indices", None),
+                )
+                for number, batch in enumerate(window)
+                if weight_of(batch) > 0
+            ]  # fmt: skip
+            yield from parallel.pipeline.run(batches, self._parameters)
+            return
+        for number, batch in enumerate(window):
+            weight = weight_of(batch)
+            if parallel is not None and parallel.has_experts:
+                batch = parallel.lend(batch if weight > 0 else None)
+                if batch is None:
+                    continue
+            elif weight == 0:
+                continue
+            is_last = number + 1 == len(window)
+            sending = exchange.backward(weight) if is_last else contextlib.nullcontext()
+            among = contextlib.nullcontext() if parallel is None else parallel.micro_step(weight)
+            with seeded(seed_of(number)), sending, among:
+                loss, gradients = call_with(self._gradient_fn, batch)
+            value = float(loss.asnumpy())
+            is_spoilt = parallel is not None and parallel.is_spoilt(value)
+            yield MicroStep(value, gradients, weight, getattr(batch, "indices", None), is_spoilt)

@@ -1,0 +1,124 @@
+"""A model's layers cut among the ranks of the axis "tp", as a plan says.
+
+Goes in: a whole model's structure. Comes out: the same structure with parallel layers in it (tensor.py), whose weights
+are still to be cut; and which weight is cut how.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mindnlp.core import nn
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+
+from .operators import gather_from
+from .placement import Cut, Placements, every_module, replace_module
+from .plans import TensorPlan, first_match
+from .tensor import (
+    ColumnParallelLinear,
+    DrawsApart,
+    RowParallelLinear,
+    SharedInput,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    is_conv1d,
+)
+
+# Classes whose loss is that of their output layer, and of nothing else.
+_LANGUAGE_MODELS = ("ForMaskedLM", "LMHeadModel", "ForCausalLM", "ForConditionalGeneration")
+
+
+class GatheredHead(ColumnParallelLinear):
+    """An output layer cut by vocabulary, of a model with a loss of its own, which gets whole logits."""
+
+    def __init__(self, layer: Any, group: ProcessGroup) -> None:
+        super().__init__(layer, SharedInput(group))
+        self._group = group
+
+    def forward(self, x: Any) -> Any:
+        return gather_from(super().forward(x), self._group)
+
+
+def cut_layers(model: Any, plan: TensorPlan, placements: Placements) -> None:
+    """Put parallel layers into ``model``, and their cuts into ``placements``.
+
+    Raises:
+        ValueError: the plan fits no layer, or cuts one weight in two ways, or an axis does not divide what it must.
+    """
+    group = placements.mesh.group("tp")
+    modules = every_module(model)
+    styles = {name: style for name, module in modules if (style := first_match(plan.layers, name)) is not None}
+    if not styles:
+        raise ValueError(
+            f"the plan for tensor parallelism fits no layer of {type(model).__name__}: {', '.join(plan.layers)}"
+        )
+    _divide(modules, plan, group)
+    for name, module in modules:
+        if name in styles:
+            _place(name, module, styles[name], placements)
+    has_own_loss = not type(model).__name__.endswith(_LANGUAGE_MODELS)
+    inputs: dict[str, SharedInput] = {}
+    done: set[int] = set()
+    for name, module in modules:
+        style = styles.get(name)
+        if style is None or id(module) in done:
+            continue
+        done.add(id(module))
+        parent = name.rpartition(".")[0]
+        new: Any = module
+        if style in ("columns", "columns of 3"):
+            new = ColumnParallelLinear(module, inputs.setdefault(parent, SharedInput(group)))
+        elif style == "rows":
+            new = RowParallelLinear(module, group)
+        elif style == "vocabulary":
+            new = VocabularyParallelEmbedding(module, group, placements[f"{name}.weight"].shape[0])
+        elif style == "vocabulary head":
+            is_gathered = has_own_loss or plan.head is None
+            new = GatheredHead(module, group) if is_gathered else ColumnParallelLinear(module, SharedInput(group))
+            if not is_gathered:
+                model.forward = VocabularyParallelHead(model, model.forward, group, plan.head)
+        replace_module(model, module, new)
+    for name, module in every_module(model):
+        if any(fnmatchcase(name, pattern) for pattern in plan.apart):
+            module.forward = DrawsApart(module.forward, group)
+
+
+def _divide(modules: list[tuple[str, Any]], plan: TensorPlan, group: ProcessGroup) -> None:
+    for name, module in modules:
+        for attribute in first_match(plan.divided, name) or ():
+            size = getattr(module, attribute)
+            if size % group.world_size:
+                raise ValueError(
+                    f"{attribute} of {name} is {size}, which tp={group.world_size} does not divide; choose a tp that "
+                    "divides the number of heads"
+                )
+            setattr(module, attribute, size // group.world_size)
+
+
+def _place(name: str, module: Any, style: str, placements: Placements) -> None:
+    weight = getattr(module, "weight", None)
+    is_table = style in ("vocabulary", "table columns")
+    if weight is None or len(weight.shape) != 2 or is_table != isinstance(module, nn.Embedding):
+        raise ValueError(
+            f"{name} is to be cut as {style!r}, and is a {type(module).__name__}; expected "
+            + ("an embedding" if is_table else "a linear layer")
+        )
+    num_blocks = 3 if style == "columns of 3" else 1
+    by_rows = style in ("rows", "table columns")
+    dim = int(by_rows != is_conv1d(module))
+    cuts = {"weight": Cut(dim, num_blocks)}
+    if not by_rows and getattr(module, "bias", None) is not None:
+        cuts["bias"] = Cut(0, num_blocks)
+    for kind, cut in cuts.items():
+        placement = placements[f"{name}.{kind}"]
+        if placement.cut not in (None, cut):
+            raise ValueError(f"{name}.{kind} is {placement.name}, which another layer cuts as {placement.cut}: {cut}")
+        size = placement.shape[cut.dim] // cut.num_blocks
+        if placement.shape[cut.dim] % cut.num_blocks or size < placements.mesh.sizes["tp"]:
+            raise ValueError(
+                f"{name}.{kind} of shape {placement.shape} cannot be cut into tp={placements.mesh.sizes['tp']} parts "
+                f"along dimension {cut.dim}"
+            )
+        placements.change([placement.name], cut=cut)

@@ -1,0 +1,200 @@
+"""Mixtures of experts, whose experts are spread over the ranks of the axis "ep".
+
+Goes in: a block with a router and experts. Comes out: a block for its place that has this rank's experts alone, to which
+the other ranks send their tokens, and which sends its own to theirs (Lepikhin et al., GShard, 2020, without a limit on
+how many tokens an expert takes, so that none is dropped and the result is that of one process)::
+
+    tokens ── router ── sorted by expert ── all-to-all ── experts ── all-to-all ── weighted sum
+                                            rows there               rows back
+
+Ranks of this axis have samples of their own. Their losses may weigh differently in the mean, so gradients are scaled by
+what their rank's loss weighs, on their way to an expert, and scaled back on their way from it; what an expert gets is the
+weighted mean of its row's gradients, as if one rank had had all the samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from mindnlp.core import nn, ops
+from mindnlp.core.nn import functional as F
+from mindspore import Tensor
+from mindspore.common._grad_function import _Function
+
+from mindnlp_dp.communication.collectives import ProcessGroup
+
+from .operators import all_to_all
+from .placement import Placements, every_module, replace_module
+from .plans import ExpertPlan
+from .stages import Elsewhere
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How the tokens of one forward pass, of all ranks of the row, went to the experts of a block.
+
+    Attributes:
+        tokens: to each expert.
+        balance: the busiest expert's over the mean; 1 is even. So large a capacity factor would drop no token.
+    """
+
+    tokens: tuple[int, ...]
+
+    @property
+    def balance(self) -> float:
+        return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
+
+
+class RowWeights:
+    """What the micro step of each rank of a row weighs.
+
+    Attributes:
+        total: of all ranks of the row.
+        share: this rank's.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.total = float(group.world_size)
+        self.share = 1.0 / group.world_size
+
+    @contextlib.contextmanager
+    def micro_step(self, weight: float) -> Iterator[None]:
+        """Around the forward and backward pass of a micro step whose loss weighs so much. A collective."""
+        self.total = float(self._group.all_reduce(np.array([weight]), is_hot=True)[0])
+        self.share = weight / self.total if self.total else 0.0
+        try:
+            yield
+        finally:
+            self.share = 1.0 / self._group.world_size
+
+
+class ExpertParallelBlock(nn.Module):
+    """``block`` with the experts of this rank alone: of E experts on N ranks, rank r has E/N from r E/N on.
+
+    Attributes:
+        load: of the last forward pass.
+    """
+
+    load: ExpertLoad
+
+    def __init__(self, block: Any, group: ProcessGroup, weights: RowWeights, norm_topk: bool) -> None:
+        super().__init__()
+        for name, module in block._modules.items():
+            setattr(self, name, module)
+        self._group = group
+        self._weights = weights
+        self._norm_topk = norm_topk
+        self._num_experts, self._top_k = block.num_experts, block.top_k
+        self._jitter = getattr(block, "jitter_noise", 0.0)
+        self._first = group.rank * self._num_experts // group.world_size
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        shape = hidden_states.shape
+        if self.training and self._jitter > 0:
+            noise = ops.empty_like(hidden_states).uniform_(1.0 - self._jitter, 1.0 + self._jitter)
+            hidden_states = hidden_states * noise
+        tokens = hidden_states.reshape(-1, shape[-1])
+        router_logits = self.gate(tokens)
+        weights, chosen = ops.topk(F.softmax(router_logits, dim=1), self._top_k, dim=-1)
+        if self._norm_topk:
+            weights = weights / ops.sum(weights, dim=-1, keepdim=True)
+        mixed = self._through_experts(tokens, chosen.asnumpy().reshape(-1), weights.to(tokens.dtype))
+        if hasattr(self, "shared_expert"):
+            mixed = mixed + F.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
+        return mixed.reshape(shape), router_logits
+
+    def _through_experts(self, tokens: Tensor, chosen: np.ndarray, weights: Tensor) -> Tensor:
+        group, share = self._group, self._weights.share
+        order = np.argsort(chosen, kind="stable")
+        mine = np.bincount(chosen, minlength=self._num_experts)
+        # What every rank of the row sends to every expert.
+        counts = np.array(group.all_gather(mine)).reshape(group.world_size, group.world_size, -1)
+        self.load = ExpertLoad(tuple(counts.reshape(group.world_size, -1).sum(axis=0).tolist()))
+        sent, received = counts[group.rank].sum(axis=1).tolist(), counts[:, group.rank].sum(axis=1).tolist()
+        rows = _taken(tokens, order // self._top_k)
+        rows = all_to_all(_scale_gradient(rows, 1 / share if share else 0.0), group, sent, received)
+        rows = self._compute(rows, counts[:, group.rank])
+        rows = _scale_gradient(all_to_all(rows, group, received, sent), share)
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        by_token = _taken(rows, places).reshape(-1, self._top_k, tokens.shape[-1])
+        return (by_token * weights[..., None]).sum(1)
+
+    def _compute(self, rows: Tensor, counts: np.ndarray) -> Tensor:
+        """This rank's experts on rows that come by rank, and, of each, by expert; ``counts`` in the same way."""
+        experts_of_rows = np.concatenate([np.repeat(np.arange(len(of_rank)), of_rank) for of_rank in counts])
+        order = np.argsort(experts_of_rows, kind="stable")
+        by_expert = _taken(rows, order)
+        outputs, begin = [], 0
+        for number, count in enumerate(counts.sum(axis=0).tolist()):
+            if count:
+                expert = self.experts[self._first + number]
+                outputs.append(expert(by_expert[begin : begin + count]))
+            begin += count
+        if not outputs:
+            return rows
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        return _taken(ops.cat(outputs, 0), places)
+
+
+def spread_experts(model: Any, plan: ExpertPlan, placements: Placements) -> tuple[list[Any], RowWeights]:
+    """Leave this rank's experts in ``model``, and put into ``placements`` where the others are.
+
+    Raises:
+        ValueError: the plan fits no block, or the axis does not divide the number of experts.
+    """
+    mesh = placements.mesh
+    group, size = mesh.group("ep"), mesh.sizes["ep"]
+    weights, blocks = RowWeights(group), []
+    for name, block in every_module(model):
+        if not _is_block(name, block, plan):
+            continue
+        if block.num_experts % size:
+            raise ValueError(f"{name} has {block.num_experts} experts, which ep={size} does not divide")
+        per_rank = block.num_experts // size
+        for number in range(block.num_experts):
+            expert = block.experts[number]
+            names = [f"{name}.experts.{number}.{n}" for n, _ in expert.named_parameters()]
+            placements.change(names, expert_rank=number // per_rank)
+            if number // per_rank != mesh.index("ep"):
+                block.experts[number] = Elsewhere()
+        norm = getattr(block, "norm_topk_prob", True) if plan.norm_topk is None else plan.norm_topk
+        new = ExpertParallelBlock(block, group, weights, norm)
+        blocks.append(new)
+        replace_module(model, block, new)
+    if not blocks:
+        raise ValueError(f"the plan for experts fits no block of {type(model).__name__}: {plan.blocks}")
+    return blocks, weights
+
+
+def _is_block(name: str, module: Any, plan: ExpertPlan) -> bool:
+    return fnmatchcase(name, plan.blocks) and hasattr(module, "experts")
+
+
+def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
+    """Rows of ``x``; as an embedding, whose gradient adds them up."""
+    if len(rows) == 0:
+        return x[:0]
+    return F.embedding(Tensor.from_numpy(rows.astype(np.int64)), x)
+
+
+def _scale_gradient(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else _ScaleGradient.apply(x, factor)
+
+
+class _ScaleGradient(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None

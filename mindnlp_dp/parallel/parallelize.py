@@ -1,0 +1,218 @@
+"""A model cut among the ranks of a mesh, in one call.
+
+Goes in: the same model on every rank, or its empty structure (empty.py) and a folder of weights. Comes out: the model
+with this rank's part in it, to train with the Trainer or with a loop of one's own as any other::
+
+    mesh = dp.init_device_mesh({"dp": 2, "tp": 2})
+    model = dp.parallelize(RobertaForSequenceClassification(config), mesh)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Optional, TypeVar, Union
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.gradients.joint import JointWindow
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.replicas.weights import all_names, check_same_structure, named_weights
+from mindnlp_dp.update.model_scope import ModelScope
+
+from .cut_layers import cut_layers
+from .empty import fill_missing
+from .expert import ExpertLoad, RowWeights, spread_experts
+from .mesh import DeviceMesh, get_device_mesh
+from .pipeline import Pipeline
+from .placement import Placements, place_whole, take_parts
+from .plans import Plan, plan_for
+from .stages import cut_stages
+from .whole import PartedModel, WeightFiles
+
+T = TypeVar("T")
+
+
+class ParallelModel(PartedModel):
+    """What :func:`parallelize` leaves in ``model.parallel``.
+
+    Attributes:
+        mesh: where the parts are.
+        placements: of all weights, by name.
+        pipeline: this rank's stage; None without the axis "pp".
+        expert_blocks: the blocks whose experts are spread over ranks.
+    """
+
+    def __init__(self, model: Any, placements: Placements) -> None:
+        super().__init__(model, placements)
+        self.pipeline: Optional[Pipeline] = None
+        self.expert_blocks: list[Any] = []
+        self._row_weights: Optional[RowWeights] = None
+
+    # Training.
+
+    def scope(self, parameters: Sequence[Any]) -> ModelScope:
+        """Which of these parameters this rank counts in a norm of the whole model."""
+        placed = [self.placements[p.name_in_whole] for p in parameters]
+        counts = [self.placements.counts(placement) for placement in placed]
+        return ModelScope(self.mesh.parts, counts, [placement.cut is not None for placement in placed])
+
+    def window(self, named: Sequence[tuple[str, Any]], **exchange: Any) -> Union[GradientSynchronizer, JointWindow]:
+        """The exchange of the gradients of these parameters, each among the ranks that have it."""
+        if self.pipeline is not None:
+            # A stage's backward passes are several, and not known to be the last.
+            exchange["overlap"] = False
+        if self._row_weights is None:
+            return GradientSynchronizer(named, self.mesh.data, **exchange)
+        exchange["overlap"] = False
+        weights = self._row_weights
+        is_expert = [self.placements[p.name_in_whole].expert_rank is not None for _, p in named]
+        places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
+        windows = [
+            GradientSynchronizer([named[place] for place in mine], group, **exchange)
+            for mine, group in zip(places, (self.mesh.data, self.mesh.replicas))
+        ]
+        return JointWindow(windows, places, [lambda weight: weight, lambda weight: weights.total])
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether ranks with other samples take part in this rank's forward passes, so that none may leave one out."""
+        return self._row_weights is not None
+
+    @contextlib.contextmanager
+    def micro_step(self, weight: float) -> Iterator[None]:
+        """Around the forward and backward pass of a micro step. A collective where there are experts."""
+        with contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight):
+            yield
+
+    def lend(self, batch: Optional[T]) -> Optional[T]:
+        """A batch to run, whose loss weighs nothing, for a rank that has none while others of its row have.
+
+        None where no rank of the row has any. A collective of the row.
+        """
+        group = self.mesh.group("ep")
+        has = group.all_gather_object(batch is not None)
+        if all(has) or not any(has):
+            return batch
+        src = has.index(True)
+        lent = group.broadcast_object(batch if group.rank == src else None, src)
+        return lent if batch is None else batch
+
+    def is_spoilt(self, loss: float) -> bool:
+        """Whether a loss of the row is no number, so that experts' gradients are none either. A collective."""
+        if self._row_weights is None:
+            return False
+        worst = self.mesh.group("ep").all_reduce(np.array([not np.isfinite(loss)], np.float32), is_hot=True)
+        return bool(worst[0] > 0)
+
+    def loads(self) -> list[ExpertLoad]:
+        """How the tokens of the last forward pass went to the experts, block by block."""
+        return [block.load for block in self.expert_blocks if hasattr(block, "load")]
+
+
+def parallelize(
+    model: T,
+    mesh: Optional[DeviceMesh] = None,
+    plan: Optional[Plan] = None,
+    *,
+    weights: Optional[Union[str, Path]] = None,
+    schedule: str = "1f1b",
+    recompute: bool = False,
+) -> T:
+    """Cut a model among the ranks of a mesh, in place. A collective; the weights are rank 0's.
+
+    Args:
+        model: the same on every rank, MindNLP's; before its optimizer is made.
+        mesh: by default the job's.
+        plan: how it is cut; by default the one for its kind (:func:`~mindnlp_dp.parallel.plans.plan_for`).
+        weights: a folder with ``model*.safetensors`` to take weights from, read array by array, so that no rank ever
+            holds more than its part and one array. What it lacks, such as a new task's head, stays as it is.
+        schedule: of a pipeline: "1f1b", "gpipe" or "eager-1f1b".
+        recompute: in a pipeline, keep what stages receive, and compute the rest anew in the backward pass.
+
+    Raises:
+        ValueError: the model cannot be cut so; the message says which axis, and what would do.
+        CheckpointError: the folder's weights are not this model's.
+        ReplicaMismatchError: ranks have built other models.
+    """
+    mesh = mesh or get_device_mesh()
+    if getattr(model, "parallel", None) is not None:
+        raise ValueError(f"this {type(model).__name__} is cut already, as {model.parallel.mesh}")  # type: ignore[attr-defined]
+    check_same_structure(named_weights(model), mesh.world)
+    placements = place_whole(model, mesh)
+    files = _open(weights, placements, mesh.world)
+    fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
+    originals = {placements[name].name: weight for name, weight in all_names(model).items()}
+    parts = ParallelModel(model, placements)
+    if not mesh.is_data_parallel:
+        plan = plan or plan_for(model)
+        _cut(model, plan, parts, schedule, recompute)
+    def source(placement: Any) -> np.ndarray:
+        """On rank 0: from the files, or the model as it was made; what was handed out is not kept."""
+        original = originals.pop(placement.name)
+        read = None if files is None or files[0] is None else files[0].get(placement)
+        return to_host(original) if read is None else read
+
+    take_parts(model, placements)
+    parts.scatter(source)
+    if not mesh.is_data_parallel:
+        model.parallel = parts  # type: ignore[attr-defined]
+        for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
+            parameter.name_in_whole, parameter.parallel = name, parts
+    return model
+
+
+def parallel_of(parameters: Sequence[Any]) -> Optional[ParallelModel]:
+    """The cut model that parameters belong to, if they do."""
+    return next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)
+
+
+def _open(
+    weights: Optional[Union[str, Path]], placements: Placements, world: ProcessGroup
+) -> Optional[tuple[Optional[WeightFiles], list[str]]]:
+    """The files, on rank 0, and what they lack, on every rank."""
+    if weights is None:
+        return None
+    folder = Path(weights)
+    files = world.call_where(
+        world.is_main, lambda: WeightFiles(folder, placements, is_complete=False), "opening weights"
+    )
+    return files, world.broadcast_object([] if files is None else files.missing)
+
+
+def _cut(model: Any, plan: Plan, parts: ParallelModel, schedule: str, recompute: bool) -> None:
+    mesh, placements = parts.mesh, parts.placements
+    kinds = {"tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline")}
+    for axis, (part, what) in kinds.items():
+        if mesh.sizes[axis] > 1 and part is None:
+            raise ValueError(
+                f"{axis}={mesh.sizes[axis]}, and the plan for {type(model).__name__} does not say how to cut {what}"
+            )
+    if mesh.sizes["pp"] > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError("a loss of the routers of all layers cannot be had in stages; set output_router_logits=False")
+    if mesh.sizes["tp"] > 1 and plan.tensor is not None:
+        cut_layers(model, plan.tensor, placements)
+    if mesh.sizes["ep"] > 1 and plan.experts is not None:
+        parts.expert_blocks, parts._row_weights = spread_experts(model, plan.experts, placements)
+    if mesh.sizes["pp"] > 1 and plan.pipeline is not None:
+        inbox = cut_stages(model, plan.pipeline, placements)
+        parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
+        _tie_stages(model, parts.pipeline, placements)
+
+
+def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:
+    """Let stages that have a weight in common add up its gradients."""
+    group = pipeline.group
+    shared = sorted({p.stages for p in placements.values() if len(p.stages) > 1 and p.trains})
+    groups = {}
+    for stages in shared:
+        mine = stages if group.rank in stages else (group.rank,)
+        labels = [group.label(stage) for stage in mine]
+        groups[stages] = group if len(stages) == group.world_size else group.split(mine, labels)
+    for name, parameter in model.named_parameters():
+        stages = placements[name].stages
+        if stages in groups and group.rank in stages:
+            pipeline.tie(parameter, groups[stages])

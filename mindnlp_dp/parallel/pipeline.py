@@ -1,0 +1,248 @@
+"""A pipeline: the micro batches of a window go through the stages, several at a time.
+
+Goes in: this rank's stage of a model (stages.py), and the micro batches of an update, which all stages of a row read.
+Comes out: for each of them the loss, on every stage, and the gradients of this stage's parameters, in the order in which
+their backward passes end (schedule.py). MindSpore's autograd keeps the graph of every micro batch that is in flight;
+with ``recompute`` only what the stage received is kept, and its forward pass runs once more before the backward one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional
+
+import numpy as np
+from mindnlp.core.nn import Parameter
+from mindspore import Tensor
+
+from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.step.seeds import seeded
+from mindnlp_dp.step.train_step import MicroStep
+
+from .mesh import DeviceMesh
+from .schedule import FORWARD, actions, check_schedule
+from .stages import Inbox, StageOutput
+from .wire import DOWN, UP, Wire
+
+Span = Callable[..., Any]
+
+
+def no_span(name: str, **details: Any) -> Any:
+    """Where nobody asks for the times."""
+    return contextlib.nullcontext()
+
+
+class MicroBatch:
+    """What goes through the pipeline at a time.
+
+    Attributes:
+        forward: computes its mean loss by the model; on stages that are not the last, the model ends it before.
+        weight: of its loss.
+        seed: of the randomness in it, on this stage.
+        indices: which samples it has, where that is known.
+    """
+
+    def __init__(
+        self, forward: Callable[[], Any], weight: float, seed: int, indices: Optional[np.ndarray] = None
+    ) -> None:
+        self.forward, self.weight, self.seed, self.indices = forward, weight, seed, indices
+
+
+class Pipeline:
+    """This rank's stage.
+
+    Attributes:
+        schedule: "1f1b", "gpipe" or "eager-1f1b".
+        most_in_flight: micro batches between their forward and their backward pass, in the last window.
+        wire: to the stages before and behind.
+    """
+
+    def __init__(
+        self, model: Any, mesh: DeviceMesh, inbox: Inbox, schedule: str = "1f1b", *, recompute: bool = False
+    ) -> None:
+        self.group: ProcessGroup = mesh.group("pp")
+        self.schedule = check_schedule(schedule)
+        self.recompute = recompute
+        self.most_in_flight = 0
+        self.wire = Wire(self.group)
+        self._is_first, self._is_last = mesh.is_first_stage, mesh.is_last_stage
+        self._inbox = inbox
+        self._stage_forward = model.forward
+        self._is_training = False
+        self._ties: list[tuple[Any, ProcessGroup]] = []
+        model.forward = self._forward
+
+    def tie(self, parameter: Any, group: ProcessGroup) -> None:
+        """Sum up the gradients of a parameter that the stages of ``group`` have in common."""
+        self._ties.append((parameter, group))
+
+    # Outside of training.
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass: of this stage in training, else through all stages, whose result all of them get."""
+        if self._is_training:
+            return self._stage_forward(*args, **kwargs)
+        stage = self.group.rank
+        if not self._is_first:
+            self._inbox.put(self.wire.receive(stage - 1, 0, UP)[0])
+        outputs = None
+        try:
+            outputs = self._stage_forward(*args, **kwargs)
+        except StageOutput as output:
+            self.wire.send(output.hidden_states, stage + 1, 0, UP)
+        last = self.group.world_size - 1
+        packed = _to_arrays(outputs) if self._is_last else None
+        outputs = _to_tensors(self.group.broadcast_object(packed, last))
+        self.wire.wait()
+        return outputs
+
+    # A window.
+
+    def run(self, batches: Sequence[MicroBatch], parameters: Sequence[Any], span: Span = no_span) -> Iterator[MicroStep]:
+        """Run the micro batches of an update through the pipeline. All stages of a row call it with as many.
+
+        Gradients are in the order of ``parameters``. Of those that stages have in common, the sum over these stages and
+        the window comes with its last micro step.
+        """
+        from mindspore.common.api import _pynative_executor
+
+        ties = _Ties(self._ties, parameters)
+        graphs: dict[int, tuple[Any, Any]] = {}
+        kept: Optional[MicroStep] = None
+        self.most_in_flight = 0
+        try:
+            for kind, number in actions(self.schedule, self.group.rank, self.group.world_size, len(batches)):
+                batch = batches[number]
+                with span(kind, micro_step=number, stage=self.group.rank):
+                    if kind == FORWARD:
+                        graphs[number] = self._run_forward(number, batch)
+                        self.most_in_flight = max(self.most_in_flight, len(graphs))
+                        continue
+                    loss, gradients = self._run_backward(number, batch, graphs.pop(number), parameters)
+                if np.isfinite(loss):
+                    if kept is not None:
+                        yield kept
+                    kept = MicroStep(loss, ties.take(gradients, batch.weight), batch.weight, batch.indices)
+                else:
+                    yield MicroStep(loss, gradients, batch.weight, batch.indices)
+            _pynative_executor.set_grad_flag(False)
+            if kept is not None:
+                yield MicroStep(kept.loss, ties.put(kept.gradients, kept.weight), kept.weight, kept.indices)
+            self.wire.wait()
+        except BaseException:
+            self.wire.forget()
+            _pynative_executor.set_grad_flag(False)
+            _pynative_executor.clear_res()
+            raise
+
+    def _run_forward(self, number: int, batch: MicroBatch) -> tuple[Any, Any]:
+        """What the stage received, and what it made of it, in a graph; only the first where that is recomputed."""
+        received = None
+        if not self._is_first:
+            received = self.wire.receive(self.group.rank - 1, number, UP)[0]
+        if self.recompute and self._is_last:
+            # Its forward pass comes with the backward one, which is next.
+            return received, None
+        received, output = self._compute(received, batch, records=not self.recompute)
+        if not self._is_last:
+            self.wire.send(output, self.group.rank + 1, number, UP)
+        return received, None if self.recompute else output
+
+    def _compute(self, received: Any, batch: MicroBatch, *, records: bool) -> tuple[Any, Any]:
+        from mindspore.common.api import _pynative_executor
+
+        if received is not None:
+            # A leaf of its graph, whose gradient goes to the stage before.
+            received = Parameter(received) if records else received
+            self._inbox.put(received)
+        self._is_training = True
+        _pynative_executor.set_grad_flag(records)
+        try:
+            with seeded(batch.seed):
+                output = batch.forward()
+            if not self._is_last:
+                raise RuntimeError(
+                    f"the model was not called in the forward pass of stage {self.group.label()}, or not by itself"
+                )
+        except StageOutput as stage_output:
+            output = stage_output.hidden_states
+        finally:
+            self._is_training = False
+        return received, output
+
+    def _run_backward(
+        self, number: int, batch: MicroBatch, graph: tuple[Any, Any], parameters: Sequence[Any]
+    ) -> tuple[float, list[Optional[Any]]]:
+        from mindspore._c_expression import run_backward
+
+        received, output = graph
+        if output is None:
+            received, output = self._compute(received, batch, records=True)
+        stage = self.group.rank
+        if self._is_last:
+            loss, gradient = float(output.asnumpy()), Tensor(np.ones(output.shape, np.float32)).astype(output.dtype)
+        else:
+            gradient, loss = self.wire.receive(stage + 1, number, DOWN)
+        wanted = tuple(parameters) if received is None else (*parameters, received)
+        gradients = list(run_backward((output,), (gradient,), False, False, wanted, True, accumulate_grad=False))
+        if received is not None:
+            down = gradients.pop()
+            down = Tensor(np.zeros(received.shape, np.float32)) if down is None else down
+            self.wire.send(down, stage - 1, number, DOWN, note=loss)
+        return loss, gradients
+
+
+class _Ties:
+    """Gradients of parameters that stages have in common: added up over a window, then over the stages."""
+
+    def __init__(self, ties: Sequence[tuple[Any, ProcessGroup]], parameters: Sequence[Any]) -> None:
+        places = {id(p): index for index, p in enumerate(parameters)}
+        self._ties = [(places[id(p)], p, group) for p, group in ties if id(p) in places]
+        self._sums = [np.zeros(tuple(p.shape), np.float32) for _, p, _ in self._ties]
+
+    def take(self, gradients: list[Optional[Any]], weight: float) -> list[Optional[Any]]:
+        """Keep a micro step's gradients back, weighted."""
+        for (index, _, _), total in zip(self._ties, self._sums):
+            gradient, gradients[index] = gradients[index], None
+            if gradient is not None:
+                total += np.float32(weight) * to_host(gradient)
+        return gradients
+
+    def put(self, gradients: Sequence[Optional[Any]], weight: float) -> list[Optional[Any]]:
+        """What was kept back, summed up over the stages, for a micro step of this weight. A collective."""
+        found = list(gradients)
+        for (index, parameter, group), total in zip(self._ties, self._sums):
+            found[index] = Tensor(group.all_reduce(total) / np.float32(weight)).astype(parameter.dtype)
+        return found
+
+
+def _to_arrays(outputs: Any) -> Any:
+    """Nested outputs of a model with arrays in place of tensors; of its own classes of outputs, too."""
+    if isinstance(outputs, Tensor):
+        return _Array(to_host(outputs), dtype_name(outputs))
+    if isinstance(outputs, dict):
+        return type(outputs)(**{key: _to_arrays(value) for key, value in outputs.items()})
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(map(_to_arrays, outputs))
+    return outputs
+
+
+def _to_tensors(outputs: Any) -> Any:
+    if isinstance(outputs, _Array):
+        return outputs.tensor()
+    if isinstance(outputs, dict):
+        return type(outputs)(**{key: _to_tensors(value) for key, value in outputs.items()})
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(map(_to_tensors, outputs))
+    return outputs
+
+
+class _Array:
+    def __init__(self, array: np.ndarray, dtype: str) -> None:
+        self.array, self.dtype = array, dtype
+
+    def tensor(self) -> Any:
+        return from_host(self.array, self.dtype)

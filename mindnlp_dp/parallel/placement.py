@@ -1,0 +1,224 @@
+"""Where each weight of a model is: which ranks hold it, whole or a part.
+
+Goes in: a whole model, a mesh, and how the model is cut. Comes out: for every parameter, by its name in the whole model,
+its placement, which every rank knows of all; and from it which part of an array is this rank's, who counts it in a
+norm, and how parts make a whole again. Names that share one parameter (tied weights) share its placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+import numpy as np
+
+from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.replicas.weights import all_names
+
+from .mesh import DeviceMesh
+from .operators import shard_bounds
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Along a dimension, which consists of ``num_blocks`` equal blocks, of each of which a rank has a part.
+
+    >>> [part.tolist() for part in (Cut(0, 2).part(np.arange(8), rank, 2) for rank in (0, 1))]
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+
+    dim: int
+    num_blocks: int = 1
+
+    def part(self, whole: np.ndarray, index: int, num_parts: int) -> np.ndarray:
+        return np.concatenate([whole[place] for place in self._places(whole.shape, index, num_parts)], axis=self.dim)
+
+    def put(self, part: np.ndarray, whole: np.ndarray, index: int, num_parts: int) -> None:
+        """Write a part to its place."""
+        places = self._places(whole.shape, index, num_parts)
+        for place, piece in zip(places, np.split(part, self.num_blocks, axis=self.dim)):
+            whole[place] = piece
+
+    def shape(self, whole: Sequence[int], index: int, num_parts: int) -> tuple[int, ...]:
+        bounds = shard_bounds(whole[self.dim] // self.num_blocks, num_parts)
+        size = self.num_blocks * (bounds[index + 1] - bounds[index])
+        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
+
+    def _places(self, shape: Sequence[int], index: int, num_parts: int) -> list[tuple[slice, ...]]:
+        block = shape[self.dim] // self.num_blocks
+        bounds = shard_bounds(block, num_parts)
+        before = (slice(None),) * self.dim
+        begins = range(0, shape[self.dim], block) if block else ()
+        return [(*before, slice(begin + bounds[index], begin + bounds[index + 1])) for begin in begins]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of one parameter.
+
+    Attributes:
+        name: in the whole model.
+        shape, dtype: of the whole.
+        cut: how ranks of the axis "tp" share it out; None where each has it whole.
+        stages: of the pipeline, that hold it; two for a tied weight at both ends.
+        expert_rank: on the axis "ep", of the rank that holds it; None where all do.
+        trains: whether it is a parameter that trains, and no buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    cut: Optional[Cut] = None
+    stages: tuple[int, ...] = (0,)
+    expert_rank: Optional[int] = None
+    trains: bool = True
+
+
+class Placements(Mapping[str, Placement]):
+    """Of all parameters and buffers of a model, in the order of the whole model; by any of their names.
+
+    Attributes:
+        mesh: where they are.
+        prefix: of the names of the base model's weights.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, placements: Sequence[Placement], aliases: Mapping[str, str], prefix: str = ""
+    ) -> None:
+        self.mesh = mesh
+        self.prefix = prefix
+        self._by_name = {placement.name: placement for placement in placements}
+        self._aliases = dict(aliases)
+
+    def __getitem__(self, name: str) -> Placement:
+        return self._by_name[self._aliases.get(name, name)]
+
+    def __iter__(self) -> Any:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def names_of(self, name: str) -> list[str]:
+        """All names of the parameter that has this one, this one first."""
+        own = self[name].name
+        return [name, *(alias for alias, known in self._aliases.items() if known == own and alias != name)]
+
+    def change(self, names: Sequence[str], **changes: Any) -> None:
+        for name in {self[name].name for name in names}:
+            self._by_name[name] = replace(self._by_name[name], **changes)
+
+    # This rank's.
+
+    def is_here(self, placement: Placement) -> bool:
+        mesh = self.mesh
+        return mesh.index("pp") in placement.stages and placement.expert_rank in (None, mesh.index("ep"))
+
+    def part(self, placement: Placement, whole: np.ndarray) -> np.ndarray:
+        """What this rank has of a whole array; the array itself where nothing is cut."""
+        cut, mesh = placement.cut, self.mesh
+        return whole if cut is None else cut.part(whole, mesh.index("tp"), mesh.sizes["tp"])
+
+    def shape_here(self, placement: Placement) -> tuple[int, ...]:
+        cut, mesh = placement.cut, self.mesh
+        return placement.shape if cut is None else cut.shape(placement.shape, mesh.index("tp"), mesh.sizes["tp"])
+
+    def counts(self, placement: Placement) -> bool:
+        """Whether this rank is the one of those that hold the same numbers which adds them to a sum over the model."""
+        here = self.mesh.coordinates
+        return (
+            here["pp"] == min(placement.stages)
+            and (placement.cut is not None or here["tp"] == 0)
+            and (placement.expert_rank is not None or here["ep"] == 0)
+        )
+
+    def whole(self, placement: Placement, mine: Optional[np.ndarray], dtype: str = "") -> np.ndarray:
+        """An array put together of all ranks' parts. A collective of ``mesh.parts``; None from ranks without any.
+
+        ``dtype`` is that of the array where it is not the parameter's.
+        """
+        mesh = self.mesh
+        is_source = mine is not None and self.counts(placement)
+        if is_source and placement.cut is None:
+            whole = mine
+        else:
+            dtype = dtype or placement.dtype
+            whole = np.zeros(placement.shape, np.float32 if dtype == "bfloat16" else dtype)
+            if is_source and placement.cut is not None:
+                placement.cut.put(mine, whole, mesh.index("tp"), mesh.sizes["tp"])
+        return _exact_sum(whole, mesh)
+
+
+def _exact_sum(array: np.ndarray, mesh: DeviceMesh) -> np.ndarray:
+    """Of arrays of which at most one is not zero at each place, to the bit: a negative zero stays one."""
+    bits = np.ascontiguousarray(array).reshape(-1).view(f"i{array.itemsize}")
+    return mesh.parts.all_reduce(bits).view(array.dtype).reshape(array.shape)
+
+
+def place_whole(model: Any, mesh: DeviceMesh) -> Placements:
+    """Every parameter on every rank; what cuts a model changes that."""
+    names_of: dict[int, list[str]] = {}
+    whole = []
+    stages = tuple(range(mesh.sizes["pp"]))
+    for name, weight in all_names(model).items():
+        known = names_of.setdefault(id(weight), [])
+        known.append(name)
+        if len(known) == 1:
+            trains = bool(getattr(weight, "requires_grad", False))
+            whole.append(Placement(name, tuple(weight.shape), dtype_name(weight), stages=stages, trains=trains))
+    aliases = {name: names[0] for names in names_of.values() for name in names}
+    base = getattr(model, "base_model_prefix", "")
+    return Placements(mesh, whole, aliases, f"{base}." if base else "")
+
+
+def take_parts(model: Any, placements: Placements) -> None:
+    """Put new parameters, of this rank's shapes, in the place of those that are cut; their values are to come."""
+    import mindspore
+    from mindnlp.core.nn import Parameter
+
+    # What differentiates a parameter remembers the shape that it had, so that it cannot be given another.
+    new: dict[int, Any] = {}
+    for name, module in every_module(model):
+        for kind, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in map(id, new.values()):
+                continue
+            placement = placements[f"{name}.{kind}" if name else kind]
+            if placement.cut is not None:
+                if id(parameter) not in new:
+                    zeros = np.zeros(placements.shape_here(placement), np.float32)
+                    tensor = mindspore.Tensor.from_numpy(zeros).astype(parameter.dtype)
+                    new[id(parameter)] = Parameter(tensor, requires_grad=parameter.requires_grad)
+                module._parameters[kind] = new[id(parameter)]
+
+
+def every_module(model: Any) -> list[tuple[str, Any]]:
+    """Modules by name; one that has several names, under each of them."""
+    found: list[tuple[str, Any]] = []
+
+    def visit(prefix: str, module: Any) -> None:
+        found.append((prefix, module))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(f"{prefix}.{name}" if prefix else name, child)
+
+    visit("", model)
+    return found
+
+
+def replace_module(model: Any, old: Any, new: Any) -> None:
+    """Put a module in another's place, wherever that is in the model."""
+    for _, module in every_module(model):
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+
+
+def find_module(model: Any, name: str, what: str) -> Any:
+    """A module by its name; ValueError, with ``what`` asked for it, where there is none."""
+    modules: dict[str, Any] = dict(every_module(model))
+    if name not in modules:
+        raise ValueError(f"{what} is {name!r}, which {type(model).__name__} does not have")
+    return modules[name]
+
+

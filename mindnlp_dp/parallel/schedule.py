@@ -1,0 +1,61 @@
+"""In which order a stage of a pipeline runs its micro batches, forward and backward.
+
+Goes in: the stage, how many stages and micro batches there are. Comes out: its actions, one behind the other. With
+S stages and B micro batches, at equal times for all of them, S - 1 of B + S - 1 steps are idle: the bubble.
+
+* GPipe (Huang et al., 2019): all forward, then all backward; B micro batches are in flight.
+* 1F1B (Narayanan et al., PipeDream-flush, 2021): the same bubble, and at most S - s in flight on stage s, counted from 0.
+* eager 1F1B (Zhuang et al., On Optimizing the Communication of Model Parallelism, 2023): 2 (S - s) - 1 in flight, so
+  that a message has the time of a micro batch to arrive in.
+"""
+
+from __future__ import annotations
+
+FORWARD, BACKWARD = "forward", "backward"
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
+
+Action = tuple[str, int]
+
+
+def actions(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """What ``stage`` does: forward and backward passes with the numbers of their micro batches.
+
+    >>> " ".join(f"{kind[0]}{number}" for kind, number in actions("1f1b", 0, 2, 4))
+    'f0 f1 b0 f2 b1 f3 b2 b3'
+    >>> " ".join(f"{kind[0]}{number}" for kind, number in actions("gpipe", 0, 2, 2))
+    'f0 f1 b0 b1'
+    """
+    ahead = most_in_flight(schedule, stage, num_stages, num_micro_batches)
+    order: list[Action] = [(FORWARD, number) for number in range(ahead)]
+    for number in range(num_micro_batches):
+        order.append((BACKWARD, number))
+        if number + ahead < num_micro_batches:
+            order.append((FORWARD, number + ahead))
+    return order
+
+
+def most_in_flight(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> int:
+    """How many micro batches a stage has between their forward and their backward pass, at most.
+
+    >>> [most_in_flight("1f1b", stage, 4, 8) for stage in range(4)]
+    [4, 3, 2, 1]
+    """
+    check_schedule(schedule)
+    left = num_stages - stage
+    return min(num_micro_batches, {"gpipe": num_micro_batches, "1f1b": left, "eager-1f1b": 2 * left - 1}[schedule])
+
+
+def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
+    """The idle share of a pipeline whose stages take equally long, and whose messages take no time.
+
+    >>> ideal_bubble(2, 3)
+    0.25
+    """
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def check_schedule(schedule: str) -> str:
+    """``schedule`` as it is, or ValueError."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    return schedule

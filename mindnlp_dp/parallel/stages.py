@@ -1,0 +1,184 @@
+"""A model's layers shared out among the stages of a pipeline.
+
+Goes in: a whole model's structure, and a plan. Comes out: the same structure, in which nothing is left that belongs to
+other stages. Its own forward pass still runs, with the heads and losses that it has: a stage takes what it receives
+where the embedding was, lets it pass by the layers of the stages before, and ends, by :class:`StageOutput`, where the
+first layer behind its own stood.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from mindnlp.core import nn
+
+from mindnlp_dp.replicas.weights import all_names
+
+from .operators import shard_bounds
+from .placement import Placements, every_module, find_module, replace_module
+from .plans import PipelinePlan
+
+
+class StageOutput(Exception):
+    """Ends the forward pass of a stage that is not the last: what goes to the next one."""
+
+    def __init__(self, hidden_states: Any) -> None:
+        super().__init__("a stage of a pipeline ends here")
+        self.hidden_states = hidden_states
+
+
+class Inbox:
+    """What a stage has received for the forward pass that is next."""
+
+    def __init__(self) -> None:
+        self._received: Optional[Any] = None
+
+    def put(self, hidden_states: Any) -> None:
+        self._received = hidden_states
+
+    def take(self) -> Any:
+        if self._received is None:
+            raise RuntimeError(
+                "the embedding of a model that is cut into stages was called twice in a forward pass (as with GPT-2's "
+                "token_type_ids), or outside of one; leave such inputs out"
+            )
+        received, self._received = self._received, None
+        return received
+
+
+class Received(nn.Module):
+    """In the place of an embedding: what the stage before has made of it."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        super().__init__()
+        self._inbox = inbox
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inbox.take()
+
+
+class ReceivedEncoding(Received):
+    """In the place of an encoder."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from mindnlp.transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(last_hidden_state=self._inbox.take())
+
+
+class Nothing(nn.Module):
+    """In the place of a further embedding, whose part is in what was received."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> float:
+        return 0.0
+
+
+class PassesBy(nn.Module):
+    """In the place of a layer of an earlier stage, or of a dropout behind the embedding."""
+
+    def __init__(self, *, is_layer: bool) -> None:
+        super().__init__()
+        self._is_layer = is_layer
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        # Layers return tuples, of which a model reads what else they have by position.
+        return (hidden_states, None, None, None, None) if self._is_layer else hidden_states
+
+
+class Ends(nn.Module):
+    """In the place of the first layer of the next stage."""
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        raise StageOutput(hidden_states)
+
+
+class Elsewhere(nn.Module):
+    """In the place of what another stage has, and this one never comes to."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("this part of the model is on another stage of the pipeline")
+
+
+def cut_stages(model: Any, plan: PipelinePlan, placements: Placements) -> Inbox:
+    """Take what belongs to other stages out of ``model``, and put into ``placements`` which stage has what.
+
+    Raises:
+        ValueError: there are more stages than layers, or the plan names what the model does not have.
+    """
+    mesh = placements.mesh
+    stage, num_stages = mesh.index("pp"), mesh.sizes["pp"]
+    inbox = Inbox()
+    if plan.encoder:
+        if num_stages != 2:
+            raise ValueError(
+                f"{type(model).__name__} is cut into two stages, its encoder and its decoder, got pp={num_stages}"
+            )
+        encoder = find_module(model, plan.encoder, "the encoder")
+        own = [[plan.encoder], []]
+        _place(model, own, placements)
+        if stage == 0:
+            _take_out(model, [plan.encoder])
+            encoder.forward = _EndsBehind(encoder.forward)
+        else:
+            replace_module(model, encoder, ReceivedEncoding(inbox))
+        return inbox
+    layers = find_module(model, plan.layers, "the list of layers")
+    if num_stages > len(layers):
+        raise ValueError(
+            f"{type(model).__name__} has {len(layers)} layers, which pp={num_stages} stages cannot share out; each "
+            "needs one at least"
+        )
+    for name in plan.first:
+        find_module(model, name, "a module of the first stage")
+    bounds = shard_bounds(len(layers), num_stages)
+    names = [f"{plan.layers}.{number}" for number in range(len(layers))]
+    own = [names[begin:end] for begin, end in zip(bounds, bounds[1:])]
+    own[0] += plan.first
+    _place(model, own, placements)
+    for number in range(len(layers)):
+        if number < bounds[stage]:
+            layers[number] = PassesBy(is_layer=True)
+        elif number >= bounds[stage + 1]:
+            layers[number] = Ends() if number == bounds[stage + 1] else Elsewhere()
+    if stage > 0:
+        for number, name in enumerate(plan.first):
+            module = find_module(model, name, "a module of the first stage")
+            new = Received(inbox) if number == 0 else Nothing()
+            if number and not any(True for _ in module.parameters()):
+                new = PassesBy(is_layer=False)
+            replace_module(model, module, new)
+    if stage < num_stages - 1:
+        _take_out(model, [plan.layers, *plan.first])
+    return inbox
+
+
+class _EndsBehind:
+    """The forward pass of an encoder that is a stage."""
+
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise StageOutput(self._forward(*args, **kwargs)[0])
+
+
+def _place(model: Any, own: list[list[str]], placements: Placements) -> None:
+    """Put down which stage has which parameter: those under its own names; the last one the rest."""
+    stages: dict[str, set[int]] = {}
+    for name in all_names(model):
+        found = [stage for stage, names in enumerate(own) if any(name.startswith(f"{n}.") for n in names)]
+        stages.setdefault(placements[name].name, set()).update(found or [len(own) - 1])
+    for name, numbers in stages.items():
+        placements.change([name], stages=tuple(sorted(numbers)))
+
+
+def _take_out(model: Any, kept: list[str]) -> None:
+    """Take all modules with parameters out of a model but those named, and those that they are in."""
+    for name, module in every_module(model)[1:]:
+        holds = any(k == name or k.startswith(f"{name}.") for k in kept)
+        is_held = any(name.startswith(f"{k}.") for k in kept)
+        held_objects = [m for n, m in every_module(model) if any(n == k or n.startswith(f"{k}.") for k in kept)]
+        if holds or is_held or any(module is m for m in held_objects):
+            continue
+        if any(True for _ in module.parameters()):
+            replace_module(model, module, Elsewhere())

@@ -1,0 +1,223 @@
+"""Layers whose weights are cut among ranks: tensor parallelism.
+
+Goes in: a layer of a model, of whose weights this rank has its part. Comes out: a module for its place. A pair of
+layers with something between them that works on each part alone needs one all-reduce forward and one backward
+(Shoeybi et al., Megatron-LM, 2019, section 3)::
+
+    x ── f ── columns of the first ── activation, or attention heads ── rows of the second ── g ── y
+         └ backward: all-reduce                                                 forward: all-reduce ┘
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Optional
+
+import numpy as np
+from mindnlp.core import nn
+from mindnlp.core.nn import functional as F
+from mindspore import Tensor
+from mindspore.common._grad_function import _Function
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.step.seeds import draws_apart
+
+from .operators import copy_to, gather_from, reduce_from, shard_bounds
+
+
+class SharedInput:
+    """f, once for all the layers that read one tensor: their gradients are added up first, and then over the ranks.
+
+    Without it, queries, keys and values would be three all-reduces where one does. Nothing outlives the tensor.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._x: Any = lambda: None
+        self._copy: Any = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._x() is not x:
+            self._x, self._copy = weakref.ref(x, self._forget), copy_to(x, self._group)
+        return self._copy
+
+    def _forget(self, reference: Any) -> None:
+        if self._x is reference:
+            self._copy = None
+
+
+class ParallelLinear(nn.Module):
+    """What the linear layers have in common: the weights of the layer whose place they take, of which they have a part.
+
+    A ``Conv1D``, as GPT-2 has them, holds its weight the other way round.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self._is_transposed = is_conv1d(layer)
+
+    def product(self, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+        if not self._is_transposed:
+            return F.linear(x, self.weight, bias)
+        y = F.linear(x, self.weight.T)
+        return y if bias is None else y + bias
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """(..., in) to this rank's part of (..., out); ``x`` is the same on every rank."""
+
+    def __init__(self, layer: Any, shared_input: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(layer)
+        self._shared_input = shared_input
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self._shared_input(x), self.bias)
+
+
+class RowParallelLinear(ParallelLinear):
+    """This rank's part of (..., in) to (..., out), the same on every rank; the bias is added once, behind the sum."""
+
+    def __init__(self, layer: Any, group: ProcessGroup) -> None:
+        super().__init__(layer)
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = reduce_from(self.product(x), self._group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Each rank has some rows of the table; those of the others add zeros."""
+
+    def __init__(self, layer: Any, group: ProcessGroup, num_embeddings: int) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.num_embeddings, self.embedding_dim = num_embeddings, layer.weight.shape[1]
+        bounds = shard_bounds(num_embeddings, group.world_size)
+        self._group = group
+        self._first, self._last = bounds[group.rank], bounds[group.rank + 1]
+        padding = layer.padding_idx
+        is_here = padding is not None and self._first <= padding < self._last
+        self.padding_idx = padding - self._first if is_here else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        numbers = to_host(ids)
+        wrong = numbers[(numbers < 0) | (numbers >= self.num_embeddings)]
+        if wrong.size:
+            raise IndexError(
+                f"an embedding of {self.num_embeddings} rows has no row {int(wrong[0])} (rank {self._group.label()})"
+            )
+        here = (numbers >= self._first) & (numbers < self._last)
+        rows = np.where(here, numbers - self._first, 0).astype(np.int64)
+        part = F.embedding(Tensor.from_numpy(rows), self.weight, self.padding_idx)
+        return reduce_from(part * Tensor.from_numpy(here[..., None].astype(np.float32)).astype(part.dtype), self._group)
+
+
+class DrawsApart:
+    """A forward pass in which each rank draws other numbers, as what it works on is cut; behind it all draw alike."""
+
+    def __init__(self, forward: Callable[..., Any], group: ProcessGroup) -> None:
+        self._forward = forward
+        self._rank = group.rank
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with draws_apart(self._rank):
+            return self._forward(*args, **kwargs)
+
+
+def is_conv1d(layer: Any) -> bool:
+    """Whether a layer holds its weight as (in, out), as GPT-2's do."""
+    return type(layer).__name__ == "Conv1D"
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, group: ProcessGroup, num_classes: int, ignore_index: int = -100
+) -> Tensor:
+    """The mean cross-entropy of rows (N, C), of whose columns each rank has its part, with classes (N,).
+
+    Two all-reduces of N and 2 N numbers go between the ranks, and the logits stay where they are. Rows of class
+    ``ignore_index`` do not count; where no row does, the mean is not a number.
+
+    Raises:
+        ValueError: a class is not in ``range(num_classes)``.
+    """
+    classes = to_host(labels).reshape(-1).astype(np.int64)
+    counted = classes != ignore_index
+    wrong = classes[counted & ((classes < 0) | (classes >= num_classes))]
+    if wrong.size:
+        raise ValueError(
+            f"a class is from 0 to {num_classes - 1}, or {ignore_index} where it is ignored; got {int(wrong[0])} (rank "
+            f"{group.label()})"
+        )
+    first = shard_bounds(num_classes, group.world_size)[group.rank]
+    return _CrossEntropy.apply(logits, np.where(counted, classes - first, -1), counted, group)
+
+
+class _CrossEntropy(_Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, places: np.ndarray, counted: np.ndarray, group: ProcessGroup) -> Tensor:
+        x = logits.asnumpy().astype(np.float32, copy=False)
+        rows = np.flatnonzero((places >= 0) & (places < x.shape[1]) & counted)
+        largest = group.all_reduce(x.max(axis=1), op="max", is_hot=True)
+        powers = np.exp(x - largest[:, None])
+        sums = np.zeros((2, len(x)), np.float32)
+        sums[0] = powers.sum(axis=1)
+        sums[1, rows] = x[rows, places[rows]]
+        totals, chosen = group.all_reduce(sums, is_hot=True)
+        powers /= totals[:, None]
+        num_counted = np.float32(counted.sum())
+        ctx.saved = powers, rows, places[rows], counted, num_counted, logits.dtype
+        with np.errstate(invalid="ignore"):
+            mean = np.where(counted, np.log(totals) + largest - chosen, 0).sum(dtype=np.float64) / num_counted
+        return Tensor(np.float32(mean))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        powers, rows, places, counted, num_counted, dtype = ctx.saved
+        # A copy, for a graph may be differentiated again.
+        x = powers.copy()
+        x[rows, places] -= 1
+        x *= np.where(counted, gradient.asnumpy() / num_counted, 0).astype(np.float32)[:, None]
+        return Tensor.from_numpy(x).astype(dtype), None, None, None
+
+
+class VocabularyParallelHead:
+    """The forward pass of a language model whose output layer is cut by vocabulary: its loss, without whole logits.
+
+    In training, the logits that come out are this rank's part; when the model does not train, they are whole.
+
+    Args:
+        kind: which label belongs to which logits: "masked" (its own), "causal" (the next), "seq2seq" (its own; labels
+            are the decoder's inputs, too).
+    """
+
+    def __init__(self, model: Any, forward: Callable[..., Any], group: ProcessGroup, kind: str) -> None:
+        self._model = model
+        self._forward = forward
+        self._group = group
+        self._kind = kind
+
+    def __call__(self, *args: Any, labels: Optional[Tensor] = None, **kwargs: Any) -> Any:
+        inputs = kwargs.get("decoder_input_ids", kwargs.get("decoder_inputs_embeds"))
+        if self._kind == "seq2seq" and labels is not None and inputs is None:
+            kwargs["decoder_input_ids"] = self._model._shift_right(labels)
+        outputs = self._forward(*args, **{**kwargs, "return_dict": True})
+        logits = outputs.logits
+        if labels is not None:
+            size = self._model.config.vocab_size
+            mine, theirs = (logits[:, :-1], labels[:, 1:]) if self._kind == "causal" else (logits, labels)
+            loss = vocabulary_parallel_cross_entropy(
+                mine.reshape(-1, logits.shape[-1]), theirs.reshape(-1), self._group, size
+            )
+            auxiliary = getattr(outputs, "aux_loss", None)
+            if auxiliary is not None:
+                loss = loss + self._model.router_aux_loss_coef * auxiliary
+            outputs = type(outputs)(**{**dict(outputs), "loss": loss})
+        if not self._model.training:
+            outputs["logits"] = gather_from(logits, self._group)
+        is_dict = kwargs.get("return_dict")
+        return outputs if is_dict or (is_dict is None and self._model.config.use_return_dict) else outputs.to_tuple()

@@ -1,0 +1,325 @@
+"""A model that is cut among ranks, as a whole: from a file to parts, and from parts to a file.
+
+Goes in: placements. Comes out: the same weights, digests and files that one process would have. Arrays go round one at a
+time: no rank ever has more than its parts and one whole array (a rank that keeps a whole optimizer state, to write it,
+aside).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.checkpoint.manifest import MODEL, MODEL_FILES, CheckpointError
+from mindnlp_dp.checkpoint.whole_model import WholeModel
+from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
+from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
+from mindnlp_dp.replicas.digests import DIGEST_BYTES, replica_digest, weight_digest
+from mindnlp_dp.replicas.weights import ReplicaMismatchError, named_weights, set_weight
+
+from .placement import Placement, Placements
+
+# A name of safetensors' for each type, and its bytes. bfloat16 goes as the upper halves of float32s.
+_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+# A whole array by its name on rank 0 of the job, and None there for what it has not; None on the others.
+Source = Callable[[Placement], Optional[np.ndarray]]
+
+
+class PartedModel(WholeModel):
+    """A model whose parts are where ``placements`` says."""
+
+    is_parted = True
+
+    def __init__(self, model: Any, placements: Placements) -> None:
+        self.mesh = placements.mesh
+        super().__init__(model, self.mesh.data)
+        self.world = self.mesh.world
+        self.placements = placements
+        self.seed_rank = self.mesh.seed_rank
+
+    def _own(self) -> dict[str, Any]:
+        """This rank's parameters and buffers, by their names in the whole model."""
+        return {self.placements[name].name: weight for name, weight in named_weights(self.model)}
+
+    def _replicas(self) -> list[tuple[Any, list[tuple[str, Any]]]]:
+        """Which weights which ranks have in common: experts in fewer than the others."""
+        own = list(self._own().items())
+        experts = [(name, w) for name, w in own if self.placements[name].expert_rank is not None]
+        others = [(name, w) for name, w in own if self.placements[name].expert_rank is None]
+        return [(self.mesh.data, others), (self.mesh.replicas, experts)]
+
+    def broadcast_weights(self) -> None:
+        for group, weights in self._replicas():
+            broadcast_parameters(weights, group)
+
+    def broadcast_buffers(self) -> None:
+        broadcast_buffers(self.model, self.mesh.data)
+
+    def assert_in_sync(self) -> str:
+        for group, weights in self._replicas():
+            digest = replica_digest(weights)
+            everyone = group.all_gather_object(digest)
+            if len(set(everyone)) > 1:
+                self._raise_mismatch(group, weights)
+        self._assert_copies_agree()
+        return self.digest()
+
+    def _raise_mismatch(self, group: Any, weights: list[tuple[str, Any]]) -> None:
+        digests = group.all_gather_object([weight_digest(name, weight) for name, weight in weights])
+        for (name, _), *theirs in zip(weights, *digests):
+            for rank, digest in enumerate(theirs):
+                if digest != theirs[0]:
+                    raise ReplicaMismatchError(
+                        f"replicas are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
+                        f"{group.label(0)}. Build the model in the same way on every rank, and let each apply the same "
+                        "update"
+                    )
+
+    def _assert_copies_agree(self) -> None:
+        """What is not cut is the same on the ranks of the axis "tp", and a tied weight on all of its stages."""
+        copies = [
+            (name, weight_digest(name, weight))
+            for name, weight in self._own().items()
+            if self.placements[name].cut is None and self.placements[name].expert_rank is None
+        ]
+        group = self.mesh.parts
+        first: dict[str, tuple[int, bytes]] = {}
+        for rank, theirs in enumerate(group.all_gather_object(copies)):
+            for name, digest in theirs:
+                where, known = first.setdefault(name, (rank, digest))
+                if digest != known:
+                    raise ReplicaMismatchError(
+                        f"copies are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
+                        f"{group.label(where)}, though neither is cut. Was a gradient changed on some of the ranks?"
+                    )
+
+    # Whole arrays, one at a time.
+
+    def _whole_arrays(self) -> Iterator[tuple[Placement, np.ndarray]]:
+        """A collective of ``mesh.parts``."""
+        own = self._own()
+        for placement in self.placements.values():
+            weight = own.get(placement.name)
+            mine = to_host(weight) if weight is not None and self.placements.is_here(placement) else None
+            yield placement, self.placements.whole(placement, mine)
+
+    def digest(self) -> str:
+        """That of one process with the same weights."""
+        total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for placement, whole in self._whole_arrays():
+            total.update(weight_digest(placement.name, from_host(whole, placement.dtype)))
+        return total.hexdigest()
+
+    def scatter(self, source: Source, names: Optional[Iterable[str]] = None) -> None:
+        """Give every rank its parts of whole arrays, from rank 0 of the job: of all, or those with these names."""
+        own = self._own()
+        for placement in map(self.placements.__getitem__, self.placements if names is None else names):
+            whole = self.world.call_where(self.world.is_main, lambda p=placement: source(p), f"reading {placement.name}")
+            if whole is None:
+                whole = np.zeros(placement.shape, _host_type(placement.dtype))
+            whole = self.world.broadcast(whole.astype(_host_type(placement.dtype), copy=False))
+            weight = own.get(placement.name)
+            if weight is not None and self.placements.is_here(placement):
+                set_weight(weight, from_host(self.placements.part(placement, whole).copy(), placement.dtype))
+
+    def read_weights(self, folder: Path) -> None:
+        files = self.world.call_where(
+            self.world.is_main, lambda: WeightFiles(folder, self.placements, is_complete=True), "reading weights"
+        )
+        # Buffers that files leave out stay.
+        missing = set(self.world.broadcast_object([] if files is None else files.missing))
+        names = [name for name in self.placements if name not in missing]
+        self.scatter(lambda placement: files.get(placement) if files else None, names)
+
+    def model_writer(self, folder: Path, write_whole: Callable[[Path], None]) -> Callable[[Path], None]:
+        """The weights are written now, beside ``folder``'s checkpoints, and moved when the function is called."""
+        waiting = folder / f".{MODEL}.{os.getpid()}" if self.world.is_main else None
+        self.write_weights(waiting)
+
+        def write(checkpoint: Path) -> None:
+            assert waiting is not None, "one rank writes"
+            os.replace(waiting, checkpoint / MODEL)
+            config = getattr(self.model, "config", None)
+            if hasattr(config, "save_pretrained"):
+                config.save_pretrained(str(checkpoint))
+
+        return write
+
+    def write_weights(self, path: Optional[Path]) -> None:
+        """Write the whole model as one file of safetensors, on the rank that gives a path, array by array."""
+        error: Optional[Exception] = None
+        file: Any = None
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = open(path, "wb")  # noqa: SIM115
+                file.write(_header(self.placements))
+        except OSError as caught:
+            error = caught
+        if self.mesh.index("dp") == 0:
+            # Whoever cannot write goes on with the others, and says so at the end.
+            for placement, whole in self._whole_arrays():
+                try:
+                    if file is not None and error is None:
+                        file.write(_bytes_of(whole, placement.dtype))
+                except OSError as caught:
+                    error = caught
+        if file is not None:
+            file.close()
+        if error is not None and path is not None:
+            path.unlink(missing_ok=True)
+        self.world.raise_together(error, "writing the model")
+
+    # An optimizer's state.
+
+    def whole_optimizer(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
+        names = [[self.placements[name].name for name in names] for names in own["parameters"]]
+        everyone = self.mesh.parts.all_gather_object(names)
+        order = list(self.placements)
+        groups = [sorted(set().union(*(theirs[g] for theirs in everyone)), key=order.index) for g in range(len(names))]
+        numbers = [number for group in own["param_groups"] for number in group["params"]]
+        mine = dict(zip((name for group in names for name in group), (own["state"].get(n) for n in numbers)))
+        # Scalars, such as steps, and which arrays there are: from whoever counts the parameter.
+        told = {
+            name: {key: None if _is_array(value) else value for key, value in state.items()}
+            for name, state in mine.items()
+            if state and self.placements.counts(self.placements[name])
+        }
+        outline = {name: s for theirs in self.mesh.parts.all_gather_object(told) for name, s in theirs.items()}
+        state: dict[int, dict[str, Any]] = {}
+        for number, name in enumerate(name for group in groups for name in group):
+            placement = self.placements[name]
+            for key, value in outline.get(name, {}).items():
+                entry = state.setdefault(number, {})
+                if value is not None:
+                    entry[key] = value
+                    continue
+                part = mine.get(name)
+                array = to_host(part[key]) if part else None
+                whole = self.placements.whole(placement, array, "float32")
+                if keep:
+                    entry[key] = from_host(whole, "float32")
+        begins = np.cumsum([0, *map(len, groups)]).tolist()
+        param_groups = [
+            {**group, "params": list(range(begin, end))}
+            for group, begin, end in zip(own["param_groups"], begins, begins[1:])
+        ]
+        return {"parameters": groups, "state": state, "param_groups": param_groups}
+
+    def own_optimizer(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        own = self._own()
+        names = [name for group in whole["parameters"] for name in group]
+        groups = [[name for name in group if name in own] for group in whole["parameters"]]
+        number_of = {name: number for number, name in enumerate(name for group in groups for name in group)}
+        state: dict[int, dict[str, Any]] = {}
+        # All ranks fetch all arrays, in one order, and keep their parts.
+        for number, name in enumerate(names):
+            for key, value in (whole["state"].get(number) or whole["state"].get(str(number)) or {}).items():
+                array = value.fetch() if isinstance(value, (ArrayToCome, TensorToCome)) else value
+                if name not in number_of:
+                    continue
+                entry = state.setdefault(number_of[name], {})
+                if _is_array(array):
+                    part = self.placements.part(self.placements[name], to_host(array))
+                    entry[key] = from_host(np.ascontiguousarray(part), "float32")
+                else:
+                    entry[key] = array
+        ends = np.cumsum([0, *map(len, groups)]).tolist()
+        param_groups = [
+            {**group, "params": list(range(begin, end))}
+            for group, begin, end in zip(whole["param_groups"], ends, ends[1:])
+        ]
+        return {"parameters": groups, "state": state, "param_groups": param_groups}
+
+
+class WeightFiles:
+    """The ``model*.safetensors`` of a folder, read array by array, under the names of a model or of its base model.
+
+    Args:
+        is_complete: whether they must hold all that trains; a pretrained model lacks the head of a new task.
+
+    Attributes:
+        missing: weights that they do not hold.
+
+    Raises:
+        CheckpointError: there are none, or they have an array in another shape, or lack one.
+    """
+
+    def __init__(self, folder: Path, placements: Placements, *, is_complete: bool) -> None:
+        paths = sorted(folder.glob(MODEL_FILES))
+        if not paths:
+            raise CheckpointError(f"{folder} holds no weights: there is no {MODEL_FILES}")
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = safe_open(path, "np")
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} is damaged: {error}") from None
+            self._files.update(dict.fromkeys(file.keys(), file))
+        found = {name: self._find(placements, name) for name in placements}
+        self._names = {name: there for name, there in found.items() if there is not None}
+        self.missing = [name for name, there in found.items() if there is None]
+        if not self._names:
+            raise CheckpointError(f"{folder} holds no weight of this model's; it holds {', '.join(list(self._files)[:3])}")
+        for name, there in self._names.items():
+            shape, expected = tuple(self._files[there].get_slice(there).get_shape()), placements[name].shape
+            if shape != expected:
+                raise CheckpointError(
+                    f"{folder} holds {there!r} in shape {shape}, which the model has in shape {expected}"
+                )
+        lacking = [name for name in self.missing if placements[name].trains]
+        if is_complete and lacking:
+            raise CheckpointError(f"{folder} does not hold {lacking[0]!r}, which the model trains")
+
+    def _find(self, placements: Placements, name: str) -> Optional[str]:
+        prefix = placements.prefix
+        for known in placements.names_of(name):
+            for candidate in (known, known.removeprefix(prefix), f"{prefix}{known}"):
+                if candidate in self._files:
+                    return candidate
+        return None
+
+    def get(self, placement: Placement) -> Optional[np.ndarray]:
+        """A whole array; None where it is missing."""
+        name = self._names.get(placement.name)
+        return None if name is None else to_host(self._files[name].get_tensor(name))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "asnumpy")
+
+
+def _host_type(dtype: str) -> Any:
+    return np.dtype(np.float32 if dtype == "bfloat16" else dtype)
+
+
+def _header(placements: Placements) -> bytes:
+    """The head of a file of safetensors (its README, "Format"): a length, and a JSON object of types and places."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    end = 0
+    for name, placement in placements.items():
+        item_bytes = 2 if placement.dtype == "bfloat16" else _host_type(placement.dtype).itemsize
+        begin, end = end, end + item_bytes * math.prod(placement.shape)
+        entries[name] = {"dtype": _TYPES[placement.dtype], "shape": placement.shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(array: np.ndarray, dtype: str) -> bytes:
+    if dtype == "bfloat16":
+        return (np.ascontiguousarray(array).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return np.ascontiguousarray(array.astype(_host_type(dtype), copy=False)).tobytes()

@@ -1,0 +1,57 @@
+"""The update of a model whose gradients are exchanged in several windows: one optimizer, one norm.
+
+Goes in: an updater for each window. Comes out: one for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindnlp_dp.gradients.joint import JointWindow
+
+from .updater import Updater
+
+
+class JointUpdater(Updater):
+    """What it takes as gradients is a list, of what each of the ``updaters`` takes."""
+
+    def __init__(self, optimizer: Any, window: JointWindow, updaters: Sequence[Updater]) -> None:
+        super().__init__(optimizer, window.parameters)
+        self._window = window
+        self._updaters = updaters
+        self.scheduler = updaters[0].scheduler
+
+    def average(self, window: Any) -> Any:
+        gradients = [updater.average(each) for updater, each in zip(self._updaters, self._window.windows)]
+        self._window.note_windows()
+        return gradients
+
+    def norm(self, gradients: Any) -> float:
+        return math.hypot(*(updater.norm(mine) for updater, mine in zip(self._updaters, gradients)))
+
+    def scaled(self, gradients: Any, factor: float) -> Any:
+        return [updater.scaled(mine, factor) for updater, mine in zip(self._updaters, gradients)]
+
+    def are_finite(self, gradients: Any) -> bool:
+        return math.isfinite(self.norm(gradients))
+
+    def update(self, gradients: Any) -> None:
+        for updater, mine in zip(self._updaters, gradients):
+            updater.update(mine)
+
+    def finish(self) -> None:
+        for updater in self._updaters:
+            updater.finish()
+
+    def parameter_names(self, model: Any) -> list[list[str]]:
+        return self._updaters[0].parameter_names(model)
+
+    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+        states = [updater.optimizer_state(keep=keep) for updater in self._updaters]
+        return {**states[0], "state": {number: s for state in states for number, s in state["state"].items()}}
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        for updater in self._updaters:
+            updater.load_optimizer_state(saved)
