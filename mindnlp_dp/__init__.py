@@ -36,6 +36,11 @@ _HOME = {
     "GradientSynchronizer": "gradients.synchronizer",
     "make_train_step": "functional.make_step",
     "FunctionalRun": "functional.resumable_run",
+    "DeviceMesh": "parallel.mesh",
+    "init_device_mesh": "parallel.mesh",
+    "get_device_mesh": "parallel.mesh",
+    "empty_weights": "parallel.empty",
+    "parallelize": "parallel.parallelize",
     "evaluate": "evaluation.evaluate",
     "DataParallelArguments": "trainers.mindnlp_0_4.arguments",
     "DataParallelTrainerMixin": "trainers.mindnlp_0_4.trainer",
@@ -56,6 +61,11 @@ if TYPE_CHECKING:
     from .functional.resumable_run import FunctionalRun as FunctionalRun
     from .gradients.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
     from .gradients.synchronizer import GradientSynchronizer as GradientSynchronizer
+    from .parallel.empty import empty_weights as empty_weights
+    from .parallel.mesh import DeviceMesh as DeviceMesh
+    from .parallel.mesh import get_device_mesh as get_device_mesh
+    from .parallel.mesh import init_device_mesh as init_device_mesh
+    from .parallel.parallelize import parallelize as parallelize
     from .replicas.broadcast import broadcast_buffers as broadcast_buffers
     from .replicas.broadcast import broadcast_parameters as broadcast_parameters
     from .replicas.digests import assert_replicas_in_sync as assert_replicas_in_sync

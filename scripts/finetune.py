@@ -16,7 +16,13 @@ from pathlib import Path
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.folders import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
-from mindnlp_dp.data.batch_sizes import accumulation_steps_for, batch_size_per_rank, check_every_rank_has_a_sample
+from mindnlp_dp.data.batch_sizes import (
+    accumulation_steps_for,
+    batch_size_per_rank,
+    check_every_rank_has_a_sample,
+    for_stages,
+)
+from mindnlp_dp.parallel.mesh import parse_mesh
 from mindnlp_dp.report.schema import RunReport
 from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
@@ -35,10 +41,12 @@ def main() -> None:
     try:
         config = parse_config(FinetuneConfig, description=__doc__)
         group = dp.init_process_group(tune_runtime=config.tune_runtime, kernels=config.kernels)
-        args = training_arguments(config, group)
+        with as_input_error():
+            mesh = dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
+        args = training_arguments(config, mesh)
         task = group.call_on_main(lambda: prepare_task(config), "preparing the data")
         with as_input_error():
-            check_every_rank_has_a_sample(len(task.train["labels"]), group.world_size)
+            check_every_rank_has_a_sample(len(task.train["labels"]), mesh.data.world_size)
         report = train(config, args, task, group)
     except InputError as error:
         # Every rank has it, and says so in its own log.
@@ -47,12 +55,14 @@ def main() -> None:
         print(f"\n{summary(report, Path(config.output_dir))}")
 
 
-def training_arguments(config: FinetuneConfig, group: dp.ProcessGroup) -> dp.DataParallelArguments:
+def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataParallelArguments:
+    num_ranks = mesh.data.world_size
     with as_input_error():
         micro_batch_size = config.micro_batch_size
         if not micro_batch_size:
-            micro_batch_size = batch_size_per_rank(config.global_batch_size, group.world_size)
-        accumulation_steps = accumulation_steps_for(config.global_batch_size, micro_batch_size, group.world_size)
+            micro_batch_size = batch_size_per_rank(config.global_batch_size, num_ranks)
+            micro_batch_size = for_stages(micro_batch_size, mesh.sizes["pp"])
+        accumulation_steps = accumulation_steps_for(config.global_batch_size, micro_batch_size, num_ranks)
     return dp.DataParallelArguments(
         output_dir=config.output_dir,
         per_device_train_batch_size=micro_batch_size,
@@ -91,6 +101,8 @@ def train(
     # A pretrained model is downloaded once on each host, and then taken from its cache.
     with args.main_process_first():
         model = build_model(config, task)
+    with as_input_error():
+        model = dp.parallelize(model, schedule=config.pipeline_schedule, recompute=config.pipeline_recompute)
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
     trainer = dp.DataParallelTrainer(
         model,
@@ -110,11 +122,15 @@ def train(
         output = trainer.train(resume_from_checkpoint=resume)
     report = make_report(trainer, output, recorder, config, task)
 
+    output_dir = Path(config.output_dir)
+    write_model = trainer.whole.model_writer(output_dir, lambda folder: trainer.save_model(str(folder)))
+
     def save_model(folder: str) -> None:
-        trainer.save_model(folder)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_model(Path(folder))
         save_tokenizer(config, task, folder)
 
-    group.call_on_main(lambda: write_results(Path(config.output_dir), report, save_model), "writing the results")
+    group.call_on_main(lambda: write_results(output_dir, report, save_model), "writing the results")
     return report
 
 

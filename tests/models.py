@@ -89,12 +89,12 @@ def alone() -> Iterator[Any]:
     from mindnlp_dp.communication import process_group
     from mindnlp_dp.communication.transports.single import SingleProcessTransport
 
-    together = process_group._group
-    process_group._group = process_group.ProcessGroup(SingleProcessTransport())
+    together = process_group._group, process_group._data_group
+    process_group._group, process_group._data_group = process_group.ProcessGroup(SingleProcessTransport()), None
     try:
         yield process_group._group
     finally:
-        process_group._group = together
+        process_group._group, process_group._data_group = together
 
 
 def assert_same_sums(mine: Any, expected: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: rank 0 reads, every rank gets it."""
+"""Reading the files of a checkpoint: by rank 0, for every rank (load.py)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,10 @@ from safetensors.numpy import load_file
 
 from mindnlp_dp.arrays.conversion import from_host, to_host
 from mindnlp_dp.arrays.types import dtype_name
-from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.replicas.broadcast import broadcast_parameters
 from mindnlp_dp.replicas.weights import all_names, set_weight
 
 from .manifest import MODEL_FILES, STATE, CheckpointError, check_checkpoint
-from .state_tree import PackedState, broadcast_state, unpack_state
-
-
-def load_checkpoint(path: Path, model: Any, group: ProcessGroup) -> dict[str, Any]:
-    """Rank 0 reads, and every rank gets it: the weights, in ``model``, and the state.
-
-    Raises:
-        CheckpointError: on every rank, when the folder is not complete, or not of this model.
-    """
-
-    def read() -> PackedState:
-        state = read_state(path)
-        read_weights(model, path)
-        return state
-
-    packed = group.call_where(group.is_main, read, "reading a checkpoint")
-    broadcast_parameters(model, group)
-    # Of the optimizer's state a rank may keep no more than its part.
-    return unpack_state(broadcast_state(packed or PackedState(None), group, later="optimizer/state/"))
+from .state_tree import PackedState
 
 
 def read_state(path: Path) -> PackedState:

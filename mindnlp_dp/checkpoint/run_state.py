@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.replicas.broadcast import broadcast_buffers
-from mindnlp_dp.replicas.digests import assert_replicas_in_sync, replica_digest
 from mindnlp_dp.step.train_step import TrainStep
+
+from .whole_model import WholeModel
 
 
 @dataclass
@@ -44,12 +44,12 @@ class Position:
 class Run:
     """The parts of a run that a checkpoint must hold."""
 
-    model: Any
+    model: WholeModel
     train_step: TrainStep
 
     @property
     def group(self) -> ProcessGroup:
-        return self.train_step.synchronizer.group
+        return self.model.world
 
     def state(self, *, keep: bool = True) -> dict[str, Any]:
         """Their state, the same on every rank, which has rank 0's buffers from then on.
@@ -61,17 +61,21 @@ class Run:
             ReplicaMismatchError: the ranks' weights differ, so that no checkpoint can hold them.
         """
         step = self.train_step
-        broadcast_buffers(self.model, self.group)
+        self.model.broadcast_buffers()
+        # Of a model that is cut, every stage packs its own gradients: the order is no other mesh's.
+        keeps_order = not self.model.is_parted
+        own = {
+            "parameters": step.updater.parameter_names(self.model.model),
+            **step.updater.optimizer_state(keep=keep or self.model.is_parted),
+        }
         return {
             "world_size": self.group.world_size,
-            "digest": assert_replicas_in_sync(self.model, self.group),
-            "optimizer": {
-                "parameters": step.updater.parameter_names(self.model),
-                **step.updater.optimizer_state(keep=keep),
-            },
+            "digest": self.model.assert_in_sync(),
+            "optimizer": self.model.whole_optimizer(own, keep=keep),
             "scheduler": None if step.updater.scheduler is None else step.updater.scheduler.state_dict(),
-            "bucket_order": step.synchronizer.order,
-            "ranks": self.group.all_gather_object({"random": random_state(), "losses": step.losses.state()}),
+            "bucket_order": step.synchronizer.order if keeps_order else None,
+            "ranks": self.group.all_gather_object({"random": random_state()}),
+            "losses": self.model.group.all_gather_object(step.losses.state()),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -82,14 +86,15 @@ class Run:
         Raises:
             ValueError: the model is not the one that was saved, or the optimizer updates other parameters.
         """
-        digest = replica_digest(self.model)
+        digest = self.model.digest()
         if digest != saved["digest"]:
             raise ValueError(
                 f"the model is not the one that was saved: with the checkpoint's weights its digest is {digest}, and "
                 f"was {saved['digest']}; frozen weights and buffers must be those of the run that is resumed"
             )
         step = self.train_step
-        mine, theirs = step.updater.parameter_names(self.model), saved["optimizer"]["parameters"]
+        optimizer = self.model.own_optimizer(saved["optimizer"])
+        mine, theirs = step.updater.parameter_names(self.model.model), optimizer["parameters"]
         if mine != theirs:
             ours, others = (sum(map(len, groups)) for groups in (mine, theirs))
             raise ValueError(
@@ -97,13 +102,14 @@ class Run:
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
         # Older checkpoints do not have it.
-        if saved.get("bucket_order") is not None:
+        if saved.get("bucket_order") is not None and not self.model.is_parted:
             step.synchronizer.pack_in_order(saved["bucket_order"])
-        optimizer_state = {key: value for key, value in saved["optimizer"].items() if key != "parameters"}
+        optimizer_state = {key: value for key, value in optimizer.items() if key != "parameters"}
         step.updater.load_optimizer_state(optimizer_state)
         if step.updater.scheduler is not None:
             step.updater.scheduler.load_state_dict(saved["scheduler"])
-        step.losses.load_states([rank["losses"] for rank in saved["ranks"]])
+        losses = saved.get("losses") or [rank["losses"] for rank in saved["ranks"]]
+        step.losses.load_states(losses)
 
     def restore_random_state(self, saved: Mapping[str, Any]) -> None:
         """Set this rank's generators; left alone where the number of ranks is another one."""

@@ -6,7 +6,7 @@ model; where it is cut among ranks (:mod:`mindnlp_dp.parallel`), the model bring
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -52,13 +52,16 @@ class WholeModel:
 
     def read_weights(self, folder: Path) -> None:
         """Take over the weights in a folder. CheckpointError where they are not this model's."""
-        self.world.call_where(self.world.is_main, lambda: read_weights(self.model, folder), "reading weights")
+        self.world.call_where(self.world.is_main, lambda: read_weights(self.model, folder), "reading a checkpoint")
         self.broadcast_weights()
 
-    def model_writer(self, folder: Path, write_whole: Callable[[Path], None]) -> Callable[[Path], None]:
+    def model_writer(
+        self, folder: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
+    ) -> Callable[[Path], None]:
         """A function that writes the model into a folder; the ranks that write call it, alone.
 
-        ``write_whole`` does where this process has all of it; ``folder`` is where something may wait until then.
+        ``write_whole`` does, with all that belongs to it, where this process has all of it. Else the weights are
+        written, and what ``beside`` them knows ``save_pretrained``; ``folder`` is where they wait until then.
         """
         return write_whole
 

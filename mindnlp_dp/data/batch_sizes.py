@@ -37,6 +37,16 @@ def batch_size_per_rank(global_batch_size: int, world_size: int) -> int:
     return global_batch_size // world_size
 
 
+def for_stages(micro_batch_size: int, num_stages: int) -> int:
+    """A micro batch for a pipeline: the fewest samples that make at most four micro batches a stage.
+
+    >>> for_stages(64, 1), for_stages(64, 2), for_stages(6, 2)
+    (64, 8, 1)
+    """
+    most = 1 if num_stages == 1 else 4 * num_stages
+    return next(micro_batch_size // n for n in range(most, 0, -1) if micro_batch_size % n == 0)
+
+
 def accumulation_steps_to_keep(
     global_batch_size: int, per_micro_step: int, world_size: int, setting: str = "micro_batch_size"
 ) -> int:

@@ -24,11 +24,11 @@ from mindnlp_dp.checkpoint.folders import (
     newest_checkpoint,
     remove_old_checkpoints,
 )
-from mindnlp_dp.checkpoint.read import load_checkpoint
+from mindnlp_dp.checkpoint.load import load_checkpoint
 from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
+from mindnlp_dp.checkpoint.whole_model import whole_model
 from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
-from mindnlp_dp.replicas.broadcast import broadcast_buffers
 
 from .make_step import FunctionalStep
 
@@ -55,12 +55,13 @@ class FunctionalRun:
         self.step = step
         self.loader = loader
         self.keep = keep
-        self.group = step.synchronizer.group
+        self._whole = whole_model(model, step.synchronizer.group)
+        self.group = self._whole.world
         self.epoch = 0
         # Updates of the epoch that were done when it was opened, and of the run.
         self._opened_at = (0, step.num_updates)
         self._saved: Optional[dict[str, Any]] = None
-        self._parts = Run(model, step.train_step)
+        self._parts = Run(self._whole, step.train_step)
 
     @property
     def position(self) -> Position:
@@ -85,7 +86,7 @@ class FunctionalRun:
                 yield window if self.step.accumulation_steps > 1 else window[0]
             begin = Position(begin.epoch + 1)
         # Who has come to the end looks at the model: all ranks see the same one.
-        broadcast_buffers(self.model, self.group)
+        self._whole.broadcast_buffers()
 
     def save(self) -> Path:
         """Write a checkpoint; one rank writes, the others return when it has, or raise what it raised."""
@@ -100,9 +101,11 @@ class FunctionalRun:
             "grad_norm": self.step.grad_norm,
         }
 
+        write_model = self._whole.model_writer(self.folder, lambda folder: write_weights(self.model, folder))
+
         def write() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(path, state, lambda folder: write_weights(self.model, folder))
+            write_checkpoint(path, state, write_model)
             remove_old_checkpoints(self.folder, self.keep, [path])
 
         self.group.call_where(self.group.is_main, write, "saving a checkpoint")
@@ -122,13 +125,13 @@ class FunctionalRun:
         path = self.group.call_on_main(choose, "looking for a checkpoint")
         if path is None:
             return False
-        saved = load_checkpoint(path, self.model, self.group)
+        saved = load_checkpoint(path, self._whole)
         check_same_data(self.loader.order, saved["data"], "save to another folder")
         if self.loader.global_batch_size != saved["global_batch_size"]:
             raise ValueError(
                 f"the checkpoint's updates have {saved['global_batch_size']} samples, this loader's "
                 f"{self.loader.global_batch_size}; make it with micro_batch_size * accumulation_steps * "
-                f"{self.group.world_size} ranks = {saved['global_batch_size']}, or save to another folder"
+                f"{self._whole.group.world_size} ranks = {saved['global_batch_size']}, or save to another folder"
             )
         self._parts.restore(saved)
         position = Position(**saved["position"])

@@ -161,7 +161,9 @@ def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, int]:
         if axis not in AXES:
             raise ValueError(f"a mesh has axes {', '.join(AXES)}, got {axis!r}")
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ValueError(f"the size of {axis} must be a whole number from 1 on, or -1 for what is left; got {size!r}")
+            raise ValueError(
+                f"the size of {axis} must be a whole number from 1 on, or -1 for what is left; got {size!r}"
+            )
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) > 1:

@@ -150,6 +150,7 @@ def parallelize(
     if not mesh.is_data_parallel:
         plan = plan or plan_for(model)
         _cut(model, plan, parts, schedule, recompute)
+
     def source(placement: Any) -> np.ndarray:
         """On rank 0: from the files, or the model as it was made; what was handed out is not kept."""
         original = originals.pop(placement.name)
@@ -158,6 +159,8 @@ def parallelize(
 
     take_parts(model, placements)
     parts.scatter(source)
+    if parts.pipeline is not None:
+        _tie_stages(model, parts.pipeline, placements)
     if not mesh.is_data_parallel:
         model.parallel = parts  # type: ignore[attr-defined]
         for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
@@ -191,6 +194,8 @@ def _cut(model: Any, plan: Plan, parts: ParallelModel, schedule: str, recompute:
             raise ValueError(
                 f"{axis}={mesh.sizes[axis]}, and the plan for {type(model).__name__} does not say how to cut {what}"
             )
+    if mesh.sizes["pp"] > 1 and mesh.sizes["ep"] > 1:
+        raise ValueError(f"stages and experts do not go together yet, got {mesh}; leave pp or ep out")
     if mesh.sizes["pp"] > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ValueError("a loss of the routers of all layers cannot be had in stages; set output_router_logits=False")
     if mesh.sizes["tp"] > 1 and plan.tensor is not None:
@@ -200,7 +205,6 @@ def _cut(model: Any, plan: Plan, parts: ParallelModel, schedule: str, recompute:
     if mesh.sizes["pp"] > 1 and plan.pipeline is not None:
         inbox = cut_stages(model, plan.pipeline, placements)
         parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
-        _tie_stages(model, parts.pipeline, placements)
 
 
 def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:

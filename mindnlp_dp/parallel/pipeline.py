@@ -9,6 +9,7 @@ with ``recompute`` only what the stage received is kept, and its forward pass ru
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
@@ -73,7 +74,8 @@ class Pipeline:
         self._stage_forward = model.forward
         self._is_training = False
         self._ties: list[tuple[Any, ProcessGroup]] = []
-        model.forward = self._forward
+        # What reads its signature, such as who looks for columns, sees the model's.
+        model.forward = functools.wraps(model.forward)(lambda *args, **kwargs: self._forward(*args, **kwargs))
 
     def tie(self, parameter: Any, group: ProcessGroup) -> None:
         """Sum up the gradients of a parameter that the stages of ``group`` have in common."""
@@ -101,7 +103,9 @@ class Pipeline:
 
     # A window.
 
-    def run(self, batches: Sequence[MicroBatch], parameters: Sequence[Any], span: Span = no_span) -> Iterator[MicroStep]:
+    def run(
+        self, batches: Sequence[MicroBatch], parameters: Sequence[Any], span: Span = no_span
+    ) -> Iterator[MicroStep]:
         """Run the micro batches of an update through the pipeline. All stages of a row call it with as many.
 
         Gradients are in the order of ``parameters``. Of those that stages have in common, the sum over these stages and

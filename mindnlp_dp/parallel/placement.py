@@ -220,5 +220,3 @@ def find_module(model: Any, name: str, what: str) -> Any:
     if name not in modules:
         raise ValueError(f"{what} is {name!r}, which {type(model).__name__} does not have")
     return modules[name]
-
-

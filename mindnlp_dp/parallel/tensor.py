@@ -10,6 +10,7 @@ layers with something between them that works on each part alone needs one all-r
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Optional
@@ -121,6 +122,7 @@ class DrawsApart:
     """A forward pass in which each rank draws other numbers, as what it works on is cut; behind it all draw alike."""
 
     def __init__(self, forward: Callable[..., Any], group: ProcessGroup) -> None:
+        functools.update_wrapper(self, forward)
         self._forward = forward
         self._rank = group.rank
 
@@ -196,6 +198,8 @@ class VocabularyParallelHead:
     """
 
     def __init__(self, model: Any, forward: Callable[..., Any], group: ProcessGroup, kind: str) -> None:
+        # What reads its signature, such as who looks for columns, sees the model's.
+        functools.update_wrapper(self, forward)
         self._model = model
         self._forward = forward
         self._group = group

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -127,7 +127,9 @@ class PartedModel(WholeModel):
         """Give every rank its parts of whole arrays, from rank 0 of the job: of all, or those with these names."""
         own = self._own()
         for placement in map(self.placements.__getitem__, self.placements if names is None else names):
-            whole = self.world.call_where(self.world.is_main, lambda p=placement: source(p), f"reading {placement.name}")
+            whole = self.world.call_where(
+                self.world.is_main, lambda p=placement: source(p), f"reading {placement.name}"
+            )
             if whole is None:
                 whole = np.zeros(placement.shape, _host_type(placement.dtype))
             whole = self.world.broadcast(whole.astype(_host_type(placement.dtype), copy=False))
@@ -137,14 +139,16 @@ class PartedModel(WholeModel):
 
     def read_weights(self, folder: Path) -> None:
         files = self.world.call_where(
-            self.world.is_main, lambda: WeightFiles(folder, self.placements, is_complete=True), "reading weights"
+            self.world.is_main, lambda: WeightFiles(folder, self.placements, is_complete=True), "reading a checkpoint"
         )
         # Buffers that files leave out stay.
         missing = set(self.world.broadcast_object([] if files is None else files.missing))
         names = [name for name in self.placements if name not in missing]
         self.scatter(lambda placement: files.get(placement) if files else None, names)
 
-    def model_writer(self, folder: Path, write_whole: Callable[[Path], None]) -> Callable[[Path], None]:
+    def model_writer(
+        self, folder: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
+    ) -> Callable[[Path], None]:
         """The weights are written now, beside ``folder``'s checkpoints, and moved when the function is called."""
         waiting = folder / f".{MODEL}.{os.getpid()}" if self.world.is_main else None
         self.write_weights(waiting)
@@ -152,9 +156,9 @@ class PartedModel(WholeModel):
         def write(checkpoint: Path) -> None:
             assert waiting is not None, "one rank writes"
             os.replace(waiting, checkpoint / MODEL)
-            config = getattr(self.model, "config", None)
-            if hasattr(config, "save_pretrained"):
-                config.save_pretrained(str(checkpoint))
+            for part in (getattr(self.model, "config", None), *beside):
+                if hasattr(part, "save_pretrained"):
+                    part.save_pretrained(str(checkpoint))
 
         return write
 
@@ -273,7 +277,9 @@ class WeightFiles:
         self._names = {name: there for name, there in found.items() if there is not None}
         self.missing = [name for name, there in found.items() if there is None]
         if not self._names:
-            raise CheckpointError(f"{folder} holds no weight of this model's; it holds {', '.join(list(self._files)[:3])}")
+            raise CheckpointError(
+                f"{folder} holds no weight of this model's; it holds {', '.join(list(self._files)[:3])}"
+            )
         for name, there in self._names.items():
             shape, expected = tuple(self._files[there].get_slice(there).get_shape()), placements[name].shape
             if shape != expected:

@@ -62,4 +62,3 @@ class Wire:
     def forget(self) -> None:
         """What was begun, after a failure; nobody will take it."""
         self._under_way.clear()
-

@@ -11,6 +11,8 @@ from typing import Any, Optional, TypeVar, get_type_hints
 
 import yaml
 
+from mindnlp_dp.parallel.schedule import SCHEDULES
+
 from .examples import InputError
 
 OPTIMIZERS = ("adamw", "lamb", "lars")
@@ -82,6 +84,9 @@ class FinetuneConfig(TaskConfig):
     """The same, and how: in which steps, with what exchange of gradients, with or without checkpoints."""
 
     micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
+    mesh: str = _setting("", "how ranks share out the work, such as dp=2,tp=2 or dp=2,pp=2; empty: dp alone")
+    pipeline_schedule: str = _setting("1f1b", "of stages (pp): 1f1b, gpipe or eager-1f1b")
+    pipeline_recompute: bool = _setting(False, "keep only what stages receive, and compute the rest anew")
     optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
     resume: bool = _setting(False, "go on from the newest checkpoint in output_dir, if there is one")
@@ -103,6 +108,7 @@ class FinetuneConfig(TaskConfig):
             ("compression", ("", "fp16", "bf16", "powersgd")),
             ("zero_stage", ("auto", "0", "1", "2")),
             ("kernels", ("auto", "mindspore")),
+            ("pipeline_schedule", SCHEDULES),
         ):
             if getattr(self, name) not in choices:
                 shown = ", ".join(choice or "nothing" for choice in choices)

@@ -115,7 +115,6 @@ def _check_scope(optimizer: Any, window: GradientWindow, scope: ModelScope) -> N
         )
 
 
-
 def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[int, str]) -> None:
     """Ranks that update in different ways would wait for each other, or train a model each."""
     mine = {"zero_stage": repr(zero_stage), "the optimizer": type(optimizer).__qualname__}

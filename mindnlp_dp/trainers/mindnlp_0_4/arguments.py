@@ -19,7 +19,7 @@ from typing import Any, Optional, Union
 from mindnlp.engine import TrainingArguments
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 from mindnlp_dp.gradients.powersgd import DEFAULT_RANK
 from mindnlp_dp.gradients.synchronizer import DEFAULT_BUCKET_CAP_MB
 from mindnlp_dp.update.choose import check_zero_stage
@@ -94,8 +94,8 @@ class DataParallelArguments(TrainingArguments):
 
     @property
     def global_train_batch_size(self) -> int:
-        """Samples in an update: micro batch * accumulation steps * ranks."""
-        return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+        """Samples in an update: micro batch * accumulation steps * the ranks that share out the samples."""
+        return self.train_batch_size * self.gradient_accumulation_steps * get_data_group().world_size
 
     @property
     def order_seed(self) -> int:

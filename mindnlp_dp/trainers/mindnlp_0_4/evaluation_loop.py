@@ -10,7 +10,6 @@ from mindnlp.engine.utils import EvalLoopOutput, EvalPrediction, denumpify_deten
 from mindnlp_dp.evaluation.evaluate import EvaluationRun
 from mindnlp_dp.evaluation.gather import to_numpy
 from mindnlp_dp.evaluation.metrics import with_prefix
-from mindnlp_dp.replicas.broadcast import broadcast_buffers
 
 
 def run_evaluation(
@@ -21,19 +20,21 @@ def run_evaluation(
     metric_key_prefix: str,
 ) -> EvalLoopOutput:
     """What :meth:`DataParallelTrainerMixin.evaluation_loop` returns; called by every rank."""
-    args, group, model = trainer.args, trainer.group, trainer.model
+    args, model = trainer.args, trainer.model
     if prediction_loss_only is None:
         prediction_loss_only = args.prediction_loss_only
     if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
         trainer.model = model = model.to(dtype=mindspore.float16 if args.fp16_full_eval else mindspore.bfloat16)
     model.set_train(False)
-    broadcast_buffers(model, group)
+    trainer.whole.broadcast_buffers()
     if args.past_index >= 0:
         trainer._past = None
     trainer.callback_handler.eval_dataset = dataset
     main_input = getattr(model, "main_input_name", "input_ids")
-    evaluation = EvaluationRun(group, args.eval_accumulation_steps)
+    evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     for (batch,) in dataset.windows():
+        is_lent = batch is None
+        batch = trainer.passes.to_run(batch)
         if batch is None:
             evaluation.add(None)
         else:
@@ -48,7 +49,11 @@ def run_evaluation(
             outputs = {"logits": to_numpy(logits), "labels": to_numpy(labels), "inputs": seen}
             outputs = {key: value for key, value in outputs.items() if value is not None}
             mean_loss = None if loss is None else float(loss.asnumpy())
-            evaluation.add(outputs or None, len(batch.indices), mean_loss, weight)
+            if is_lent:
+                # Others needed this rank's part of the model for it.
+                evaluation.add(None)
+            else:
+                evaluation.add(outputs or None, len(batch.indices), mean_loss, weight)
         trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
     gathered, mean_loss, num_samples = evaluation.finish()
     gathered = gathered or {}
@@ -58,7 +63,7 @@ def run_evaluation(
     if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
         inputs_seen = {"inputs": gathered["inputs"]} if "inputs" in gathered else {}
         prediction = EvalPrediction(predictions=predictions, label_ids=label_ids, **inputs_seen)
-        metrics = group.call_on_main(
+        metrics = trainer.world.call_on_main(
             lambda: denumpify_detensorize(trainer.compute_metrics(prediction)), "compute_metrics"
         )
     if mean_loss is not None:

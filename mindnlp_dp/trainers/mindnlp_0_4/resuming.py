@@ -33,7 +33,7 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
         trainer.args.gradient_accumulation_steps = accumulation_steps_to_keep(
             saved["global_batch_size"], per_micro_step, trainer.group.world_size, "per_device_train_batch_size"
         )
-        if trainer.group.is_main:
+        if trainer.world.is_main:
             print(
                 f"resuming with the checkpoint's global batch of {saved['global_batch_size']} samples: "
                 f"gradient_accumulation_steps is {trainer.args.gradient_accumulation_steps}"

@@ -24,10 +24,15 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     trainer.store_flos()
     run = None if args.save_only_model else trainer.training_loop.state()
 
-    def write_model(folder: Path) -> None:
+    def write_whole(folder: Path) -> None:
         trainer.save_model(str(folder), _internal_call=True)
         if not any(folder.glob(MODEL_FILES)):
             write_weights(model, folder)
+
+    write_weights_of_all = trainer.whole.model_writer(folder, write_whole, [trainer.tokenizer])
+
+    def write_model(folder: Path) -> None:
+        write_weights_of_all(folder)
         state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def write() -> None:
@@ -35,4 +40,4 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
         remove_old_checkpoints(folder, args.save_total_limit, keep)
 
-    trainer.group.call_where(args.should_save, write, "saving a checkpoint")
+    trainer.world.call_where(args.should_save, write, "saving a checkpoint")

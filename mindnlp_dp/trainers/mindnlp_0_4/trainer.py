@@ -18,18 +18,20 @@ from mindnlp.engine.utils import EvalLoopOutput
 from mindnlp.transformers import PreTrainedModel
 
 from mindnlp_dp.checkpoint.folders import choose_checkpoint, remove_unfinished_checkpoints
-from mindnlp_dp.checkpoint.read import load_checkpoint, read_weights
+from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.whole_model import WholeModel, whole_model
 from mindnlp_dp.checkpoint.write import write_module
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors, num_rows
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from mindnlp_dp.data.source import mapped
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
-from mindnlp_dp.replicas.broadcast import broadcast_parameters
+from mindnlp_dp.gradients.window import GradientWindow
 
 from .arguments import DataParallelArguments, upgrade_arguments
 from .evaluation_loop import run_evaluation
+from .passes import Passes
 from .saving import save_checkpoint
 from .training_loop import TrainingLoop
 
@@ -68,15 +70,26 @@ class DataParallelTrainerMixin:
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
     ) -> None:
-        self.group = get_process_group()
+        # Those that share out the samples; and all, who may have parts of the model.
+        self.group, self.world = get_data_group(), get_process_group()
         self.data_collator = data_collator
-        self._synchronizer: Optional[GradientSynchronizer] = None
+        self._synchronizer: Optional[GradientWindow] = None
         self._hook_is_suspended = False
         self.current_tokens = 0
         if args is None:
             args = DataParallelArguments(output_dir="tmp_trainer")
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)  # type: ignore[call-arg]
-        broadcast_parameters(self.model, self.group)
+        self.whole.broadcast_weights()
+
+    @property
+    def whole(self) -> WholeModel:
+        """The model as a whole, whatever ranks have of it."""
+        return whole_model(self.model, self.group)
+
+    @property
+    def passes(self) -> Passes:
+        """Its forward and backward passes."""
+        return Passes(getattr(self.model, "parallel", None))
 
     # Gradients.
 
@@ -108,17 +121,19 @@ class DataParallelTrainerMixin:
         finally:
             self._hook_is_suspended = False
 
-    def synchronizer(self, model: Any) -> GradientSynchronizer:
+    def synchronizer(self, model: Any) -> GradientWindow:
         """The exchange for ``model``'s trainable parameters; made anew when they change."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         current = self._synchronizer
         if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
             args = self.args
-            self._synchronizer = GradientSynchronizer(
-                trainable, self.group,
-                bucket_cap_mb=args.bucket_cap_mb, overlap=args.overlap,
-                compression=args.compression, powersgd_rank=args.powersgd_rank,
-            )  # fmt: skip
+            exchange = {"bucket_cap_mb": args.bucket_cap_mb, "overlap": args.overlap, "compression": args.compression,
+                        "powersgd_rank": args.powersgd_rank}  # fmt: skip
+            parallel = getattr(model, "parallel", None)
+            if parallel is None:
+                self._synchronizer = GradientSynchronizer(trainable, self.group, **exchange)
+            else:
+                self._synchronizer = parallel.window(trainable, **exchange)
         assert self._synchronizer is not None
         return self._synchronizer
 
@@ -143,10 +158,10 @@ class DataParallelTrainerMixin:
         # An earlier call may have failed with an exchange under way, on some ranks further than on others.
         self._synchronizer = None
         folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
-        self.group.call_where(
+        self.world.call_where(
             self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"
         )
-        self._resume_from = self.group.call_on_main(
+        self._resume_from = self.world.call_on_main(
             lambda: choose_checkpoint(folder, resume_from_checkpoint, saves), "looking for a checkpoint"
         )
         return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
@@ -162,7 +177,7 @@ class DataParallelTrainerMixin:
             self._train_batch_size = batch_size
         checkpoint = None
         if self._resume_from is not None:
-            checkpoint = load_checkpoint(self._resume_from, self.model, self.group)
+            checkpoint = load_checkpoint(self._resume_from, self.whole)
         self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
         return self.training_loop.run()
 
@@ -200,8 +215,8 @@ class DataParallelTrainerMixin:
 
     def store_flos(self) -> None:
         """Add the floating point operations and tokens since the last call, of all ranks, to the state's."""
-        mine = np.array([self.current_flos, self.current_tokens], np.float64)  # type: ignore[has-type]
-        flos, tokens = self.group.all_reduce(mine)
+        flos = self.world.all_reduce(np.array([self.current_flos], np.float64))[0]  # type: ignore[has-type]
+        tokens = self.group.all_reduce(np.array([self.current_tokens], np.float64))[0]
         self.state.total_flos += float(flos)
         self.state.num_input_tokens_seen += int(tokens)
         self.current_flos, self.current_tokens = 0.0, 0
@@ -247,6 +262,15 @@ class DataParallelTrainerMixin:
         """Write the run as it stands; one rank writes, the others return when it has, or raise what it raised."""
         save_checkpoint(self, model, metrics)
 
+    def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
+        """Write the model, as one process would, to ``output_dir``. Of a model that is cut, a collective."""
+        if not self.whole.is_parted:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        write = self.whole.model_writer(folder, lambda folder: None, [self.tokenizer])
+        self.world.call_where(self.world.is_main, lambda: write(folder), "writing the model")
+
     def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         if isinstance(self.model, PreTrainedModel):
@@ -258,9 +282,7 @@ class DataParallelTrainerMixin:
             self.tokenizer.save_pretrained(str(folder))
 
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        self.group.call_on_main(lambda: read_weights(self.model, best), "loading the best model")
-        broadcast_parameters(self.model, self.group)
+        self.whole.read_weights(Path(self.state.best_model_checkpoint))
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):

@@ -29,10 +29,7 @@ from mindnlp.engine.utils import TrainOutput, has_length
 from mindnlp_dp.checkpoint.folders import remove_old_checkpoints
 from mindnlp_dp.checkpoint.run_state import Position, Run
 from mindnlp_dp.data.sharding import plan_updates
-from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
-from mindnlp_dp.replicas.digests import assert_replicas_in_sync
 from mindnlp_dp.step.losses import LossMeter
-from mindnlp_dp.step.seeds import seeded, step_seed
 from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
 from mindnlp_dp.step.timeline import Timeline
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
@@ -53,16 +50,16 @@ class TrainingLoop(ResumableLoop):
         self, trainer: Any, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
     ) -> None:
         self.trainer = trainer
-        self.group = trainer.group
+        self.group, self.world = trainer.group, trainer.world
         self.checkpoint = checkpoint
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self.loader = open_data(trainer, checkpoint)
         # Opening the data may have set other accumulation steps.
         self.args = trainer.args
         self.position = Position()
-        self.agree = ControlAgreement(self.group)
+        self.agree = ControlAgreement(self.world)
         self.timer = TrainingTimer()
-        self.timeline = Timeline(self.group, self.args.trace)
+        self.timeline = Timeline(self.world, self.args.trace)
         self.losses = LossMeter(self.group)
         self.samples_seen = 0
         self.updates_done = 0
@@ -74,18 +71,20 @@ class TrainingLoop(ResumableLoop):
         trainer, args = self.trainer, self.args
         self.updates_per_epoch = len(self.loader) if has_length(self.loader) else None
         max_steps, num_epochs = plan_updates(self.updates_per_epoch, args.num_train_epochs, args.max_steps)
-        broadcast_parameters(trainer.model, self.group)
+        trainer.whole.broadcast_weights()
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler = None
             trainer._created_lr_scheduler = False
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         self.synchronizer = trainer.synchronizer(trainer.model)
-        updater = make_updater(trainer.optimizer, self.synchronizer, args.zero_stage, trainer.lr_scheduler)
+        passes = trainer.passes
+        scope = passes.scope(self.synchronizer.parameters)
+        updater = make_updater(trainer.optimizer, self.synchronizer, args.zero_stage, trainer.lr_scheduler, scope)
         self.train_step = TrainStep(
             self.synchronizer, updater, self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
         )  # fmt: skip
-        self.parts = Run(trainer.model, self.train_step)
+        self.parts = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
         is_over = self.checkpoint is not None and self.restore(self.checkpoint, max_steps)
@@ -133,7 +132,7 @@ class TrainingLoop(ResumableLoop):
                 break
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
             norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
-            if args.sync_stats and self.group.is_main:
+            if args.sync_stats and self.world.is_main:
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
             self.updates_done += 1
@@ -143,7 +142,7 @@ class TrainingLoop(ResumableLoop):
             trainer.control = trainer.callback_handler.on_step_end(args, trainer.state, trainer.control)
             self._log_evaluate_save()
         if position.epoch_done and position.update == 0:
-            if self.group.is_main:
+            if self.world.is_main:
                 print(f"epoch {position.epoch} holds no batches; training stops at step {trainer.state.global_step}")
             trainer.control.should_training_stop = True
         position.ending_epoch = True
@@ -159,29 +158,17 @@ class TrainingLoop(ResumableLoop):
         """Run this rank's micro batches of one global batch, one by one."""
         trainer, args, step = self.trainer, self.args, self.trainer.state.global_step
         self._check_parameters()
-        for number, batch in enumerate(window):
-            inputs = None if batch is None else trainer.tensors(batch)
-            weight = 0.0 if inputs is None else trainer.loss_weight(inputs)
-            # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
-            if batch is not None and weight > 0:
-                trainer.model.zero_grad()
-                is_last = number + 1 == len(window)
-                sending = self.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
-                timed = self.timeline.forward_and_backward(trainer.model, step=step, micro_step=number)
-                seed = step_seed(args.seed, self.group.rank, step, number)
-                with trainer.hook_suspended(), seeded(seed), sending, timed:
-                    loss = trainer.training_step(trainer.model, inputs)
-                # training_step returns its part of the window's mean, by MindNLP's contract.
-                value = float(loss.asnumpy()) * args.gradient_accumulation_steps
-                yield MicroStep(value, [p.grad for p in self.synchronizer.parameters], weight, batch.indices)
-                self.samples_seen += len(batch.indices)
-                trainer.current_flos += float(trainer.floating_point_ops(inputs))
-                if args.include_num_input_tokens_seen or args.include_tokens_per_second:
-                    trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
-            if number + 1 < len(window):
-                trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
+        yield from trainer.passes.micro_steps(self, window, step)
         # This rank's own gradients are in the exchange by now; their memory goes before the averaged ones take theirs.
         trainer.model.zero_grad()
+
+    def count(self, batch: Any, inputs: Any) -> None:
+        """A micro batch of this rank's was trained on."""
+        trainer, args = self.trainer, self.args
+        self.samples_seen += len(batch.indices)
+        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        if args.include_num_input_tokens_seen or args.include_tokens_per_second:
+            trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
 
     def _check_parameters(self) -> None:
         """Raise RuntimeError when the model trains others than those that the optimizer and the exchange know."""
@@ -235,11 +222,11 @@ class TrainingLoop(ResumableLoop):
         trainer, args, state = self.trainer, self.args, self.trainer.state
         if args.past_index >= 0 and hasattr(trainer, "_past"):
             del trainer._past
-        broadcast_buffers(trainer.model, self.group)
-        digest = assert_replicas_in_sync(trainer.model, self.group)
+        trainer.whole.broadcast_buffers()
+        digest = trainer.whole.assert_in_sync()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             trainer._load_best_model()
-            digest = assert_replicas_in_sync(trainer.model, self.group)
+            digest = trainer.whole.assert_in_sync()
 
         train_loss = self.losses.mean_of_run()
         trainer.store_flos()
@@ -257,7 +244,7 @@ class TrainingLoop(ResumableLoop):
         trainer.log(dict(metrics))
         if state.best_model_checkpoint is not None and args.save_total_limit == 1:
             folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
-            self.group.call_where(
+            self.world.call_where(
                 args.should_save,
                 lambda: remove_old_checkpoints(folder, 1, [best]),
                 "removing all checkpoints but the best",

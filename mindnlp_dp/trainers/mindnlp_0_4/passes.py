@@ -1,0 +1,97 @@
+"""The forward and backward passes of an update, by the Trainer's own methods.
+
+Goes in: this rank's micro batches of a window. Comes out: for each of them its loss and gradients. Where a model is cut
+among ranks, a stage runs its part of all of them (a pipeline), and no rank leaves one out that others need it for
+(experts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+from mindnlp_dp.data.batches import Batch
+from mindnlp_dp.parallel.parallelize import ParallelModel
+from mindnlp_dp.parallel.pipeline import MicroBatch
+from mindnlp_dp.step.seeds import seeded, step_seed
+from mindnlp_dp.step.train_step import MicroStep
+from mindnlp_dp.update.model_scope import ModelScope
+
+
+class Passes:
+    """Of a Trainer whose model is cut as ``parallel`` says; None where every rank has all of it."""
+
+    def __init__(self, parallel: Optional[ParallelModel]) -> None:
+        self._parallel = parallel
+
+    def scope(self, parameters: Sequence[Any]) -> Optional[ModelScope]:
+        """Which of these parameters this rank counts in a norm of the whole model."""
+        return None if self._parallel is None else self._parallel.scope(parameters)
+
+    def to_run(self, batch: Optional[Batch]) -> Optional[Batch]:
+        """This rank's batch, or one that it runs for others; None where there is nothing to do."""
+        has_experts = self._parallel is not None and self._parallel.has_experts
+        return self._parallel.lend(batch) if has_experts else batch  # type: ignore[union-attr]
+
+    def micro_steps(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
+        """Run this rank's micro batches of one global batch; ``loop`` is the :class:`.TrainingLoop`."""
+        if self._parallel is not None and self._parallel.pipeline is not None:
+            yield from self._through_stages(loop, window, step)
+        else:
+            yield from self._one_by_one(loop, window, step)
+
+    def _one_by_one(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
+        trainer, args, parallel = loop.trainer, loop.args, self._parallel
+        for number, mine in enumerate(window):
+            batch = self.to_run(mine)
+            inputs = None if batch is None else trainer.tensors(batch)
+            weight = 0.0 if mine is None else trainer.loss_weight(inputs)
+            # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
+            is_needed = parallel is not None and parallel.has_experts
+            if batch is not None and (weight > 0 or is_needed):
+                trainer.model.zero_grad()
+                is_last = number + 1 == len(window)
+                sending = loop.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
+                timed = loop.timeline.forward_and_backward(trainer.model, step=step, micro_step=number)
+                among = contextlib.nullcontext() if parallel is None else parallel.micro_step(weight)
+                with trainer.hook_suspended(), seeded(self._seed(trainer, step, number)), sending, timed, among:
+                    loss = trainer.training_step(trainer.model, inputs)
+                # training_step returns its part of the window's mean, by MindNLP's contract.
+                value = float(loss.asnumpy()) * args.gradient_accumulation_steps
+                is_spoilt = parallel is not None and parallel.is_spoilt(value if weight > 0 else 0.0)
+                gradients = [p.grad for p in loop.synchronizer.parameters]
+                value = value if weight > 0 else 0.0
+                yield MicroStep(value, gradients, weight, batch.indices, is_spoilt)
+            if mine is not None and weight > 0:
+                loop.count(mine, inputs)
+            if number + 1 < len(window):
+                trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
+
+    def _through_stages(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
+        trainer, args = loop.trainer, loop.args
+        parallel = self._parallel
+        assert parallel is not None and parallel.pipeline is not None, "called for a pipeline only"
+        batches = []
+        for number, batch in enumerate(window):
+            inputs = None if batch is None else trainer.tensors(batch)
+            weight = 0.0 if inputs is None else trainer.loss_weight(inputs)
+            if batch is not None and weight > 0:
+
+                def forward(inputs: Any = inputs) -> Any:
+                    trainer.model.set_train(True)
+                    return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+
+                batches.append(MicroBatch(forward, weight, self._seed(trainer, step, number), batch.indices))
+                loop.count(batch, inputs)
+
+        def span(name: str, **details: Any) -> Any:
+            return loop.timeline.span(name, step=step, **details)
+
+        trainer.model.zero_grad()
+        yield from parallel.pipeline.run(batches, loop.synchronizer.parameters, span)
+        for _ in window[1:]:
+            trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
+
+    def _seed(self, trainer: Any, step: int, number: int) -> int:
+        return step_seed(trainer.args.seed, trainer.whole.seed_rank, step, number)
