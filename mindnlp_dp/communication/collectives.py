@@ -172,7 +172,8 @@ class ProcessGroup(RankGroup):
         )
         if sent is not like:
             raise ValueError(
-                f"recv on rank {self.label()}: expected {describe(like)}, and rank {self.label(src)} sent {dtype} of shape {shape}"
+                f"recv on rank {self.label()}: expected {describe(like)}, and rank {self.label(src)} sent {dtype} of "
+                f"shape {shape}"
             )
         return x.copy() if numel(like) == 0 else x
 

@@ -92,8 +92,8 @@ class IndexedLoader:
 class PipelineLoader:
     """Reads a pipeline on rank 0, in its own order, and splits the rows of every batch among the ranks.
 
-    ``open_batches(epoch)`` starts an epoch and returns its batches; it is called on rank 0 of ``readers`` only: those that
-    get the same rows, besides ``group``, which shares them out.
+    ``open_batches(epoch)`` starts an epoch and returns its batches; it is called on rank 0 of ``readers`` only: of
+    ``group``, which shares out the rows, or of more ranks, where several of its kind get the same ones.
     """
 
     def __init__(

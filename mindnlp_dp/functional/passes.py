@@ -6,6 +6,7 @@ Goes in: the micro batches of a window. Comes out: for each of them its loss and
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
@@ -55,7 +56,7 @@ class Passes:
         if parallel is not None and parallel.pipeline is not None:
             batches = [
                 MicroBatch(
-                    lambda batch=batch: call_with(self._forward_fn, batch), weight_of(batch), seed_of(number),
+                    functools.partial(call_with, self._forward_fn, batch), weight_of(batch), seed_of(number),
                     getattr(batch, "indices", None),
                 )
                 for number, batch in enumerate(window)
@@ -63,8 +64,8 @@ class Passes:
             ]  # fmt: skip
             yield from parallel.pipeline.run(batches, self._parameters)
             return
-        for number, batch in enumerate(window):
-            weight = weight_of(batch)
+        for number, mine in enumerate(window):
+            weight, batch = weight_of(mine), mine
             if parallel is not None and parallel.has_experts:
                 batch = parallel.lend(batch if weight > 0 else None)
                 if batch is None:

@@ -7,7 +7,7 @@ are still to be cut; and which weight is cut how.
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp.core import nn
 
@@ -58,31 +58,42 @@ def cut_layers(model: Any, plan: TensorPlan, placements: Placements) -> None:
     for name, module in modules:
         if name in styles:
             _place(name, module, styles[name], placements)
-    has_own_loss = not type(model).__name__.endswith(_LANGUAGE_MODELS)
     inputs: dict[str, SharedInput] = {}
-    done: set[int] = set()
-    for name, module in modules:
-        style = styles.get(name)
-        if style is None or id(module) in done:
-            continue
-        done.add(id(module))
-        parent = name.rpartition(".")[0]
-        new: Any = module
-        if style in ("columns", "columns of 3"):
-            new = ColumnParallelLinear(module, inputs.setdefault(parent, SharedInput(group)))
-        elif style == "rows":
-            new = RowParallelLinear(module, group)
-        elif style == "vocabulary":
-            new = VocabularyParallelEmbedding(module, group, placements[f"{name}.weight"].shape[0])
-        elif style == "vocabulary head":
-            is_gathered = has_own_loss or plan.head is None
-            new = GatheredHead(module, group) if is_gathered else ColumnParallelLinear(module, SharedInput(group))
-            if not is_gathered:
-                model.forward = VocabularyParallelHead(model, model.forward, group, plan.head)
+    for name, module in {id(module): (name, module) for name, module in modules if name in styles}.values():
+        siblings = inputs.setdefault(name.rpartition(".")[0], SharedInput(group))
+        num_rows = placements[f"{name}.weight"].shape[0]
+        new = _parallel_layer(
+            model, module, styles[name], siblings=siblings, group=group, num_rows=num_rows, head=plan.head
+        )
         replace_module(model, module, new)
     for name, module in every_module(model):
         if any(fnmatchcase(name, pattern) for pattern in plan.apart):
             module.forward = DrawsApart(module.forward, group)
+
+
+def _parallel_layer(
+    model: Any,
+    module: Any,
+    style: str,
+    *,
+    siblings: SharedInput,
+    group: ProcessGroup,
+    num_rows: int,
+    head: Optional[str],
+) -> Any:
+    """What takes a layer's place; the layer itself where its weight is all that is cut."""
+    if style in ("columns", "columns of 3"):
+        return ColumnParallelLinear(module, siblings)
+    if style == "rows":
+        return RowParallelLinear(module, group)
+    if style == "vocabulary":
+        return VocabularyParallelEmbedding(module, group, num_rows)
+    if style == "vocabulary head":
+        if head is None or not type(model).__name__.endswith(_LANGUAGE_MODELS):
+            return GatheredHead(module, group)
+        model.forward = VocabularyParallelHead(model, model.forward, group, head)
+        return ColumnParallelLinear(module, siblings)
+    return module
 
 
 def _divide(modules: list[tuple[str, Any]], plan: TensorPlan, group: ProcessGroup) -> None:

@@ -1,15 +1,15 @@
 """Mixtures of experts, whose experts are spread over the ranks of the axis "ep".
 
-Goes in: a block with a router and experts. Comes out: a block for its place that has this rank's experts alone, to which
-the other ranks send their tokens, and which sends its own to theirs (Lepikhin et al., GShard, 2020, without a limit on
-how many tokens an expert takes, so that none is dropped and the result is that of one process)::
+Goes in: a block with a router and experts. Comes out: a block for its place that has this rank's experts alone, to
+which the other ranks send their tokens, and which sends its own to theirs (Lepikhin et al., GShard, 2020; but there is
+no limit on how many tokens an expert takes, so that none is dropped and the result is that of one process)::
 
     tokens ── router ── sorted by expert ── all-to-all ── experts ── all-to-all ── weighted sum
                                             rows there               rows back
 
 Ranks of this axis have samples of their own. Their losses may weigh differently in the mean, so gradients are scaled by
-what their rank's loss weighs, on their way to an expert, and scaled back on their way from it; what an expert gets is the
-weighted mean of its row's gradients, as if one rank had had all the samples.
+what their rank's loss weighs, on their way to an expert, and scaled back on their way from it; what an expert gets is
+the weighted mean of its row's gradients, as if one rank had had all the samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from mindnlp.core import nn, ops
-from mindnlp.core.nn import functional as F
+from mindnlp.core.nn import functional
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
@@ -101,12 +101,12 @@ class ExpertParallelBlock(nn.Module):
             hidden_states = hidden_states * noise
         tokens = hidden_states.reshape(-1, shape[-1])
         router_logits = self.gate(tokens)
-        weights, chosen = ops.topk(F.softmax(router_logits, dim=1), self._top_k, dim=-1)
+        weights, chosen = ops.topk(functional.softmax(router_logits, dim=1), self._top_k, dim=-1)
         if self._norm_topk:
             weights = weights / ops.sum(weights, dim=-1, keepdim=True)
         mixed = self._through_experts(tokens, chosen.asnumpy().reshape(-1), weights.to(tokens.dtype))
         if hasattr(self, "shared_expert"):
-            mixed = mixed + F.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
+            mixed = mixed + functional.sigmoid(self.shared_expert_gate(tokens)) * self.shared_expert(tokens)
         return mixed.reshape(shape), router_logits
 
     def _through_experts(self, tokens: Tensor, chosen: np.ndarray, weights: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
     """Rows of ``x``; as an embedding, whose gradient adds them up."""
     if len(rows) == 0:
         return x[:0]
-    return F.embedding(Tensor.from_numpy(rows.astype(np.int64)), x)
+    return functional.embedding(Tensor.from_numpy(rows.astype(np.int64)), x)
 
 
 def _scale_gradient(x: Tensor, factor: float) -> Tensor:

@@ -1,9 +1,9 @@
 """A pipeline: the micro batches of a window go through the stages, several at a time.
 
 Goes in: this rank's stage of a model (stages.py), and the micro batches of an update, which all stages of a row read.
-Comes out: for each of them the loss, on every stage, and the gradients of this stage's parameters, in the order in which
-their backward passes end (schedule.py). MindSpore's autograd keeps the graph of every micro batch that is in flight;
-with ``recompute`` only what the stage received is kept, and its forward pass runs once more before the backward one.
+Comes out: for each the loss, on every stage, and the gradients of this stage's parameters, in the order in which their
+backward passes end (schedule.py). MindSpore's autograd keeps the graph of every micro batch that is in flight; with
+``recompute`` only what the stage received is kept, and its forward pass runs once more before the backward one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mindspore import Tensor
 from mindnlp_dp.arrays.conversion import from_host, to_host
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.wire import DOWN, UP, Wire
 from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
 from .mesh import DeviceMesh
 from .schedule import FORWARD, actions, check_schedule
 from .stages import Inbox, StageOutput
-from .wire import DOWN, UP, Wire
 
 Span = Callable[..., Any]
 
@@ -75,7 +75,7 @@ class Pipeline:
         self._is_training = False
         self._ties: list[tuple[Any, ProcessGroup]] = []
         # What reads its signature, such as who looks for columns, sees the model's.
-        model.forward = functools.wraps(model.forward)(lambda *args, **kwargs: self._forward(*args, **kwargs))
+        model.forward = functools.update_wrapper(functools.partial(self._forward), model.forward)
 
     def tie(self, parameter: Any, group: ProcessGroup) -> None:
         """Sum up the gradients of a parameter that the stages of ``group`` have in common."""
@@ -84,10 +84,11 @@ class Pipeline:
     # Outside of training.
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass: of this stage in training, else through all stages, whose result all of them get."""
+        """The model's forward pass: of this stage in training, else of all stages, which all get its result."""
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
         stage = self.group.rank
+        self.wire.begin()
         if not self._is_first:
             self._inbox.put(self.wire.receive(stage - 1, 0, UP)[0])
         outputs = None
@@ -113,6 +114,7 @@ class Pipeline:
         """
         from mindspore.common.api import _pynative_executor
 
+        self.wire.begin()
         ties = _Ties(self._ties, parameters)
         graphs: dict[int, tuple[Any, Any]] = {}
         kept: Optional[MicroStep] = None
@@ -209,10 +211,10 @@ class _Ties:
 
     def take(self, gradients: list[Optional[Any]], weight: float) -> list[Optional[Any]]:
         """Keep a micro step's gradients back, weighted."""
-        for (index, _, _), total in zip(self._ties, self._sums):
+        for (index, _, _), mine in zip(self._ties, self._sums):
             gradient, gradients[index] = gradients[index], None
             if gradient is not None:
-                total += np.float32(weight) * to_host(gradient)
+                mine[...] += np.float32(weight) * to_host(gradient)
         return gradients
 
     def put(self, gradients: Sequence[Optional[Any]], weight: float) -> list[Optional[Any]]:

@@ -1,8 +1,8 @@
 """Where each weight of a model is: which ranks hold it, whole or a part.
 
-Goes in: a whole model, a mesh, and how the model is cut. Comes out: for every parameter, by its name in the whole model,
-its placement, which every rank knows of all; and from it which part of an array is this rank's, who counts it in a
-norm, and how parts make a whole again. Names that share one parameter (tied weights) share its placement.
+Goes in: a whole model, a mesh, and how the model is cut. Comes out: for every parameter and buffer, by its name in the
+whole model, its placement, which every rank knows of all; and from it which part of an array is this rank's, who counts
+it in a norm, and how parts make a whole again. Names that share one parameter (tied weights) share its placement.
 """
 
 from __future__ import annotations
@@ -139,13 +139,12 @@ class Placements(Mapping[str, Placement]):
         ``dtype`` is that of the array where it is not the parameter's.
         """
         mesh = self.mesh
-        is_source = mine is not None and self.counts(placement)
-        if is_source and placement.cut is None:
-            whole = mine
-        else:
-            dtype = dtype or placement.dtype
-            whole = np.zeros(placement.shape, np.float32 if dtype == "bfloat16" else dtype)
-            if is_source and placement.cut is not None:
+        dtype = dtype or placement.dtype
+        whole = np.zeros(placement.shape, np.float32 if dtype == "bfloat16" else dtype)
+        if mine is not None and self.counts(placement):
+            if placement.cut is None:
+                whole = mine
+            else:
                 placement.cut.put(mine, whole, mesh.index("tp"), mesh.sizes["tp"])
         return _exact_sum(whole, mesh)
 

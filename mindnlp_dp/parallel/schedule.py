@@ -4,7 +4,7 @@ Goes in: the stage, how many stages and micro batches there are. Comes out: its 
 S stages and B micro batches, at equal times for all of them, S - 1 of B + S - 1 steps are idle: the bubble.
 
 * GPipe (Huang et al., 2019): all forward, then all backward; B micro batches are in flight.
-* 1F1B (Narayanan et al., PipeDream-flush, 2021): the same bubble, and at most S - s in flight on stage s, counted from 0.
+* 1F1B (Narayanan et al., PipeDream-flush, 2021): the same bubble, and at most S - s in flight on stage s, from 0 on.
 * eager 1F1B (Zhuang et al., On Optimizing the Communication of Model Parallelism, 2023): 2 (S - s) - 1 in flight, so
   that a message has the time of a micro batch to arrive in.
 """

@@ -19,7 +19,7 @@ from .placement import Placements, every_module, find_module, replace_module
 from .plans import PipelinePlan
 
 
-class StageOutput(Exception):
+class StageOutput(Exception):  # noqa: N818
     """Ends the forward pass of a stage that is not the last: what goes to the next one."""
 
     def __init__(self, hidden_states: Any) -> None:
@@ -105,23 +105,31 @@ def cut_stages(model: Any, plan: PipelinePlan, placements: Placements) -> Inbox:
     Raises:
         ValueError: there are more stages than layers, or the plan names what the model does not have.
     """
-    mesh = placements.mesh
-    stage, num_stages = mesh.index("pp"), mesh.sizes["pp"]
     inbox = Inbox()
     if plan.encoder:
-        if num_stages != 2:
-            raise ValueError(
-                f"{type(model).__name__} is cut into two stages, its encoder and its decoder, got pp={num_stages}"
-            )
-        encoder = find_module(model, plan.encoder, "the encoder")
-        own = [[plan.encoder], []]
-        _place(model, own, placements)
-        if stage == 0:
-            _take_out(model, [plan.encoder])
-            encoder.forward = _EndsBehind(encoder.forward)
-        else:
-            replace_module(model, encoder, ReceivedEncoding(inbox))
-        return inbox
+        _cut_behind_encoder(model, plan, placements, inbox)
+    else:
+        _cut_between_layers(model, plan, placements, inbox)
+    return inbox
+
+
+def _cut_behind_encoder(model: Any, plan: PipelinePlan, placements: Placements, inbox: Inbox) -> None:
+    stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
+    if num_stages != 2:
+        raise ValueError(
+            f"{type(model).__name__} is cut into two stages, its encoder and its decoder, got pp={num_stages}"
+        )
+    encoder = find_module(model, plan.encoder, "the encoder")
+    _place(model, [[plan.encoder], []], placements)
+    if stage == 0:
+        _take_out(model, [plan.encoder])
+        encoder.forward = _EndsBehind(encoder.forward)
+    else:
+        replace_module(model, encoder, ReceivedEncoding(inbox))
+
+
+def _cut_between_layers(model: Any, plan: PipelinePlan, placements: Placements, inbox: Inbox) -> None:
+    stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     layers = find_module(model, plan.layers, "the list of layers")
     if num_stages > len(layers):
         raise ValueError(
@@ -149,7 +157,6 @@ def cut_stages(model: Any, plan: PipelinePlan, placements: Placements) -> Inbox:
             replace_module(model, module, new)
     if stage < num_stages - 1:
         _take_out(model, [plan.layers, *plan.first])
-    return inbox
 
 
 class _EndsBehind:

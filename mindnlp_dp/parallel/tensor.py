@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import numpy as np
 from mindnlp.core import nn
-from mindnlp.core.nn import functional as F
+from mindnlp.core.nn import functional
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
@@ -63,8 +63,8 @@ class ParallelLinear(nn.Module):
 
     def product(self, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
         if not self._is_transposed:
-            return F.linear(x, self.weight, bias)
-        y = F.linear(x, self.weight.T)
+            return functional.linear(x, self.weight, bias)
+        y = functional.linear(x, self.weight.T)
         return y if bias is None else y + bias
 
 
@@ -114,7 +114,7 @@ class VocabularyParallelEmbedding(nn.Module):
             )
         here = (numbers >= self._first) & (numbers < self._last)
         rows = np.where(here, numbers - self._first, 0).astype(np.int64)
-        part = F.embedding(Tensor.from_numpy(rows), self.weight, self.padding_idx)
+        part = functional.embedding(Tensor.from_numpy(rows), self.weight, self.padding_idx)
         return reduce_from(part * Tensor.from_numpy(here[..., None].astype(np.float32)).astype(part.dtype), self._group)
 
 

@@ -1,12 +1,13 @@
 """A model that is cut among ranks, as a whole: from a file to parts, and from parts to a file.
 
-Goes in: placements. Comes out: the same weights, digests and files that one process would have. Arrays go round one at a
-time: no rank ever has more than its parts and one whole array (a rank that keeps a whole optimizer state, to write it,
-aside).
+Goes in: placements. Comes out: the same weights, digests and files that one process would have. Arrays go round one at
+a time: no rank ever has more than its parts and one whole array (the one that keeps a whole optimizer state, to write
+it, aside).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -128,7 +129,7 @@ class PartedModel(WholeModel):
         own = self._own()
         for placement in map(self.placements.__getitem__, self.placements if names is None else names):
             whole = self.world.call_where(
-                self.world.is_main, lambda p=placement: source(p), f"reading {placement.name}"
+                self.world.is_main, functools.partial(source, placement), f"reading {placement.name}"
             )
             if whole is None:
                 whole = np.zeros(placement.shape, _host_type(placement.dtype))

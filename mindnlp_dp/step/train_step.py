@@ -28,8 +28,8 @@ class MicroStep:
     """What one forward and backward pass of this rank gave.
 
     ``gradients`` are in the order of the synchroniser's parameters; ``indices`` say which samples these were, where
-    somebody knows. ``is_spoilt`` says that numbers of another rank's bad loss are in the gradients, as experts of several
-    ranks' have.
+    somebody knows. ``is_spoilt`` says that another rank's loss, which is no number, is in these gradients: experts get
+    those of several ranks.
     """
 
     loss: float

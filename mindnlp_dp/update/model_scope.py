@@ -46,4 +46,6 @@ class ModelScope:
 
     def part(self, places: Sequence[int]) -> ModelScope:
         """The same, of the parameters at some places."""
-        return ModelScope(self.group, self._counts[places], self._is_cut[places]) if self.group else ModelScope()
+        if self.group is None:
+            return ModelScope()
+        return ModelScope(self.group, self._counts[places].tolist(), self._is_cut[places].tolist())

@@ -2,7 +2,8 @@
 
 It takes them in the form that its library likes best: NumPy arrays for MPI, MindSpore tensors for HCCL, NCCL and MCCL.
 It is called by :class:`~mindnlp_dp.communication.collectives.ProcessGroup`, which has checked the arguments, and by
-nobody else. Every method that sends is a collective but ``send``, ``begin_send`` and ``recv``: all ranks call it, in the same order.
+nobody else. Methods other than ``send``, ``begin_send`` and ``recv`` are collectives: all ranks call them, in the same
+order.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def begin_send(self, x: Any, dst: int, tag: int) -> Any:
-        """Begin to send; returns a handle with ``wait()``, until when ``x`` is kept, and left as it is, by the caller."""
+        """Begin to send; returns a handle with ``wait()``, until when the caller keeps ``x`` as it is."""
 
     @abc.abstractmethod
     def recv(self, like: Any, src: int, tag: int = 0) -> Any: ...

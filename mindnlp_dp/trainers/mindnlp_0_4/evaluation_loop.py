@@ -32,9 +32,8 @@ def run_evaluation(
     trainer.callback_handler.eval_dataset = dataset
     main_input = getattr(model, "main_input_name", "input_ids")
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
-    for (batch,) in dataset.windows():
-        is_lent = batch is None
-        batch = trainer.passes.to_run(batch)
+    for (mine,) in dataset.windows():
+        batch, is_lent = trainer.passes.to_run(mine), mine is None
         if batch is None:
             evaluation.add(None)
         else:

@@ -69,9 +69,9 @@ class Passes:
                 trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
 
     def _through_stages(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
-        trainer, args = loop.trainer, loop.args
-        parallel = self._parallel
-        assert parallel is not None and parallel.pipeline is not None, "called for a pipeline only"
+        trainer, parallel = loop.trainer, self._parallel
+        assert parallel is not None, "called for a pipeline only"
+        assert parallel.pipeline is not None, "called for a pipeline only"
         batches = []
         for number, batch in enumerate(window):
             inputs = None if batch is None else trainer.tensors(batch)
@@ -91,7 +91,7 @@ class Passes:
         trainer.model.zero_grad()
         yield from parallel.pipeline.run(batches, loop.synchronizer.parameters, span)
         for _ in window[1:]:
-            trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
+            trainer.control = trainer.callback_handler.on_substep_end(loop.args, trainer.state, trainer.control)
 
     def _seed(self, trainer: Any, step: int, number: int) -> int:
         return step_seed(trainer.args.seed, trainer.whole.seed_rank, step, number)

@@ -127,8 +127,12 @@ class DataParallelTrainerMixin:
         current = self._synchronizer
         if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
             args = self.args
-            exchange = {"bucket_cap_mb": args.bucket_cap_mb, "overlap": args.overlap, "compression": args.compression,
-                        "powersgd_rank": args.powersgd_rank}  # fmt: skip
+            exchange: dict[str, Any] = {
+                "bucket_cap_mb": args.bucket_cap_mb,
+                "overlap": args.overlap,
+                "compression": args.compression,
+                "powersgd_rank": args.powersgd_rank,
+            }
             parallel = getattr(model, "parallel", None)
             if parallel is None:
                 self._synchronizer = GradientSynchronizer(trainable, self.group, **exchange)

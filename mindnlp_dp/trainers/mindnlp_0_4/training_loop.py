@@ -156,7 +156,7 @@ class TrainingLoop(ResumableLoop):
 
     def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
         """Run this rank's micro batches of one global batch, one by one."""
-        trainer, args, step = self.trainer, self.args, self.trainer.state.global_step
+        trainer, step = self.trainer, self.trainer.state.global_step
         self._check_parameters()
         yield from trainer.passes.micro_steps(self, window, step)
         # This rank's own gradients are in the exchange by now; their memory goes before the averaged ones take theirs.

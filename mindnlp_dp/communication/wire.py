@@ -1,0 +1,73 @@
+"""What ranks send to each other while both go on computing, such as the stages of a pipeline: an array and a number.
+
+Goes in: a tensor, for another rank. Comes out: the same tensor there. Messages are begun, and the sender goes on; a tag
+for each micro batch and direction keeps them apart in whatever order they come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import from_host, to_host
+
+from .checks import described_by, message_header
+from .collectives import ProcessGroup
+
+# Loss and gradients go down, hidden states go up.
+UP, DOWN = 0, 1
+_HEADER_NUMEL = message_header(None).size
+
+
+class Wire:
+    """Between the ranks of ``group``.
+
+    Attributes:
+        bytes_sent: of arrays, without their headers.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._transport = group._transport
+        self._label = group.label
+        self._under_way: list[tuple[Any, Any]] = []
+        self._window = 0
+        self.bytes_sent = 0
+
+    def begin(self) -> None:
+        """A new window, on all ranks: what is left of earlier ones, which failed, is not taken for its messages."""
+        self._window += 1
+
+    def send(self, x: Any, dst: int, number: int, direction: int, note: float = 0.0) -> None:
+        """Begin to send micro batch ``number``'s ``x`` to rank ``dst``, with a number beside it."""
+        header = np.concatenate([message_header(x).astype(np.float64), [note, self._window]])
+        array = self._transport.to_native(x)
+        for tag, part in enumerate((header, array)):
+            native = self._transport.to_native(part)
+            handle = self._transport.begin_send(native, dst, 4 * number + 2 * direction + tag)
+            self._under_way.append((handle, native))
+        self.bytes_sent += to_host(x).nbytes if isinstance(x, np.ndarray) else x.nbytes
+
+    def receive(self, src: int, number: int, direction: int) -> tuple[Any, float]:
+        """What rank ``src`` sent of micro batch ``number``: a tensor, and the number beside it."""
+        tag = 4 * number + 2 * direction
+        like = self._transport.to_native(np.zeros(_HEADER_NUMEL + 2, np.float64))
+        while True:
+            header = to_host(self._transport.recv(like, src, tag))
+            shape, dtype = described_by(header[:-2].astype(np.int64), self._label(src))
+            tensor = from_host(np.zeros(shape, np.float32), dtype)
+            received = self._transport.recv(self._transport.to_native(tensor), src, tag + 1)
+            note, window = header[-2:].tolist()
+            if window == self._window:
+                return self._transport.from_native(received, tensor), note
+
+    def wait(self) -> None:
+        """Until all that was begun has arrived."""
+        for handle, _ in self._under_way:
+            if handle is not None:
+                handle.wait()
+        self._under_way.clear()
+
+    def forget(self) -> None:
+        """What was begun, after a failure; nobody will take it."""
+        self._under_way.clear()
