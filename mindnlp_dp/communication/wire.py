@@ -31,6 +31,7 @@ class Wire:
         self._transport = group._transport
         self._label = group.label
         self._under_way: list[tuple[Any, Any]] = []
+        self._left: list[tuple[Any, Any]] = []
         self._window = 0
         self.bytes_sent = 0
 
@@ -69,5 +70,6 @@ class Wire:
         self._under_way.clear()
 
     def forget(self) -> None:
-        """What was begun, after a failure; nobody will take it."""
-        self._under_way.clear()
+        """After a failure: nobody may take what was begun, so that it is not waited for. Its memory stays."""
+        self._left += self._under_way
+        self._under_way = []

@@ -109,7 +109,7 @@ class PartedModel(WholeModel):
 
     # Whole arrays, one at a time.
 
-    def _whole_arrays(self) -> Iterator[tuple[Placement, np.ndarray]]:
+    def whole_arrays(self) -> Iterator[tuple[Placement, np.ndarray]]:
         """A collective of ``mesh.parts``."""
         own = self._own()
         for placement in self.placements.values():
@@ -120,7 +120,7 @@ class PartedModel(WholeModel):
     def digest(self) -> str:
         """That of one process with the same weights."""
         total = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for placement, whole in self._whole_arrays():
+        for placement, whole in self.whole_arrays():
             total.update(weight_digest(placement.name, from_host(whole, placement.dtype)))
         return total.hexdigest()
 
@@ -176,7 +176,7 @@ class PartedModel(WholeModel):
             error = caught
         if self.mesh.index("dp") == 0:
             # Whoever cannot write goes on with the others, and says so at the end.
-            for placement, whole in self._whole_arrays():
+            for placement, whole in self.whole_arrays():
                 try:
                     if file is not None and error is None:
                         file.write(_bytes_of(whole, placement.dtype))

@@ -1,0 +1,596 @@
+"""Models that are cut among ranks train what one process trains; on every mesh of this world size."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import mindspore
+import numpy as np
+import pytest
+from mindnlp.core import optim
+from mindnlp.engine.callbacks import TrainerCallback
+from mindspore.common.api import _pynative_executor
+from tiny_transformers import batch, build, rows, train, whole_weights
+
+import mindnlp_dp as dp
+from mindnlp_dp.parallel.mesh import get_device_mesh, parse_mesh
+from mindnlp_dp.parallel.pipeline import MicroBatch
+from mindnlp_dp.parallel.plans import ExpertPlan, Plan, TensorPlan, plan_for
+from models import Rows, alone, tiny_roberta
+from models import train as train_by_trainer
+
+MESHES = {
+    2: ["tp=2", "pp=2", "ep=2"],
+    4: ["tp=4", "pp=4", "dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,ep=2", "ep=4", "ep=2,tp=2"],
+    8: ["dp=2,pp=2,tp=2"],
+}
+WORLD_SIZE = dp.get_process_group().world_size
+IS_MPI = dp.get_process_group().backend == "mpi"
+needs_mpi = pytest.mark.skipif(not IS_MPI, reason="MindSpore's CPU library has no messages between two ranks")
+
+
+def fits(kind, mesh):
+    sizes = parse_mesh(mesh)
+    if kind == "t5" and sizes.get("pp", 1) > 2:
+        return False
+    if kind in ("mixtral", "qwen2_moe"):
+        return sizes.get("pp", 1) <= 2
+    return "ep" not in sizes
+
+
+def cases():
+    meshes = [mesh for mesh in MESHES.get(WORLD_SIZE, []) if IS_MPI or set(parse_mesh(mesh)) <= {"dp", "tp"}]
+    kinds = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral", "qwen2_moe")
+    if WORLD_SIZE == 8:
+        kinds = ("masked", "gpt2")
+    return [(kind, mesh) for kind in kinds for mesh in meshes if fits(kind, mesh)]
+
+
+@pytest.fixture(autouse=True)
+def one_mesh_at_a_time(group):
+    """The job's mesh is what it was when a test has ended."""
+    yield
+    dp.init_device_mesh({"dp": group.world_size})
+
+
+def a_mesh(group):
+    """One that cuts models, at this world size; None alone."""
+    return {1: None, 2: "tp=2", 3: "tp=3", 4: "dp=2,tp=2", 8: "dp=2,pp=2,tp=2"}[group.world_size]
+
+
+def pieces_of(mesh, num_micro_steps):
+    """From a global batch to this rank's micro batches."""
+    size, rank = mesh.data.world_size, mesh.data.rank
+
+    def pieces(columns):
+        per_step = 8 // num_micro_steps
+        each = per_step // size
+        starts = [number * per_step + rank * each for number in range(num_micro_steps)]
+        return [rows(columns, start, start + each) for start in starts]
+
+    return pieces
+
+
+@functools.cache
+def of_one_process(kind, zero_stage=0):
+    with alone() as single:
+        model = build(kind)
+        step = train(model, kind, lambda columns: [columns], group=single, zero_stage=zero_stage)
+        return whole_weights(model), step.norms
+
+
+def assert_close(model, kind, tolerance=1e-6):
+    expected, _ = of_one_process(kind)
+    found = whole_weights(model)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "mesh"), cases())
+def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(build(kind), mesh)
+    step = train(model, kind, pieces_of(mesh, 2))
+    has_parallel_loss = mesh.sizes["tp"] > 1 and kind not in ("bert", "roberta")
+    assert_close(model, kind, 5e-6 if has_parallel_loss else 1e-6)
+    np.testing.assert_allclose(step.norms, of_one_process(kind)[1], rtol=1e-5)
+    assert len(set(group.all_gather_object(model.parallel.assert_in_sync()))) == 1
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_an_update_that_is_divided_too(group, axis, zero_stage):
+    if group.world_size != 4 or not IS_MPI:
+        pytest.skip("needs two axes")
+    mesh = dp.init_device_mesh({"dp": 2, axis: 2})
+    model = dp.parallelize(build("masked"), mesh)
+    train(model, "masked", pieces_of(mesh, 2), zero_stage=zero_stage)
+    assert_close(model, "masked", 5e-6)
+
+
+# Pipelines.
+
+
+@needs_mpi
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, schedule, recompute):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    mesh = dp.init_device_mesh({"pp": group.world_size})
+    model = dp.parallelize(build("gpt2"), mesh, schedule=schedule, recompute=recompute)
+    train(model, "gpt2", pieces_of(mesh, 8))
+    assert_close(model, "gpt2")
+    left = group.world_size - mesh.index("pp")
+    expected = {"gpipe": 8, "1f1b": left, "eager-1f1b": 2 * left - 1}
+    assert model.parallel.pipeline.most_in_flight == expected[schedule]
+
+
+@needs_mpi
+def test_fewer_micro_batches_than_stages(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    mesh = dp.init_device_mesh({"pp": group.world_size})
+    model = dp.parallelize(build("masked"), mesh)
+    train(model, "masked", pieces_of(mesh, 1))
+    assert_close(model, "masked")
+    assert model.parallel.pipeline.most_in_flight == 1
+
+
+@needs_mpi
+def test_micro_batches_of_different_sizes_and_none_at_all(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    mesh = dp.init_device_mesh({"dp": group.world_size // 2, "pp": 2})
+    model = dp.parallelize(build("gpt2"), mesh)
+    size, rank = mesh.data.world_size, mesh.data.rank
+    # Of two ranks, the first has 3 and 1 rows of 8, the second 4 and none.
+    bounds = [(0, 5, 8)] if size == 1 else [(0, 3, 4), (4, 8, 8)]
+    first, middle, last = bounds[rank]
+    train(model, "gpt2", lambda columns: [rows(columns, first, middle), rows(columns, middle, last)])
+    assert_close(model, "gpt2")
+
+
+@needs_mpi
+def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    mesh = dp.init_device_mesh({"pp": group.world_size})
+
+    def trained(micro_steps, spoil):
+        model = dp.parallelize(build("bert"), mesh)
+        optimizer = optim.SGD(list(model.parameters()), lr=0.1)
+
+        def forward(bad=None, **inputs):
+            loss = model(**inputs)[0]
+            return loss * float("nan") if bad is not None else loss
+
+        step = dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=len(micro_steps))
+        model.set_train(True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                step([{**part, "bad": np.ones(1)} if n == spoil else part for n, part in enumerate(micro_steps)])
+        return whole_weights(model), [str(w.message) for w in caught if "micro batch" in str(w.message)]
+
+    columns = batch("bert", 8)
+    parts = [rows(columns, first, first + 2) for first in range(0, 8, 2)]
+    spoilt, said = trained(parts, spoil=3)
+    expected, _ = trained(parts[:3], spoil=None)
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(spoilt[name], weight, err_msg=name)
+    assert said
+    assert "nan" in said[0]
+
+
+@needs_mpi
+def test_a_window_after_one_that_failed_on_a_stage(group):
+    if group.world_size != 2:
+        pytest.skip("on more stages, those behind the one that failed would wait for the end of the job")
+    mesh = dp.init_device_mesh({"pp": 2})
+    model = dp.parallelize(build("gpt2"), mesh)
+    optimizer = optim.AdamW(list(model.parameters()), lr=1e-3)
+    fails = [True]
+
+    def forward(**inputs):
+        # Before the model: nothing is received, and what earlier stages have sent stays where it is.
+        if fails[0] and (mesh.is_last_stage or group.rank):
+            raise KeyError("a mistake of the user's")
+        return model(**inputs)[0]
+
+    def stages_fail(step, window):
+        # The first stage has sent both micro batches, and takes the failure for its own: a job would have ended here.
+        if mesh.is_first_stage:
+            step._passes._parallel.pipeline.wire.begin()
+            pipeline = model.parallel.pipeline
+
+            for number, part in enumerate(window):
+                tensors = {name: mindspore.Tensor(array) for name, array in part.items()}
+                pipeline._run_forward(number, MicroBatch(functools.partial(forward, **tensors), 1.0, 0))
+            pipeline.wire.forget()
+            _pynative_executor.set_grad_flag(False)
+        else:
+            with pytest.raises(KeyError):
+                step(window)
+
+    model.set_train(True)
+    step = dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=2)
+    columns = batch("gpt2", 8)
+    stages_fail(step, [rows(columns, 4, 8), rows(columns, 0, 4)])
+    fails[0] = False
+    fresh = dp.parallelize(build("gpt2"), mesh)
+    fresh.set_train(True)
+    window = [rows(columns, 0, 4), rows(columns, 4, 8)]
+    step(window)
+    other = dp.make_train_step(
+        lambda **inputs: fresh(**inputs)[0], optim.AdamW(list(fresh.parameters()), lr=1e-3), list(fresh.parameters()),
+        accumulation_steps=2,
+    )  # fmt: skip
+    other(window)
+    for (name, weight), expected in zip(whole_weights(model).items(), whole_weights(fresh).values()):
+        np.testing.assert_array_equal(weight, expected, err_msg=name)
+
+
+@needs_mpi
+def test_what_crosses_a_boundary_is_one_hidden_state_a_micro_batch_and_its_gradient(group):
+    if group.world_size != 2:
+        pytest.skip("needs two stages")
+    mesh = dp.init_device_mesh({"pp": 2})
+    model = dp.parallelize(build("gpt2"), mesh)
+    train(model, "gpt2", pieces_of(mesh, 4), num_updates=3)
+    # b s h floats a boundary and micro batch, in each direction.
+    assert model.parallel.pipeline.wire.bytes_sent == 3 * 4 * (2 * 10 * 16 * 4)
+
+
+# Tensor parallelism.
+
+
+def test_a_layer_costs_four_all_reduces_a_step(group, monkeypatch):
+    if group.world_size < 2:
+        pytest.skip("nothing is cut")
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    model = dp.parallelize(build("bert", num_attention_heads=4 if group.world_size != 3 else 3,
+                                 hidden_size=16 if group.world_size != 3 else 15), mesh)  # fmt: skip
+    model.set_train(True)
+    sizes = []
+    tp = mesh.group("tp")
+    all_reduce = type(tp).all_reduce
+
+    def counted(self, x, *args, **kwargs):
+        if self is tp and getattr(x, "ndim", 0) == 3:
+            sizes.append(x.size)
+        return all_reduce(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(type(tp), "all_reduce", counted)
+    from mindnlp.core.autograd import value_and_grad
+
+    inputs = {name: mindspore.Tensor(array) for name, array in batch("bert", 2).items()}
+    value_and_grad(lambda: model(**inputs).loss, tuple(model.parameters()), attach_grads=False)()
+    # And one for the embedding, whose gradient needs none.
+    assert len(sizes) == 4 * 4 + 1
+    assert set(sizes) == {2 * 10 * model.config.hidden_size}
+
+
+def drawn(model, kind, seed, **options):
+    """What a model of random dropout puts out, and the masks of one attention layer."""
+    from mindnlp_dp.step.seeds import seeded
+
+    model.set_train(True)
+    seen = []
+    layer = next(m for name, m in model.named_modules() if name.endswith("layer.0.attention.self.dropout"))
+    handle = layer.register_forward_hook(lambda module, args, output: seen.append(output.asnumpy()))
+    inputs = {name: mindspore.Tensor(array) for name, array in batch(kind, 2).items()}
+    with seeded(seed):
+        loss = float(model(**inputs)[0].asnumpy())
+    handle.remove()
+    return loss, seen[0]
+
+
+def test_ranks_draw_alike_where_they_compute_the_same_and_apart_where_they_do_not(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    model = dp.parallelize(build("bert", dropout=0.3), mesh)
+    loss, mask = drawn(model, "bert", 5)
+    assert len(set(group.all_gather_object(loss))) == 1
+    masks = [m == 0 for m in group.all_gather(mask)]
+    assert not any((masks[0] == other).all() for other in masks[1:])
+    # Again with the same seed, and others with another.
+    assert drawn(model, "bert", 5)[0] == loss
+    assert drawn(model, "bert", 6)[0] != loss
+
+
+def test_a_plan_of_ones_own(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    plan = Plan(TensorPlan({"*intermediate.dense": "columns", "*layer.?.output.dense": "rows"}))
+    model = dp.parallelize(build("bert"), mesh, plan)
+    cut = {name for name in model.parallel.placements if model.parallel.placements[name].cut is not None}
+    assert len(cut) == 3 * 4
+    train(model, "bert", pieces_of(mesh, 1))
+    assert_close(model, "bert")
+
+
+# Experts.
+
+
+@needs_mpi
+def test_ranks_of_a_row_whose_micro_batches_weigh_differently(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs a row")
+    mesh = dp.init_device_mesh({"ep": group.world_size})
+    model = dp.parallelize(build("mixtral"), mesh)
+    # 3, 1 of the first four rows; all four of the last for rank 0, and none for the others.
+    bounds = {2: [(0, 3), (3, 4)], 4: [(0, 1), (1, 2), (2, 4), (4, 4)]}[group.world_size][group.rank]
+    last = (4, 8) if group.rank == 0 else (8, 8)
+    train(model, "mixtral", lambda columns: [rows(columns, *bounds), rows(columns, *last)])
+    assert_close(model, "mixtral", 1e-6)
+    load = model.parallel.loads()[0]
+    assert sum(load.tokens) > 0
+    assert load.balance >= 1
+
+
+@needs_mpi
+def test_a_loss_that_is_no_number_spoils_no_expert(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs a row")
+    mesh = dp.init_device_mesh({"ep": group.world_size})
+    columns = batch("mixtral", 8)
+
+    def trained(is_bad, num_micro_steps):
+        model = dp.parallelize(build("mixtral"), mesh)
+        parameters = list(model.parameters())
+
+        def forward(bad=None, **inputs):
+            loss = model(**inputs)[0]
+            return loss * float("nan") if bad is not None else loss
+
+        step = dp.make_train_step(
+            forward, optim.SGD(parameters, lr=0.1), parameters, accumulation_steps=num_micro_steps
+        )
+        model.set_train(True)
+        window = [rows(columns, group.rank, group.rank + 1), rows(columns, 4 + group.rank, 5 + group.rank)]
+        if is_bad and group.rank == 1:
+            window[1]["bad"] = np.ones(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(window[:num_micro_steps] if num_micro_steps > 1 else window[0])
+        return whole_weights(model)
+
+    spoilt, expected = trained(True, 2), trained(False, 1)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(spoilt[name], weight, rtol=0, atol=1e-7, err_msg=name)
+
+
+# Weights, files and checkpoints.
+
+
+def test_a_folder_of_weights_into_an_empty_model_and_back(group, shared_tmp_path):
+    mesh = a_mesh(group)
+    if mesh is None or group.world_size == 3:
+        pytest.skip("nothing is cut")
+    original = build("masked", seed=8)
+    if group.is_main:
+        original.save_pretrained(str(shared_tmp_path / "full"))
+    group.barrier()
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    with dp.empty_weights():
+        model = build("masked")
+    model = dp.parallelize(model, mesh, weights=shared_tmp_path / "full")
+    for name, weight in original.named_parameters():
+        np.testing.assert_array_equal(whole_weights(model)[name], weight.asnumpy(), err_msg=name)
+    assert model.parallel.digest() == dp.replica_digest(original)
+    # Together, the ranks that have the model hold it once, and what is not cut on each.
+    held = sum(p.size for p in model.parameters())
+    assert held < 0.75 * sum(p.size for p in original.parameters())
+    model.parallel.write_weights(shared_tmp_path / "again" / "model.safetensors" if group.is_main else None)
+    from mindnlp_dp.checkpoint.read import read_weights
+
+    other = build("masked", seed=9)
+    read_weights(other, shared_tmp_path / "again")
+    assert dp.replica_digest(other) == dp.replica_digest(original)
+
+
+def test_a_pretrained_base_model_under_a_new_head(group, shared_tmp_path):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    import mindnlp.transformers as models
+
+    original = build("bert", seed=8)
+    if group.is_main:
+        original.bert.save_pretrained(str(shared_tmp_path))
+    group.barrier()
+    with dp.empty_weights():
+        model = models.BertForSequenceClassification(original.config)
+    model = dp.parallelize(model, dp.init_device_mesh({"tp": group.world_size}), weights=shared_tmp_path)
+    found = whole_weights(model)
+    np.testing.assert_array_equal(found["bert.pooler.dense.weight"], original.bert.pooler.dense.weight.asnumpy())
+    # The head is a new one, and no zeros.
+    assert 0.005 < found["classifier.weight"].std() < 0.05
+
+
+class Crash(TrainerCallback):
+    """In the second update: the checkpoint of the first one is what is left."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def crashed(*args, **settings):
+    with pytest.raises(KeyboardInterrupt):
+        trained_by_trainer(*args, callbacks=[Crash()], **settings)
+    args[0].barrier()
+
+
+def trained_by_trainer(group, mesh, folder, resume=None, **settings):
+    dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(tiny_roberta(seed=1, num_layers=2, dropout=settings.pop("dropout", 0.0)))
+    data = get_device_mesh().data
+    return train_by_trainer(
+        model, Rows(24), folder, resume=resume, per_device_train_batch_size=4 // data.world_size,
+        gradient_accumulation_steps=2, logging_steps=1, learning_rate=1e-3, **settings,
+    )  # fmt: skip
+
+
+def test_a_run_is_taken_up_on_another_mesh(group, shared_tmp_path):
+    meshes = {2: ["dp=2", "tp=2", "pp=2"], 4: ["dp=2,tp=2", "pp=2,tp=2", "dp=2,pp=2"]}.get(group.world_size)
+    if meshes is None:
+        pytest.skip("needs meshes")
+    if not IS_MPI:
+        meshes = [mesh for mesh in meshes if "pp" not in mesh]
+    whole = trained_by_trainer(group, meshes[0], shared_tmp_path / "whole")
+    expected = whole_weights(whole.model)
+    for number, (first, second) in enumerate(zip(meshes, [*meshes[1:], meshes[0]])):
+        folder = shared_tmp_path / str(number)
+        crashed(group, first, folder, save_strategy="steps", save_steps=1)
+        taken_up = trained_by_trainer(group, second, folder, resume=True, save_strategy="steps", save_steps=1)
+        assert taken_up.state.global_step == 3
+        found = whole_weights(taken_up.model)
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=f"{first} to {second}: {name}")
+        np.testing.assert_allclose(
+            [row["loss"] for row in taken_up.state.log_history if "loss" in row],
+            [row["loss"] for row in whole.state.log_history if "loss" in row],
+            atol=2e-4,
+        )
+
+
+def test_a_run_with_dropout_is_replayed_to_the_bit(group, shared_tmp_path):
+    mesh = {2: "tp=2", 4: "pp=2,tp=2" if IS_MPI else "dp=2,tp=2"}.get(group.world_size)
+    if mesh is None:
+        pytest.skip("nothing is cut")
+    whole = trained_by_trainer(group, mesh, shared_tmp_path / "whole", dropout=0.2)
+    settings = {"dropout": 0.2, "save_strategy": "steps", "save_steps": 1}
+    crashed(group, mesh, shared_tmp_path / "cut", **settings)
+    taken_up = trained_by_trainer(group, mesh, shared_tmp_path / "cut", resume=True, **settings)
+    assert taken_up.replica_digest == whole.replica_digest
+
+
+def test_the_trainer_evaluates_and_saves_a_model_that_is_cut(group, shared_tmp_path):
+    mesh = {2: ["tp=2", "pp=2"], 4: ["dp=2,tp=2", "dp=2,pp=2"]}.get(group.world_size)
+    if mesh is None:
+        pytest.skip("nothing is cut")
+    for text in mesh if IS_MPI else mesh[:1]:
+        trainer = trained_by_trainer(group, text, shared_tmp_path / "run", eval_dataset=Rows(13, seed=2))
+        metrics, predictions = trainer.evaluate(), trainer.predict(Rows(13, seed=2))
+        trainer.save_model(str(shared_tmp_path / text))
+        from mindnlp.transformers import RobertaForSequenceClassification
+
+        single = RobertaForSequenceClassification.from_pretrained(str(shared_tmp_path / text))
+        single.set_train(False)
+        data = Rows(13, seed=2)
+        ids, mask = mindspore.Tensor(data.input_ids), mindspore.Tensor(np.ones((13, 8), np.int64))
+        expected = single(ids, attention_mask=mask, labels=mindspore.Tensor(data.labels))
+        np.testing.assert_allclose(predictions.predictions, expected.logits.asnumpy(), atol=2e-6)
+        np.testing.assert_allclose(metrics["eval_loss"], float(expected.loss.asnumpy()), atol=2e-6)
+        assert len(set(group.all_gather_object(trainer.replica_digest))) == 1
+        group.barrier()
+
+
+# Mistakes.
+
+
+def test_meshes_that_cannot_be(group):
+    n = group.world_size
+    with pytest.raises(ValueError, match=rf"dp={n + 1} does not make {n} ranks"):
+        dp.init_device_mesh({"dp": n + 1})
+    with pytest.raises(ValueError, match="a mesh has axes dp, pp, ep, tp, got 'cp'"):
+        dp.init_device_mesh({"cp": n})
+    with pytest.raises(ValueError, match="must be a whole number from 1 on"):
+        dp.init_device_mesh({"dp": 0})
+    with pytest.raises(ValueError, match="one axis at most is -1"):
+        dp.init_device_mesh({"dp": -1, "tp": -1})
+    assert dp.init_device_mesh({"dp": 1, "tp": -1}, group).sizes["tp"] == n
+    if n > 1:
+        with pytest.raises(ValueError, match="ranks must make the same mesh"):
+            dp.init_device_mesh({"dp": n} if group.rank else {"tp": n})
+        if not IS_MPI:
+            with pytest.raises(ValueError, match=r"mccl\), which has no messages between two ranks; MPI has: mindnlp"):
+                dp.init_device_mesh({"pp": n})
+            with pytest.raises(ValueError, match="which has no all-to-all"):
+                dp.init_device_mesh({"ep": n})
+
+
+def test_models_that_cannot_be_cut_so(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    with pytest.raises(ValueError, match=r"num_attention_heads of .* is 3, which tp=. does not divide"):
+        dp.parallelize(build("bert", hidden_size=15, num_attention_heads=3), mesh)
+    with pytest.raises(ValueError, match="there is no plan for Linear"):
+        from mindnlp.core import nn
+
+        dp.parallelize(nn.Linear(4, 4), mesh)
+    with pytest.raises(ValueError, match="fits no layer"):
+        dp.parallelize(build("bert"), mesh, Plan(TensorPlan({"*nowhere": "rows"})))
+    with pytest.raises(ValueError, match="does not say how to cut tensors"):
+        dp.parallelize(build("bert"), mesh, Plan())
+    with pytest.raises(ValueError, match="say where its weights are"):
+        with dp.empty_weights():
+            model = build("bert")
+        dp.parallelize(model, mesh)
+    model = dp.parallelize(build("bert"), mesh)
+    with pytest.raises(ValueError, match="is cut already"):
+        dp.parallelize(model, mesh)
+    from mindnlp_dp.optim import LAMB
+
+    parameters = list(model.parameters())
+    with pytest.raises(ValueError, match="LAMB needs the norm of each whole parameter"):
+        dp.make_train_step(lambda **inputs: model(**inputs)[0], LAMB(parameters, lr=1e-3), parameters)
+    with pytest.raises(ValueError, match="a layer is cut by"):
+        TensorPlan({"*": "diagonally"})
+
+
+@needs_mpi
+def test_stages_and_experts_that_cannot_be(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    n = group.world_size
+    mesh = dp.init_device_mesh({"pp": n})
+    with pytest.raises(ValueError, match=f"has {n - 1} layers, which pp={n} stages cannot share out"):
+        dp.parallelize(build("bert", num_layers=n - 1), mesh)
+    if n == 4:
+        with pytest.raises(ValueError, match="into two stages, its encoder and its decoder, got pp=4"):
+            dp.parallelize(build("t5"), mesh)
+    mesh = dp.init_device_mesh({"ep": n})
+    with pytest.raises(ValueError, match=f"has 3 experts, which ep={n} does not divide"):
+        dp.parallelize(build("mixtral", num_local_experts=3), mesh)
+    with pytest.raises(ValueError, match="does not say how to cut experts"):
+        dp.parallelize(build("bert"), mesh)
+    with pytest.raises(ValueError, match="fits no block"):
+        dp.parallelize(build("mixtral"), mesh, Plan(experts=ExpertPlan("*.nowhere")))
+
+
+def test_ranks_that_build_other_models(group):
+    if group.world_size < 2:
+        pytest.skip("nobody differs")
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    with pytest.raises(RuntimeError, match="models differ by construction"):
+        dp.parallelize(build("bert", num_layers=1 + group.rank), mesh)
+
+
+def test_a_copy_that_somebody_changed_is_found(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    model = dp.parallelize(build("bert"), mesh)
+    bias = dict(model.named_parameters())["bert.embeddings.LayerNorm.bias"]
+    if group.rank == 1:
+        bias.assign_value(bias + 1)
+    with pytest.raises(RuntimeError, match=r"'bert.embeddings.LayerNorm.bias' on rank 1 \(tp=1\) differs from rank 0"):
+        model.parallel.assert_in_sync()
+
+
+def test_data_parallel_is_a_mesh_of_one_axis(group):
+    mesh = dp.init_device_mesh({"dp": group.world_size})
+    assert mesh.is_data_parallel
+    assert mesh.data is group
+    assert mesh.replicas is group
+    model = dp.parallelize(build("bert", seed=group.rank), mesh)
+    assert getattr(model, "parallel", None) is None
+    dp.assert_replicas_in_sync(model)
+    assert plan_for(model).pipeline.layers == "bert.encoder.layer"

@@ -1,0 +1,105 @@
+"""MindNLP's transformers at tiny sizes, of every kind that can be cut, and data for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+VOCAB, WIDTH, LENGTH = 51, 16, 10
+KINDS = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral")
+
+
+def build(kind: str, seed: int = 3, dropout: float = 0.0, num_layers: int = 4, **config: Any) -> Any:
+    """A model whose weights are a function of ``seed``. (T5 and Mixtral have two layers.)"""
+    import mindnlp.transformers as models
+    from mindnlp.engine.utils import set_seed
+
+    set_seed(seed)
+    encoder = {
+        "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": num_layers, "num_attention_heads": 4,
+        "intermediate_size": 32, "max_position_embeddings": LENGTH + 6, "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+    }  # fmt: skip
+    mixture = {
+        "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": LENGTH + 6, "use_cache": False,
+        "attention_dropout": dropout,
+    }  # fmt: skip
+    if kind == "bert":
+        return models.BertForSequenceClassification(models.BertConfig(**{**encoder, "num_labels": 3, **config}))
+    if kind == "roberta":
+        return models.RobertaForSequenceClassification(models.RobertaConfig(**{**encoder, "num_labels": 3, **config}))
+    if kind == "masked":
+        return models.RobertaForMaskedLM(models.RobertaConfig(**{**encoder, **config}))
+    if kind == "gpt2":
+        sizes = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": num_layers, "n_head": 4, "n_positions": LENGTH + 6}
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        return models.GPT2LMHeadModel(models.GPT2Config(**{**sizes, **drops, **config}))
+    if kind == "t5":
+        sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+        rest = {"dropout_rate": dropout, "decoder_start_token_id": 0, "use_cache": False}
+        return models.T5ForConditionalGeneration(models.T5Config(**{**sizes, **rest, **config}))
+    if kind == "qwen2_moe":
+        sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 4}
+        return models.Qwen2MoeForCausalLM(
+            models.Qwen2MoeConfig(**{**mixture, **sizes, "num_experts_per_tok": 2, **config})
+        )
+    return models.MixtralForCausalLM(models.MixtralConfig(**{**mixture, "num_local_experts": 4, **config}))
+
+
+def batch(kind: str, num_rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Rows for such a model, with labels; some are padded, and some tokens ignored."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(3, VOCAB, (num_rows, LENGTH))
+    columns = {"input_ids": ids}
+    if kind in ("bert", "roberta"):
+        return {**columns, "attention_mask": _mask(rng, num_rows), "labels": rng.integers(0, 3, num_rows)}
+    labels = rng.integers(3, VOCAB, (num_rows, LENGTH))
+    if kind in ("masked", "t5"):
+        # As many in every row, so that the mean of all tokens is the mean of the rows' means.
+        labels[:, 7:] = -100
+        columns["attention_mask"] = _mask(rng, num_rows)
+    return {**columns, "labels": labels}
+
+
+def _mask(rng: np.random.Generator, num_rows: int) -> np.ndarray:
+    mask = np.ones((num_rows, LENGTH), np.int64)
+    mask[:, LENGTH - 2 :] = rng.integers(0, 2, (num_rows, 1))
+    return mask
+
+
+def rows(columns: dict[str, np.ndarray], first: int, last: int) -> Any:
+    """Some rows of a batch; None where there is none."""
+    return {name: array[first:last] for name, array in columns.items()} if last > first else None
+
+
+def train(model: Any, kind: str, pieces: Any, *, num_updates: int = 5, group: Any = None, **options: Any) -> Any:
+    """Train by AdamW with clipping; ``pieces`` makes of a global batch of 8 rows this rank's micro batches."""
+    from mindnlp.core import optim
+
+    import mindnlp_dp as dp
+
+    model.set_train(True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    # AdamW's update of an element whose gradient is rounding is rounding, too, as large as the learning rate.
+    optimizer = optim.AdamW(parameters, lr=options.pop("lr", 5e-4), weight_decay=0.1)
+    num_micro_steps = len(pieces(batch(kind, 8)))
+    step = dp.make_train_step(
+        lambda **inputs: model(**inputs)[0], optimizer, parameters,
+        accumulation_steps=num_micro_steps, max_grad_norm=0.5, group=group, **options,
+    )  # fmt: skip
+    step.norms = []
+    for number in range(num_updates):
+        window = pieces(batch(kind, 8, number))
+        step(window if num_micro_steps > 1 else window[0])
+        step.norms.append(step.grad_norm)
+    return step
+
+
+def whole_weights(model: Any) -> dict[str, np.ndarray]:
+    """All parameters, put together where the model is cut. A collective."""
+    if getattr(model, "parallel", None) is None:
+        return {name: p.asnumpy().copy() for name, p in model.named_parameters()}
+    arrays = {p.name: whole.copy() for p, whole in model.parallel.whole_arrays()}
+    return {name: arrays[name] for name in arrays if model.parallel.placements[name].trains}
