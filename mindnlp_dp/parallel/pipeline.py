@@ -122,12 +122,15 @@ class Pipeline:
         try:
             for kind, number in actions(self.schedule, self.group.rank, self.group.world_size, len(batches)):
                 batch = batches[number]
-                with span(kind, micro_step=number, stage=self.group.rank):
+                details = {"micro_step": number, "stage": self.group.rank}
+                with span("wait", **details):
+                    came = self._receive(kind, number)
+                with span(kind, **details):
                     if kind == FORWARD:
-                        graphs[number] = self._run_forward(number, batch)
+                        graphs[number] = self._run_forward(number, batch, came)
                         self.most_in_flight = max(self.most_in_flight, len(graphs))
                         continue
-                    loss, gradients = self._run_backward(number, batch, graphs.pop(number), parameters)
+                    loss, gradients = self._run_backward(number, batch, graphs.pop(number), came, parameters)
                 if np.isfinite(loss):
                     if kept is not None:
                         yield kept
@@ -144,11 +147,16 @@ class Pipeline:
             _pynative_executor.clear_res()
             raise
 
-    def _run_forward(self, number: int, batch: MicroBatch) -> tuple[Any, Any]:
+    def _receive(self, kind: str, number: int) -> tuple[Any, float]:
+        """What a pass begins with, and the loss that came with it; nothing at the ends of the pipeline."""
+        stage = self.group.rank
+        if kind == FORWARD:
+            return (None, 0.0) if self._is_first else self.wire.receive(stage - 1, number, UP)
+        return (None, 0.0) if self._is_last else self.wire.receive(stage + 1, number, DOWN)
+
+    def _run_forward(self, number: int, batch: MicroBatch, came: tuple[Any, float]) -> tuple[Any, Any]:
         """What the stage received, and what it made of it, in a graph; only the first where that is recomputed."""
-        received = None
-        if not self._is_first:
-            received = self.wire.receive(self.group.rank - 1, number, UP)[0]
+        received = came[0]
         if self.recompute and self._is_last:
             # Its forward pass comes with the backward one, which is next.
             return received, None
@@ -180,7 +188,12 @@ class Pipeline:
         return received, output
 
     def _run_backward(
-        self, number: int, batch: MicroBatch, graph: tuple[Any, Any], parameters: Sequence[Any]
+        self,
+        number: int,
+        batch: MicroBatch,
+        graph: tuple[Any, Any],
+        came: tuple[Any, float],
+        parameters: Sequence[Any],
     ) -> tuple[float, list[Optional[Any]]]:
         from mindspore._c_expression import run_backward
 
@@ -191,7 +204,7 @@ class Pipeline:
         if self._is_last:
             loss, gradient = float(output.asnumpy()), Tensor(np.ones(output.shape, np.float32)).astype(output.dtype)
         else:
-            gradient, loss = self.wire.receive(stage + 1, number, DOWN)
+            gradient, loss = came
         wanted = tuple(parameters) if received is None else (*parameters, received)
         gradients = list(run_backward((output,), (gradient,), False, False, wanted, True, accumulate_grad=False))
         if received is not None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .pipeline import draw_pipeline
 from .runs import RecordedRun
 
 # Okabe and Ito's colours, which eyes of all kinds can tell apart.
@@ -69,24 +70,40 @@ def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
     axes.set(xlabel="samples a second; hatched: the share of communication", title="throughput")
 
 
+def pipelines(axes: Any, runs: Sequence[RecordedRun]) -> None:
+    """The first run's that went through stages and was traced."""
+    draw_pipeline(axes, next(run.report["pipeline"] for run in runs if "pipeline" in run.report))
+
+
 PANELS: dict[str, Panel] = {
     "loss": partial(losses, over="step"),
     "accuracy": partial(accuracies, over="step"),
     "loss_over_time": partial(losses, over="seconds"),
     "accuracy_over_time": partial(accuracies, over="seconds"),
     "throughput": throughput,
+    "pipeline": pipelines,
 }
 
 
 def panels_for(runs: Sequence[RecordedRun]) -> list[str]:
     """Those that these runs can fill: runs of older versions did not log their time."""
     timed = any(run.series("eval_loss", "seconds")[0] for run in runs)
-    return [name for name in PANELS if timed or not name.endswith("over_time")]
+    has_stages = any("pipeline" in run.report for run in runs)
+    return [
+        name for name in PANELS
+        if (timed or not name.endswith("over_time")) and (has_stages or name != "pipeline")
+    ]  # fmt: skip
+
+
+def num_stages(runs: Sequence[RecordedRun]) -> int:
+    return next((len(run.report["pipeline"]["stages"]) for run in runs if "pipeline" in run.report), 0)
 
 
 def draw_svg(name: str, runs: Sequence[RecordedRun]) -> str:
     """One panel, as an ``<svg>`` element that scales with its place."""
     height = 0.8 + 0.45 * len(runs) if name == "throughput" else 3.2
+    if name == "pipeline":
+        height = 1.0 + 0.5 * num_stages(runs)
     with _figure(figsize=(5.4, max(height, 1.6))) as figure:
         PANELS[name](figure.subplots(), runs)
         text = io.StringIO()
@@ -97,13 +114,16 @@ def draw_svg(name: str, runs: Sequence[RecordedRun]) -> str:
 def draw_png(path: Path, runs: Sequence[RecordedRun], title: str) -> None:
     """All panels."""
     names = panels_for(runs)
-    curves = [name for name in names if name != "throughput"]
+    curves = [name for name in names if name not in ("throughput", "pipeline")]
     rows = len(curves) // 2
-    with _figure(figsize=(10, 3.2 * rows + 0.9 + 0.35 * len(runs))) as figure:
-        grid = figure.add_gridspec(rows + 1, 2, height_ratios=[*[3.2] * rows, 0.5 + 0.35 * len(runs)])
+    heights = [*[3.2] * rows, 0.5 + 0.35 * len(runs)]
+    heights += [1.0 + 0.5 * num_stages(runs)] * ("pipeline" in names)
+    with _figure(figsize=(10, sum(heights) + 0.4)) as figure:
+        grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
         for number, name in enumerate(curves):
             PANELS[name](figure.add_subplot(grid[number // 2, number % 2]), runs)
-        throughput(figure.add_subplot(grid[rows, :]), runs)
+        for number, name in enumerate(name for name in names if name not in curves):
+            PANELS[name](figure.add_subplot(grid[rows + number, :]), runs)
         figure.suptitle(title, fontsize=12)
         figure.savefig(path, format="png", dpi=130)
 

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.runtime.atomic_files import in_place_of
 
+from .pipeline import caption
 from .runs import RecordedRun, read_runs, speed_up
 
 CAPTIONS = {
@@ -62,6 +63,8 @@ def render(runs: Sequence[RecordedRun]) -> str:
 
     from .figures import draw_svg, panels_for
 
+    stages = next((run.report["pipeline"] for run in runs if "pipeline" in run.report), None)
+    captions = {**CAPTIONS, "pipeline": caption(stages) if stages else ""}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -74,7 +77,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
         title=_title(runs),
         runs=runs,
         verdicts=_verdicts(runs),
-        figures=[(name, draw_svg(name, runs), CAPTIONS[name]) for name in panels_for(runs)],
+        figures=[(name, draw_svg(name, runs), captions[name]) for name in panels_for(runs)],
         settings=_settings(runs),
     )
 

@@ -24,8 +24,8 @@ class RunReport(_Needed, total=False):
     """One run. What is not needed may be missing, in a run of another version.
 
     ``gradient_sync_share`` is the share of the training time that went into the exchange of gradients, ``history`` the
-    lines of the log, each with its ``step``, ``confusions`` the classes that were most often taken for each other, and
-    ``config`` the settings.
+    lines of the log, each with its ``step``, ``confusions`` the classes that were most often taken for each other,
+    ``config`` the settings, and ``pipeline`` the passes of an update through stages, where they were traced.
     """
 
     gradient_sync_share: float
@@ -41,6 +41,7 @@ class RunReport(_Needed, total=False):
     command: str
     machine: str
     config: dict[str, Any]
+    pipeline: dict[str, Any]
 
 
 NEEDED = tuple(_Needed.__annotations__)

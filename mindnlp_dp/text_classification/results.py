@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mindnlp_dp.replicas.digests import replica_digest
 from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.machine import machine
+from mindnlp_dp.report.pipeline import pipeline_of
 from mindnlp_dp.report.runs import RecordedRun
 from mindnlp_dp.report.schema import REPORT_FILE, RunReport
 from mindnlp_dp.runtime.atomic_files import in_place_of
@@ -71,6 +72,10 @@ def make_report(
         "config": vars(config),
         "history": trainer.state.log_history,
     }
+    trace, schedule = getattr(config, "trace", ""), getattr(config, "pipeline_schedule", "")
+    stages = pipeline_of(Path(trace), schedule) if trace and Path(trace).exists() else None
+    if stages is not None:
+        report["pipeline"] = stages
     # "Nothing was confused" is said only by a run that looked.
     if recorder.confusions is not None:
         report["confusions"] = recorder.confusions

@@ -208,7 +208,7 @@ def test_a_window_after_one_that_failed_on_a_stage(group):
 
             for number, part in enumerate(window):
                 tensors = {name: mindspore.Tensor(array) for name, array in part.items()}
-                pipeline._run_forward(number, MicroBatch(functools.partial(forward, **tensors), 1.0, 0))
+                pipeline._run_forward(number, MicroBatch(functools.partial(forward, **tensors), 1.0, 0), (None, 0.0))
             pipeline.wire.forget()
             _pynative_executor.set_grad_flag(False)
         else:
