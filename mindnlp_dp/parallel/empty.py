@@ -31,9 +31,10 @@ def empty_weights() -> Iterator[None]:
     more than one of them takes any at a time. Such a model is no good for anything but ``parallelize``.
     """
     import mindspore
+    from mindnlp.core import ops
     from mindnlp.core.nn import Parameter, init
 
-    make = Parameter.__init__
+    make, empty = Parameter.__init__, ops.empty
     fills = {name: getattr(init, name) for name in _FILLS if hasattr(init, name)}
 
     def make_empty(self: Any, input_data: Any = None, requires_grad: bool = True) -> None:
@@ -42,13 +43,20 @@ def empty_weights() -> Iterator[None]:
             self.assign_value(mindspore.Tensor.from_numpy(np.zeros(self.shape, np.float32)))
             self.is_empty = True
 
+    def untouched(*size: Any, dtype: Any = None, device: Any = None) -> Any:
+        # MindSpore would take memory for it, and keep that.
+        shape = tuple(size[0]) if isinstance(size[0], (tuple, list)) else size
+        if dtype not in (None, mindspore.float32):
+            return empty(*size, dtype=dtype, device=device)
+        return mindspore.Tensor.from_numpy(np.zeros(shape, np.float32))
+
     try:
-        Parameter.__init__ = make_empty
+        Parameter.__init__, ops.empty = make_empty, untouched
         for name in fills:
             setattr(init, name, lambda tensor, *args, **kwargs: tensor)
         yield
     finally:
-        Parameter.__init__ = make
+        Parameter.__init__, ops.empty = make, empty
         for name, fill in fills.items():
             setattr(init, name, fill)
 

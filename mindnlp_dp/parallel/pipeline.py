@@ -81,6 +81,11 @@ class Pipeline:
         """Sum up the gradients of a parameter that the stages of ``group`` have in common."""
         self._ties.append((parameter, group))
 
+    @property
+    def num_tied(self) -> int:
+        """How many numbers the parameters have that stages have in common."""
+        return sum(int(parameter.size) for parameter, _ in self._ties)
+
     # Outside of training.
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +239,9 @@ class _Ties:
         """What was kept back, summed up over the stages, for a micro step of this weight. A collective."""
         found = list(gradients)
         for (index, parameter, group), total in zip(self._ties, self._sums):
-            found[index] = Tensor(group.all_reduce(total) / np.float32(weight)).astype(parameter.dtype)
+            mean = group.all_reduce(total)
+            mean /= np.float32(weight)
+            found[index] = from_host(mean, dtype_name(parameter))
         return found
 
 

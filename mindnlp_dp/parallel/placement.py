@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.arrays.conversion import from_host
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.replicas.weights import all_names
 
@@ -173,7 +174,6 @@ def place_whole(model: Any, mesh: DeviceMesh) -> Placements:
 
 def take_parts(model: Any, placements: Placements) -> None:
     """Put new parameters, of this rank's shapes, in the place of those that are cut; their values are to come."""
-    import mindspore
     from mindnlp.core.nn import Parameter
 
     # What differentiates a parameter remembers the shape that it had, so that it cannot be given another.
@@ -185,8 +185,9 @@ def take_parts(model: Any, placements: Placements) -> None:
             placement = placements[f"{name}.{kind}" if name else kind]
             if placement.cut is not None:
                 if id(parameter) not in new:
+                    # Zeros that take no memory until somebody touches them.
                     zeros = np.zeros(placements.shape_here(placement), np.float32)
-                    tensor = mindspore.Tensor.from_numpy(zeros).astype(parameter.dtype)
+                    tensor = from_host(zeros, placement.dtype)
                     new[id(parameter)] = Parameter(tensor, requires_grad=parameter.requires_grad)
                 module._parameters[kind] = new[id(parameter)]
 

@@ -1,0 +1,317 @@
+#!/usr/bin/env python3
+"""What each way of cutting a model costs, and saves: time, bytes and memory, for every mesh of two ranks, some of four.
+
+    python benchmarks/bench_parallel.py --json outputs/bench_parallel.json
+
+Two models of random weights train by dp.make_train_step with AdamW and clipping, 32 sequences of 32 tokens an update,
+in four micro batches: "bert", a BERT classifier of 4 equal layers with a small vocabulary, and "vocabulary", a masked
+language model of two narrow layers with 60,000 words. One core a rank.
+
+* step: the median update, beside one process with one core.
+* sent: bytes that a rank hands to all-reduces of tensor parallelism, to the next and the last stage, and to the
+  exchange of gradients, each an update, and over what the formula says.
+* memory: how much a rank's own memory (PSS) has grown by weights (read from a file into an empty model), gradients
+  and optimizer state, behind the backward pass of one short sequence, over what mindnlp_dp.parallel.memory counts.
+* bubble: of GPipe and 1F1B with two stages of equal work and 8 micro batches, from the trace, over (S-1)/(B+S-1).
+* operator: an all-reduce of 64 KiB within a model, above the transport's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import launched, machine, proportional_bytes, run_job, write_json
+
+MODELS = {
+    "bert": {"vocab_size": 1000, "hidden_size": 512, "num_layers": 4, "intermediate_size": 2048, "kind": "classifier"},
+    "vocabulary": {
+        "vocab_size": 60000, "hidden_size": 256, "num_layers": 2, "intermediate_size": 512, "kind": "masked",
+    },
+}  # fmt: skip
+MESHES = ("dp=1", "dp=2", "tp=2", "pp=2")
+OF_FOUR = ("dp=2,tp=2", "pp=2,tp=2", "tp=4")
+ROWS, LENGTH, MICRO_STEPS, HEADS = 32, 32, 4, 4
+
+
+# What runs on every rank.
+
+
+def build(name: str) -> Any:
+    from mindnlp.transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+    sizes = dict(MODELS[name])
+    kind, layers = sizes.pop("kind"), sizes.pop("num_layers")
+    config = BertConfig(
+        **sizes, num_hidden_layers=layers, num_attention_heads=HEADS, max_position_embeddings=64, num_labels=8,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return (BertForSequenceClassification if kind == "classifier" else BertForMaskedLM)(config)
+
+
+def make_batch(name: str, num_rows: int, length: int = LENGTH) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(5, MODELS[name]["vocab_size"], (num_rows, length))
+    labels = rng.integers(0, 8, num_rows) if MODELS[name]["kind"] == "classifier" else ids
+    return {"input_ids": ids, "labels": labels}
+
+
+def job(args: argparse.Namespace) -> dict[str, Any]:
+    import mindnlp_dp as dp
+
+    world = dp.init_process_group()
+    if args.job == "operator":
+        return operator_cost(dp, world)
+    if args.job == "save":
+        build(args.model).save_pretrained(args.weights)
+        return {}
+    from mindnlp_dp.parallel.mesh import parse_mesh
+
+    mesh = dp.init_device_mesh(parse_mesh(args.mesh))
+    if args.job == "memory":
+        return memory(dp, world, args)
+    model = dp.parallelize(build(args.model), mesh, schedule=args.schedule)
+    parameters = list(model.parameters())
+    model.set_train(True)
+
+    rows = ROWS // args.micro_steps // mesh.data.world_size
+    window = [make_batch(args.model, rows)] * args.micro_steps
+    step = make_step(dp, model, args.micro_steps)
+    counts = {"tensor": 0}
+    count_all_reduces(mesh.group("tp"), counts)
+    for _ in range(2):
+        step(window)
+    counts["tensor"], sent, gradients = 0, wire_bytes(model), step.synchronizer.num_bytes
+    times, bubbles = [], []
+    for _ in range(args.steps):
+        spans: list[tuple[str, float, float]] = []
+        trace_passes(model, spans)
+        world.barrier()
+        began = time.perf_counter()
+        step(window)
+        times.append(time.perf_counter() - began)
+        if spans:
+            bubbles.append(bubble_of(mesh.group("pp"), spans))
+    return {
+        "seconds": statistics.median(times),
+        "tensor": counts["tensor"] / args.steps,
+        "pipeline": (wire_bytes(model) - sent) / args.steps,
+        "gradients": (step.synchronizer.num_bytes - gradients) / args.steps,
+        "bubble": statistics.median(bubbles) if bubbles else None,
+        "formula": formulas(args, mesh, parameters),
+    }
+
+
+def make_step(dp: Any, model: Any, num_micro_steps: int) -> Any:
+    from mindnlp.core import optim
+
+    parameters = list(model.parameters())
+    model.set_train(True)
+    return dp.make_train_step(
+        lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=1e-4), parameters,
+        accumulation_steps=num_micro_steps, max_grad_norm=1.0, zero_stage=0, overlap=False,
+    )  # fmt: skip
+
+
+def formulas(args: argparse.Namespace, mesh: Any, parameters: Any) -> dict[str, float]:
+    """Bytes an update that this rank hands over."""
+    sizes = MODELS[args.model]
+    hidden = 4 * (ROWS // mesh.data.world_size) * LENGTH * sizes["hidden_size"]
+    layers, stages = sizes["num_layers"], mesh.sizes["pp"]
+    # Two of each pass a layer of this stage; one for the embedding, forward. A masked language model has an output
+    # layer besides, whose input's gradient is summed up: one more.
+    tensor = 4 * layers / stages + mesh.is_first_stage + (sizes["kind"] == "masked" and mesh.is_last_stage)
+    boundaries = (not mesh.is_first_stage) + (not mesh.is_last_stage)
+    return {
+        "tensor": hidden * tensor * (mesh.sizes["tp"] > 1),
+        "pipeline": hidden * boundaries,
+        "gradients": 4.0 * sum(p.size for p in parameters),
+    }
+
+
+def count_all_reduces(group: Any, counts: dict[str, int]) -> None:
+    """Count the bytes of hidden states that a group sums up."""
+    all_reduce = group.all_reduce
+
+    def counted(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(x, "ndim", 0) == 3:
+            counts["tensor"] += 4 * x.size
+        return all_reduce(x, *args, **kwargs)
+
+    group.all_reduce = counted
+
+
+def wire_bytes(model: Any) -> int:
+    parallel = getattr(model, "parallel", None)
+    return 0 if parallel is None or parallel.pipeline is None else parallel.pipeline.wire.bytes_sent
+
+
+def trace_passes(model: Any, spans: list[tuple[str, float, float]]) -> None:
+    """Note when the passes of the next update begin and end."""
+    import contextlib
+    import functools
+
+    parallel = getattr(model, "parallel", None)
+    if parallel is None or parallel.pipeline is None:
+        return
+
+    @contextlib.contextmanager
+    def span(name: str, **details: Any) -> Any:
+        began = time.perf_counter()
+        yield
+        if name != "wait":
+            spans.append((name, began, time.perf_counter()))
+
+    parallel.pipeline.run = functools.partial(type(parallel.pipeline).run, parallel.pipeline, span=span)
+
+
+def bubble_of(group: Any, spans: list[tuple[str, float, float]]) -> float:
+    everyone = group.all_gather_object(spans)
+    flat = [span for theirs in everyone for span in theirs]
+    length = max(end for _, _, end in flat) - min(begin for _, begin, _ in flat)
+    return 1 - sum(end - begin for _, begin, end in flat) / (group.world_size * length)
+
+
+def memory(dp: Any, world: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """What a rank's memory grows by until a backward pass has ended, and what is counted."""
+    from mindnlp_dp.parallel.memory import memory_of
+
+    # What libraries load and compile is there before anything is measured.
+    MODELS["tiny"] = {**MODELS["bert"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    step = make_step(dp, dp.parallelize(build("tiny")), 1)
+    for _ in range(3):
+        step(make_batch("tiny", 1, 8))
+    world.barrier()
+    before = proportional_bytes()
+    with dp.empty_weights():
+        model = build(args.model)
+    model = dp.parallelize(model, weights=args.weights)
+    step, peak, batch = make_step(dp, model, 1), 0, make_batch(args.model, 1, 8)
+
+    def watched(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal peak
+            result = function(*args)
+            peak = max(peak, proportional_bytes())
+            return result
+
+        return call
+
+    # Behind the backward pass, when its gradients are in the sums; and behind the exchange.
+    step.synchronizer.accumulate = watched(step.synchronizer.accumulate)
+    step.train_step.updater.clip = watched(step.train_step.updater.clip)
+    for _ in range(3):
+        step(batch)
+    world.barrier()
+    return {"grown": peak - before, "counted": memory_of(model).total}
+
+
+def operator_cost(dp: Any, world: Any) -> dict[str, Any]:
+    """Microseconds of an all-reduce of 64 KiB as an operator, and by the transport."""
+    import mindspore
+
+    from mindnlp_dp.parallel.operators import reduce_from
+
+    x = mindspore.Tensor(np.ones((128, 128), np.float32))
+    array, transport = x.asnumpy(), world._transport
+
+    def microseconds(function: Any) -> float:
+        times = []
+        for _ in range(7):
+            world.barrier()
+            began = time.perf_counter()
+            for _ in range(200):
+                function()
+            times.append(1e6 * (time.perf_counter() - began) / 200)
+        return statistics.median(times)
+
+    both = {"operator": lambda: reduce_from(x, world), "transport": lambda: transport.all_reduce(array, "sum")}
+    return {name: microseconds(function) for name, function in both.items()}
+
+
+# What runs them.
+
+
+def run(model: str, mesh: str, kind: str, steps: int, *, schedule: str = "1f1b", micro_steps: int = MICRO_STEPS) -> Any:
+    num_ranks = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+    front = [sys.executable] if num_ranks == 1 else launched("mpi", num_ranks)
+    if num_ranks == 1:
+        front = ["taskset", "-c", str(min(os.sched_getaffinity(0))), *front]
+    options = ["--job", kind, "--model", model, "--mesh", mesh, "--steps", str(steps), "--schedule", schedule]
+    options += ["--micro-steps", str(micro_steps), "--weights", str(Path(tempfile.gettempdir(), f"bench_{model}"))]
+    return run_job([*front, __file__, *options])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--job", choices=("step", "memory", "operator", "save"), help=argparse.SUPPRESS)
+    parser.add_argument("--model", default="bert", help=argparse.SUPPRESS)
+    parser.add_argument("--mesh", default="dp=1", help=argparse.SUPPRESS)
+    parser.add_argument("--schedule", default="1f1b", help=argparse.SUPPRESS)
+    parser.add_argument("--micro-steps", type=int, default=MICRO_STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--weights", help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        import mindnlp_dp as dp
+
+        numbers = job(args)
+        everyone = dp.get_process_group().all_gather_object(numbers)
+        if dp.get_process_group().is_main:
+            args.write.write_text(json.dumps(everyone))
+        return
+    table: dict[str, Any] = {}
+    for model in MODELS:
+        run(model, "dp=1", "save", 1)
+        for mesh in (*MESHES, *OF_FOUR):
+            if mesh in MESHES:
+                table[f"{model}, {mesh}"] = {"step": run(model, mesh, "step", args.steps)}
+            memory_by_rank = run(model, mesh, "memory", 1)
+            table.setdefault(f"{model}, {mesh}", {})["memory"] = memory_by_rank
+    bubbles = {
+        s: run("bert", "pp=2", "step", args.steps, schedule=s, micro_steps=8)[0]["bubble"] for s in ("gpipe", "1f1b")
+    }
+    operator = run("bert", "dp=2", "operator", 1)[0]
+    print(f"{machine()}\n")
+    print(f"{'':<24}{'step':>9}{'to one':>8}{'tensor':>18}{'pipeline':>18}{'gradients':>18}{'memory a rank':>24}")
+    for name, entry in table.items():
+        model = name.split(",")[0]
+        cells = [f"{name:<24}"]
+        if "step" in entry:
+            ranks, one = entry["step"], table[f"{model}, dp=1"]["step"][0]["seconds"]
+            cells.append(f"{1e3 * ranks[0]['seconds']:>6.0f} ms{ranks[0]['seconds'] / one:>8.2f}")
+            for kind in ("tensor", "pipeline", "gradients"):
+                sent, formula = (sum(r[kind] for r in ranks), sum(r["formula"][kind] for r in ranks))
+                cells.append(f"{sent / 1e6:>9.2f} MB x{sent / formula:5.3f}" if formula else f"{'-':>18}")
+        else:
+            cells.append(" " * 71)
+        worst = max(entry["memory"], key=lambda r: abs(r["grown"] / r["counted"] - 1))
+        cells.append(
+            f"{max(r['grown'] for r in entry['memory']) / 2**20:>10.0f} MiB x{worst['grown'] / worst['counted']:6.3f}"
+        )
+        print("".join(cells))
+    ideal = 1 / 9
+    for schedule, found in bubbles.items():
+        print(f"bubble of {schedule}: {100 * found:.1f} %, the formula's is {100 * ideal:.1f} %")
+    print(f"operator: {operator['operator']:.0f} us, transport {operator['transport']:.0f} us")
+    ratios = {
+        "bubbles": {schedule: found / ideal for schedule, found in bubbles.items()},
+        "operator_overhead_us": operator["operator"] - operator["transport"],
+        "memory": {name: [r["grown"] / r["counted"] for r in entry["memory"]] for name, entry in table.items()},
+    }
+    write_json(args.json, {"machine": machine(), "table": table, "bubbles": bubbles, "operator": operator,
+                           "ratios": ratios})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
