@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from common import launched, machine, proportional_bytes, run_job, write_json
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "bert": {"vocab_size": 1000, "hidden_size": 512, "num_layers": 4, "intermediate_size": 2048, "kind": "classifier"},
     "vocabulary": {
         "vocab_size": 60000, "hidden_size": 256, "num_layers": 2, "intermediate_size": 512, "kind": "masked",

@@ -49,18 +49,27 @@ class Wire:
             self._under_way.append((handle, native))
         self.bytes_sent += to_host(x).nbytes if isinstance(x, np.ndarray) else x.nbytes
 
+    def call_off(self, dst: int, number: int, direction: int) -> None:
+        """In the place of a message: an error on rank ``dst``, which waits for it or will."""
+        header = np.concatenate([message_header(None).astype(np.float64), [0.0, self._window]])
+        native = self._transport.to_native(header)
+        handle = self._transport.begin_send(native, dst, 4 * number + 2 * direction)
+        self._under_way.append((handle, native))
+
     def receive(self, src: int, number: int, direction: int) -> tuple[Any, float]:
         """What rank ``src`` sent of micro batch ``number``: a tensor, and the number beside it."""
         tag = 4 * number + 2 * direction
         like = self._transport.to_native(np.zeros(_HEADER_NUMEL + 2, np.float64))
         while True:
             header = to_host(self._transport.recv(like, src, tag))
+            is_of_now = header[-1] == self._window
+            if header[0] < 0 and not is_of_now:
+                continue
             shape, dtype = described_by(header[:-2].astype(np.int64), self._label(src))
             tensor = from_host(np.zeros(shape, np.float32), dtype)
             received = self._transport.recv(self._transport.to_native(tensor), src, tag + 1)
-            note, window = header[-2:].tolist()
-            if window == self._window:
-                return self._transport.from_native(received, tensor), note
+            if is_of_now:
+                return self._transport.from_native(received, tensor), float(header[-2])
 
     def wait(self) -> None:
         """Until all that was begun has arrived."""

@@ -109,7 +109,10 @@ def make_train_step(
     else:
         window = GradientSynchronizer(parameters, group, **exchange)
     losses = LossMeter(window.group)
-    scope = None if parallel is None else parallel.scope(parameters)
+    scope = None
+    if parallel is not None:
+        parallel.check_optimizer(optimizer)
+        scope = parallel.scope(parameters)
     updater = make_updater(optimizer, window, zero_stage, scheduler, scope)
     step = TrainStep(window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses)
     passes = Passes(forward_fn, gradient_fn, parameters, parallel, window.group.rank)

@@ -26,9 +26,6 @@ from .tensor import (
     is_conv1d,
 )
 
-# Classes whose loss is that of their output layer, and of nothing else.
-_LANGUAGE_MODELS = ("ForMaskedLM", "LMHeadModel", "ForCausalLM", "ForConditionalGeneration")
-
 
 class GatheredHead(ColumnParallelLinear):
     """An output layer cut by vocabulary, of a model with a loss of its own, which gets whole logits."""
@@ -89,7 +86,7 @@ def _parallel_layer(
     if style == "vocabulary":
         return VocabularyParallelEmbedding(module, group, num_rows)
     if style == "vocabulary head":
-        if head is None or not type(model).__name__.endswith(_LANGUAGE_MODELS):
+        if head is None:
             return GatheredHead(module, group)
         model.forward = VocabularyParallelHead(model, model.forward, group, head)
         return ColumnParallelLinear(module, siblings)

@@ -34,7 +34,8 @@ class TrainingMemory:
 def memory_of(model: Any, *, moments: int = 2, shared_among: int = 1) -> TrainingMemory:
     """Of what a rank has of a model, updated by an optimizer with so many moments.
 
-    A parameter that is used under several names (a tied one) has a gradient for each, and their sum; one that stages of a pipeline have in common has two sums of its own besides, over the window and over the stages. Where
+    A parameter that is used under several names (a tied one) has a gradient for each, and their sum; one that stages of
+    a pipeline have in common has two sums of its own besides, over the window and over the stages. Where
     ``shared_among`` ranks of a host share one set of weights and divide the update (``zero_stage=2``), a rank's share
     of these is counted, and whole gradients.
     """

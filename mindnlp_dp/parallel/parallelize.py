@@ -77,6 +77,16 @@ class ParallelModel(PartedModel):
         ]
         return JointWindow(windows, places, [lambda weight: weight, lambda weight: weights.total])
 
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise ValueError where it updates parameters that are not this model's, as they were before it was cut."""
+        for group in getattr(optimizer, "param_groups", ()):
+            for parameter in group["params"]:
+                if getattr(parameter, "parallel", None) is not self:
+                    raise ValueError(
+                        f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not the model's "
+                        f"(any more) on rank {self.mesh.world.label()}; make the optimizer behind parallelize()"
+                    )
+
     @property
     def has_experts(self) -> bool:
         """Whether ranks with other samples take part in this rank's forward passes, so that none may leave one out."""
@@ -161,6 +171,7 @@ def parallelize(
     parts.scatter(source)
     if parts.pipeline is not None:
         _tie_stages(model, parts.pipeline, placements)
+        _check_stages_train(model, parts)
     if not mesh.is_data_parallel:
         model.parallel = parts  # type: ignore[attr-defined]
         for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
@@ -205,6 +216,16 @@ def _cut(model: Any, plan: Plan, parts: ParallelModel, schedule: str, recompute:
     if mesh.sizes["pp"] > 1 and plan.pipeline is not None:
         inbox = cut_stages(model, plan.pipeline, placements)
         parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
+
+
+def _check_stages_train(model: Any, parts: ParallelModel) -> None:
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    for rank, others in enumerate(parts.mesh.world.all_gather_object(trains)):
+        if not others:
+            raise ValueError(
+                f"the stage of rank {parts.mesh.world.label(rank)} has nothing to train: all of its weights are "
+                "frozen; freeze fewer, or share out the work by tp or dp"
+            )
 
 
 def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -25,7 +26,7 @@ from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
 from .mesh import DeviceMesh
-from .schedule import FORWARD, actions, check_schedule
+from .schedule import FORWARD, Action, actions, check_schedule
 from .stages import Inbox, StageOutput
 
 Span = Callable[..., Any]
@@ -71,6 +72,12 @@ class Pipeline:
         self.wire = Wire(self.group)
         self._is_first, self._is_last = mesh.is_first_stage, mesh.is_last_stage
         self._inbox = inbox
+        self._config: Any = getattr(model, "config", None)
+        if self._config is not None and getattr(self._config, "use_cache", False):
+            # Of keys and values: a stage has those of its own layers only.
+            self._config.use_cache = False
+        if hasattr(model, "generate"):
+            model.generate = _cannot_generate
         self._stage_forward = model.forward
         self._is_training = False
         self._ties: list[tuple[Any, ProcessGroup]] = []
@@ -90,6 +97,9 @@ class Pipeline:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass: of this stage in training, else of all stages, which all get its result."""
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name) or getattr(self._config, name, False):
+                raise ValueError(f"{name}: a stage has those of its own layers only; leave it out, or pp")
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
         stage = self.group.rank
@@ -120,12 +130,13 @@ class Pipeline:
         from mindspore.common.api import _pynative_executor
 
         self.wire.begin()
-        ties = _Ties(self._ties, parameters)
+        ties, order = _Ties(self._ties, parameters), self._actions(len(batches))
         graphs: dict[int, tuple[Any, Any]] = {}
         kept: Optional[MicroStep] = None
         self.most_in_flight = 0
         try:
-            for kind, number in actions(self.schedule, self.group.rank, self.group.world_size, len(batches)):
+            while order:
+                kind, number = order[0]
                 batch = batches[number]
                 details = {"micro_step": number, "stage": self.group.rank}
                 with span("wait", **details):
@@ -134,8 +145,11 @@ class Pipeline:
                     if kind == FORWARD:
                         graphs[number] = self._run_forward(number, batch, came)
                         self.most_in_flight = max(self.most_in_flight, len(graphs))
-                        continue
-                    loss, gradients = self._run_backward(number, batch, graphs.pop(number), came, parameters)
+                    else:
+                        loss, gradients = self._run_backward(number, batch, graphs.pop(number), came, parameters)
+                order.popleft()
+                if kind == FORWARD:
+                    continue
                 if np.isfinite(loss):
                     if kept is not None:
                         yield kept
@@ -147,10 +161,23 @@ class Pipeline:
                 yield MicroStep(kept.loss, ties.put(kept.gradients, kept.weight), kept.weight, kept.indices)
             self.wire.wait()
         except BaseException:
+            self._call_off(order)
             self.wire.forget()
             _pynative_executor.set_grad_flag(False)
             _pynative_executor.clear_res()
             raise
+
+    def _actions(self, num_micro_batches: int) -> deque[Action]:
+        return deque(actions(self.schedule, self.group.rank, self.group.world_size, num_micro_batches))
+
+    def _call_off(self, left: Iterable[Action]) -> None:
+        """Tell the neighbours, who wait for what this stage had still to send, that nothing comes."""
+        stage = self.group.rank
+        for kind, number in left:
+            if kind == FORWARD and not self._is_last:
+                self.wire.call_off(stage + 1, number, UP)
+            elif kind != FORWARD and not self._is_first:
+                self.wire.call_off(stage - 1, number, DOWN)
 
     def _receive(self, kind: str, number: int) -> tuple[Any, float]:
         """What a pass begins with, and the loss that came with it; nothing at the ends of the pipeline."""
@@ -214,9 +241,10 @@ class Pipeline:
         gradients = list(run_backward((output,), (gradient,), False, False, wanted, True, accumulate_grad=False))
         if received is not None:
             down = gradients.pop()
-            down = Tensor(np.zeros(received.shape, np.float32)) if down is None else down
+            down = _zeros_like(received) if down is None else down
             self.wire.send(down, stage - 1, number, DOWN, note=loss)
-        return loss, gradients
+        # As in one process, where what was not used has a gradient of zeros, by which optimizers decay it.
+        return loss, [_zeros_like(p) if gradient is None else gradient for p, gradient in zip(parameters, gradients)]
 
 
 class _Ties:
@@ -243,6 +271,17 @@ class _Ties:
             mean /= np.float32(weight)
             found[index] = from_host(mean, dtype_name(parameter))
         return found
+
+
+def _zeros_like(x: Any) -> Any:
+    return from_host(np.zeros(tuple(x.shape), np.float32), dtype_name(x))
+
+
+def _cannot_generate(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+        "generate() needs the keys and values of all layers, of which a stage has its own; save the model, and load it "
+        "in one process, or with tp alone"
+    )
 
 
 def _to_arrays(outputs: Any) -> Any:

@@ -30,7 +30,9 @@ class TensorPlan:
         layers: a style of :data:`STYLES`, by pattern.
         divided: attributes that become a rank's share of what they are, such as numbers of heads, by pattern.
         apart: modules whose randomness (dropout) is about what is cut.
-        head: of a language model, which label belongs to which logits: "masked", "causal" or "seq2seq".
+        head: of a language model, which label belongs to which logits: "masked" (its own), "causal" (the one behind it)
+            or "seq2seq" (its own; labels are the decoder's inputs, too). None: the output layer's parts are put
+            together, and the model makes its loss of that.
     """
 
     layers: Mapping[str, str]
@@ -51,13 +53,16 @@ class PipelinePlan:
     Attributes:
         layers: the name of the list of layers that the stages share out.
         first: modules of the first stage, before the layers: the embedding, whose place on the other stages is taken by
-            what they receive, and others, which add nothing there. What is in neither belongs to the last stage.
+            what they receive, and others, which add nothing there. Without any, it is the first layer's place. What is
+            in neither belongs to the last stage.
         encoder: of an encoder-decoder, in place of ``layers``: the module that is the first of two stages.
+        tuples: whether layers return tuples, of which the first is the hidden state, as MindNLP's do.
     """
 
     layers: str = ""
     first: Sequence[str] = ()
     encoder: str = ""
+    tuples: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def first_match(patterns: Mapping[str, Any], name: str) -> Optional[Any]:
     return next((value for pattern, value in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
-def _bert(prefix: str) -> Plan:
+def _bert(prefix: str, head: Optional[str]) -> Plan:
     return Plan(
         TensorPlan(
             layers={
@@ -106,13 +111,13 @@ def _bert(prefix: str) -> Plan:
             },
             divided={"*attention.self": ("num_attention_heads", "all_head_size")},
             apart=("*attention.self.dropout",),
-            head="masked",
+            head=head,
         ),
         PipelinePlan(layers=f"{prefix}encoder.layer", first=(f"{prefix}embeddings",)),
     )
 
 
-def _gpt2(prefix: str) -> Plan:
+def _gpt2(prefix: str, head: Optional[str]) -> Plan:
     return Plan(
         TensorPlan(
             layers={
@@ -124,13 +129,13 @@ def _gpt2(prefix: str) -> Plan:
             },
             divided={"*.attn": ("num_heads", "split_size")},
             apart=("*.attn.attn_dropout",),
-            head="causal",
+            head=head,
         ),
         PipelinePlan(layers=f"{prefix}h", first=(f"{prefix}wte", f"{prefix}wpe", f"{prefix}drop")),
     )
 
 
-def _t5(prefix: str) -> Plan:
+def _t5(prefix: str, head: Optional[str]) -> Plan:
     return Plan(
         TensorPlan(
             layers={
@@ -148,13 +153,13 @@ def _t5(prefix: str) -> Plan:
             divided={"*Attention": ("n_heads", "inner_dim")},
             # Dropout of attention's weights is not a module here, and the only randomness in it.
             apart=("*Attention", "*DenseReluDense.dropout"),
-            head="seq2seq",
+            head=head,
         ),
         PipelinePlan(encoder="encoder"),
     )
 
 
-def _mixtral(prefix: str) -> Plan:
+def _mixtral(prefix: str, head: Optional[str]) -> Plan:
     return Plan(
         TensorPlan(
             layers={
@@ -173,17 +178,25 @@ def _mixtral(prefix: str) -> Plan:
             },
             divided={"*self_attn": ("num_heads", "num_key_value_heads", "hidden_size")},
             apart=("*self_attn",),
-            head="causal",
+            head=head,
         ),
         PipelinePlan(layers=f"{prefix}layers", first=(f"{prefix}embed_tokens",)),
         ExpertPlan(blocks="*.block_sparse_moe", norm_topk=True),
     )
 
 
-def _qwen2_moe(prefix: str) -> Plan:
-    plan = _mixtral(prefix)
+def _qwen2_moe(prefix: str, head: Optional[str]) -> Plan:
+    plan = _mixtral(prefix, head)
     return Plan(plan.tensor, plan.pipeline, ExpertPlan(blocks="*.mlp"))
 
+
+# Models whose loss is that of their output layer, and of nothing else: by the end of their class's name.
+_HEADS = {
+    "ForMaskedLM": "masked",
+    "LMHeadModel": "causal",
+    "ForCausalLM": "causal",
+    "ForConditionalGeneration": "seq2seq",
+}
 
 _KINDS = {
     "bert": _bert,
@@ -209,4 +222,6 @@ def plan_for(model: Any) -> Plan:
         )
     prefix = getattr(model, "base_model_prefix", "")
     # A bare base model has no prefix in its names.
-    return _KINDS[kind](f"{prefix}." if prefix and hasattr(model, prefix) else "")
+    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    name = type(model).__name__
+    return _KINDS[kind](prefix, next((head for end, head in _HEADS.items() if name.endswith(end)), None))

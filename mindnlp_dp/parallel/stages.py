@@ -47,14 +47,15 @@ class Inbox:
 
 
 class Received(nn.Module):
-    """In the place of an embedding: what the stage before has made of it."""
+    """In the place of an embedding, or of a first layer: what the stage before has made of it."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, *, is_layer: bool = False) -> None:
         super().__init__()
         self._inbox = inbox
+        self._is_layer = is_layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inbox.take()
+        return _as_layer(self._inbox.take()) if self._is_layer else self._inbox.take()
 
 
 class ReceivedEncoding(Received):
@@ -81,8 +82,12 @@ class PassesBy(nn.Module):
         self._is_layer = is_layer
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        # Layers return tuples, of which a model reads what else they have by position.
-        return (hidden_states, None, None, None, None) if self._is_layer else hidden_states
+        return _as_layer(hidden_states) if self._is_layer else hidden_states
+
+
+def _as_layer(hidden_states: Any) -> tuple[Any, ...]:
+    """As a layer returns it: a tuple, of which a model reads what else it has by position."""
+    return hidden_states, None, None, None, None
 
 
 class Ends(nn.Module):
@@ -145,9 +150,11 @@ def _cut_between_layers(model: Any, plan: PipelinePlan, placements: Placements, 
     _place(model, own, placements)
     for number in range(len(layers)):
         if number < bounds[stage]:
-            layers[number] = PassesBy(is_layer=True)
+            layers[number] = PassesBy(is_layer=plan.tuples)
         elif number >= bounds[stage + 1]:
             layers[number] = Ends() if number == bounds[stage + 1] else Elsewhere()
+    if stage > 0 and not plan.first:
+        layers[0] = Received(inbox, is_layer=plan.tuples)
     if stage > 0:
         for number, name in enumerate(plan.first):
             module = find_module(model, name, "a module of the first stage")

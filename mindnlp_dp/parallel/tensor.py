@@ -190,7 +190,8 @@ class _CrossEntropy(_Function):
 class VocabularyParallelHead:
     """The forward pass of a language model whose output layer is cut by vocabulary: its loss, without whole logits.
 
-    In training, the logits that come out are this rank's part; when the model does not train, they are whole.
+    In training with labels there are no logits in what comes out: whole ones would take the memory that is saved here.
+    Without labels, and when the model does not train, they are whole.
 
     Args:
         kind: which label belongs to which logits: "masked" (its own), "causal" (the next), "seq2seq" (its own; labels
@@ -211,6 +212,9 @@ class VocabularyParallelHead:
             kwargs["decoder_input_ids"] = self._model._shift_right(labels)
         outputs = self._forward(*args, **{**kwargs, "return_dict": True})
         logits = outputs.logits
+        if labels is None or not self._model.training:
+            # Whoever makes a loss of them, such as label smoothing, differentiates this.
+            outputs["logits"] = gather_from(logits, self._group)
         if labels is not None:
             size = self._model.config.vocab_size
             mine, theirs = (logits[:, :-1], labels[:, 1:]) if self._kind == "causal" else (logits, labels)
@@ -220,8 +224,7 @@ class VocabularyParallelHead:
             auxiliary = getattr(outputs, "aux_loss", None)
             if auxiliary is not None:
                 loss = loss + self._model.router_aux_loss_coef * auxiliary
-            outputs = type(outputs)(**{**dict(outputs), "loss": loss})
-        if not self._model.training:
-            outputs["logits"] = gather_from(logits, self._group)
+            kept = {name: value for name, value in outputs.items() if name != "logits" or not self._model.training}
+            outputs = type(outputs)(**{**kept, "loss": loss})
         is_dict = kwargs.get("return_dict")
         return outputs if is_dict or (is_dict is None and self._model.config.use_return_dict) else outputs.to_tuple()

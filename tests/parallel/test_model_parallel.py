@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from mindnlp.core import optim
 from mindnlp.engine.callbacks import TrainerCallback
-from mindspore.common.api import _pynative_executor
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
 from mindnlp_dp.parallel.mesh import get_device_mesh, parse_mesh
-from mindnlp_dp.parallel.pipeline import MicroBatch
-from mindnlp_dp.parallel.plans import ExpertPlan, Plan, TensorPlan, plan_for
+from mindnlp_dp.parallel.plans import ExpertPlan, PipelinePlan, Plan, TensorPlan, plan_for
 from models import Rows, alone, tiny_roberta
 from models import train as train_by_trainer
 
@@ -186,51 +184,120 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
 
 
 @needs_mpi
-def test_a_window_after_one_that_failed_on_a_stage(group):
-    if group.world_size != 2:
-        pytest.skip("on more stages, those behind the one that failed would wait for the end of the job")
-    mesh = dp.init_device_mesh({"pp": 2})
-    model = dp.parallelize(build("gpt2"), mesh)
-    optimizer = optim.AdamW(list(model.parameters()), lr=1e-3)
-    fails = [True]
-
-    def forward(**inputs):
-        # Before the model: nothing is received, and what earlier stages have sent stays where it is.
-        if fails[0] and (mesh.is_last_stage or group.rank):
-            raise KeyError("a mistake of the user's")
-        return model(**inputs)[0]
-
-    def stages_fail(step, window):
-        # The first stage has sent both micro batches, and takes the failure for its own: a job would have ended here.
-        if mesh.is_first_stage:
-            step._passes._parallel.pipeline.wire.begin()
-            pipeline = model.parallel.pipeline
-
-            for number, part in enumerate(window):
-                tensors = {name: mindspore.Tensor(array) for name, array in part.items()}
-                pipeline._run_forward(number, MicroBatch(functools.partial(forward, **tensors), 1.0, 0), (None, 0.0))
-            pipeline.wire.forget()
-            _pynative_executor.set_grad_flag(False)
-        else:
-            with pytest.raises(KeyError):
-                step(window)
-
-    model.set_train(True)
-    step = dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=2)
+@pytest.mark.parametrize("fails_on", ["every stage", "the last stage", "the first stage"])
+def test_a_window_after_one_that_failed(group, fails_on):
+    """Nobody waits for what does not come, and nothing that was sent before is taken for the next window's."""
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    mesh = dp.init_device_mesh({"pp": group.world_size})
+    fails = {"every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage}[
+        fails_on
+    ]
     columns = batch("gpt2", 8)
-    stages_fail(step, [rows(columns, 4, 8), rows(columns, 0, 4)])
-    fails[0] = False
-    fresh = dp.parallelize(build("gpt2"), mesh)
-    fresh.set_train(True)
-    window = [rows(columns, 0, 4), rows(columns, 4, 8)]
+    window = [rows(columns, first, first + 2) for first in (0, 2, 4, 6)]
+
+    def make():
+        model = dp.parallelize(build("gpt2"), mesh)
+        model.set_train(True)
+        calls = [0]
+
+        def forward(**inputs):
+            calls[0] += 1
+            if fails and calls[0] == 3:
+                raise KeyError("a mistake of the user's")
+            return model(**inputs)[0]
+
+        optimizer = optim.AdamW(list(model.parameters()), lr=1e-3)
+        return model, dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=4), calls
+
+    model, step, calls = make()
+    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message"):
+        step(window[::-1])
+    calls[0] = 3
     step(window)
-    other = dp.make_train_step(
-        lambda **inputs: fresh(**inputs)[0], optim.AdamW(list(fresh.parameters()), lr=1e-3), list(fresh.parameters()),
-        accumulation_steps=2,
-    )  # fmt: skip
+    expected, other, calls = make()
+    calls[0] = 3
     other(window)
-    for (name, weight), expected in zip(whole_weights(model).items(), whole_weights(fresh).values()):
-        np.testing.assert_array_equal(weight, expected, err_msg=name)
+    for (name, weight), same in zip(whole_weights(model).items(), whole_weights(expected).values()):
+        np.testing.assert_array_equal(weight, same, err_msg=name)
+
+
+@needs_mpi
+def test_parameters_that_nothing_used_decay_as_in_one_process(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    # More experts than a window's tokens ask for.
+    config = {"num_local_experts": 16, "num_experts_per_tok": 1}
+    with alone() as single:
+        one = build("mixtral", **config)
+        train(one, "mixtral", lambda columns: [rows(columns, 0, 1)], group=single, zero_stage=0)
+        expected = whole_weights(one)
+    mesh = dp.init_device_mesh({"dp": group.world_size // 2, "pp": 2})
+    model = dp.parallelize(build("mixtral", **config), mesh)
+    train(model, "mixtral", lambda columns: [rows(columns, 0, 1)])
+    found = whole_weights(model)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
+
+
+@needs_mpi
+def test_a_list_of_layers_of_ones_own(group):
+    if group.world_size != 2:
+        pytest.skip("needs two stages")
+    from mindnlp.core import nn
+    from mindnlp.engine.utils import set_seed
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+        def forward(self, input_ids, labels):
+            x = input_ids.astype(mindspore.float32)[:, :6] / 51
+            for layer in self.layers:
+                x = layer(x)
+            return ((x - labels.astype(mindspore.float32).reshape(-1, 1)) ** 2).mean(), x
+
+    def make():
+        set_seed(1)
+        return Net()
+
+    with alone() as single:
+        one = make()
+        train(one, "bert", lambda c: [without_mask(c)], group=single, zero_stage=0)
+        expected = whole_weights(one)
+    mesh = dp.init_device_mesh({"pp": 2})
+    model = dp.parallelize(make(), mesh, Plan(pipeline=PipelinePlan(layers="layers", tuples=False)))
+    train(model, "bert", lambda c: [rows(without_mask(c), 0, 4), rows(without_mask(c), 4, 8)])
+    found = whole_weights(model)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
+
+
+def without_mask(columns):
+    return {name: columns[name] for name in ("input_ids", "labels")}
+
+
+@needs_mpi
+def test_what_a_pipeline_cannot_give_is_refused(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    mesh = dp.init_device_mesh({"dp": group.world_size // 2, "pp": 2})
+    model = dp.parallelize(build("mixtral", use_cache=True), mesh)
+    model.set_train(False)
+    ids = mindspore.Tensor(batch("mixtral", 2)["input_ids"])
+    with pytest.raises(ValueError, match="output_hidden_states: a stage has those of its own layers only"):
+        model(ids, output_hidden_states=True)
+    with pytest.raises(ValueError, match="needs the keys and values of all layers"):
+        model.generate(ids)
+    expected = build("mixtral")
+    expected.set_train(False)
+    np.testing.assert_allclose(model(ids).logits.asnumpy(), expected(ids).logits.asnumpy(), atol=1e-6)
+    frozen = build("bert")
+    for parameter in frozen.bert.parameters():
+        parameter.requires_grad = False
+    with pytest.raises(ValueError, match=r"the stage of rank 0 \(.*pp=0\) has nothing to train"):
+        dp.parallelize(frozen, mesh)
 
 
 @needs_mpi
@@ -302,6 +369,67 @@ def test_ranks_draw_alike_where_they_compute_the_same_and_apart_where_they_do_no
     assert drawn(model, "bert", 6)[0] != loss
 
 
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM"])
+def test_an_encoder_that_predicts_the_next_word(group, name):
+    """Its labels are shifted, as no masked language model's are."""
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    import mindnlp.transformers as models
+    from mindnlp.engine.utils import set_seed
+
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    config = build("bert" if name.startswith("Bert") else "roberta").config
+    config.is_decoder = True
+    inputs = {key: mindspore.Tensor(array) for key, array in batch("gpt2", 4).items()}
+
+    def loss_of(model):
+        model.set_train(True)
+        return float(model(**inputs)[0].asnumpy())
+
+    def make():
+        set_seed(2)
+        return getattr(models, name)(config)
+
+    np.testing.assert_allclose(loss_of(dp.parallelize(make(), mesh)), loss_of(make()), rtol=1e-6)
+
+
+def test_a_loss_of_ones_own_of_whole_logits(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    from mindnlp.core.autograd import value_and_grad
+
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    ids = mindspore.Tensor(batch("gpt2", 2)["input_ids"])
+
+    def gradient_of(model):
+        model.set_train(True)
+        weight = dict(model.named_parameters())["transformer.h.0.ln_1.weight"]
+
+        def loss():
+            return (model(ids).logits ** 2).mean()
+
+        function = value_and_grad(loss, (weight,), attach_grads=False)
+        value, (gradient,) = function()
+        return float(value.asnumpy()), gradient.asnumpy()
+
+    model = dp.parallelize(build("gpt2"), mesh)
+    for mine, expected in zip(gradient_of(model), gradient_of(build("gpt2"))):
+        np.testing.assert_allclose(mine, expected, atol=1e-6)
+    # With labels there are none, rather than a part of them.
+    assert model(ids, labels=ids).logits is None
+
+
+def test_an_optimizer_of_before(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    mesh = dp.init_device_mesh({"tp": group.world_size})
+    model = build("bert")
+    optimizer = optim.SGD(list(model.parameters()), lr=0.1)
+    model = dp.parallelize(model, mesh)
+    with pytest.raises(ValueError, match=r"make the optimizer behind parallelize\(\)"):
+        dp.make_train_step(lambda **inputs: model(**inputs)[0], optimizer, list(model.parameters()))
+
+
 def test_a_plan_of_ones_own(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
@@ -363,6 +491,42 @@ def test_a_loss_that_is_no_number_spoils_no_expert(group):
     spoilt, expected = trained(True, 2), trained(False, 1)
     for name, weight in expected.items():
         np.testing.assert_allclose(spoilt[name], weight, rtol=0, atol=1e-7, err_msg=name)
+
+
+@needs_mpi
+def test_the_trainer_where_nothing_counts_in_a_ranks_micro_batch(group, tmp_path):
+    """Its loss is 0 / 0, and must not reach the experts, which others need."""
+    if group.world_size not in (2, 4):
+        pytest.skip("needs a row")
+
+    class Tokens:
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            ids = batch("mixtral", 1, index)["input_ids"][0]
+            # Of the samples of an update, the first rank's have nothing to predict.
+            return {"input_ids": ids, "labels": np.full_like(ids, -100) if index % 8 < 8 // group.world_size else ids}
+
+    class ByTokens(dp.DataParallelTrainer):
+        def loss_weight(self, inputs):
+            return float((inputs["labels"].asnumpy()[:, 1:] != -100).sum())
+
+    def trained(mesh):
+        dp.init_device_mesh(mesh)
+        model = dp.parallelize(build("mixtral"))
+        trainer = train_by_trainer(
+            model, Tokens(), tmp_path, ByTokens, per_device_train_batch_size=8 // group.world_size,
+            dataset_shuffle=False, learning_rate=1e-3,
+        )  # fmt: skip
+        assert trainer.state.global_step == 2
+        return whole_weights(trainer.model)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the norm of the averaged gradient")
+        by_experts, expected = trained({"ep": group.world_size}), trained({"dp": group.world_size})
+    for name, weight in expected.items():
+        np.testing.assert_allclose(by_experts[name], weight, rtol=0, atol=1e-6, err_msg=name)
 
 
 # Weights, files and checkpoints.

@@ -25,9 +25,12 @@ class Passes:
     def __init__(self, parallel: Optional[ParallelModel]) -> None:
         self._parallel = parallel
 
-    def scope(self, parameters: Sequence[Any]) -> Optional[ModelScope]:
-        """Which of these parameters this rank counts in a norm of the whole model."""
-        return None if self._parallel is None else self._parallel.scope(parameters)
+    def scope(self, optimizer: Any, parameters: Sequence[Any]) -> Optional[ModelScope]:
+        """Which of these parameters this rank counts in a norm of the whole model; the optimizer is checked, too."""
+        if self._parallel is None:
+            return None
+        self._parallel.check_optimizer(optimizer)
+        return self._parallel.scope(parameters)
 
     def to_run(self, batch: Optional[Batch]) -> Optional[Batch]:
         """This rank's batch, or one that it runs for others; None where there is nothing to do."""
@@ -44,12 +47,12 @@ class Passes:
     def _one_by_one(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
         trainer, args, parallel = loop.trainer, loop.args, self._parallel
         for number, mine in enumerate(window):
-            batch = self.to_run(mine)
-            inputs = None if batch is None else trainer.tensors(batch)
-            weight = 0.0 if mine is None else trainer.loss_weight(inputs)
+            inputs = None if mine is None else trainer.tensors(mine)
             # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
-            is_needed = parallel is not None and parallel.has_experts
-            if batch is not None and (weight > 0 or is_needed):
+            weight = 0.0 if inputs is None else trainer.loss_weight(inputs)
+            batch = self.to_run(mine if weight > 0 else None)
+            if batch is not None:
+                inputs = inputs if batch is mine else trainer.tensors(batch)
                 trainer.model.zero_grad()
                 is_last = number + 1 == len(window)
                 sending = loop.synchronizer.backward(weight) if is_last else contextlib.nullcontext()

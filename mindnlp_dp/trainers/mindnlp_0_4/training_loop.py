@@ -78,7 +78,7 @@ class TrainingLoop(ResumableLoop):
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         self.synchronizer = trainer.synchronizer(trainer.model)
         passes = trainer.passes
-        scope = passes.scope(self.synchronizer.parameters)
+        scope = passes.scope(trainer.optimizer, self.synchronizer.parameters)
         updater = make_updater(trainer.optimizer, self.synchronizer, args.zero_stage, trainer.lr_scheduler, scope)
         self.train_step = TrainStep(
             self.synchronizer, updater, self.losses,
