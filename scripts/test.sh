@@ -143,12 +143,15 @@ else
     esac
   done
   parallel mpi 4 "${at_four[@]}"
+  # A mesh of three axes.
+  parallel mpi 8 model_parallel
 
   # Four ranks under MindSpore's transport: what depends on their number there. Its collectives, for every type, and
   # the order in which it adds; the gradients that go over it, behind the backward pass and during it, whole and
   # compressed; replicas and buffers that are broadcast by it; and a training that equals one process's. The rest
   # does not see the transport, and was run by four ranks under MPI and by two under MindSpore.
-  four="collectives types gradient_sync overlap overlap_gone_wrong powersgd replicas buffers equivalence"
+  # Groups of some of the ranks, in which MCCL can only sum, are there from four ranks on.
+  four="collectives types gradient_sync overlap overlap_gone_wrong powersgd replicas buffers equivalence model_parallel"
 
   # Jobs that mostly start, wait for each other and end: several beside each other keep the cores busy.
   ranks() {

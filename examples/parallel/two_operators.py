@@ -64,7 +64,11 @@ def main() -> None:
         plan = Plan(pipeline=PipelinePlan(layers="operators", tuples=False))
     model = dp.parallelize(TwoOperators(width, inner, out), mesh, plan)
     parameters = list(model.parameters())
-    step = dp.make_train_step(model, optim.AdamW(parameters, lr=1e-3), parameters, accumulation_steps=4)
+
+    def forward(x: Any, targets: Any) -> Any:
+        return model(x, targets)
+
+    step = dp.make_train_step(forward, optim.AdamW(parameters, lr=1e-3), parameters, accumulation_steps=4)
     rng = np.random.default_rng(mesh.data.rank)
     losses = []
     for _ in range(5):

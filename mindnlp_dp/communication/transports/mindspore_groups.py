@@ -34,30 +34,31 @@ class SumsOnly(MintCalls):
         self._rank = rank
 
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
-        """Of uint8: pairs of bytes are numbers that float32 holds exactly, and every other rank adds zero."""
-        data = to_host(x)
-        rows = np.zeros((world_size, -(-data.size // 2)), np.float32)
-        rows[self._rank] = _halves(data)
-        return [self._tensor(row, data.size) for row in to_host(self.all_reduce(self._mint_tensor(rows), "sum"))]
+        """Pairs of bytes are numbers that float32 holds exactly, and every other rank adds zero."""
+        array = to_host(x)
+        rows = np.zeros((world_size, -(-array.nbytes // 2)), np.float32)
+        rows[self._rank] = _halves(array)
+        return [_tensor(row, array) for row in self._sum(rows)]
 
     def broadcast(self, x: Any, src: int) -> Any:
-        data = to_host(x)
-        halves = _halves(data if self._rank == src else np.zeros_like(data))
-        return self._tensor(to_host(self.all_reduce(self._mint_tensor(halves), "sum")), data.size)
+        array = to_host(x)
+        return _tensor(self._sum(_halves(array if self._rank == src else np.zeros_like(array))), array)
 
-    @staticmethod
-    def _mint_tensor(array: np.ndarray) -> Any:
+    def _sum(self, halves: np.ndarray) -> np.ndarray:
         import mindspore
 
-        return mindspore.Tensor(array)
-
-    @classmethod
-    def _tensor(cls, halves: np.ndarray, num_bytes: int) -> Any:
-        return cls._mint_tensor(halves.astype(np.uint16).view(np.uint8)[:num_bytes].copy())
+        return to_host(self.all_reduce(mindspore.Tensor(halves), "sum"))
 
 
-def _halves(data: np.ndarray) -> np.ndarray:
-    """Bytes, two by two, as numbers below 65536."""
-    padded = np.zeros(data.size + data.size % 2, np.uint8)
-    padded[: data.size] = data
+def _halves(array: np.ndarray) -> np.ndarray:
+    """An array's bytes, two by two, as numbers below 65536."""
+    padded = np.zeros(array.nbytes + array.nbytes % 2, np.uint8)
+    padded[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return padded.view(np.uint16).astype(np.float32)
+
+
+def _tensor(halves: np.ndarray, like: np.ndarray) -> Any:
+    import mindspore
+
+    data = halves.astype(np.uint16).view(np.uint8)[: like.nbytes]
+    return mindspore.Tensor(data.copy().view(like.dtype).reshape(like.shape))

@@ -1,0 +1,108 @@
+"""Jobs whose models are cut among ranks: how they die, what they refuse, and the examples."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from conftest import ROOT
+
+EXAMPLES = ROOT / "examples" / "parallel"
+PIPELINE = """
+import os, sys
+import mindnlp_dp as dp
+group = dp.init_process_group()
+from mindnlp.core import optim
+from tiny_transformers import batch, build, rows
+mesh = dp.init_device_mesh({axes})
+model = dp.parallelize(build("gpt2"), mesh)
+calls = [0]
+
+def forward(**inputs):
+    calls[0] += 1
+    if group.rank == 1 and calls[0] == 6:
+        {what}
+    return model(**inputs)[0]
+
+parameters = list(model.parameters())
+step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters, accumulation_steps=4)
+for _ in range(3):
+    step([rows(batch("gpt2", 8), first, first + 2) for first in (0, 2, 4, 6)])
+print("never reached")
+"""
+WAYS = {"dies": "os._exit(3)", "raises": "raise OSError('no such device')"}
+SAID = {
+    "dies": ("rank 1 of 2 left with exit code 3",),
+    "raises": ("rank 1 of 2 failed with exit code 1", "rank 1 (pp=1) could not send its message; its own error says"),
+}
+
+
+@pytest.fixture(autouse=True)
+def helpers(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
+
+
+@pytest.mark.parametrize("axes", ['{"pp": 2}', '{"tp": 2}'])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_fails_in_mid_update_ends_the_job(launch, way, axes):
+    began = time.monotonic()
+    job = launch(PIPELINE.replace("{what}", WAYS[way]).replace("{axes}", axes))
+    assert job.exit_code != 0
+    # Of stages, the other one may be the first to end, and says who failed.
+    assert any(said in job.output for said in SAID[way])
+    assert "never reached" not in job.output
+    # A job starts in ten seconds; nobody waits for the dead.
+    assert time.monotonic() - began < 100
+
+
+@pytest.mark.parametrize(
+    ("nproc", "script", "picture", "said"),
+    [
+        (2, "two_operators.py", ["cut"], "device 2 (tp=1):  10.0 of 10 GB"),
+        (2, "two_operators.py", ["stages"], "device 2 (pp=1):  10.0 of 10 GB of weights: operators.1"),
+        (4, "two_operators.py", ["hybrid"], "device 4 (dp=1, pp=1):  10.0 of 10 GB of weights: operators.1"),
+        (4, "transformers_by_device.py", ["gpt"], "micro batches in flight, by stage: [4, 3, 2, 1]"),
+        (2, "transformers_by_device.py", ["t5"], "device 2 (pp=1)"),
+        (4, "experts_by_device.py", [], "times the mean"),
+    ],
+)
+def test_the_examples(launch, nproc, script, picture, said):
+    job = launch(EXAMPLES / script, *picture, nproc=nproc)
+    assert job.exit_code == 0, job.output
+    assert said in job.output
+
+
+def test_finetune_on_a_mesh(launch, tmp_path):
+    settings = ["--max-steps", "3", "--hidden-size", "16", "--intermediate-size", "32", "--vocab-size", "300",
+                "--logging-steps", "1", "--eval-batch-size", "512"]  # fmt: skip
+    script = ROOT / "scripts" / "finetune.py"
+    digests = {}
+    for mesh in ("tp=2", "pp=2"):
+        trace = ["--trace", str(tmp_path / "trace.json")]
+        job = launch(script, "--mesh", mesh, "--output-dir", str(tmp_path / mesh), *trace, *settings)
+        assert job.exit_code == 0, job.output
+        assert "replicas in sync  yes" in job.output
+        import json
+
+        report = json.loads((tmp_path / mesh / "report.json").read_text())
+        digests[mesh] = report["eval_loss"]
+        assert ("pipeline" in report) == (mesh == "pp=2")
+        assert (tmp_path / mesh / "model" / "model.safetensors").exists()
+    assert digests["tp=2"] == pytest.approx(digests["pp=2"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ("tp=3", "tp=3 does not make 2 ranks"),
+        ("tp2", "a mesh is written as dp=2,tp=2, got 'tp2'"),
+        ("cp=2", "a mesh has axes dp, pp, ep, tp, got 'cp'"),
+        ("ep=2", "does not say how to cut experts"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_in_one_line(launch, mesh, said, tmp_path):
+    job = launch(ROOT / "scripts" / "finetune.py", "--mesh", mesh, "--max-steps", "1", "--output-dir", str(tmp_path))
+    assert job.exit_code == 1
+    assert said in job.output
+    assert "Traceback" not in job.output
