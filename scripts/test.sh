@@ -150,8 +150,7 @@ else
   # the order in which it adds; the gradients that go over it, behind the backward pass and during it, whole and
   # compressed; replicas and buffers that are broadcast by it; and a training that equals one process's. The rest
   # does not see the transport, and was run by four ranks under MPI and by two under MindSpore.
-  # Groups of some of the ranks, in which MCCL can only sum, are there from four ranks on.
-  four="collectives types gradient_sync overlap overlap_gone_wrong powersgd replicas buffers equivalence model_parallel"
+  four="collectives types gradient_sync overlap overlap_gone_wrong powersgd replicas buffers equivalence"
 
   # Jobs that mostly start, wait for each other and end: several beside each other keep the cores busy.
   ranks() {
@@ -167,6 +166,9 @@ else
   }
   others() {
     parallel msrun 4 $four
+    # Groups of some of the ranks, in which MCCL can only sum.
+    step "parallel, msrun, 4: meshes" python tests/run_parallel.py --launcher msrun --world-size 4 \
+      tests/parallel/test_model_parallel.py -k "cut_trains and dp"
     parallel mindspore 2 $smoke
     step "failure: interruptions" python -m pytest tests/failure/test_interruptions.py
     step "two hosts" bash tests/two_hosts.sh

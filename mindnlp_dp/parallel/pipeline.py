@@ -145,17 +145,17 @@ class Pipeline:
                     if kind == FORWARD:
                         graphs[number] = self._run_forward(number, batch, came)
                         self.most_in_flight = max(self.most_in_flight, len(graphs))
-                    else:
-                        loss, gradients = self._run_backward(number, batch, graphs.pop(number), came, parameters)
-                order.popleft()
-                if kind == FORWARD:
-                    continue
-                if np.isfinite(loss):
+                        order.popleft()
+                        continue
+                    loss, gradients = self._run_backward(number, batch, graphs.pop(number), came, parameters)
+                    order.popleft()
+                    # Whoever adds the gradients up does a part of the backward pass.
+                    if not np.isfinite(loss):
+                        yield MicroStep(loss, gradients, batch.weight, batch.indices)
+                        continue
                     if kept is not None:
                         yield kept
                     kept = MicroStep(loss, ties.take(gradients, batch.weight), batch.weight, batch.indices)
-                else:
-                    yield MicroStep(loss, gradients, batch.weight, batch.indices)
             _pynative_executor.set_grad_flag(False)
             if kept is not None:
                 yield MicroStep(kept.loss, ties.put(kept.gradients, kept.weight), kept.weight, kept.indices)

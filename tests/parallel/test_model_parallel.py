@@ -315,8 +315,8 @@ def test_what_crosses_a_boundary_is_one_hidden_state_a_micro_batch_and_its_gradi
 
 
 def test_a_layer_costs_four_all_reduces_a_step(group, monkeypatch):
-    if group.world_size < 2:
-        pytest.skip("nothing is cut")
+    if group.world_size not in (2, 3, 4):
+        pytest.skip("nothing is cut, or too few heads are there")
     mesh = dp.init_device_mesh({"tp": group.world_size})
     model = dp.parallelize(build("bert", num_attention_heads=4 if group.world_size != 3 else 3,
                                  hidden_size=16 if group.world_size != 3 else 15), mesh)  # fmt: skip
