@@ -26,12 +26,13 @@ from mindnlp_dp.update.model_scope import ModelScope
 from .cut_layers import cut_layers
 from .empty import fill_missing
 from .expert import ExpertLoad, RowWeights, spread_experts
+from .files import WeightFiles
 from .mesh import DeviceMesh, get_device_mesh
 from .pipeline import Pipeline
 from .placement import Placements, place_whole, take_parts
 from .plans import Plan, plan_for
 from .stages import cut_stages
-from .whole import PartedModel, WeightFiles
+from .whole import PartedModel
 
 T = TypeVar("T")
 

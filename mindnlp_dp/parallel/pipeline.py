@@ -18,7 +18,7 @@ import numpy as np
 from mindnlp.core.nn import Parameter
 from mindspore import Tensor
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.arrays.conversion import from_host
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.wire import DOWN, UP, Wire
@@ -26,8 +26,10 @@ from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
 from .mesh import DeviceMesh
+from .outputs import to_arrays, to_tensors
 from .schedule import FORWARD, Action, actions, check_schedule
 from .stages import Inbox, StageOutput
+from .ties import Ties
 
 Span = Callable[..., Any]
 
@@ -112,8 +114,8 @@ class Pipeline:
         except StageOutput as output:
             self.wire.send(output.hidden_states, stage + 1, 0, UP)
         last = self.group.world_size - 1
-        packed = _to_arrays(outputs) if self._is_last else None
-        outputs = _to_tensors(self.group.broadcast_object(packed, last))
+        packed = to_arrays(outputs) if self._is_last else None
+        outputs = to_tensors(self.group.broadcast_object(packed, last))
         self.wire.wait()
         return outputs
 
@@ -130,7 +132,7 @@ class Pipeline:
         from mindspore.common.api import _pynative_executor
 
         self.wire.begin()
-        ties, order = _Ties(self._ties, parameters), self._actions(len(batches))
+        ties, order = Ties(self._ties, parameters), self._actions(len(batches))
         graphs: dict[int, tuple[Any, Any]] = {}
         kept: Optional[MicroStep] = None
         self.most_in_flight = 0
@@ -247,32 +249,6 @@ class Pipeline:
         return loss, [_zeros_like(p) if gradient is None else gradient for p, gradient in zip(parameters, gradients)]
 
 
-class _Ties:
-    """Gradients of parameters that stages have in common: added up over a window, then over the stages."""
-
-    def __init__(self, ties: Sequence[tuple[Any, ProcessGroup]], parameters: Sequence[Any]) -> None:
-        places = {id(p): index for index, p in enumerate(parameters)}
-        self._ties = [(places[id(p)], p, group) for p, group in ties if id(p) in places]
-        self._sums = [np.zeros(tuple(p.shape), np.float32) for _, p, _ in self._ties]
-
-    def take(self, gradients: list[Optional[Any]], weight: float) -> list[Optional[Any]]:
-        """Keep a micro step's gradients back, weighted."""
-        for (index, _, _), mine in zip(self._ties, self._sums):
-            gradient, gradients[index] = gradients[index], None
-            if gradient is not None:
-                mine[...] += np.float32(weight) * to_host(gradient)
-        return gradients
-
-    def put(self, gradients: Sequence[Optional[Any]], weight: float) -> list[Optional[Any]]:
-        """What was kept back, summed up over the stages, for a micro step of this weight. A collective."""
-        found = list(gradients)
-        for (index, parameter, group), total in zip(self._ties, self._sums):
-            mean = group.all_reduce(total)
-            mean /= np.float32(weight)
-            found[index] = from_host(mean, dtype_name(parameter))
-        return found
-
-
 def _zeros_like(x: Any) -> Any:
     return from_host(np.zeros(tuple(x.shape), np.float32), dtype_name(x))
 
@@ -282,32 +258,3 @@ def _cannot_generate(*args: Any, **kwargs: Any) -> Any:
         "generate() needs the keys and values of all layers, of which a stage has its own; save the model, and load it "
         "in one process, or with tp alone"
     )
-
-
-def _to_arrays(outputs: Any) -> Any:
-    """Nested outputs of a model with arrays in place of tensors; of its own classes of outputs, too."""
-    if isinstance(outputs, Tensor):
-        return _Array(to_host(outputs), dtype_name(outputs))
-    if isinstance(outputs, dict):
-        return type(outputs)(**{key: _to_arrays(value) for key, value in outputs.items()})
-    if isinstance(outputs, (list, tuple)):
-        return type(outputs)(map(_to_arrays, outputs))
-    return outputs
-
-
-def _to_tensors(outputs: Any) -> Any:
-    if isinstance(outputs, _Array):
-        return outputs.tensor()
-    if isinstance(outputs, dict):
-        return type(outputs)(**{key: _to_tensors(value) for key, value in outputs.items()})
-    if isinstance(outputs, (list, tuple)):
-        return type(outputs)(map(_to_tensors, outputs))
-    return outputs
-
-
-class _Array:
-    def __init__(self, array: np.ndarray, dtype: str) -> None:
-        self.array, self.dtype = array, dtype
-
-    def tensor(self) -> Any:
-        return from_host(self.array, self.dtype)

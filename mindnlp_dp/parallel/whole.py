@@ -9,31 +9,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from mindnlp_dp.arrays.conversion import from_host, to_host
-from mindnlp_dp.checkpoint.manifest import MODEL, MODEL_FILES, CheckpointError
+from mindnlp_dp.checkpoint.manifest import MODEL
 from mindnlp_dp.checkpoint.whole_model import WholeModel
 from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
 from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
 from mindnlp_dp.replicas.digests import DIGEST_BYTES, replica_digest, weight_digest
 from mindnlp_dp.replicas.weights import ReplicaMismatchError, named_weights, set_weight
 
+from .files import WeightFiles, bytes_of, file_header, host_type
 from .placement import Placement, Placements
-
-# A name of safetensors' for each type, and its bytes. bfloat16 goes as the upper halves of float32s.
-_TYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 
 # A whole array by its name on rank 0 of the job, and None there for what it has not; None on the others.
 Source = Callable[[Placement], Optional[np.ndarray]]
@@ -132,8 +124,8 @@ class PartedModel(WholeModel):
                 self.world.is_main, functools.partial(source, placement), f"reading {placement.name}"
             )
             if whole is None:
-                whole = np.zeros(placement.shape, _host_type(placement.dtype))
-            whole = self.world.broadcast(whole.astype(_host_type(placement.dtype), copy=False))
+                whole = np.zeros(placement.shape, host_type(placement.dtype))
+            whole = self.world.broadcast(whole.astype(host_type(placement.dtype), copy=False))
             weight = own.get(placement.name)
             if weight is not None and self.placements.is_here(placement):
                 set_weight(weight, from_host(self.placements.part(placement, whole).copy(), placement.dtype))
@@ -171,7 +163,7 @@ class PartedModel(WholeModel):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = open(path, "wb")  # noqa: SIM115
-                file.write(_header(self.placements))
+                file.write(file_header(self.placements))
         except OSError as caught:
             error = caught
         if self.mesh.index("dp") == 0:
@@ -179,7 +171,7 @@ class PartedModel(WholeModel):
             for placement, whole in self.whole_arrays():
                 try:
                     if file is not None and error is None:
-                        file.write(_bytes_of(whole, placement.dtype))
+                        file.write(bytes_of(whole, placement.dtype))
                 except OSError as caught:
                     error = caught
         if file is not None:
@@ -250,83 +242,5 @@ class PartedModel(WholeModel):
         return {"parameters": groups, "state": state, "param_groups": param_groups}
 
 
-class WeightFiles:
-    """The ``model*.safetensors`` of a folder, read array by array, under the names of a model or of its base model.
-
-    Args:
-        is_complete: whether they must hold all that trains; a pretrained model lacks the head of a new task.
-
-    Attributes:
-        missing: weights that they do not hold.
-
-    Raises:
-        CheckpointError: there are none, or they have an array in another shape, or lack one.
-    """
-
-    def __init__(self, folder: Path, placements: Placements, *, is_complete: bool) -> None:
-        paths = sorted(folder.glob(MODEL_FILES))
-        if not paths:
-            raise CheckpointError(f"{folder} holds no weights: there is no {MODEL_FILES}")
-        self._files: dict[str, Any] = {}
-        for path in paths:
-            try:
-                file = safe_open(path, "np")
-            except SafetensorError as error:
-                raise CheckpointError(f"{path} is damaged: {error}") from None
-            self._files.update(dict.fromkeys(file.keys(), file))
-        found = {name: self._find(placements, name) for name in placements}
-        self._names = {name: there for name, there in found.items() if there is not None}
-        self.missing = [name for name, there in found.items() if there is None]
-        if not self._names:
-            raise CheckpointError(
-                f"{folder} holds no weight of this model's; it holds {', '.join(list(self._files)[:3])}"
-            )
-        for name, there in self._names.items():
-            shape, expected = tuple(self._files[there].get_slice(there).get_shape()), placements[name].shape
-            if shape != expected:
-                raise CheckpointError(
-                    f"{folder} holds {there!r} in shape {shape}, which the model has in shape {expected}"
-                )
-        lacking = [name for name in self.missing if placements[name].trains]
-        if is_complete and lacking:
-            raise CheckpointError(f"{folder} does not hold {lacking[0]!r}, which the model trains")
-
-    def _find(self, placements: Placements, name: str) -> Optional[str]:
-        prefix = placements.prefix
-        for known in placements.names_of(name):
-            for candidate in (known, known.removeprefix(prefix), f"{prefix}{known}"):
-                if candidate in self._files:
-                    return candidate
-        return None
-
-    def get(self, placement: Placement) -> Optional[np.ndarray]:
-        """A whole array; None where it is missing."""
-        name = self._names.get(placement.name)
-        return None if name is None else to_host(self._files[name].get_tensor(name))
-
-
 def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or hasattr(value, "asnumpy")
-
-
-def _host_type(dtype: str) -> Any:
-    return np.dtype(np.float32 if dtype == "bfloat16" else dtype)
-
-
-def _header(placements: Placements) -> bytes:
-    """The head of a file of safetensors (its README, "Format"): a length, and a JSON object of types and places."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "np"}}
-    end = 0
-    for name, placement in placements.items():
-        item_bytes = 2 if placement.dtype == "bfloat16" else _host_type(placement.dtype).itemsize
-        begin, end = end, end + item_bytes * math.prod(placement.shape)
-        entries[name] = {"dtype": _TYPES[placement.dtype], "shape": placement.shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(array: np.ndarray, dtype: str) -> bytes:
-    if dtype == "bfloat16":
-        return (np.ascontiguousarray(array).view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    return np.ascontiguousarray(array.astype(_host_type(dtype), copy=False)).tobytes()

@@ -1,0 +1,104 @@
+"""Files of whole weights, read and written array by array.
+
+Goes in: a folder with ``model*.safetensors``, or arrays one after the other. Comes out: one array at a time, or bytes
+of one file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.checkpoint.manifest import MODEL_FILES, CheckpointError
+
+from .placement import Placement, Placements
+
+# A name of safetensors' for each type, and its bytes. bfloat16 goes as the upper halves of float32s.
+_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+class WeightFiles:
+    """The ``model*.safetensors`` of a folder, read array by array, under the names of a model or of its base model.
+
+    Args:
+        is_complete: whether they must hold all that trains; a pretrained model lacks the head of a new task.
+
+    Attributes:
+        missing: weights that they do not hold.
+
+    Raises:
+        CheckpointError: there are none, or they have an array in another shape, or lack one.
+    """
+
+    def __init__(self, folder: Path, placements: Placements, *, is_complete: bool) -> None:
+        paths = sorted(folder.glob(MODEL_FILES))
+        if not paths:
+            raise CheckpointError(f"{folder} holds no weights: there is no {MODEL_FILES}")
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = safe_open(path, "np")
+            except SafetensorError as error:
+                raise CheckpointError(f"{path} is damaged: {error}") from None
+            self._files.update(dict.fromkeys(file.keys(), file))
+        found = {name: self._find(placements, name) for name in placements}
+        self._names = {name: there for name, there in found.items() if there is not None}
+        self.missing = [name for name, there in found.items() if there is None]
+        if not self._names:
+            raise CheckpointError(
+                f"{folder} holds no weight of this model's; it holds {', '.join(list(self._files)[:3])}"
+            )
+        for name, there in self._names.items():
+            shape, expected = tuple(self._files[there].get_slice(there).get_shape()), placements[name].shape
+            if shape != expected:
+                raise CheckpointError(
+                    f"{folder} holds {there!r} in shape {shape}, which the model has in shape {expected}"
+                )
+        lacking = [name for name in self.missing if placements[name].trains]
+        if is_complete and lacking:
+            raise CheckpointError(f"{folder} does not hold {lacking[0]!r}, which the model trains")
+
+    def _find(self, placements: Placements, name: str) -> Optional[str]:
+        prefix = placements.prefix
+        for known in placements.names_of(name):
+            for candidate in (known, known.removeprefix(prefix), f"{prefix}{known}"):
+                if candidate in self._files:
+                    return candidate
+        return None
+
+    def get(self, placement: Placement) -> Optional[np.ndarray]:
+        """A whole array; None where it is missing."""
+        name = self._names.get(placement.name)
+        return None if name is None else to_host(self._files[name].get_tensor(name))
+
+
+def host_type(dtype: str) -> Any:
+    return np.dtype(np.float32 if dtype == "bfloat16" else dtype)
+
+
+def file_header(placements: Placements) -> bytes:
+    """The head of a file of safetensors (its README, "Format"): a length, and a JSON object of types and places."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "np"}}
+    end = 0
+    for name, placement in placements.items():
+        item_bytes = 2 if placement.dtype == "bfloat16" else host_type(placement.dtype).itemsize
+        begin, end = end, end + item_bytes * math.prod(placement.shape)
+        entries[name] = {"dtype": _TYPES[placement.dtype], "shape": placement.shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(array: np.ndarray, dtype: str) -> bytes:
+    if dtype == "bfloat16":
+        return (np.ascontiguousarray(array).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return np.ascontiguousarray(array.astype(host_type(dtype), copy=False)).tobytes()
