@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import numpy as np
 from mindnlp.core.nn import Parameter
-from mindspore import Tensor
+from mindspore import Tensor, _c_expression
 
 from mindnlp_dp.arrays.conversion import from_host
 from mindnlp_dp.arrays.types import dtype_name
@@ -67,6 +67,8 @@ class Pipeline:
     def __init__(
         self, model: Any, mesh: DeviceMesh, inbox: Inbox, schedule: str = "1f1b", *, recompute: bool = False
     ) -> None:
+        if not hasattr(_c_expression, "run_backward"):
+            raise ValueError("a pipeline needs an autograd whose graphs stay alive: MindSpore 2.8 or later")
         self.group: ProcessGroup = mesh.group("pp")
         self.schedule = check_schedule(schedule)
         self.recompute = recompute
@@ -229,8 +231,6 @@ class Pipeline:
         came: tuple[Any, float],
         parameters: Sequence[Any],
     ) -> tuple[float, list[Optional[Any]]]:
-        from mindspore._c_expression import run_backward
-
         received, output = graph
         if output is None:
             received, output = self._compute(received, batch, records=True)
@@ -240,7 +240,9 @@ class Pipeline:
         else:
             gradient, loss = came
         wanted = tuple(parameters) if received is None else (*parameters, received)
-        gradients = list(run_backward((output,), (gradient,), False, False, wanted, True, accumulate_grad=False))
+        gradients = list(
+            _c_expression.run_backward((output,), (gradient,), False, False, wanted, True, accumulate_grad=False)
+        )
         if received is not None:
             down = gradients.pop()
             down = _zeros_like(received) if down is None else down
