@@ -93,14 +93,17 @@ class Run:
                 f"was {saved['digest']}; frozen weights and buffers must be those of the run that is resumed"
             )
         step = self.train_step
-        optimizer = self.model.own_optimizer(saved["optimizer"])
-        mine, theirs = step.updater.parameter_names(self.model.model), optimizer["parameters"]
+        mine = step.updater.parameter_names(self.model.model)
+        optimizer = self.model.own_optimizer(saved["optimizer"], mine)
+        theirs, error = optimizer["parameters"], None
         if mine != theirs:
             ours, others = (sum(map(len, groups)) for groups in (mine, theirs))
-            raise ValueError(
+            error = ValueError(
                 f"the saved optimizer updates {others} parameters in {len(theirs)} groups, this one {ours} in "
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
+        # Ranks that have other parts of the model may find something else.
+        self.group.raise_together(error, "taking up the optimizer")
         # Older checkpoints do not have it.
         if saved.get("bucket_order") is not None and not self.model.is_parted:
             step.synchronizer.pack_in_order(saved["bucket_order"])

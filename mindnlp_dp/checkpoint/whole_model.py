@@ -70,7 +70,8 @@ class WholeModel:
     def whole_optimizer(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
         return own
 
-    def own_optimizer(self, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    def own_optimizer(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+        """What is here of a whole state, for an optimizer of parameters with these ``names``, by group, where it is."""
         return whole
 
 

@@ -46,7 +46,8 @@ def evaluate(
             labels, it returns beside them.
         loader: what :func:`~mindnlp_dp.make_loader` made, without ``shuffle``.
         model: the one that ``predict_fn`` calls, whose buffers are made rank 0's first; a model with a batch
-            normalisation wants it, unless :class:`~mindnlp_dp.FunctionalRun` has just ended its epochs.
+            normalisation wants it, unless :class:`~mindnlp_dp.FunctionalRun` has just ended its epochs. So does one
+            whose experts are spread over ranks, which wait for those that have no rows left.
         has_loss: whether ``predict_fn`` returns a pair, its mean loss and the outputs.
         weight_of: what a batch's loss weighs; by default its number of rows.
     """
@@ -54,16 +55,19 @@ def evaluate(
     group = group or get_data_group()
     if model is not None:
         broadcast_buffers(model, group)
+    parallel = getattr(model, "parallel", None)
+    lend = parallel.lend if parallel is not None and parallel.has_experts else lambda batch: batch
     run = EvaluationRun(group)
     for window in loader.windows():
-        for batch in window:
-            if batch is None:
+        for mine in window:
+            batch = lend(mine)
+            returned = None if batch is None else call_with(predict_fn, batch)
+            if mine is None or returned is None:
                 run.add(None)
                 continue
-            returned = call_with(predict_fn, batch)
             loss, outputs = returned if has_loss else (None, returned)
             mean_loss = None if loss is None else float(loss.asnumpy())
-            run.add(to_numpy(outputs), num_rows_of(batch), mean_loss, float(weight_of(batch)))
+            run.add(to_numpy(outputs), num_rows_of(mine), mean_loss, float(weight_of(mine)))
     return Evaluation(*run.finish())
 
 

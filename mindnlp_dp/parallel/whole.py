@@ -216,14 +216,17 @@ class PartedModel(WholeModel):
         ]
         return {"parameters": groups, "state": state, "param_groups": param_groups}
 
-    def own_optimizer(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+    def own_optimizer(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
         own = self._own()
-        names = [name for group in whole["parameters"] for name in group]
-        groups = [[name for name in group if name in own] for group in whole["parameters"]]
-        number_of = {name: number for number, name in enumerate(name for group in groups for name in group)}
+        here = [[name for name in group if name in own] for group in whole["parameters"]]
+        # A tied weight has another name, and another place, on the last stage than on the first one.
+        known = [[self.placements[name].name for name in group] for group in names]
+        is_same = list(map(set, known)) == list(map(set, here))
+        order, shown = (known, [list(group) for group in names]) if is_same else (here, here)
+        number_of = {name: number for number, name in enumerate(name for group in order for name in group)}
         state: dict[int, dict[str, Any]] = {}
         # All ranks fetch all arrays, in one order, and keep their parts.
-        for number, name in enumerate(names):
+        for number, name in enumerate(name for group in whole["parameters"] for name in group):
             for key, value in (whole["state"].get(number) or whole["state"].get(str(number)) or {}).items():
                 array = value.fetch() if isinstance(value, (ArrayToCome, TensorToCome)) else value
                 if name not in number_of:
@@ -234,12 +237,12 @@ class PartedModel(WholeModel):
                     entry[key] = from_host(np.ascontiguousarray(part), "float32")
                 else:
                     entry[key] = array
-        ends = np.cumsum([0, *map(len, groups)]).tolist()
+        ends = np.cumsum([0, *map(len, order)]).tolist()
         param_groups = [
             {**group, "params": list(range(begin, end))}
             for group, begin, end in zip(whole["param_groups"], ends, ends[1:])
         ]
-        return {"parameters": groups, "state": state, "param_groups": param_groups}
+        return {"parameters": shown, "state": state, "param_groups": param_groups}
 
 
 def _is_array(value: Any) -> bool:

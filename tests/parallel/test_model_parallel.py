@@ -623,6 +623,76 @@ def test_a_run_is_taken_up_on_another_mesh(group, shared_tmp_path):
         )
 
 
+class Sentences:
+    """Thirteen rows for a language model."""
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        return {name: array[0] for name, array in batch("gpt2", 1, index).items()}
+
+
+def test_a_loop_of_ones_own_is_taken_up_on_another_mesh_and_evaluated(group, shared_tmp_path):
+    meshes = {2: ["tp=2", "pp=2", "dp=2"], 4: ["dp=2,tp=2", "pp=4", "tp=4"]}.get(group.world_size)
+    if meshes is None:
+        pytest.skip("needs meshes")
+    if not IS_MPI:
+        meshes = [mesh for mesh in meshes if "pp" not in mesh]
+
+    def run(mesh, folder, stop_after=None):
+        mesh = dp.init_device_mesh(parse_mesh(mesh))
+        model = dp.parallelize(build("gpt2"), mesh)
+        model.set_train(True)
+        parameters = list(model.parameters())
+        step = dp.make_train_step(
+            lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=5e-4), parameters,
+            accumulation_steps=2, max_grad_norm=0.5,
+        )  # fmt: skip
+        loader = dp.make_loader(Sentences(), 4 // mesh.data.world_size, 2, shuffle=True, seed=1)
+        run = dp.FunctionalRun(folder, model, step, loader)
+        run.resume()
+        for window in run.windows(num_epochs=3):
+            step(window)
+            if step.num_updates == 2:
+                run.save()
+            if step.num_updates == stop_after:
+                break
+        model.set_train(False)
+        evaluation = dp.evaluate(
+            lambda **inputs: model(**inputs)[:2], dp.make_loader(Sentences(), 2), model=model, has_loss=True
+        )
+        return whole_weights(model), evaluation
+
+    expected, evaluated = run(meshes[0], shared_tmp_path / "whole")
+    assert evaluated.outputs.shape == (13, 10, 51)
+    for number, (first, second) in enumerate(zip(meshes, [*meshes[1:], meshes[0]])):
+        folder = shared_tmp_path / str(number)
+        run(first, folder, stop_after=3)
+        found, again = run(second, folder)
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=5e-6, err_msg=f"{first} to {second}: {name}")
+        np.testing.assert_allclose(again.outputs, evaluated.outputs, atol=2e-5)
+        np.testing.assert_allclose(again.loss, evaluated.loss, atol=1e-5)
+
+
+@needs_mpi
+def test_experts_are_evaluated_by_ranks_that_have_no_rows_left(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs a row")
+
+    def evaluated(mesh):
+        dp.init_device_mesh(mesh)
+        model = dp.parallelize(build("mixtral"))
+        model.set_train(False)
+        loader = dp.make_loader(Sentences(), 3)
+        return dp.evaluate(lambda **inputs: model(**inputs)[:2], loader, model=model, has_loss=True)
+
+    mine, expected = evaluated({"ep": group.world_size}), evaluated({"dp": group.world_size})
+    np.testing.assert_allclose(mine.outputs, expected.outputs, atol=1e-6)
+    np.testing.assert_allclose(mine.loss, expected.loss, rtol=1e-6)
+
+
 def test_a_run_with_dropout_is_replayed_to_the_bit(group, shared_tmp_path):
     mesh = {2: "tp=2", 4: "pp=2,tp=2" if IS_MPI else "dp=2,tp=2"}.get(group.world_size)
     if mesh is None:
