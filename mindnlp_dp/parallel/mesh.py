@@ -51,8 +51,8 @@ class DeviceMesh:
         self._places = [dict(zip(self._order, place)) for place in places]
         self.coordinates = self._places[world.rank]
         self._groups: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world.world_size)): world}
-        if self.sizes["dp"] < world.world_size:
-            world.name_ranks([f"{rank} ({self.label(place)})" for rank, place in enumerate(self._places)])
+        is_mesh = self.sizes["dp"] < world.world_size
+        world.name_ranks([f"{r} ({self.label(place)})" for r, place in enumerate(self._places)] if is_mesh else [])
         for axes in [(axis,) for axis in AXES] + [("dp", "ep"), ("pp", "ep", "tp"), ("pp", "tp")]:
             self._make_group(axes)
         self.data, self.replicas, self.parts = self.group("dp", "ep"), self.group("dp"), self.group("pp", "ep", "tp")

@@ -138,26 +138,17 @@ class _ScatterTo(_Function):
         return _gathered(gradient, ctx.group, ctx.dim), None, None
 
 
-class _AllGather(_Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim)
-
+class _AllGather(_GatherFrom):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _part(_sum(gradient, ctx.group), ctx.group, ctx.dim), None, None
 
 
-class _ReduceScatter(_Function):
+class _ReduceScatter(_ScatterTo):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return _part(_sum(x, group), group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _gathered(gradient, ctx.group, ctx.dim), None, None
 
 
 class _AllToAll(_Function):

@@ -21,7 +21,7 @@ from mindnlp_dp.checkpoint.manifest import MODEL
 from mindnlp_dp.checkpoint.whole_model import WholeModel
 from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
 from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
-from mindnlp_dp.replicas.digests import DIGEST_BYTES, replica_digest, weight_digest
+from mindnlp_dp.replicas.digests import DIGEST_BYTES, weight_digest
 from mindnlp_dp.replicas.weights import ReplicaMismatchError, named_weights, set_weight
 
 from .files import WeightFiles, bytes_of, file_header, host_type
@@ -62,26 +62,29 @@ class PartedModel(WholeModel):
         broadcast_buffers(self.model, self.mesh.data)
 
     def assert_in_sync(self) -> str:
-        for group, weights in self._replicas():
-            digest = replica_digest(weights)
-            everyone = group.all_gather_object(digest)
-            if len(set(everyone)) > 1:
-                self._raise_mismatch(group, weights)
-        self._assert_copies_agree()
+        problem = self._replica_that_differs() or self._copy_that_differs()
+        # Some groups may be in sync where others are not: all ranks hear of it.
+        error = ReplicaMismatchError(problem) if problem else None
+        self.world.raise_together(error, "comparing weights")
         return self.digest()
 
-    def _raise_mismatch(self, group: Any, weights: list[tuple[str, Any]]) -> None:
-        digests = group.all_gather_object([weight_digest(name, weight) for name, weight in weights])
-        for (name, _), *theirs in zip(weights, *digests):
-            for rank, digest in enumerate(theirs):
-                if digest != theirs[0]:
-                    raise ReplicaMismatchError(
-                        f"replicas are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
-                        f"{group.label(0)}. Build the model in the same way on every rank, and let each apply the same "
-                        "update"
-                    )
+    def _replica_that_differs(self) -> str:
+        """Which weight differs from the one of the first rank that should have the same; empty where none does."""
+        found = ""
+        for group, weights in self._replicas():
+            digests = group.all_gather_object([weight_digest(name, weight) for name, weight in weights])
+            for (name, _), *theirs in zip(weights, *digests):
+                for rank, digest in enumerate(theirs):
+                    if digest != theirs[0] and not found:
+                        found = (
+                            f"replicas are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
+                            f"{group.label(0)}. Let every rank apply the same update"
+                        )
+        # Everywhere, for what follows asks all ranks of other groups.
+        everyone = self.world.all_gather_object(found)
+        return next(filter(None, everyone), "")
 
-    def _assert_copies_agree(self) -> None:
+    def _copy_that_differs(self) -> str:
         """What is not cut is the same on the ranks of the axis "tp", and a tied weight on all of its stages."""
         copies = [
             (name, weight_digest(name, weight))
@@ -94,10 +97,11 @@ class PartedModel(WholeModel):
             for name, digest in theirs:
                 where, known = first.setdefault(name, (rank, digest))
                 if digest != known:
-                    raise ReplicaMismatchError(
+                    return (
                         f"copies are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
                         f"{group.label(where)}, though neither is cut. Was a gradient changed on some of the ranks?"
                     )
+        return ""
 
     # Whole arrays, one at a time.
 

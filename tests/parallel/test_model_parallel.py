@@ -819,9 +819,25 @@ def test_a_copy_that_somebody_changed_is_found(group):
         model.parallel.assert_in_sync()
 
 
+def test_a_replica_that_somebody_changed_is_found_on_all_ranks(group):
+    """Those of other groups are in sync, and hear of it."""
+    if group.world_size != 4:
+        pytest.skip("needs two groups of two")
+    model = dp.parallelize(build("bert"), dp.init_device_mesh({"dp": 2, "tp": 2}))
+    cut = dict(model.named_parameters())["bert.encoder.layer.0.attention.self.query.weight"]
+    if group.rank == 2:
+        cut.assign_value(cut + 1)
+    with pytest.raises(
+        RuntimeError, match=r"query.weight' on rank 2 \(dp=1, tp=0\) differs from rank 0 \(dp=0, tp=0\)"
+    ):
+        model.parallel.assert_in_sync()
+    group.barrier()
+
+
 def test_data_parallel_is_a_mesh_of_one_axis(group):
     mesh = dp.init_device_mesh({"dp": group.world_size})
     assert mesh.is_data_parallel
+    assert group.label() == str(group.rank)
     assert mesh.data is group
     assert mesh.replicas is group
     model = dp.parallelize(build("bert", seed=group.rank), mesh)
