@@ -127,6 +127,27 @@ def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, s
 
 
 @needs_mpi
+def test_stages_draw_apart_and_the_same_again(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("needs stages")
+    mesh = dp.init_device_mesh({"pp": group.world_size})
+
+    def masks():
+        model = dp.parallelize(build("bert", dropout=0.3), mesh)
+        seen = []
+        for name, module in model.named_modules():
+            if name.endswith("attention.self.dropout"):
+                module.register_forward_hook(lambda module, args, output: seen.append(output.asnumpy() == 0))
+        train(model, "bert", pieces_of(mesh, 2), num_updates=1)
+        return seen[0]
+
+    mine = masks()
+    everyone = group.all_gather(mine)
+    assert not any((mask == everyone[0]).all() for mask in everyone[1:])
+    np.testing.assert_array_equal(masks(), mine)
+
+
+@needs_mpi
 def test_fewer_micro_batches_than_stages(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
