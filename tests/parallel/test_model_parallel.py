@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 
 import mindspore
@@ -142,8 +143,9 @@ def test_stages_draw_apart_and_the_same_again(group):
         return seen[0]
 
     mine = masks()
-    everyone = group.all_gather(mine)
-    assert not any((mask == everyone[0]).all() for mask in everyone[1:])
+    # Behind the first stage, which has drawn for the embedding before, only the seed tells stages apart.
+    for one, other in itertools.combinations(group.all_gather(mine), 2):
+        assert not (one == other).all()
     np.testing.assert_array_equal(masks(), mine)
 
 
