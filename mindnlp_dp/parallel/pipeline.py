@@ -22,6 +22,7 @@ from mindnlp_dp.arrays.conversion import from_host
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.wire import DOWN, UP, Wire
+from mindnlp_dp.runtime.autograd import make_leaves
 from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
@@ -134,6 +135,7 @@ class Pipeline:
         from mindspore.common.api import _pynative_executor
 
         self.wire.begin()
+        make_leaves(parameters)
         ties, order = Ties(self._ties, parameters), self._actions(len(batches))
         graphs: dict[int, tuple[Any, Any]] = {}
         kept: Optional[MicroStep] = None
