@@ -31,6 +31,11 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     return _Linear.apply(x, weight, bias)
 
 
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """``x + bias``: shapes (..., N) and (N,)."""
+    return _AddBias.apply(x, bias)
+
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of any ranks from 2 on, broadcast over all dimensions but the last two."""
     return _MatMul.apply(a, b)
@@ -127,6 +132,18 @@ class _Linear(_Function):
             tensor_of(product(rows.T, _rows(x))) if of_weight else None,
             tensor_of(column_sums(rows)) if of_bias else None,
         )
+
+
+class _AddBias(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward()
+        return tensor_of(array_of(x) + array_of(bias))
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, tensor_of(column_sums(_rows(gradient))) if ctx.needs_input_grad[1] else None
 
 
 class _MatMul(_Function):

@@ -23,6 +23,7 @@ from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.kernels.choice import apply_to
 from mindnlp_dp.step.seeds import draws_apart
 
 from .operators import copy_to, gather_from, reduce_from, shard_bounds
@@ -65,7 +66,7 @@ class ParallelLinear(nn.Module):
         if not self._is_transposed:
             return functional.linear(x, self.weight, bias)
         y = functional.linear(x, self.weight.T)
-        return y if bias is None else y + bias
+        return y if bias is None else add_bias(y, bias)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -88,7 +89,15 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = reduce_from(self.product(x), self._group)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else add_bias(y, self.bias)
+
+
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    if apply_to(y, bias):
+        from mindnlp_dp.kernels import functions
+
+        return functions.add_bias(y, bias)
+    return y + bias
 
 
 class VocabularyParallelEmbedding(nn.Module):

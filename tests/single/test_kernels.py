@@ -25,6 +25,7 @@ from mindnlp_dp.kernels import choice, dropout, memory, products, workers
 from mindnlp_dp.kernels.activations import gelu
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
+from mindnlp_dp.parallel.tensor import add_bias
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +115,9 @@ CASES = {
     "linear, one weight twice": (lambda x, w: F.linear(F.linear(x, w), w), (4, 7, 30), (30, 30)),
     "linear, an output twice": (twice_used, (4, 30), (5, 30)),
     "linear of itself": (lambda x: F.linear(x, x), (12, 30)),
+    "a bias alone": (add_bias, (4, 7, 30), (30,)),
+    "a bias alone, one row": (add_bias, (30,), (30,)),
+    "a bias alone, transposed": (lambda x, b: add_bias(x.swapaxes(0, 1), b), (7, 4, 30), (30,)),
     "matmul": (ops.matmul, (20, 30), (30, 40)),
     "matmul of many": (ops.matmul, (2, 3, 20, 30), (2, 3, 30, 40)),
     "matmul of many large ones": (ops.matmul, (3, 100, 70), (3, 70, 80)),
