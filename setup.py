@@ -52,6 +52,8 @@ setup(
         "datasets>=2.19,<4",
         "pyarrow>=14,<21",
         "packaging",
+        # The solver of the planner's integer programs; MindSpore brings it as well.
+        "scipy>=1.9,<2",
         # bfloat16 for NumPy, on the wire between hosts.
         "ml_dtypes>=0.4,<1",
         "pyyaml>=6,<7",

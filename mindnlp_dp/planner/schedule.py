@@ -45,33 +45,6 @@ def most_in_flight(schedule: str, stage: int, num_stages: int, num_micro_batches
     return min(num_micro_batches, {"gpipe": num_micro_batches, "1f1b": left, "eager-1f1b": 2 * left - 1}[schedule])
 
 
-def ideal_times(
-    schedule: str, num_stages: int, num_micro_batches: int, forward: float, backward: float
-) -> list[list[tuple[Action, float, float]]]:
-    """By stage, what it does when, where every stage takes equally long and messages take no time.
-
-    >>> ideal_times("gpipe", 2, 1, 1.0, 2.0)[0]
-    [(('forward', 0), 0.0, 1.0), (('backward', 0), 4.0, 6.0)]
-    """
-    order = [actions(schedule, stage, num_stages, num_micro_batches) for stage in range(num_stages)]
-    ended: dict[tuple[int, Action], float] = {}
-    times: list[list[tuple[Action, float, float]]] = [[] for _ in order]
-    while any(len(done) < len(all_) for done, all_ in zip(times, order)):
-        for stage, done in enumerate(times):
-            if len(done) == len(order[stage]):
-                continue
-            action = order[stage][len(done)]
-            source = stage - 1 if action[0] == FORWARD else stage + 1
-            is_end = not 0 <= source < num_stages
-            if not is_end and (source, action) not in ended:
-                continue
-            free = done[-1][2] if done else 0.0
-            began = max(free, 0.0 if is_end else ended[source, action])
-            ended[stage, action] = began + (forward if action[0] == FORWARD else backward)
-            done.append((action, began, ended[stage, action]))
-    return times
-
-
 def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
     """The idle share of a pipeline whose stages take equally long, and whose messages take no time.
 

@@ -1,0 +1,259 @@
+"""All ways to share out a training run that can be, priced by formula; and why the others cannot.
+
+Goes in: a model, a cluster, a batch. Comes out: candidates. Every mesh (dp, tp, pp) whose sizes divide what they must
+is priced with every micro batch, its layers sliced by the dynamic program within the devices' memory; and stages that
+have different meshes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import numpy as np
+
+from .boundaries import Boundaries
+from .cluster import Cluster
+from .integer_program import InfeasibleError
+from .meshes import divisors, meshes, tensor_problem
+from .operators import Model
+from .plan_types import Rejected
+from .slicing import slice_stages
+from .stage_costs import Sharing, StageCosts, mesh_name
+
+# Of a device at a time; more are no faster.
+_MOST_SAMPLES = 1024
+# Stages, more than there are.
+_ANY_NUMBER = 1024
+
+
+@dataclass
+class Candidate:
+    """A way to train, priced by formula.
+
+    Attributes:
+        seconds: of an update.
+        slices: (first layer, last layer, sharing) by stage.
+        firsts: the first operators of the layers.
+        micro_batches: samples of a device at a time, by stage.
+    """
+
+    seconds: float
+    slices: list[tuple[int, int, Sharing]]
+    firsts: list[int]
+    micro_batches: list[int]
+    num_micro_batches: int
+    schedule: str
+    recompute: bool
+    zero_stage: int
+
+
+@dataclass
+class Candidates:
+    model: Model
+    cluster: Cluster
+    batch: int
+    zero_stage: Optional[int]
+    schedules: Sequence[str]
+    fill: float
+    rejected: list[Rejected] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
+            raise ValueError(f"batch must be a number of samples from 1 on, got {self.batch}")
+        if not self.fill > 0:
+            raise ValueError(f"fill must be a share of the memory above 0, got {self.fill}")
+        if self.zero_stage not in (None, 0, 1, 2):
+            raise ValueError(f"zero_stage must be 0, 1 or 2, which there are here; got {self.zero_stage}")
+        # Bytes of a device that may be taken.
+        self.room = self.fill * self.cluster.memory
+        self.boundaries = Boundaries(self.cluster)
+        self._costs: dict[tuple[Sharing, tuple[int, ...]], StageCosts] = {}
+
+    def costs(self, sharing: Sharing, firsts: list[int]) -> StageCosts:
+        key = (sharing, tuple(firsts))
+        if key not in self._costs:
+            self._costs[key] = StageCosts(self.model, self.cluster, sharing, firsts)
+        return self._costs[key]
+
+    def zero(self, sharing: Sharing) -> int:
+        if self.zero_stage is not None:
+            return self.zero_stage
+        return 1 if sharing.num_data > 1 else 0
+
+    def reject(self, what: str, why: str, needs: Optional[float] = None) -> None:
+        self.rejected.append(Rejected(what, why, needs))
+
+    # Meshes that all stages have in common.
+
+    def uniform(self, firsts: list[int]) -> Iterator[Candidate]:
+        n = self.cluster.num_devices
+        for pp, sharing in meshes(self.model, n, self.batch, len(firsts), self.reject):
+            name = mesh_name(sharing.mesh(pp))
+            least_short = math.inf
+            found = False
+            for micro_batch in divisors(self.batch // sharing.num_data, _MOST_SAMPLES):
+                for candidate in self._sliced(sharing, pp, firsts, micro_batch):
+                    if isinstance(candidate, float):
+                        least_short = min(least_short, candidate)
+                    else:
+                        found = True
+                        yield candidate
+            if not found:
+                if math.isfinite(least_short):
+                    self.reject(
+                        name,
+                        f"its heaviest stage takes {least_short / 2**30:.3g} GiB at least, and "
+                        f"{self.room / 2**30:.3g} GiB of a device may be taken",
+                        least_short,
+                    )
+                else:
+                    self.reject(name, "its layers cannot be sliced so that every stage fits into memory")
+
+    def _sliced(self, sharing: Sharing, pp: int, firsts: list[int], micro_batch: int) -> Iterator[Any]:
+        """Candidates of one mesh and micro batch; or, where it does not fit, the bytes that it takes at least."""
+        num = self.batch // sharing.num_data // micro_batch
+        costs, zero_stage = self.costs(sharing, firsts), self.zero(sharing)
+        last = len(firsts) - 1
+        if pp == 1:
+            memory = costs.memory(0, last, micro_batch, zero_stage=zero_stage)
+            if memory.total > self.room:
+                yield memory.total
+                return
+            seconds = num * float(costs.times(0, last, micro_batch).total) + sum(costs.update(0, last, zero_stage))
+            yield Candidate(
+                seconds, [(0, last, sharing)], firsts, [micro_batch], num, "", False, zero_stage
+            )  # fmt: skip
+            return
+        ways, size = self._ways(costs, micro_batch), sharing.num_devices
+        known: dict[bytes, Any] = {}
+        for recompute, schedule in itertools.product((False, True), self.schedules):
+            cost, allowed = self._tables(costs, micro_batch, num, recompute, schedule)
+            # Where memory allows schedules the same, they are sliced the same.
+            key = cost.tobytes() + np.minimum(allowed, len(firsts)).tobytes()
+            if key not in known:
+                try:
+                    known[key] = slice_stages(
+                        cost[:, :, None, None], allowed[:, :, None, None], [size], size * pp, num, boundary=ways
+                    )
+                except InfeasibleError:
+                    known[key] = None
+            found = known[key]
+            if found is None:
+                yield self._needed(costs, pp, micro_batch, num, recompute)
+                continue
+            update = max(sum(costs.update(a, b, zero_stage)) for a, b, _, _ in found.stages)
+            slices = [(a, b, sharing) for a, b, _, _ in found.stages]
+            yield Candidate(
+                found.total + update, slices, firsts, [micro_batch] * pp, num, schedule, recompute, zero_stage
+            )  # fmt: skip
+
+    def _needed(self, costs: StageCosts, pp: int, micro_batch: int, num: int, recompute: bool) -> float:
+        """Bytes of the heaviest of even stages under 1F1B."""
+        share = np.linspace(0, len(costs.firsts), pp + 1).astype(int)
+        zero_stage = self.zero(costs.sharing)
+        return max(
+            costs.memory(
+                a, b - 1, micro_batch, in_flight=min(num, pp - i), zero_stage=zero_stage, recompute=recompute
+            ).total
+            for i, (a, b) in enumerate(zip(share, share[1:]))
+        )
+
+    def _tables(
+        self, costs: StageCosts, micro_batch: int, num: int, recompute: bool, schedule: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(L, L) seconds of a micro batch by first and last layer, and how many stages may follow."""
+        num_layers = len(costs.firsts)
+        upper = np.triu_indices(num_layers)
+        seconds, allowed = np.full((num_layers, num_layers), np.inf), np.full((num_layers, num_layers), -1)
+        times = costs.times(*upper, micro_batch)
+        again = (times.forward + times.forward_collectives) if recompute else 0.0
+        seconds[upper] = times.total + again
+        fits = costs.most_in_flight(
+            *upper, micro_batch, zero_stage=self.zero(costs.sharing), recompute=recompute, room=self.room
+        )
+        allowed[upper] = most_following(fits, schedule, num)
+        return seconds, allowed
+
+    def _ways(self, costs: StageCosts, micro_batch: int) -> np.ndarray:
+        sharing = costs.sharing
+        pair = (sharing.dp, sharing.tp)
+        boundary = self.boundaries.between(pair, pair, self._worst_place(sharing))
+        return np.array([2 * boundary.time(micro_batch * sharing.dp * float(b)) for b in costs.entering])
+
+    def _worst_place(self, sharing: Sharing) -> int:
+        """A first device from which the next stage is on another host, if there is such a place."""
+        per_host = self.cluster.devices_per_host
+        return 0 if self.cluster.num_hosts == 1 else max(0, per_host - sharing.num_devices)
+
+    # Stages with different meshes.
+
+    def mixed(self, firsts: list[int], totals: Sequence[int]) -> Iterator[Candidate]:
+        """For micro batches of so many samples over all devices of a stage."""
+        per_host = self.cluster.devices_per_host
+        sizes = divisors(per_host)
+        sizes += [per_host * hosts for hosts in range(2, self.cluster.num_hosts + 1)]
+        for total in totals:
+            if self.batch // total < 2:
+                continue
+            options = [
+                [
+                    (sharing, recompute)
+                    for tp in divisors(size)
+                    if not tensor_problem(self.model, tp)
+                    for sharing in [Sharing(size // tp, tp)]
+                    if total % sharing.dp == 0
+                    for recompute in (False, True)
+                ]
+                for size in sizes
+            ]
+            ways = np.stack([self._ways_into(size, firsts, total) for size in sizes], axis=1)
+            for schedule in self.schedules:
+                candidate = self._mixed(firsts, total, (sizes, options, ways), schedule)
+                if candidate is not None:
+                    yield candidate
+
+    def _mixed(self, firsts: list[int], total: int, meshes: Any, schedule: str) -> Optional[Candidate]:
+        sizes, options, ways = meshes
+        num, num_layers, width = self.batch // total, len(firsts), max(map(len, options))
+        cost = np.full((num_layers, num_layers, len(sizes), width), np.inf)
+        allowed = np.full(cost.shape, -1)
+        for m, of_size in enumerate(options):
+            for c, (sharing, recompute) in enumerate(of_size):
+                tables = self._tables(self.costs(sharing, firsts), total // sharing.dp, num, recompute, schedule)
+                cost[:, :, m, c], allowed[:, :, m, c] = tables
+        try:
+            found = slice_stages(cost, allowed, sizes, self.cluster.num_devices, num, boundary=ways)
+        except InfeasibleError:
+            return None
+        if len(found.stages) == 1:
+            return None
+        picked = [(a, b, *options[m][c]) for a, b, m, c in found.stages]
+        slices = [(a, b, sharing) for a, b, sharing, _ in picked]
+        update = max(sum(self.costs(sharing, firsts).update(a, b, self.zero(sharing))) for a, b, sharing in slices)
+        micro_batches = [total // sharing.dp for *_, sharing in slices]
+        zero_stage = max(self.zero(sharing) for *_, sharing in slices)
+        again = any(recompute for *_, recompute in picked)
+        return Candidate(found.total + update, slices, firsts, micro_batches, num, schedule, again, zero_stage)
+
+    def _ways_into(self, size: int, firsts: list[int], total: int) -> np.ndarray:
+        boundary = self.boundaries.between((size, 1), (size, 1), self._worst_place(Sharing(size)))
+        entering = self.costs(Sharing(), firsts).entering
+        return np.array([2 * boundary.time(total * float(b)) for b in entering])
+
+
+def most_following(fits: np.ndarray, schedule: str, num: int) -> np.ndarray:
+    """How many stages may follow one with room for ``fits`` micro batches of ``num`` in flight; -1: it has none itself.
+
+    GPipe keeps all; 1F1B one for the stage and each that follows; eager 1F1B another for each that follows.
+
+    >>> most_following(np.array([0, 1, 3, 8]), "1f1b", 8) + 1
+    array([   0,    1,    3, 1025])
+    >>> most_following(np.array([0, 1, 3, 8]), "eager-1f1b", 8) + 1
+    array([   0,    1,    2, 1025])
+    """
+    stages = {"gpipe": np.zeros_like(fits), "1f1b": fits, "eager-1f1b": (fits + 1) // 2}[schedule]
+    return np.where(fits >= num, _ANY_NUMBER, stages - 1)

@@ -1,0 +1,235 @@
+"""The machines that a plan is for, and what collectives cost on them.
+
+Goes in: a preset's name, or a YAML. Comes out: memory, speed and links of the devices, in bytes and seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Union
+
+import yaml
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between devices: ``alpha`` seconds a message, ``beta`` seconds a byte."""
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts that are all alike.
+
+    Attributes:
+        memory: bytes of a device.
+        flops: of a device, a second, at its peak.
+        efficiency: the share of the peak that matrix products reach.
+        memory_bandwidth: bytes a second between a device and its memory.
+        inside: the link of a device to others of its host.
+        between: the link of a host to others, which its devices share.
+        call: seconds that an operator takes besides its work, forward.
+        score_rate: attention scores that are made and softened, a second.
+        draw_rate: random numbers that dropouts draw, a second.
+        gradient_rate: gradients of parameters that are made and added to the sum of a window, a second.
+        update_rate: parameters that an optimizer updates, a second.
+        precision: "mixed" (weights and gradients of two bytes, the optimizer's of four) or "float32".
+        source: where the numbers are from.
+    """
+
+    name: str
+    num_hosts: int
+    devices_per_host: int
+    memory: float
+    flops: float
+    efficiency: float
+    memory_bandwidth: float
+    inside: Link
+    between: Link
+    call: float = 0.0
+    score_rate: float = math.inf
+    draw_rate: float = math.inf
+    gradient_rate: float = math.inf
+    update_rate: float = math.inf
+    precision: str = "mixed"
+    source: str = ""
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+    @property
+    def bytes_per_value(self) -> int:
+        return 2 if self.precision == "mixed" else 4
+
+    def link(self, size: int, stride: int) -> Link:
+        """Of groups of ``size`` devices that are ``stride`` apart, all of which exchange at once.
+
+        Groups lie one behind the other: some are on two hosts where a host's devices are not a multiple of them.
+        Where they are on several, a host's link is shared out among the groups that are on it.
+        """
+        if size == 1 or self.devices_per_host % (size * stride) == 0:
+            return self.inside
+        groups = min(stride, self.devices_per_host)
+        return Link(self.between.alpha, self.between.beta * groups)
+
+    def resized(self, num_devices: int) -> Cluster:
+        """As many hosts of this kind as have so many devices; a part of one, where these are fewer than it has."""
+        per_host = min(num_devices, self.devices_per_host)
+        if num_devices < 1 or num_devices % per_host:
+            raise ValueError(
+                f"{num_devices} devices are not whole hosts of {self.name}, which has {self.devices_per_host} in each"
+            )
+        return replace(self, num_hosts=num_devices // per_host, devices_per_host=per_host)
+
+
+# Ring collectives among n devices, of b bytes in all; what Zheng et al., Alpa (2022), price.
+
+
+def all_reduce(n: int, b: float, link: Link) -> float:
+    return link.alpha + 2 * link.beta * (n - 1) / n * b if n > 1 and b else 0.0
+
+
+def all_gather(n: int, b: float, link: Link) -> float:
+    return link.alpha + link.beta * (n - 1) / n * b if n > 1 and b else 0.0
+
+
+reduce_scatter = all_gather
+
+
+def all_to_all(n: int, b: float, link: Link) -> float:
+    """Of b bytes on all devices together; a ring's way is n / 2 hops long."""
+    return link.alpha + link.beta * (n - 1) / n / n * b * (n / 2) if n > 1 and b else 0.0
+
+
+# Figures of vendors' data sheets; the efficiency is what training of large transformers is reported to reach, the time
+# of a call what frameworks take to start an operator. None of these was measured here.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "ascend-910b-8": {
+        "hosts": 1, "devices_per_host": 8, "memory_gib": 64, "tflops": 376, "efficiency": 0.4,
+        "memory_bandwidth_gbs": 1600, "inside": {"latency_us": 20, "bandwidth_gbs": 196},
+        "between": {"latency_us": 40, "bandwidth_gbs": 200}, "call_us": 5, "precision": "mixed",
+    },
+    "a100-80gb-8": {
+        "hosts": 1, "devices_per_host": 8, "memory_gib": 80, "tflops": 312, "efficiency": 0.5,
+        "memory_bandwidth_gbs": 2039, "inside": {"latency_us": 10, "bandwidth_gbs": 300},
+        "between": {"latency_us": 20, "bandwidth_gbs": 200}, "call_us": 4, "precision": "mixed",
+    },
+    "v100-16gb-8": {
+        "hosts": 1, "devices_per_host": 8, "memory_gib": 16, "tflops": 125, "efficiency": 0.35,
+        "memory_bandwidth_gbs": 900, "inside": {"latency_us": 10, "bandwidth_gbs": 150},
+        "between": {"latency_us": 25, "bandwidth_gbs": 3}, "call_us": 5, "precision": "mixed",
+    },
+}  # fmt: skip
+_KEYS = {
+    "hosts", "devices_per_host", "memory_gib", "tflops", "efficiency", "memory_bandwidth_gbs", "inside", "between",
+    "call_us", "gscores", "gdraws", "gradient_gparams", "update_gparams", "precision", "preset", "name", "source",
+}  # fmt: skip
+# No machine has a number beyond, or below one over it.
+_HUGE = 1e15
+_LINK_KEYS = {"latency_us", "bandwidth_gbs"}
+
+
+def preset_names() -> list[str]:
+    return list(_PRESETS)
+
+
+def load_cluster(given: Union[str, Path, Mapping[str, Any]]) -> Cluster:
+    """A preset, a YAML file, or its content; a file may name a preset and change some of its keys.
+
+    Raises:
+        ValueError: a key that is unknown or missing, or a value that means nothing; one sentence with the key.
+    """
+    if isinstance(given, Mapping):
+        return _from_keys(dict(given), str(given.get("name", "cluster")))
+    if str(given) in _PRESETS:
+        return _from_keys({"preset": str(given)}, str(given))
+    if str(given) == "this-machine":
+        from .this_machine import this_machine
+
+        return _from_keys(this_machine(), str(given))
+    path = Path(given)
+    if not path.is_file():
+        raise ValueError(f"cluster {str(given)!r} is neither a file nor one of {', '.join(_PRESETS)}, this-machine")
+    return _from_keys(read_yaml(path, "cluster"), path.stem)
+
+
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{what} {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} {path} must have keys and values, got {type(content).__name__}")
+    return content
+
+
+def _from_keys(keys: dict[str, Any], name: str) -> Cluster:
+    preset = keys.pop("preset", None)
+    if preset is not None:
+        if not isinstance(preset, str) or preset not in _PRESETS:
+            raise ValueError(f"cluster key preset must be one of {', '.join(_PRESETS)}, got {preset!r}")
+        keys = {**_PRESETS[preset], "source": "data sheets; not measured here", **keys}
+    unknown = sorted(set(keys) - _KEYS)
+    if unknown:
+        raise ValueError(f"cluster key {unknown[0]!r} is unknown; there are {', '.join(sorted(_KEYS))}")
+
+    def number(key: str, default: Any = None, *, whole: bool = False, most: float = math.inf) -> float:
+        return _number(keys, key, default, whole=whole, most=most)
+
+    hosts = int(number("hosts", 1, whole=True))
+    memory_bandwidth = 1e9 * number("memory_bandwidth_gbs")
+    precision = keys.get("precision", "mixed")
+    if precision not in ("mixed", "float32"):
+        raise ValueError(f"cluster key precision must be mixed or float32, got {precision!r}")
+    inside = _link(keys, "inside", required=True)
+    bytes_per_value = 2 if precision == "mixed" else 4
+    # Adam reads and writes weights, gradients and two moments in single precision: 28 bytes a parameter.
+    update_rate = 1e9 * number("update_gparams", memory_bandwidth / 28e9)
+    # A gradient is written, read and added.
+    gradient_rate = 1e9 * number("gradient_gparams", memory_bandwidth / (3e9 * bytes_per_value))
+    # A mask is drawn and kept.
+    draw_rate = 1e9 * number("gdraws", memory_bandwidth / (2e9 * bytes_per_value))
+    # Scores go through memory ten times: product, scale, mask, softmax, dropout.
+    score_rate = 1e9 * number("gscores", memory_bandwidth / (10e9 * bytes_per_value))
+    return Cluster(
+        name=str(keys.get("name", name)), num_hosts=hosts,
+        devices_per_host=int(number("devices_per_host", whole=True)), memory=_GIB * number("memory_gib"),
+        flops=1e12 * number("tflops"), efficiency=number("efficiency", most=1.0), memory_bandwidth=memory_bandwidth,
+        inside=inside, between=_link(keys, "between", required=hosts > 1) or inside,
+        call=1e-6 * _number(keys, "call_us", 0.0, least=0.0), score_rate=score_rate, draw_rate=draw_rate,
+        gradient_rate=gradient_rate, update_rate=update_rate, precision=precision, source=str(keys.get("source", "")),
+    )  # fmt: skip
+
+
+def _link(keys: Mapping[str, Any], key: str, *, required: bool) -> Any:
+    found = keys.get(key)
+    if found is None and not required:
+        return None
+    if not isinstance(found, Mapping) or set(found) != _LINK_KEYS:
+        raise ValueError(f"cluster key {key} must have the keys latency_us and bandwidth_gbs, got {found!r}")
+    alpha = 1e-6 * _number(found, "latency_us", least=0.0, within=f"{key}.")
+    return Link(alpha, 1 / (1e9 * _number(found, "bandwidth_gbs", within=f"{key}.")))
+
+
+def _number(
+    keys: Mapping[str, Any], key: str, default: Any = None, *, whole: bool = False, most: float = math.inf,
+    least: float = -math.inf, within: str = "",
+) -> float:  # fmt: skip
+    value = keys.get(key, default)
+    if value is None:
+        raise ValueError(f"cluster key {within}{key} is missing")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _HUGE
+    in_range = is_number and (value > 1 / _HUGE or value >= least > -math.inf) and value <= most
+    if not in_range or (whole and value != int(value)):
+        kind = "a whole number" if whole else "a number"
+        bounds = f"{'from' if least == 0 else 'above'} 0" + (f" and at most {most:g}" if most < math.inf else "")
+        raise ValueError(f"cluster key {within}{key} must be {kind} {bounds}, got {value!r}")
+    return float(value)

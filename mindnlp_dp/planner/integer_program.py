@@ -1,0 +1,247 @@
+"""One strategy for each operator, so that what they cost and what lies between them costs is least, within a memory.
+
+Goes in: by node, what each of its strategies costs; by edge, what each pair of strategies costs between two nodes; what
+they take of memory, and when. Comes out: a choice, proven to be the best one unless time ran out.
+
+The program is the intra-operator one of Zheng et al., *Alpa* (OSDI 2022), section 4.2, with their linearisation of an
+edge made tight: for the matrix e of an edge (u, v), sums over a row equal u's choice and sums over a column v's. Then e
+need not be integer, since the rows and columns of a 0/1 choice leave it one value only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+from .linear_form import LinearForm
+from .program_input import edge as checked_edge
+from .program_input import live_sets, roots, vector
+
+# A cost so many times what a choice costs above the least is no part of a better one, and spoils the scale.
+_FAR = 100.0
+
+
+class InfeasibleError(ValueError):
+    """No choice keeps to what was asked for; the message says what is in the way."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What :func:`choose_strategies` found.
+
+    Attributes:
+        strategies: the place of the chosen strategy, by node.
+        cost: of nodes and edges together, in the unit of the costs.
+        is_optimal: whether it was proven that no choice costs less (by more than the gap that was allowed).
+        bound: what every choice costs at least.
+    """
+
+    strategies: list[int]
+    cost: float
+    is_optimal: bool
+    bound: float
+
+
+def choose_strategies(
+    costs: Sequence[Any],
+    edges: Sequence[tuple[int, int, Any]],
+    *,
+    usages: Optional[Sequence[Any]] = None,
+    lifetimes: Optional[Sequence[tuple[float, float]]] = None,
+    limit: Optional[float] = None,
+    follow: Optional[Sequence[Optional[int]]] = None,
+    alias: Sequence[tuple[int, int, Any]] = (),
+    time_limit: float = 60.0,
+    gap: float = 0.0,
+) -> Choice:
+    """Choose a strategy for every node at the least cost.
+
+    Args:
+        costs: by node v, an array (k_v,); inf forbids a strategy.
+        edges: (u, v, array (k_u, k_v)), what lies between the choices of u and v costs; inf forbids a pair.
+        usages: by node, an array (k_v,): bytes that a strategy takes while the node is live. Needs ``limit``.
+        lifetimes: by node, (first, last): live at times first <= t < last, never where last <= first. Without them, all
+            nodes are live together.
+        limit: bytes that may be in use at any time.
+        follow: by node, the node whose choice it shares, or None.
+        alias: (u, v, boolean array (k_u, k_v)), True where the two must not be chosen together.
+        time_limit: seconds for the solver, which may overrun them.
+        gap: relative, of which the cost may be above the bound.
+
+    Raises:
+        InfeasibleError: nothing keeps to all of this; says where, and of memory at which time and how much is missing.
+        TimeoutError: the time was over before any choice was found.
+        ValueError: shapes that do not fit, or numbers that mean nothing.
+    """
+    if not time_limit > 0 or not 0 <= gap < 1:
+        raise ValueError(f"time_limit must be seconds above 0, and gap from 0 on and below 1; got {time_limit}, {gap}")
+    problem = _Problem(costs, edges, usages=usages, lifetimes=lifetimes, limit=limit, follow=follow, alias=alias)
+    return problem.solve(time_limit, gap)
+
+
+class _Problem:
+    """The same with one node for all that follow one another, forbidden strategies gone, and one edge for a pair."""
+
+    def __init__(
+        self, costs: Any, edges: Any, *, usages: Any, lifetimes: Any, limit: Any, follow: Any, alias: Any
+    ) -> None:
+        self._original = [vector(cost, f"costs[{v}]") for v, cost in enumerate(costs)]
+        sizes = [len(cost) for cost in self._original]
+        self._root = roots(follow, sizes)
+        self._given_edges = [checked_edge(edge, sizes, "edges") for edge in edges]
+        aliases = [checked_edge(edge, sizes, "alias", boolean=True) for edge in alias]
+        self._costs = {v: np.zeros(sizes[v]) for v in sorted(set(self._root))}
+        for v, cost in enumerate(self._original):
+            self._costs[self._root[v]] += cost
+        self._edges: dict[tuple[int, int], np.ndarray] = {}
+        for u, v, matrix in [*self._given_edges, *aliases]:
+            self._add_edge(self._root[u], self._root[v], matrix)
+        self._limit, self._live = limit, live_sets(usages, lifetimes, limit, len(sizes))
+        self._usages = [] if usages is None else [vector(x, f"usages[{v}]", least=0.0) for v, x in enumerate(usages)]
+        if usages is not None and [len(x) for x in self._usages] != sizes:
+            raise ValueError(f"usages must have the shapes of costs, {sizes}; got {[len(x) for x in self._usages]}")
+        self._allowed = {v: np.isfinite(cost) for v, cost in self._costs.items()}
+        for _, live in self._live:
+            for v in live:
+                self._allowed[self._root[v]] &= np.isfinite(self._usages[v])
+        self._drop_what_cannot_be()
+
+    def _add_edge(self, u: int, v: int, matrix: np.ndarray) -> None:
+        if u == v:
+            self._costs[u] = self._costs[u] + np.diagonal(matrix)
+            return
+        if u > v:
+            u, v, matrix = v, u, matrix.T
+        known = self._edges.get((u, v))
+        self._edges[u, v] = matrix if known is None else known + matrix
+
+    def _drop_what_cannot_be(self) -> None:
+        """A strategy that is forbidden with all of a neighbour's is forbidden."""
+        changed = True
+        while changed:
+            changed = False
+            for v, allowed in self._allowed.items():
+                if not allowed.any():
+                    raise InfeasibleError(
+                        f"node {v} has no strategy left: each of its {len(allowed)} costs or uses inf, or is forbidden "
+                        "with all that a neighbour may choose"
+                    )
+            for (u, v), matrix in self._edges.items():
+                finite = np.isfinite(matrix)
+                for node, fits in (
+                    (u, finite[:, self._allowed[v]].any(axis=1)),
+                    (v, finite[self._allowed[u]].any(axis=0)),
+                ):
+                    left = self._allowed[node] & fits
+                    changed |= bool((left != self._allowed[node]).any())
+                    self._allowed[node] = left
+
+    # The program's columns: of every node its allowed strategies, then of every edge its allowed pairs.
+
+    def solve(self, time_limit: float, gap: float) -> Choice:
+        if not self._original:
+            return Choice([], 0.0, True, 0.0)
+        self._check_memory_alone()
+        deadline = time.monotonic() + time_limit
+        together: list[dict[int, int]] = []
+        while True:
+            program = LinearForm(self._costs, self._edges, self._allowed)
+            rows = [self._memory_row(program, live) for _, live in self._live]
+            rows += [program.not_all(chosen) for chosen in together]
+            result = program.solve(rows, max(0.01, deadline - time.monotonic()), gap)
+            if result.x is None:
+                if result.status == 1:
+                    raise TimeoutError(f"no choice was found within {time_limit} s; allow more")
+                self._explain(program, time_limit)
+            chosen = program.choice(result.x)
+            strategies = [chosen[root] for root in self._root]
+            # The solver lets a row be over by 1e-6 of it; a choice that is over by a byte is not one.
+            over = [live for _, live in self._live if self._is_over(self._usage(live, strategies))]
+            if over:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"no choice that keeps to {self._limit:.6g} bytes was found within {time_limit} s"
+                    )
+                together += [{self._root[v]: strategies[v] for v in live} for live in over]
+                continue
+            cost = self._cost(strategies)
+            if result.status != 0 or not self._drop_far_ones(chosen, program.largest):
+                break
+        is_optimal = result.status == 0
+        bound = cost if is_optimal and gap == 0 else min(cost, program.unscaled(result.mip_dual_bound))
+        return Choice(strategies, cost, is_optimal, bound)
+
+    def _drop_far_ones(self, chosen: dict[int, int], largest: float) -> bool:
+        """Forbid what alone costs more above the least than a choice that is known does; whether that was needed.
+
+        Where the largest cost is far above that, the solver's tolerances may have hidden the differences that matter.
+        """
+        above = {v: cost - cost[self._allowed[v]].min() for v, cost in self._costs.items()}
+        between = {}
+        for (u, v), matrix in self._edges.items():
+            inside = matrix[np.ix_(self._allowed[u], self._allowed[v])]
+            between[u, v] = matrix - inside[np.isfinite(inside)].min()
+        # Term by term, for in a difference of sums what is small is lost.
+        excess = sum(float(x[chosen[v]]) for v, x in above.items())
+        excess += sum(float(x[chosen[u], chosen[v]]) for (u, v), x in between.items())
+        if excess <= 0 or largest <= _FAR * excess:
+            return False
+        for v, x in above.items():
+            self._allowed[v] = self._allowed[v] & (x <= excess)
+        for pair, x in between.items():
+            self._edges[pair] = np.where(x <= excess, self._edges[pair], np.inf)
+        return True
+
+    def _cost(self, strategies: Sequence[int]) -> float:
+        nodes = sum(float(cost[s]) for cost, s in zip(self._original, strategies))
+        return nodes + sum(float(matrix[strategies[u], strategies[v]]) for u, v, matrix in self._given_edges)
+
+    def _is_over(self, usage: float) -> bool:
+        """By more than the rounding of a sum."""
+        return bool(usage > self._limit * (1 + 1e-12))
+
+    def _usage(self, live: frozenset[int], strategies: Sequence[int]) -> float:
+        return float(sum(self._usages[v][strategies[v]] for v in sorted(live)))
+
+    def _memory_row(
+        self, program: LinearForm, live: frozenset[int], scale: Optional[float] = None
+    ) -> tuple[np.ndarray, float]:
+        """Of what is used above the least of each node, so that the solver's tolerance is one of the differences."""
+        row, room = np.zeros(program.num_columns), float(self._limit)
+        for v in sorted(live):
+            usage = self._usages[v][self._allowed[self._root[v]]]
+            row[program.columns_of(self._root[v])] += usage - usage.min()
+            room -= float(usage.min())
+        scale = scale or max(room, float(row.max(initial=0.0)), 1e-300)
+        return row / scale, room / scale
+
+    def _check_memory_alone(self) -> None:
+        """Where even the thriftiest strategies are too much, no program is needed to say so."""
+        for at, live in self._live:
+            least = sum(float(self._usages[v][self._allowed[self._root[v]]].min()) for v in sorted(live))
+            if self._is_over(least):
+                raise InfeasibleError(_missing(at, least, self._limit, len(live)))
+
+    def _explain(self, program: LinearForm, time_limit: float) -> None:
+        """Raise, with what is in the way: the least memory that some choice needs, or choices that exclude others."""
+        if self._live and program.solve([], time_limit, 1.0).x is not None:
+            scale = max(float(self._limit), 1.0)
+            rows = [self._memory_row(program, live, scale) for _, live in self._live]
+            result = program.solve(rows, time_limit, 0.0, least_excess=True)
+            if result.x is not None:
+                chosen = program.choice(result.x)
+                strategies = [chosen[root] for root in self._root]
+                usage, at, num = max((self._usage(live, strategies), t, len(live)) for t, live in self._live)
+                raise InfeasibleError(_missing(at, usage, self._limit, num))
+        raise InfeasibleError("no choice keeps clear of all forbidden pairs (inf in edges, True in alias)")
+
+
+def _missing(at: float, usage: float, limit: float, num: int) -> str:
+    return (
+        f"at time {at:g}, the {num} nodes that are live take {usage:.6g} bytes at least, and {limit:.6g} are "
+        f"allowed: {usage - limit:.6g} are missing"
+    )

@@ -1,0 +1,140 @@
+"""Which parallelism, for a model on a cluster: all that can be are priced, the best few are played through.
+
+Goes in: a model, a cluster, a number of samples an update. Comes out: plans, best first, and what was left out and why.
+The two levels are those of Zheng et al., *Alpa* (OSDI 2022): the integer program chooses how each operator is cut among
+the devices of a stage (:mod:`~mindnlp_dp.planner.memory`, ``roles_of``), the dynamic program which layers a stage has
+(:mod:`~mindnlp_dp.planner.slicing`). What theirs leaves out, this prices: messages between stages, the number of micro
+batches, the optimizer; and the best by formula are played by a simulator that knows no formula, which decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from .candidates import Candidate, Candidates
+from .cluster import Cluster
+from .integer_program import InfeasibleError
+from .meshes import mesh_problem
+from .operators import Model
+from .plan_types import Plan, Plans
+from .play import play
+from .schedule import SCHEDULES
+from .stage_costs import Sharing, layers_of, mesh_name
+
+# How many plans by formula are played through, and of how many layers stages with different meshes are made.
+_PLAYED = 24
+_COARSE_LAYERS = 24
+_MOST_LAYERS = 128
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    batch: int,
+    *,
+    zero_stage: Optional[int] = None,
+    schedules: Sequence[str] = SCHEDULES,
+    mixed_stages: bool = True,
+    fill: float = 0.9,
+) -> Plans:
+    """Find the plans for ``batch`` samples an update on all devices of a cluster, the best of each mesh.
+
+    Args:
+        zero_stage: of the optimizer; by default 1 wherever several devices have the same parameters.
+        schedules: those of pipelines that are looked at.
+        mixed_stages: whether stages may have different meshes.
+        fill: the share of a device's memory that may be taken; what a framework keeps besides is in the rest.
+
+    Raises:
+        InfeasibleError: nothing fits; says what comes closest.
+        ValueError: the batch is none.
+    """
+    if not 0 < fill <= 1:
+        raise ValueError(f"fill must be a share of the memory above 0 and at most 1, got {fill}")
+    search = Candidates(model, cluster, batch, zero_stage, schedules, fill)
+    candidates = sorted(search.uniform(layers_of(model, _MOST_LAYERS)), key=lambda c: c.seconds)
+    if mixed_stages and cluster.num_devices > 1:
+        coarse = layers_of(model, min(_COARSE_LAYERS, model.most_stages or _COARSE_LAYERS))
+        candidates += search.mixed(coarse, _totals(candidates))
+        candidates.sort(key=lambda c: c.seconds)
+    played: dict[str, Plan] = {}
+    for candidate in candidates:
+        if len(played) >= _PLAYED and candidate.seconds > 1.5 * min(p.seconds for p in played.values()):
+            break
+        found = play(search, candidate)
+        # Of one mesh, the best of its micro batches and schedules.
+        if found is not None and (str(found) not in played or found.seconds < played[str(found)].seconds):
+            played[str(found)] = found
+    if not played:
+        closest = min(search.rejected, key=lambda r: r.needs or float("inf"))
+        raise InfeasibleError(
+            f"nothing of {len(search.rejected)} ways to train {model.name} fits on {cluster.num_devices} devices; "
+            f"closest is {closest.what}: {closest.why}"
+        )
+    plans = sorted(played.values(), key=lambda p: p.seconds)
+    return Plans(plans, search.rejected, model=model, cluster=cluster, batch=batch, num_priced=len(candidates))
+
+
+def predict(
+    model: Model,
+    cluster: Cluster,
+    batch: int,
+    mesh: Mapping[str, int],
+    micro_batch: int,
+    *,
+    schedule: str = "1f1b",
+    recompute: bool = False,
+    zero_stage: int = 0,
+    blocks: Optional[Sequence[int]] = None,
+) -> Plan:
+    """What one way to train is expected to take, whether it fits or not.
+
+    Args:
+        mesh: sizes by axis, as for ``--mesh``; their product is the number of the cluster's devices.
+        micro_batch: samples of a device at a time.
+        blocks: transformer layers of each stage; by default as evenly as ``--mesh`` shares them out.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+    """
+    unknown = sorted(set(mesh) - {"dp", "pp", "ep", "tp"})
+    if unknown or any(not isinstance(size, int) or size < 1 for size in mesh.values()) or micro_batch < 1:
+        raise ValueError(
+            f"a mesh has axes dp, pp, ep, tp, each and the micro batch from 1 on; got {dict(mesh)}, {micro_batch}"
+        )
+    sharing = Sharing(mesh.get("dp", 1), mesh.get("tp", 1), mesh.get("ep", 1))
+    pp = mesh.get("pp", 1)
+    if pp * sharing.num_devices != cluster.num_devices:
+        raise ValueError(f"{dict(mesh)} is not {cluster.num_devices} devices, which {cluster.name} has")
+    if batch % (sharing.num_data * micro_batch):
+        raise ValueError(f"{sharing.num_data} devices with {micro_batch} samples each do not divide {batch} samples")
+    search = Candidates(model, cluster, batch, zero_stage, [schedule], float("inf"))
+    firsts = layers_of(model, len(model.cuts) + 1)
+    problem = mesh_problem(model, pp, sharing, batch, len(firsts))
+    if problem:
+        raise ValueError(f"{mesh_name(sharing.mesh(pp))}: {problem}")
+    bounds = _bounds(len(firsts), pp, blocks)
+    slices = [(a, b - 1, sharing) for a, b in zip(bounds, bounds[1:])]
+    num = batch // sharing.num_data // micro_batch
+    name = schedule if pp > 1 else ""
+    found = play(search, Candidate(0.0, slices, firsts, [micro_batch] * pp, num, name, recompute, zero_stage))
+    assert found is not None, "memory is no matter"
+    return found
+
+
+def _bounds(num_layers: int, pp: int, blocks: Optional[Sequence[int]]) -> list[int]:
+    if blocks is None:
+        return [num_layers * stage // pp for stage in range(pp + 1)]
+    if len(blocks) != pp or sum(blocks) != num_layers or min(blocks) < 1:
+        raise ValueError(f"{list(blocks)} does not share out {num_layers} layers among {pp} stages")
+    return [sum(blocks[:stage]) for stage in range(pp + 1)]
+
+
+def _totals(candidates: Sequence[Candidate]) -> list[int]:
+    """Samples of a micro batch over all devices of a stage, of the three best pipelines by formula."""
+    best: dict[int, float] = {}
+    for candidate in candidates:
+        if len(candidate.slices) > 1:
+            best.setdefault(candidate.micro_batches[0] * candidate.slices[0][2].num_data, candidate.seconds)
+    return sorted(best, key=lambda total: best[total])[:3]

@@ -1,0 +1,125 @@
+"""A candidate played through: its pipeline event by event, its memory with the micro batches that are in flight.
+
+Goes in: a candidate that was priced by formula. Comes out: a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from .candidates import Candidate, Candidates
+from .plan_types import Plan, StagePlan
+from .schedule import most_in_flight
+from .simulate import Timeline, simulate_pipeline
+from .stage_costs import Sharing
+
+# Of a pipeline, at least so many micro batches are played, and twice as many.
+_PLAYED_MICRO_BATCHES = 256
+
+
+def play(search: Candidates, candidate: Candidate) -> Optional[Plan]:
+    """The plan with its timeline; None where the micro batches that this schedule keeps do not fit."""
+    stages = [_stage(search, candidate, place) for place in range(len(candidate.slices))]
+    if max(stage.memory.total for stage in stages) > search.room:
+        return None
+    pp, num, schedule = len(stages), candidate.num_micro_batches, candidate.schedule or "1f1b"
+    forward, backward = [s.forward for s in stages], [s.backward for s in stages]
+    makespan, timeline = _played(forward, backward, num, schedule, _transfers(search, candidate))
+    at_once = _played(forward, backward, num, schedule, 0.0)[0] if pp > 1 else makespan
+    slowest = max(stages, key=lambda s: s.forward + s.backward)
+    busy = num * (slowest.forward + slowest.backward)
+    gradients, optimizer = _update(search, candidate)
+    parts = {
+        "compute": busy - num * slowest.collectives,
+        "collectives": num * slowest.collectives,
+        "transfers": max(0.0, makespan - at_once),
+        "bubble": max(0.0, at_once - busy),
+        "gradients": gradients,
+        "optimizer": optimizer,
+    }
+    seconds = makespan + gradients + optimizer
+    alone = _one_device(search, candidate)
+    # What a device computes on average: were all exchanges free and no stage idle, an update would take that.
+    work = sum(s.sharing.num_devices * num * (s.forward + s.backward - s.collectives) for s in stages)
+    least = work / sum(s.sharing.num_devices for s in stages) + optimizer
+    return Plan(
+        stages, candidate.micro_batches[0], num, candidate.schedule, candidate.recompute, candidate.zero_stage, seconds,
+        parts, search.cluster.memory, alone / seconds, alone / least, timeline,
+    )  # fmt: skip
+
+
+def _played(
+    forward: Sequence[float], backward: Sequence[float], num: int, schedule: str, transfer: Any
+) -> tuple[float, Timeline]:
+    """The time of ``num`` micro batches, and the timeline of these, or of as many as it takes to know the others'."""
+    few = max(_PLAYED_MICRO_BATCHES, 8 * len(forward))
+    if num <= 2 * few:
+        timeline = simulate_pipeline(forward, backward, num, schedule, transfer)
+        return timeline.makespan, timeline
+    # Once a pipeline is full, each further micro batch takes the same time.
+    shorter = simulate_pipeline(forward, backward, few, schedule, transfer)
+    timeline = simulate_pipeline(forward, backward, 2 * few, schedule, transfer)
+    each = (timeline.makespan - shorter.makespan) / few
+    return timeline.makespan + (num - 2 * few) * each, timeline
+
+
+def _stage(search: Candidates, candidate: Candidate, place: int) -> StagePlan:
+    (first, last, sharing), micro_batch = candidate.slices[place], candidate.micro_batches[place]
+    costs = search.costs(sharing, candidate.firsts)
+    pp, num = len(candidate.slices), candidate.num_micro_batches
+    in_flight = most_in_flight(candidate.schedule, place, pp, num) if pp > 1 else 1
+    t = costs.times(first, last, micro_batch)
+    ahead = float(t.forward + t.forward_collectives)
+    again = ahead if candidate.recompute else 0.0
+    collectives = float(t.forward_collectives * (1 + candidate.recompute) + t.backward_collectives)
+    bounds = [*candidate.firsts, len(search.model.graph.operators)]
+    operators = (bounds[first], bounds[last + 1] - 1)
+    memory = costs.memory(
+        first, last, micro_batch, in_flight=in_flight, zero_stage=candidate.zero_stage, recompute=candidate.recompute
+    )
+    backward = float(t.backward + t.backward_collectives) + again
+    return StagePlan(operators, _blocks(search, *operators), sharing, ahead, backward, collectives, memory)
+
+
+def _blocks(search: Candidates, first: int, last: int) -> Optional[tuple[int, int]]:
+    model = search.model
+    if not model.blocks:
+        return None
+    places = [0, *model.cuts, len(model.graph.operators)]
+    return model.blocks[places.index(first)], model.blocks[places.index(last + 1)]
+
+
+def _transfers(search: Candidates, candidate: Candidate) -> list[float]:
+    """Seconds of a micro batch's way, by boundary."""
+    seconds, first_device = [], 0
+    for place, ((_, _, before), (first, _, sharing)) in enumerate(zip(candidate.slices, candidate.slices[1:])):
+        boundary = search.boundaries.between((before.dp, before.tp), (sharing.dp, sharing.tp), first_device)
+        entering = float(search.costs(sharing, candidate.firsts).entering[first])
+        seconds.append(boundary.time(candidate.micro_batches[place + 1] * sharing.dp * entering))
+        first_device += before.num_devices
+    return seconds
+
+
+def _update(search: Candidates, candidate: Candidate) -> tuple[float, float]:
+    """Seconds of the exchange of gradients and of the optimizer, of the slowest stage each."""
+    exchanges, optimizers, tied = [], [], 0.0
+    for first, last, sharing in candidate.slices:
+        costs = search.costs(sharing, candidate.firsts)
+        exchange, optimizer = costs.update(first, last, candidate.zero_stage)
+        exchanges.append(exchange)
+        optimizers.append(optimizer)
+        tied = max(tied, costs.tied_parameters(first, last))
+    cluster = search.cluster
+    link = cluster.between if cluster.num_hosts > 1 else cluster.inside
+    # Two stages that have the same weights sum up their gradients.
+    of_tied = link.alpha + link.beta * cluster.bytes_per_value * tied if tied else 0.0
+    return max(exchanges) + of_tied, max(optimizers)
+
+
+def _one_device(search: Candidates, candidate: Candidate) -> float:
+    """Seconds of an update on one device with the same micro batches, memory aside."""
+    costs = search.costs(Sharing(), candidate.firsts)
+    last, micro_batch = len(candidate.firsts) - 1, candidate.micro_batches[0]
+    num = search.batch // micro_batch
+    return num * float(costs.times(0, last, micro_batch).total) + sum(costs.update(0, last, 0))

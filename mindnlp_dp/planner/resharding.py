@@ -1,0 +1,123 @@
+"""Which piece of a tensor goes from which devices of one mesh to which of another.
+
+Goes in: a tensor's shape, and how it lies on either mesh. Comes out: unit tasks, each a piece that some devices have
+and others want. As Zhuang et al., *On Optimizing the Communication of Model Parallelism* (MLSys 2023), section 3.
+
+A layout is written by dimension: R is replicated, S0 and S1 are cut over the first (hosts) and second (devices of a
+host) axis of the mesh, S01 over both, host by host: "S0RR", "RS01R".
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# (host, device within it), and (first, last + 1) by dimension.
+Device = tuple[int, int]
+Box = tuple[tuple[int, int], ...]
+MeshAndSpec = tuple[tuple[int, int], str]
+
+
+@dataclass(frozen=True)
+class UnitTask:
+    """A piece of a tensor that travels as a whole.
+
+    Attributes:
+        box: by dimension, (first, last + 1) of the piece in the tensor.
+        senders: devices of the source mesh that have it, any of which may send it.
+        receivers: devices of the destination mesh, all of which want it.
+        size: its number of elements.
+    """
+
+    box: Box
+    senders: tuple[Device, ...]
+    receivers: tuple[Device, ...]
+    size: int
+
+    @property
+    def sender_hosts(self) -> tuple[int, ...]:
+        return tuple(sorted({host for host, _ in self.senders}))
+
+    @property
+    def receiver_hosts(self) -> tuple[int, ...]:
+        return tuple(sorted({host for host, _ in self.receivers}))
+
+
+def unit_tasks(
+    shape: Sequence[int],
+    source: MeshAndSpec = ((2, 4), "S0RR"),
+    destination: MeshAndSpec = ((2, 4), "RS0R"),
+) -> list[UnitTask]:
+    """The pieces of a tensor of this shape, from one mesh to another, by source tile and then by destination tile.
+
+    Args:
+        source: (hosts, devices of a host), and the layout there.
+        destination: the same of where it goes.
+
+    Tiles of a dimension that the devices do not divide differ by one element, as NumPy's ``array_split``; of more
+    devices than elements, the last ones have none.
+
+    >>> [task.size for task in unit_tasks((4, 6), ((2, 1), "S0R"), ((1, 3), "RS1"))]
+    [4, 4, 4, 4, 4, 4]
+    """
+    have, want = tiles(shape, *source), tiles(shape, *destination)
+    tasks = []
+    for (here, senders), (there, receivers) in itertools.product(have.items(), want.items()):
+        box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(here, there))
+        size = math.prod(max(0, end - begin) for begin, end in box)
+        if size:
+            tasks.append(UnitTask(box, tuple(senders), tuple(receivers), size))
+    return tasks
+
+
+def tiles(shape: Sequence[int], mesh: tuple[int, int], spec: str) -> dict[Box, list[Device]]:
+    """The tiles of a layout, with the devices that have each, host by host; those without an element left out.
+
+    Raises:
+        ValueError: the layout is none, or not one of such a tensor.
+    """
+    axes_of = parse_spec(spec, len(shape))
+    if len(mesh) != 2 or any(size < 1 for size in mesh):
+        raise ValueError(f"a mesh is (hosts, devices of a host), each from 1 on; got {mesh}")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a shape has sizes from 0 on, got {tuple(shape)}")
+    found: dict[Box, list[Device]] = {}
+    for device in itertools.product(range(mesh[0]), range(mesh[1])):
+        box = box_of(shape, mesh, axes_of, device)
+        if all(begin < end for begin, end in box):
+            found.setdefault(box, []).append(device)
+    return found
+
+
+def box_of(shape: Sequence[int], mesh: tuple[int, int], axes_of: Sequence[tuple[int, ...]], device: Device) -> Box:
+    """What a device has of a tensor, where dimension d is cut over the mesh's axes ``axes_of[d]``."""
+    box = []
+    for size, axes in zip(shape, axes_of):
+        number, parts = 0, 1
+        for axis in axes:
+            number, parts = number * mesh[axis] + device[axis], parts * mesh[axis]
+        small, larger = divmod(size, parts)
+        begin = number * small + min(number, larger)
+        box.append((begin, begin + small + (number < larger)))
+    return tuple(box)
+
+
+def parse_spec(spec: str, num_dimensions: int) -> list[tuple[int, ...]]:
+    """By dimension, the axes of the mesh that it is cut over.
+
+    >>> parse_spec("RS01R", 3)
+    [(), (0, 1), ()]
+    """
+    parts = re.findall(r"R|S01|S10|S0|S1", spec)
+    if "".join(parts) != spec or len(parts) != num_dimensions:
+        raise ValueError(
+            f"a layout of {num_dimensions} dimensions has R, S0, S1 or S01 for each of them, as in "
+            f"{'S0' + 'R' * (num_dimensions - 1)!r}; got {spec!r}"
+        )
+    axes = [tuple(int(digit) for digit in part[1:]) for part in parts]
+    if len(set(sum(axes, ()))) < len(sum(axes, ())):
+        raise ValueError(f"an axis of the mesh cuts one dimension at most, got {spec!r}")
+    return axes

@@ -1,0 +1,219 @@
+"""What a role on a mesh costs an operator, and the integer program that chooses one for each.
+
+Goes in: a graph of operators, a mesh of devices and how fast they are. Comes out: seconds, and roles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+from .cluster import Link, all_gather, all_reduce, all_to_all
+from .integer_program import Choice, choose_strategies
+from .operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROLES, ROW, VOCABULARY, Graph, Operator
+
+# Where doing the same on all devices is dear: products, and tables that would be everywhere.
+_HEAVY = ("matmul", "embedding", "attention", "experts")
+Roles = tuple[str, str]
+Layout = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices in two axes.
+
+    Attributes:
+        shape: (n0, n1).
+        links: of either axis.
+        tie_breakers: added to an all-reduce, an all-gather and an all-to-all, so that equal ways do not draw.
+    """
+
+    shape: tuple[int, int]
+    links: tuple[Link, Link]
+    tie_breakers: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def all_reduce(self, axis: int, b: float) -> float:
+        return self._with_tie(all_reduce(self.shape[axis], b, self.links[axis]), 0)
+
+    def all_gather(self, axis: int, b: float) -> float:
+        return self._with_tie(all_gather(self.shape[axis], b, self.links[axis]), 1)
+
+    def all_to_all(self, axis: int, b: float) -> float:
+        return self._with_tie(all_to_all(self.shape[axis], b, self.links[axis]), 2)
+
+    def _with_tie(self, cost: float, kind: int) -> float:
+        return cost + self.tie_breakers[kind] if cost else 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a device computes: seconds a FLOP, a value that is moved, an attention score, a random number, a call, and a
+    weight's gradient that is made and added to the sum of a window; bytes a value."""
+
+    flop: float = 0.0
+    value: float = 0.0
+    score: float = 0.0
+    draw: float = 0.0
+    call: float = 0.0
+    gradient: float = 0.0
+    bytes_per_value: int = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of an operator in a micro batch, and once in an update."""
+
+    compute: float
+    collectives: float
+    backward_collectives: float
+    update: float
+
+
+def strategies(
+    operator: Operator, mesh: Mesh, *, redundant: bool, axes_for: Sequence[Any] = (None, None)
+) -> list[Roles]:
+    """The pairs of roles that an operator may take.
+
+    Args:
+        redundant: whether products may be done on all devices of an axis alike.
+        axes_for: by axis, the roles that are allowed; None for all.
+    """
+    choices = []
+    for axis in (0, 1):
+        roles = list(operator.only or ROLES[operator.kind])
+        if axes_for[axis] is not None:
+            roles = [role for role in roles if role in axes_for[axis]]
+        if mesh.shape[axis] == 1:
+            roles = [NONE]
+        elif not redundant and operator.kind in _HEAVY and len(roles) > 1:
+            roles = [role for role in roles if role != NONE]
+        choices.append(roles)
+    return list(itertools.product(choices[0], choices[1]))
+
+
+def layouts(operator: Operator, roles: Roles) -> tuple[Layout, Layout]:
+    """How the input must lie and how the output does, by axis."""
+    (a, c), (b, d) = (ROLES[operator.kind][role] for role in roles)
+    return (a, b), (c, d)
+
+
+def cost_of(
+    operator: Operator, roles: Roles, mesh: Mesh, work: Work, samples: float, *, input_has_gradient: bool = True,
+    backwards: bool = True,
+) -> Cost:  # fmt: skip
+    """Of a micro batch of so many samples on the whole mesh, with what its roles exchange.
+
+    Where both axes have the same role, one sums up behind the other, all of it, as Alpa prices it.
+    """
+    size = work.bytes_per_value
+    shares = dict.fromkeys((BATCH, COLUMN, ROW, VOCABULARY, EXPERT, FEATURE, NONE), 1)
+    for role, n in zip(roles, mesh.shape):
+        shares[role] *= n
+    num_parts = int(np.prod([n for role, n in shares.items() if role != NONE]))
+    # Calls are not shared out: each device starts its own.
+    passes = (3 if input_has_gradient else 2) if backwards else 1
+    compute = passes * samples * operator.flops / num_parts * work.flop
+    compute += samples * operator.masks / num_parts * work.draw
+    compute += (3 if backwards else 1) * (
+        samples * (operator.traffic * work.value + operator.scores * work.score) / num_parts
+        + operator.calls * work.call
+    )
+    weights = operator.parameters
+    for role in (COLUMN, ROW, VOCABULARY, EXPERT):
+        weights /= shares[role]
+    # However few samples there are.
+    compute += weights * work.gradient if backwards else 0.0
+    output = size * samples * operator.num_out / (shares[BATCH] * shares[COLUMN] * shares[EXPERT])
+    inputs = size * samples * operator.num_in / (shares[BATCH] * shares[ROW] * shares[EXPERT])
+    forward = backward = update = 0.0
+    for axis, role in enumerate(roles):
+        if role in (ROW, VOCABULARY):
+            forward += mesh.all_reduce(axis, output)
+        elif role == COLUMN and operator.kind == "experts":
+            forward += mesh.all_reduce(axis, output * shares[COLUMN])
+            backward += mesh.all_reduce(axis, inputs)
+        elif role == COLUMN and operator.kind == "matmul" and input_has_gradient:
+            backward += mesh.all_reduce(axis, inputs)
+        elif role == EXPERT:
+            # To the experts and back, in either pass; the bytes of all devices of the axis together.
+            way = mesh.all_to_all(axis, inputs * mesh.shape[axis] * operator.copies)
+            forward, backward = forward + 2 * way, backward + 2 * way
+        elif role == FEATURE and operator.kind == "loss":
+            # The largest logit, the sum of all, and the label's, by row.
+            rows = operator.rows if operator.rows_out is None else operator.rows_out
+            forward += mesh.all_reduce(axis, 3 * size * samples * rows / shares[BATCH])
+        elif role == BATCH:
+            update += mesh.all_reduce(axis, size * weights)
+    if not backwards:
+        backward = 0.0
+    return Cost(compute, forward, backward, update)
+
+
+def resharding(mesh: Mesh, have: Layout, want: Layout, b: float) -> float:
+    """Seconds to bring a tensor of b bytes from one layout to the other, axis by axis."""
+    cut = [n for n, lies in zip(mesh.shape, have) if lies != NONE]
+    held = b / int(np.prod(cut)) if cut else b
+    total = 0.0
+    for axis, (before, after) in enumerate(zip(have, want)):
+        n = mesh.shape[axis]
+        if before == after or n == 1:
+            continue
+        if before == NONE:
+            held /= n
+        elif after == NONE:
+            held *= n
+            total += mesh.all_gather(axis, held)
+        else:
+            total += mesh.all_to_all(axis, held * n)
+    return total
+
+
+def choose_roles(
+    graph: Graph, mesh: Mesh, work: Work, samples: float, *, num_micro_batches: int = 1, redundant: bool = True,
+    axes_for: Sequence[Any] = (None, None), entering: Optional[Mapping[str, Layout]] = None,
+    leaving: Optional[Layout] = None, input_gradient: bool = False, time_limit: float = 60.0, gap: float = 0.0,
+) -> tuple[Choice, dict[str, Roles]]:  # fmt: skip
+    """Solve the integer program of a graph: seconds of an update of so many micro batches.
+
+    Args:
+        samples: of a micro batch, on the whole mesh.
+        redundant: whether products may be done on all devices of an axis alike, at their price.
+        entering: layouts of activations that come from outside of the graph, by the operator that takes them.
+        leaving: the layout that the last operator's output must have.
+        input_gradient: whether what comes from outside has a gradient, that is, is an activation.
+    """
+    places = {operator.name: v for v, operator in enumerate(graph.operators)}
+    options = [strategies(o, mesh, redundant=redundant, axes_for=axes_for) for o in graph.operators]
+    size = work.bytes_per_value
+    costs, edges = [], []
+    for v, operator in enumerate(graph.operators):
+        has_gradient = bool(operator.inputs) or (input_gradient and operator.kind != "embedding")
+        row = []
+        for roles in options[v]:
+            cost = cost_of(operator, roles, mesh, work, samples, input_has_gradient=has_gradient)
+            seconds = cost.compute + cost.collectives + cost.backward_collectives
+            if entering is not None and operator.name in entering:
+                want = layouts(operator, roles)[0]
+                b = size * samples * operator.num_in
+                seconds += resharding(mesh, entering[operator.name], want, b)
+                seconds += resharding(mesh, want, entering[operator.name], b) if input_gradient else 0.0
+            if leaving is not None and v == len(graph.operators) - 1:
+                have, b = layouts(operator, roles)[1], size * samples * operator.num_out
+                seconds += resharding(mesh, have, leaving, b) + resharding(mesh, leaving, have, b)
+            row.append(num_micro_batches * seconds + cost.update)
+        costs.append(np.array(row))
+        for source in operator.inputs:
+            u = places[source]
+            b = size * samples * graph.operators[u].num_out
+            matrix = np.empty((len(options[u]), len(options[v])))
+            for i, j in itertools.product(range(len(options[u])), range(len(options[v]))):
+                have = layouts(graph.operators[u], options[u][i])[1]
+                want = layouts(operator, options[v][j])[0]
+                matrix[i, j] = resharding(mesh, have, want, b) + resharding(mesh, want, have, b)
+            edges.append((u, v, num_micro_batches * matrix))
+    choice = choose_strategies(costs, edges, time_limit=time_limit, gap=gap)
+    return choice, {o.name: options[v][choice.strategies[v]] for o, v in zip(graph.operators, range(len(options)))}

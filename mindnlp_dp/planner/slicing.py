@@ -1,0 +1,266 @@
+"""Layers shared out among the stages of a pipeline, and devices among them, so that an update takes the least time.
+
+Goes in: what a run of layers costs a micro batch, on every submesh. Comes out: the slicing whose time
+
+    T = sum of the stages' times + (B - 1) x the slowest one's
+
+is least. The dynamic program is that of Zheng et al., *Alpa* (OSDI 2022), section 5.2: with a bound on the slowest
+stage, the least sum by layers, stages and devices that are left. Theirs tries one bound after the other; here, an
+interval of bounds is left alone when its longest slowest stage allows no better sum, and halved otherwise, which finds
+the same optimum after a few programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+from .integer_program import InfeasibleError
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """What :func:`slice_stages` found.
+
+    Attributes:
+        total: the time of an update, in the unit of the costs.
+        slowest: the slowest stage's time for a micro batch.
+        stages: (first layer, last layer, submesh, configuration) each, in order.
+    """
+
+    total: float
+    slowest: float
+    stages: list[tuple[int, int, int, int]]
+
+
+def slice_stages(
+    cost: Any,
+    max_in_flight: Optional[Any],
+    submesh_sizes: Sequence[int],
+    num_devices: int,
+    num_microbatches: int,
+    *,
+    boundary: Optional[Any] = None,
+) -> Slicing:
+    """Slice L layers into stages on exactly ``num_devices`` devices.
+
+    Args:
+        cost: array (L, L, M, C): the time of a micro batch for layers first to last, both included, on submesh m in
+            configuration c; inf where it cannot be.
+        max_in_flight: array of the same shape: how many stages may follow this one, whose micro batches it keeps in
+            memory besides its own; -1 where not even one fits. None: memory is no matter.
+        submesh_sizes: devices of each of the M submeshes.
+        num_microbatches: B, in an update.
+        boundary: array (L,) or (L, M): the time of a micro batch's way into a stage that begins at a layer (on a
+            submesh), counted as that stage's; layer 0's does not count.
+
+    Raises:
+        InfeasibleError: no slicing uses all devices and keeps to the memory; says what is in the way.
+        ValueError: shapes that do not fit, or numbers that mean nothing.
+    """
+    cost, allowed = _checked(cost, max_in_flight, submesh_sizes, num_devices, num_microbatches)
+    if boundary is not None:
+        way = np.asarray(boundary, np.float64)
+        num_layers, num_submeshes = cost.shape[0], cost.shape[2]
+        if way.shape not in ((num_layers,), (num_layers, num_submeshes)) or not (way >= 0).all():
+            raise ValueError(
+                f"boundary must be times from 0 on, ({num_layers},) or ({num_layers}, {num_submeshes}); got {way.shape}"
+            )
+        way = way.reshape(num_layers, 1, -1, 1).copy()
+        way[0] = 0.0
+        cost = cost + way
+    table = _Table(cost, allowed, submesh_sizes, num_devices)
+    slowest, best = _least(table, num_microbatches)
+    del slowest
+    if best is None:
+        raise InfeasibleError(_why(table, cost, allowed, submesh_sizes, num_devices))
+    times = [float(cost[stage]) for stage in best]
+    total = sum(times) + (num_microbatches - 1) * max(times)
+    return Slicing(total, max(times), best)
+
+
+def _least(table: _Table, num_microbatches: int) -> tuple[float, Optional[list[tuple[int, int, int, int]]]]:
+    """The least T over all bounds of the slowest stage, and its stages."""
+    bounds = table.times()
+    best, best_bound = np.inf, None
+    if not len(bounds):
+        return best, None
+    high = len(bounds) - 1
+    sums = {high: table.least_sum(bounds[high])}
+    best, best_bound = sums[high] + (num_microbatches - 1) * bounds[high], bounds[high]
+    if not np.isfinite(sums[high]):
+        return best, None
+    # Intervals (low, high] of bounds, the sum at high known: no bound within has a smaller sum.
+    open_ = [(-1, high)]
+    while open_:
+        low, high = open_.pop()
+        if high - low <= 1 or sums[high] + (num_microbatches - 1) * bounds[low + 1] >= best:
+            continue
+        middle = (low + high) // 2
+        sums[middle] = table.least_sum(bounds[middle])
+        total = sums[middle] + (num_microbatches - 1) * bounds[middle]
+        if total < best:
+            best, best_bound = total, bounds[middle]
+        # Below a bound that nothing keeps to, nothing keeps to any; the lower half last, so that it is looked at first.
+        open_.append((middle, high))
+        if np.isfinite(sums[middle]):
+            open_.append((low, middle))
+    return best, table.stages(best_bound)
+
+
+class _Table:
+    """The dynamic program: F(s, k, d), the least sum for layers k to the end in s stages on d devices."""
+
+    def __init__(self, cost: np.ndarray, allowed: np.ndarray, sizes: Sequence[int], num_devices: int) -> None:
+        self.num_layers, _, self.num_submeshes, _ = cost.shape
+        self.sizes, self.num_devices = list(sizes), num_devices
+        first, last = np.indices(cost.shape[:2])
+        backwards = (last < first)[:, :, None, None]
+        self.cost = np.where(backwards | (allowed < 0) | (np.array(sizes) > num_devices)[:, None], np.inf, cost)
+        self.allowed = allowed
+        self.most_stages = min(self.num_layers, num_devices // min(sizes))
+        # Where memory never binds, how many stages follow is no matter, and one table does for all numbers of them.
+        usable = self.allowed[np.isfinite(self.cost)]
+        self.is_bound = bool(len(usable)) and int(usable.min()) < self.most_stages - 1
+        levels = np.unique(np.minimum(usable, self.most_stages - 1)) if self.is_bound else np.array([0])
+        # The least cost over configurations that so many stages may follow; the same for all up to the next level.
+        self.levels = levels
+        self._best = [
+            np.where(self.allowed >= level, self.cost, np.inf).min(axis=3) if self.is_bound else self.cost.min(axis=3)
+            for level in levels
+        ]
+
+    def times(self) -> np.ndarray:
+        """What the slowest stage may take, ascending."""
+        return np.unique(self.cost[np.isfinite(self.cost)])
+
+    def _fill(self, bound: float) -> list[np.ndarray]:
+        """F by stages from 1 on, each (layers + 1, devices + 1); or, where memory never binds, F over any number."""
+        tables: list[np.ndarray] = []
+        shape = (self.num_layers + 1, self.num_devices + 1)
+        end = np.full(shape, np.inf)
+        end[-1, 0] = 0.0
+        capped = [np.where(best <= bound, best, np.inf) for best in self._best]
+        diagonals = [self._diagonals(best) for best in capped]
+        if not self.is_bound:
+            return [self._any_number(diagonals[0], end)]
+        before = end
+        for stages in range(1, self.most_stages + 1):
+            level = int(np.searchsorted(self.levels, stages - 1))
+            if level == len(self.levels):
+                break
+            now = np.full(shape, np.inf)
+            for width, submesh, times in diagonals[level]:
+                size = self.sizes[submesh]
+                rows = len(times)
+                rest = before[width : width + rows, : shape[1] - size]
+                np.minimum(now[:rows, size:], times[:, None] + rest, out=now[:rows, size:])
+            if not np.isfinite(now).any():
+                break
+            tables.append(now)
+            before = now
+        return tables
+
+    def _any_number(self, diagonals: list[tuple[int, int, np.ndarray]], end: np.ndarray) -> np.ndarray:
+        """Where the number of stages is no matter: from the last layer to the first."""
+        table = end.copy()
+        for first in range(self.num_layers - 1, -1, -1):
+            for width, submesh, times in diagonals:
+                if first < len(times):
+                    size = self.sizes[submesh]
+                    rest = table[first + width, : table.shape[1] - size]
+                    np.minimum(table[first, size:], times[first] + rest, out=table[first, size:])
+        return table
+
+    def _diagonals(self, best: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
+        """(number of layers, submesh, times by first layer), without those that cannot be."""
+        found = []
+        for width in range(1, self.num_layers + 1):
+            for submesh in range(self.num_submeshes):
+                times = np.diagonal(best[:, :, submesh], width - 1)
+                if np.isfinite(times).any():
+                    found.append((width, submesh, np.ascontiguousarray(times)))
+        return found
+
+    def least_sum(self, bound: float) -> float:
+        return min((float(table[0, self.num_devices]) for table in self._fill(bound)), default=np.inf)
+
+    def stages(self, bound: float) -> list[tuple[int, int, int, int]]:
+        """The way through the tables that has the least sum."""
+        tables = self._fill(bound)
+        sums = [float(table[0, self.num_devices]) for table in tables]
+        left = int(np.argmin(sums)) + 1 if self.is_bound else 0
+        first, devices, found = 0, self.num_devices, []
+        while first < self.num_layers:
+            here = tables[left - 1 if self.is_bound else 0][first, devices]
+            first, devices, stage = self._step(tables, (left, first, devices), here, bound)
+            found.append(stage)
+            left -= 1
+        return found
+
+    def _step(
+        self, tables: list[np.ndarray], place: tuple[int, int, int], wanted: float, bound: float
+    ) -> tuple[int, int, tuple[int, int, int, int]]:
+        """From (stages left, first layer, devices left): the next ones, and the stage between."""
+        left, first, devices = place
+        for last in range(first, self.num_layers):
+            for submesh, size in enumerate(self.sizes):
+                if size > devices:
+                    continue
+                fits = (self.cost[first, last, submesh] <= bound) & (
+                    not self.is_bound or self.allowed[first, last, submesh] >= left - 1
+                )
+                times = np.where(fits, self.cost[first, last, submesh], np.inf)
+                configuration = int(np.argmin(times))
+                if self.is_bound and left == 1:
+                    rest = 0.0 if (last, size) == (self.num_layers - 1, devices) else np.inf
+                else:
+                    rest = tables[left - 2 if self.is_bound else 0][last + 1, devices - size]
+                if times[configuration] + rest == wanted:
+                    return last + 1, devices - size, (first, last, submesh, configuration)
+        raise AssertionError("the tables hold sums of what is in them")
+
+
+def _checked(
+    cost: Any, max_in_flight: Any, sizes: Sequence[int], num_devices: int, num_microbatches: int
+) -> tuple[np.ndarray, np.ndarray]:
+    cost = np.asarray(cost, np.float64)
+    if cost.ndim != 4 or cost.shape[0] != cost.shape[1] or 0 in cost.shape:
+        raise ValueError(
+            f"cost must be an array (layers, layers, submeshes, configurations), none of them 0; got {cost.shape}"
+        )
+    if cost.shape[2] != len(sizes):
+        raise ValueError(f"cost knows {cost.shape[2]} submeshes, and there are {len(sizes)} submesh_sizes")
+    upper = cost[np.triu_indices(len(cost))]
+    if np.isnan(upper).any() or (upper < 0).any():
+        raise ValueError("cost must be times from 0 on, or inf")
+    numbers = [*sizes, num_devices, num_microbatches]
+    if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1 for n in numbers):
+        raise ValueError(
+            "submesh_sizes, num_devices and num_microbatches must be whole numbers from 1 on; got "
+            f"{list(sizes)}, {num_devices}, {num_microbatches}"
+        )
+    if max_in_flight is None:
+        return cost, np.full(cost.shape, np.iinfo(np.int64).max)
+    allowed = np.asarray(max_in_flight)
+    if allowed.shape != cost.shape:
+        raise ValueError(f"max_in_flight must have cost's shape {cost.shape}, got {allowed.shape}")
+    # A float inf says that any number may follow.
+    return cost, np.where(allowed >= 2**31, 2**31, allowed).astype(np.int64)
+
+
+def _why(table: _Table, cost: np.ndarray, allowed: np.ndarray, sizes: Sequence[int], num_devices: int) -> str:
+    for layer in range(table.num_layers):
+        covers = table.cost[: layer + 1, layer:]
+        if not np.isfinite(covers).any():
+            runs = cost[: layer + 1, layer:]
+            full = bool(np.isfinite(runs).any()) and not (allowed[: layer + 1, layer:] >= 0).any()
+            reason = "its memory suffices on no submesh" if full else "its cost is inf on every submesh that there is"
+            return f"no stage can have layer {layer}: {reason}"
+    return (
+        f"no slicing of {table.num_layers} layers uses exactly {num_devices} devices in submeshes of "
+        f"{sorted(set(sizes))} and keeps to the memory of its stages with the micro batches in flight"
+    )

@@ -1,0 +1,247 @@
+"""What runs of layers cost on a mesh: seconds of a micro batch and of an update, and memory.
+
+Goes in: a model, a cluster, a way of sharing out. Comes out: sums over layers, each an affine function of the samples
+that a device works on at a time, so that every run of layers and every micro batch is a subtraction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .cluster import Cluster, all_reduce
+from .clustering import cluster_layers, crossing
+from .memory import MemoryUse, entering_values, parameter_memory, roles_of, saved_of
+from .operators import BATCH, COLUMN, EXPERT, NONE, ROW, VOCABULARY, Graph, Model, Operator
+from .roles import Mesh, Work, cost_of, layouts, resharding
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the devices of a stage share out the work: (dp, tp), or (dp, ep) where experts are spread."""
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.dp * self.tp * self.ep
+
+    @property
+    def num_data(self) -> int:
+        """Devices with different samples."""
+        return self.dp * self.ep
+
+    def __str__(self) -> str:
+        return mesh_name(self.mesh())
+
+    def mesh(self, pp: int = 1) -> dict[str, int]:
+        """For ``--mesh``: neighbours in a host are those that exchange most, tensors, then samples."""
+        sizes = {"pp": pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
+        return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
+
+
+def mesh_name(mesh: Mapping[str, int]) -> str:
+    """As ``--mesh`` takes it."""
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+# Columns of the table: seconds fixed and by sample of computing forward and backward, and of exchanging (two each),
+# then parameters, those of experts, and bytes that a sample leaves for the backward pass.
+_AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT = 4, 6, 8, 9, 10
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a run of layers, in a micro batch: computing and exchanging, in either pass."""
+
+    forward: Any
+    backward: Any
+    forward_collectives: Any
+    backward_collectives: Any
+
+    @property
+    def total(self) -> Any:
+        return self.forward + self.backward + self.forward_collectives + self.backward_collectives
+
+
+def layers_of(model: Model, most: int) -> list[int]:
+    """The first operators of at most so many layers, by the min-max rule, between which a pipeline may cut."""
+    num_layers = min(most, len(model.cuts) + 1)
+    work = [o.flops for o in model.graph.operators]
+    return cluster_layers(work, crossing(model.graph), num_layers, cuts=model.cuts)
+
+
+class StageCosts:
+    """Of one way of sharing out, layer by layer."""
+
+    def __init__(self, model: Model, cluster: Cluster, sharing: Sharing, firsts: list[int]) -> None:
+        self.model, self.cluster, self.sharing, self.firsts = model, cluster, sharing, firsts
+        operators = model.graph.operators
+        axis, n = ("ep", sharing.ep) if sharing.ep > 1 else ("tp", sharing.tp)
+        roles = roles_of(model, axis, n)
+        links = (cluster.link(sharing.dp, n), cluster.link(n, 1))
+        mesh = Mesh((sharing.dp, n), links)
+        size = cluster.bytes_per_value
+        work = Work(
+            1 / (cluster.flops * cluster.efficiency), size / cluster.memory_bandwidth, 1 / cluster.score_rate,
+            1 / cluster.draw_rate, cluster.call, 1 / cluster.gradient_rate, size,
+        )  # fmt: skip
+        known: dict[Any, np.ndarray] = {}
+        columns = []
+        for operator in operators:
+            key = (
+                operator.kind,
+                roles[operator.name],
+                dataclasses.replace(operator, name="", inputs=(), tied_to=operator.tied_to and "tied"),
+                bool(operator.inputs),
+            )
+            if key not in known:
+                known[key] = _column(operator, roles[operator.name], mesh, work)
+            column = known[key].copy()
+            for source in operator.inputs:
+                column += _way(model.graph, roles, (source, operator.name), mesh, size)
+            columns.append(column)
+        table = np.array(columns)
+        bounds = [*firsts, len(operators)]
+        layers = np.array([table[a:b].sum(axis=0) for a, b in zip(bounds, bounds[1:])])
+        self._sums = np.concatenate([np.zeros((1, layers.shape[1])), np.cumsum(layers, axis=0)])
+        self.entering = np.array([size * entering_values(model, first) for first in firsts])
+        self._tied = [self._tied_in(a, b, roles, n) for a, b in zip(bounds, bounds[1:])]
+
+    def _tied_in(self, first: int, end: int, roles: dict[str, str], n: int) -> list[tuple[str, float]]:
+        """Parameters that this layer shares with another operator, on a device."""
+        found = []
+        for o in self.model.graph.operators[first:end]:
+            if o.tied_to is not None:
+                found.append((o.tied_to, o.parameters / (n if roles[o.name] in (COLUMN, ROW, VOCABULARY) else 1)))
+        return found
+
+    def _run(self, first: Any, last: Any) -> np.ndarray:
+        return self._sums[np.asarray(last) + 1] - self._sums[np.asarray(first)]
+
+    def times(self, first: Any, last: Any, micro_batch: int) -> Times:
+        """Of layers first to last, both included (numbers or arrays), and so many samples on a device at a time."""
+        run = self._run(first, last)
+        return Times(*(run[..., 2 * i] + micro_batch * run[..., 2 * i + 1] for i in range(4)))
+
+    def parameters(self, first: Any, last: Any) -> tuple[Any, Any]:
+        """On a device: those that devices with other samples have as well, and experts'; a tied one once in a run."""
+        run = self._run(first, last)
+        return run[..., _PARAMETERS] + self._elsewhere(first, last), run[..., _OF_EXPERTS]
+
+    def _elsewhere(self, first: Any, last: Any) -> Any:
+        """Parameters tied to those of a layer that is not in the run."""
+        first, last = np.broadcast_arrays(first, last)
+        extra = np.zeros(first.shape)
+        place = self._place_of()
+        for layer, tied in enumerate(self._tied):
+            for name, size in tied:
+                home = place[name]
+                inside = (first <= layer) & (layer <= last)
+                extra += np.where(inside & ~((first <= home) & (home <= last)), size, 0.0)
+        return extra
+
+    def _place_of(self) -> dict[str, int]:
+        bounds = [*self.firsts, len(self.model.graph.operators)]
+        return {
+            o.name: layer
+            for layer, (a, b) in enumerate(zip(bounds, bounds[1:]))
+            for o in self.model.graph.operators[a:b]
+        }
+
+    def tied_parameters(self, first: int, last: int) -> float:
+        """On a device of a stage: parameters that another stage has as well, whose gradients the two sum up."""
+        return float(self._elsewhere(first, last))
+
+    def activations(self, first: Any, last: Any, micro_batch: int) -> Any:
+        """Bytes of a micro batch that stay for its backward pass."""
+        return micro_batch * self._run(first, last)[..., _KEPT]
+
+    def memory(
+        self, first: int, last: int, micro_batch: int, *, in_flight: int = 1, zero_stage: int, recompute: bool = False
+    ) -> MemoryUse:
+        """Of a stage with so many micro batches in flight."""
+        whole = float(self.activations(first, last, micro_batch))
+        entering = micro_batch * float(self.entering[first])
+        activations = in_flight * entering + whole if recompute else in_flight * whole
+        parameters, of_experts = (float(x) for x in self.parameters(first, last))
+        s = self.sharing
+        return parameter_memory(
+            parameters, of_experts, dp=s.dp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision,
+            activations=activations,
+        )  # fmt: skip
+
+    def most_in_flight(
+        self, first: Any, last: Any, micro_batch: int, *, zero_stage: int, recompute: bool, room: float
+    ) -> np.ndarray:
+        """How many micro batches of a stage with these layers fit into ``room`` bytes at a time; 0: it does not fit."""
+        parameters, of_experts = self.parameters(first, last)
+        s = self.sharing
+        fixed = parameter_memory(
+            parameters, of_experts, dp=s.dp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision
+        ).total
+        whole = np.maximum(self.activations(first, last, micro_batch), 1.0)
+        left = room - fixed
+        if recompute:
+            each = np.maximum(micro_batch * self.entering[np.asarray(first)], 1.0)
+            number = np.floor((left - whole) / each)
+        else:
+            number = np.floor(left / whole)
+        return np.clip(number, 0, 1 << 40).astype(np.int64)
+
+    def update(self, first: int, last: int, zero_stage: int) -> tuple[float, float]:
+        """Seconds of a stage's gradient exchange, and of its optimizer, once in an update."""
+        parameters, of_experts = (float(x) for x in self.parameters(first, last))
+        s, size = self.sharing, self.cluster.bytes_per_value
+        n = s.tp
+        exchange = all_reduce(s.num_data, size * parameters, self.cluster.link(s.num_data, n))
+        exchange += all_reduce(s.dp, size * of_experts, self.cluster.link(s.dp, s.ep))
+        divided = zero_stage > 0
+        numbers = parameters / (s.num_data if divided else 1) + of_experts / (s.dp if divided else 1)
+        return exchange, numbers / self.cluster.update_rate
+
+
+def _column(operator: Operator, role: str, mesh: Mesh, work: Work) -> np.ndarray:
+    """Seconds, fixed and by sample of a device, of the four kinds; parameters, experts' ones; bytes kept a sample."""
+    dp, n = mesh.shape
+    roles = (BATCH if dp > 1 else NONE, role)
+    num_data = dp * (n if role in (BATCH, EXPERT) else 1)
+    is_first = not operator.inputs
+    costs = []
+    for per_device in (1, 2):
+        full = cost_of(operator, roles, mesh, work, per_device * num_data, input_has_gradient=not is_first)
+        ahead = cost_of(operator, roles, mesh, work, per_device * num_data, backwards=False)
+        backward = full.compute - ahead.compute
+        costs.append([ahead.compute, backward, full.collectives, full.backward_collectives])
+    (one, two) = np.array(costs)
+    slope = two - one
+    seconds = np.stack([one - slope, slope], axis=1).reshape(-1)
+    parameters = operator.parameters / (n if role in (COLUMN, ROW, VOCABULARY, EXPERT) else 1)
+    mine = 0.0 if operator.tied_to is not None else parameters
+    saved = saved_of(operator, role, n)
+    kept = work.bytes_per_value * saved.values + saved.masks
+    return np.array([*seconds, 0.0 if role == EXPERT else mine, mine if role == EXPERT else 0.0, kept])
+
+
+def _way(graph: Graph, roles: dict[str, str], edge: tuple[str, str], mesh: Mesh, size: int) -> np.ndarray:
+    """What lies between two operators of a stage whose layouts differ."""
+    source, to = edge
+    have = layouts(graph.by_name[source], (NONE, roles[source]))[1][1]
+    want = layouts(graph.by_name[to], (NONE, roles[to]))[0][1]
+    column = np.zeros(_KEPT + 1)
+    if have == want or mesh.shape[1] == 1:
+        return column
+    alone = Mesh((1, mesh.shape[1]), mesh.links)
+    for row, (a, b) in ((_AHEAD, (have, want)), (_BACK, (want, have))):
+        one, two = (
+            resharding(alone, (NONE, a), (NONE, b), size * samples * graph.by_name[source].num_out)
+            for samples in (1.0, 2.0)
+        )
+        column[row : row + 2] = one - (two - one), two - one
+    return column

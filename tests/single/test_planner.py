@@ -1,0 +1,549 @@
+"""Whole plans, and what they are made of: models, clusters, memory, layers, boundaries; the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mindnlp_dp.cli import main
+from mindnlp_dp.planner import InfeasibleError, load_cluster, load_model, memory_of, plan, predict, simulate_pipeline
+from mindnlp_dp.planner.boundaries import Boundaries
+from mindnlp_dp.planner.clustering import cluster_layers, crossing
+from mindnlp_dp.planner.memory import parameter_memory, roles_of
+from mindnlp_dp.planner.models import model_names
+from mindnlp_dp.planner.stage_costs import Sharing, StageCosts
+from mindnlp_dp.report.plan import as_dict, launch_command, text_of
+from mindnlp_dp.text_classification.planned import read_plan
+
+CLUSTER = {
+    "devices_per_host": 4, "memory_gib": 16, "tflops": 10, "efficiency": 0.5, "memory_bandwidth_gbs": 500,
+    "inside": {"latency_us": 10, "bandwidth_gbs": 20}, "precision": "float32", "call_us": 5,
+}  # fmt: skip
+TINY = {
+    "model_type": "roberta", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "intermediate_size": 128, "max_position_embeddings": 34, "num_labels": 3,
+}  # fmt: skip
+GIB = 2**30
+
+
+# Models.
+
+PARAMETERS = {  # As the published models have them, in millions.
+    "bert-base": 109.5, "roberta-large": 355.4, "gpt2": 124.4, "gpt2-xl": 1557.6, "t5-base": 222.9,
+    "mixtral-8x7b": 46702.8, "gpt3-175b": 174600,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_shipped_models_have_their_published_sizes(name):
+    model = load_model(name)
+    if name in PARAMETERS:
+        assert model.parameters / 1e6 == pytest.approx(PARAMETERS[name], rel=1e-3)
+    assert len(model.blocks) == len(model.cuts) + 2
+
+
+def test_flops_are_the_published_ones():
+    model = load_model("gpt3-175b")
+    s, h, layers, words = 2048, 12288, 96, 50257
+    # Without computing anything anew: three quarters of 96 B s h^2 L (1 + s / 6h), and the output layer.
+    assert model.flops == pytest.approx(72 * s * h**2 * layers * (1 + s / (6 * h)) + 6 * s * h * words, rel=1e-12)
+
+
+def test_parameters_are_those_of_a_real_model(tmp_path):
+    from mindnlp.transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        MixtralConfig,
+        MixtralForCausalLM,
+        RobertaConfig,
+        RobertaForSequenceClassification,
+        T5Config,
+        T5ForConditionalGeneration,
+    )  # fmt: skip
+
+    small = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    models = [
+        RobertaForSequenceClassification(RobertaConfig(**small, intermediate_size=48, num_labels=5)),
+        BertForMaskedLM(BertConfig(**small, intermediate_size=48)),
+        GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=16)),
+        T5ForConditionalGeneration(T5Config(vocab_size=90, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)),
+        MixtralForCausalLM(MixtralConfig(**small, intermediate_size=48, num_key_value_heads=2, num_local_experts=4)),
+    ]
+    for number, model in enumerate(models):
+        folder = tmp_path / str(number)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(str(folder))
+        ours = load_model(folder)
+        real = sum(p.size for p in {id(p): p for p in model.parameters()}.values())
+        assert ours.parameters == pytest.approx(real, rel=0.03), type(model).__name__
+
+
+def test_a_model_of_operators(tmp_path):
+    file = tmp_path / "mlp.yaml"
+    file.write_text(
+        "name: mlp\noperators:\n"
+        "  - {name: up, kind: matmul, rows: 8, width_in: 64, width_out: 256}\n"
+        "  - {name: act, kind: elementwise, inputs: [up], rows: 8, width_in: 256, width_out: 256}\n"
+        "  - {name: down, kind: matmul, inputs: [act], rows: 8, width_in: 256, width_out: 64}\n"
+        "  - {name: loss, kind: loss, inputs: [down], rows: 8, width_in: 64, width_out: 1}\n"
+    )
+    model = load_model(file)
+    assert model.parameters == 2 * 64 * 256
+    assert model.flops == 3 * 2 * 2 * 8 * 64 * 256
+    plans = plan(model, load_cluster(CLUSTER), 16)
+    assert launch_command(plans[0], plans) is None
+    assert "takes a plan of your own" in text_of(plans)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "llama"}, "model key model_type must be one of bert"),
+        ({**TINY, "hidden_size": 0}, "model key hidden_size must be a whole number from 1 on, got 0"),
+        ({**TINY, "hidden_size": "64"}, "model key hidden_size"),
+        ({**TINY, "hidden_size": 66}, "num_attention_heads is 4, which does not divide hidden_size, 66"),
+        ({**TINY, "sequence": 500}, "model key sequence is 500"),
+        ({**TINY, "sequence": True}, "model key sequence must be a whole number"),
+        ({**TINY, "sequence": 33}, "model key sequence is 33, and the model has 32 positions"),
+        ({**TINY, "architectures": "RobertaForMaskedLM"}, "model key architectures must be a list"),
+        ({**TINY, "vocab_size": 10**400}, "model key vocab_size must be below"),
+        ({**TINY, "hidden_dropout_prob": "x"}, "model key hidden_dropout_prob must be a share"),
+        ({"model_type": ["bert"]}, "model key model_type must be one of"),
+        ({"model_type": "gpt2", "n_inner": -3}, "model key n_inner must be a whole number"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8"),
+        ({"model_type": "mixtral", "num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide"),
+        ({"operators": [{"name": "a", "kind": "matmul", "inputs": None}]}, "operators\\[0\\].inputs must be a list"),
+        ({"operators": [{"name": "a", "kind": "matmul", "only": "column"}]}, "operators\\[0\\].only must be a list"),
+        ({"operators": [{"name": "a", "kind": "elementwise"}]}, "there is nothing to plan"),
+        ({"operators": []}, "model key operators must be a list"),
+        ({"operators": [{"name": "a", "kind": "conv"}]}, "model key operators\\[0\\].*kind must be one of"),
+        ({"operators": [{"name": "a", "kind": "matmul", "rows": -1}]}, "operators\\[0\\].rows must be a number"),
+        ({"operators": [{"name": "a", "kind": "matmul", "inputs": ["b"]}]}, "input 'b' is no operator before it"),
+    ],
+)
+def test_wrong_models_are_named_by_their_key(keys, message):
+    with pytest.raises(ValueError, match=message):
+        load_model(keys)
+
+
+# Clusters.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gib": None}, "cluster key memory_gib is missing"),
+        ({"memory_gib": -1}, "cluster key memory_gib must be a number above 0, got -1"),
+        ({"efficiency": 1.5}, "cluster key efficiency must be a number above 0 and at most 1"),
+        ({"hosts": 1.5}, "cluster key hosts must be a whole number"),
+        ({"hosts": 2}, "cluster key between must have the keys latency_us and bandwidth_gbs"),
+        ({"inside": {"latency_us": 1}}, "cluster key inside must have the keys"),
+        ({"inside": {"latency_us": -1, "bandwidth_gbs": 1}}, "cluster key inside.latency_us"),
+        ({"precision": "int8"}, "cluster key precision"),
+        ({"speed": 3}, "cluster key 'speed' is unknown"),
+        ({"tflops": float("nan")}, "cluster key tflops"),
+        ({"tflops": True}, "cluster key tflops"),
+        ({"tflops": 10**400}, "cluster key tflops"),
+        ({"preset": ["a"]}, "cluster key preset must be one of"),
+    ],
+)
+def test_wrong_clusters_are_named_by_their_key(change, message):
+    with pytest.raises(ValueError, match=message):
+        load_cluster({**CLUSTER, **change})
+
+
+def test_a_file_changes_a_preset(tmp_path):
+    file = tmp_path / "ours.yaml"
+    file.write_text("preset: v100-16gb-8\nhosts: 4\nmemory_gib: 32\n")
+    cluster = load_cluster(file)
+    assert (cluster.num_devices, cluster.memory) == (32, 32 * GIB)
+    assert cluster.flops == load_cluster("v100-16gb-8").flops
+    assert cluster.resized(64).num_hosts == 8
+    assert cluster.resized(4).devices_per_host == 4
+    with pytest.raises(ValueError, match="12 devices are not whole hosts"):
+        cluster.resized(12)
+
+
+def test_groups_on_one_host_share_its_link():
+    cluster = load_cluster({**CLUSTER, "hosts": 4, "between": {"latency_us": 30, "bandwidth_gbs": 5}})
+    assert cluster.link(4, 1) == cluster.inside
+    assert cluster.link(16, 1) == cluster.between
+    # Of 4 groups that go over all hosts, each has a quarter of a host's link.
+    assert cluster.link(4, 4).beta == pytest.approx(4 * cluster.between.beta)
+
+
+# Memory.
+
+
+def test_zeros_published_table():
+    gigabytes = [parameter_memory(7.5e9, dp=64, zero_stage=stage).total / 1e9 for stage in range(4)]
+    assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.01)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_layers_activations_are_the_published_formula(tp):
+    model = load_model("bert-large")
+    first = next(i for i, o in enumerate(model.graph.operators) if o.name == "layer.3.qkv")
+    s, h, a, b = 512, 1024, 16, 2
+    found = memory_of(model, (first, first + 9), tp=tp, micro_batch=b).activations
+    assert found == pytest.approx(s * b * h * (10 + 24 / tp + 5 * a * s / (h * tp)), rel=1e-12)
+
+
+def test_the_heaviest_stage_counts():
+    model = load_model(TINY)
+    cluster = load_cluster(CLUSTER)
+    found = predict(model, cluster, 16, {"pp": 4}, 4, blocks=[1, 2, 2, 1])
+    totals = [stage.memory.total for stage in found.stages]
+    assert found.heaviest.memory.total == max(totals) > np.mean(totals)
+    # The second has twice the first one's layers, and more micro batches in flight than the third.
+    assert totals.index(max(totals)) == 1
+    assert found.margin == pytest.approx(1 - max(totals) / cluster.memory)
+    assert found.timeline.in_flight == [4, 3, 2, 1]
+
+
+def test_recomputing_keeps_what_stages_receive():
+    model, cluster = load_model("bert-base"), load_cluster(CLUSTER)
+    kept = predict(model, cluster, 32, {"pp": 4}, 2)
+    again = predict(model, cluster, 32, {"pp": 4}, 2, recompute=True)
+    for stage, (before, after) in enumerate(zip(kept.stages, again.stages)):
+        assert after.memory.activations <= before.memory.activations * (1 + 1e-9) or stage == 3
+        assert after.backward == pytest.approx(before.backward + before.forward)
+    assert again.stages[0].memory.activations < 0.5 * kept.stages[0].memory.activations
+
+
+def test_the_integer_program_finds_megatrons_cut():
+    roles = roles_of(load_model("gpt2"), "tp", 2)
+    block = {name[4:]: role for name, role in roles.items() if name.startswith("h.5.")}
+    assert block == {
+        "ln_1": "none", "qkv": "column", "attention": "feature", "projection": "row", "attention.add": "none",
+        "ln_2": "none", "up": "column", "gelu": "feature", "down": "row", "add": "none",
+    }  # fmt: skip
+    assert (roles["embeddings.words"], roles["head"], roles["loss"]) == ("vocabulary", "column", "feature")
+
+
+# Layers and boundaries.
+
+
+def test_operators_are_clustered_by_the_min_max_rule():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        n = int(rng.integers(2, 9))
+        k = int(rng.integers(1, n + 1))
+        work, across = rng.random(n) + 0.1, rng.random(n + 1)
+        firsts = cluster_layers(work, across, k)
+        assert len(firsts) == k
+
+        def rated(cuts, work=work, across=across, n=n, k=k):
+            sums = [work[a:b].sum() for a, b in itertools.pairwise([0, *cuts, n])]
+            return max(sums), max((across[c] for c in cuts), default=0.0), sum(x * x for x in sums)
+
+        everything = [rated(cuts) for cuts in itertools.combinations(range(1, n), k - 1)]
+        limit = max(1.5 * work.sum() / k, min(largest for largest, _, _ in everything)) * (1 + 1e-12)
+        largest, crossed, _ = rated(firsts[1:])
+        assert largest <= limit
+        assert crossed == min(c for most, c, _ in everything if most <= limit)
+
+
+def test_a_transformer_is_cut_between_its_layers():
+    model = load_model("gpt2")
+    firsts = cluster_layers([o.flops for o in model.graph.operators], crossing(model.graph), 6, cuts=model.cuts)
+    names = [model.graph.operators[first].name for first in firsts]
+    # The last one has the output layer, and one block for it.
+    assert names == ["embeddings.words", *(f"h.{block}.ln_1" for block in (2, 4, 6, 8, 11))]
+
+
+def test_boundaries_take_the_best_schedule_of_their_resharding():
+    cluster = load_cluster({**CLUSTER, "hosts": 4, "between": {"latency_us": 30, "bandwidth_gbs": 1}})
+    beta = cluster.between.beta
+
+    def between(source, destination, first_device=0):
+        boundary = Boundaries(cluster).between(source, destination, first_device)
+        assert boundary.time(0) == boundary.seconds > 0
+        return boundary.seconds_per_byte
+
+    # From host to host, all of it goes over one link, however it is cut.
+    assert between((1, 4), (1, 4)) == pytest.approx(beta)
+    assert between((4, 1), (2, 2)) == pytest.approx(beta)
+    # Two hosts to two hosts: a half over each link at once.
+    assert between((8, 1), (8, 1)) == pytest.approx(beta / 2)
+    assert between((2, 4), (8, 1)) == pytest.approx(beta / 2)
+    # Within a host, devices have links of their own.
+    assert between((2, 1), (2, 1)) == pytest.approx(cluster.inside.beta / 2)
+    # Right behind it, but on the next host.
+    assert between((2, 1), (2, 1), 2) == pytest.approx(beta)
+
+
+def test_costs_of_runs_add_up_and_grow_with_samples():
+    model, cluster = load_model(TINY), load_cluster(CLUSTER)
+    firsts = [0, *model.cuts]
+    costs = StageCosts(model, cluster, Sharing(2, 2), firsts)
+    whole = costs.times(0, 5, 4)
+    parts = [costs.times(a, b, 4) for a, b in ((0, 1), (2, 2), (3, 5))]
+    assert float(whole.total) == pytest.approx(sum(float(p.total) for p in parts))
+    assert float(costs.times(0, 5, 8).total) < 2 * float(whole.total)
+    assert float(costs.times(0, 5, 8).forward_collectives) > float(whole.forward_collectives)
+
+
+# Plans.
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_plans_are_consistent(devices):
+    model = load_model(TINY)
+    cluster = load_cluster({**CLUSTER, "devices_per_host": devices})
+    plans = plan(model, cluster, 24)
+    assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
+    assert len({str(p) for p in plans}) == len(plans)
+    for found in plans:
+        assert found.num_devices == devices
+        assert math.prod((found.mesh or {"dp": devices}).values()) == devices
+        assert found.seconds == pytest.approx(sum(found.parts.values()))
+        assert found.speedup <= found.amdahl * (1 + 1e-9) <= devices * (1 + 1e-6)
+        assert all(stage.memory.total <= 0.9 * cluster.memory for stage in found.stages)
+        assert found.micro_batch * found.num_micro_batches * found.stages[0].sharing.num_data == 24
+        blocks = [stage.blocks for stage in found.stages]
+        assert blocks[0][0] == 0
+        assert blocks[-1][1] == 6
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(blocks))
+        if found.mesh is not None:
+            again = predict(
+                model, cluster, 24, found.mesh, found.micro_batch, schedule=found.schedule or "1f1b",
+                recompute=found.recompute, zero_stage=found.zero_stage, blocks=[b - a for a, b in blocks],
+            )  # fmt: skip
+            assert again.seconds == pytest.approx(found.seconds, rel=1e-9)
+
+
+def test_more_memory_is_never_slower():
+    model = load_model("gpt2")
+    best, meshes = math.inf, set()
+    for gib in (2, 3, 4, 6, 16):
+        try:
+            plans = plan(model, load_cluster({**CLUSTER, "memory_gib": gib}), 8)
+        except InfeasibleError:
+            assert best == math.inf
+            continue
+        assert plans[0].seconds <= best * (1 + 1e-9)
+        best = plans[0].seconds
+        now = {str(p) for p in plans if p.mesh}
+        assert meshes <= now
+        meshes = now
+    assert len(meshes) > 4
+
+
+def test_every_schedule_keeps_to_the_memory():
+    model = load_model("gpt2")
+    for schedule in ("gpipe", "1f1b", "eager-1f1b"):
+        cluster = load_cluster({**CLUSTER, "memory_gib": 3})
+        plans = plan(model, cluster, 16, schedules=[schedule])
+        assert any(p.schedule == schedule for p in plans)
+        assert all(p.heaviest.memory.total <= 0.9 * cluster.memory for p in plans)
+
+
+def test_a_batch_that_is_large_takes_no_longer():
+    model = load_model(TINY)
+    cluster = load_cluster({**CLUSTER, "devices_per_host": 2})
+    small, large = (plan(model, cluster, batch) for batch in (2048, 2048 * 64))
+    pipelines = [next(p for p in plans if p.mesh == {"pp": 2}) for plans in (small, large)]
+    assert len(pipelines[1].timeline.events) < 10_000
+    # What is not played is as if it were.
+    found = pipelines[1]
+    forward, backward = [s.forward for s in found.stages], [s.backward for s in found.stages]
+    assert found.seconds > found.num_micro_batches * max(f + b for f, b in zip(forward, backward))
+    assert found.seconds < 1.01 * found.num_micro_batches * max(f + b for f, b in zip(forward, backward)) + 1
+
+
+def test_devices_of_one_host_or_of_several():
+    cluster = load_cluster({**CLUSTER, "devices_per_host": 3, "hosts": 2,
+                            "between": {"latency_us": 30, "bandwidth_gbs": 1}})  # fmt: skip
+    # Groups of two lie over both hosts' ends; groups of three fit.
+    assert cluster.link(2, 1).alpha == cluster.between.alpha
+    assert cluster.link(3, 1) == cluster.inside
+    assert cluster.link(1, 3) == cluster.inside
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 0}, "tp must be from 1 on"),
+        ({"micro_batch": -1}, "micro_batch must be from 1 on"),
+        ({"stage": (3, 1)}, "stage must be operators"),
+        ({"stage": (0, 999)}, "stage must be operators"),
+        ({"tp": 2, "ep": 2}, "experts are spread with data parallelism alone"),
+        ({"precision": "int8"}, "precision must be one of mixed, float32"),
+        ({"zero_stage": 4}, "zero_stage must be"),
+    ],
+)
+def test_memory_of_nonsense_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        memory_of(load_model(TINY), **options)
+
+
+def test_no_grid_with_even_stages_is_better():
+    model, cluster = load_model("gpt2"), load_cluster(CLUSTER)
+    best = plan(model, cluster, 32)[0].seconds
+    for pp, tp in itertools.product((1, 2, 4), (1, 2, 4)):
+        if pp * tp > 4:
+            continue
+        dp = 4 // pp // tp
+        for micro_batch, schedule in itertools.product((1, 2, 4, 8), ("gpipe", "1f1b", "eager-1f1b")):
+            if 32 % (dp * micro_batch):
+                continue
+            mesh = {"pp": pp, "dp": dp, "tp": tp}
+            grid = predict(model, cluster, 32, mesh, micro_batch, schedule=schedule, zero_stage=int(dp > 1))
+            assert best <= grid.seconds * (1 + 1e-9) or grid.margin < 0.1
+
+
+def test_memory_decides():
+    model = load_model("gpt2-xl")
+    small = load_cluster({**CLUSTER, "devices_per_host": 8, "memory_gib": 12})
+    plans = plan(model, small, 16)
+    assert all(p.margin >= 0.1 - 1e-9 for p in plans)
+    dp = next(r for r in plans.rejected if r.what == "dp=8")
+    assert "GiB at least" in dp.why
+    assert dp.needs > small.memory
+    heads = next(r for r in plans.rejected if r.what == "tp=8")
+    assert heads.why == "8 does not divide n_head, 25"
+    with pytest.raises(InfeasibleError, match="closest is"):
+        plan(model, dataclasses.replace(small, memory=GIB), 16)
+
+
+def test_experts_are_spread_with_data_parallelism_alone():
+    keys = {
+        "model_type": "mixtral", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "sequence": 16,
+    }  # fmt: skip
+    plans = plan(load_model(keys), load_cluster(CLUSTER), 16)
+    spread = [p for p in plans if p.mesh and p.mesh.get("ep", 1) > 1]
+    assert {p.mesh["ep"] for p in spread} == {2, 4}
+    assert all(set(p.mesh) <= {"dp", "ep"} for p in spread)
+
+
+def test_an_encoder_decoder_has_two_stages_at_most():
+    plans = plan(load_model("t5-base"), load_cluster({**CLUSTER, "memory_gib": 64}), 16)
+    assert all(len(p.stages) <= 2 for p in plans)
+    assert any(r.what == "pp=4" for r in plans.rejected)
+    assert all(launch_command(p, plans) is None for p in plans)
+    assert "in your script: dp.parallelize(model, dp.init_device_mesh(" in text_of(plans)
+    with pytest.raises(ValueError, match="pp=4: t5-base has 2 layers that may be stages"):
+        predict(load_model("t5-base"), load_cluster(CLUSTER), 16, {"pp": 4}, 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro_batch", "options", "message"),
+    [
+        ({"dp": 3}, 1, {}, "is not 4 devices"),
+        ({"dp": 4}, 3, {}, "do not divide 16 samples"),
+        ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not share out 6 layers"),
+        ({"dp": 4}, 0, {}, "each and the micro batch from 1 on"),
+        ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, tp"),
+        ({"ep": 4}, 1, {}, "ep=4: 4 does not divide 0 experts"),
+    ],
+)
+def test_wrong_predictions_are_named(mesh, micro_batch, options, message):
+    with pytest.raises(ValueError, match=message):
+        predict(load_model(TINY), load_cluster(CLUSTER), 16, mesh, micro_batch, **options)
+
+
+def test_a_timeline_is_the_simulators():
+    found = predict(load_model(TINY), load_cluster(CLUSTER), 16, {"pp": 2, "dp": 2}, 1)
+    forward, backward = [s.forward for s in found.stages], [s.backward for s in found.stages]
+    without = simulate_pipeline(forward, backward, 8, "1f1b").makespan
+    assert found.timeline.makespan == pytest.approx(without + found.parts["transfers"])
+
+
+# The command.
+
+
+def run(capsys, *arguments):
+    code = main(["plan", *map(str, arguments)])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
+    (tmp_path / "cluster.yaml").write_text(json.dumps(CLUSTER))
+    return ["--model", tmp_path / "model.json", "--cluster", tmp_path / "cluster.yaml", "--batch", 16]
+
+
+def test_the_command_prints_writes_and_draws(capsys, tmp_path, files):
+    code, out, _ = run(capsys, *files, "--json", tmp_path / "plan.json", "--plot", tmp_path / "plan.png")
+    assert code == 0
+    assert "launch   mindnlp-dp run --nproc 4 scripts/finetune.py --vocab-size 1000 --hidden-size 64" in out
+    written = json.loads((tmp_path / "plan.json").read_text())
+    best = written["plans"][0]
+    assert best["seconds"] == min(p["seconds"] for p in written["plans"])
+    assert sum(best["parts"].values()) == pytest.approx(best["seconds"])
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert read_plan(tmp_path / "plan.json")["batch"] == 16
+    assert as_dict(plan(load_model(TINY), load_cluster(CLUSTER), 16))["plans"][0]["mesh"] == best["mesh"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "nothing"], "model 'nothing' is neither a file nor one of"),
+        (["--cluster", "nothing"], "cluster 'nothing' is neither a file nor one of"),
+        (["--fill", "0"], "fill must be a share"),
+        (["--devices", "6"], "6 devices are not whole hosts"),
+        (["--measure", "x.yaml"], "give --cluster, or --measure"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, files, change, message):
+    code, _, err = run(capsys, *files, *change)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_plans_need_no_mindspore(files):
+    script = (
+        "import sys; sys.modules['mindspore'] = None; from mindnlp_dp.cli import main; "
+        f"code = main({['plan', *map(str, files)]!r}); assert 'mpi4py' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# Measured machines.
+
+
+def test_a_fit_finds_what_the_times_were_made_of():
+    from mindnlp_dp.calibration.fit import fit_cluster, model_keys, step_terms
+    from mindnlp_dp.calibration.rates_job import SHAPES
+
+    rates = np.array([5e-12, 2e-10, 1e-8, 1e-9, 1e-4, 3e-10, 1.5e-9])
+    steps = []
+    for name, shape in SHAPES.items():
+        terms = step_terms(model_keys(shape), rows=shape[5])
+        for times in (1, 3):
+            seconds = float(terms[:-1] @ rates[:-1]) * times + terms[-1] * rates[-1]
+            steps.append({"name": name, "micro_batches": times, "seconds": seconds})
+    links = [{"bytes": size, "seconds": 2e-5 + size * 1e-10} for size in (1e3, 1e5, 1e7)]
+    keys = fit_cluster({"world_size": 2, "steps": steps, "all_reduces": links}, memory=4 * GIB)
+    cluster = load_cluster(keys)
+    found = [
+        1 / cluster.flops, 4 / cluster.memory_bandwidth, 1 / cluster.score_rate, 1 / cluster.draw_rate, cluster.call,
+        1 / cluster.gradient_rate, 1 / cluster.update_rate,
+    ]  # fmt: skip
+    assert found == pytest.approx(rates.tolist(), rel=0.01)
+    assert (cluster.inside.alpha, cluster.inside.beta) == pytest.approx((2e-5, 1e-10), rel=0.01)
+    assert cluster.memory == pytest.approx(4 * GIB)
+
+
+def test_this_machine_is_looked_at_for_a_second():
+    cluster = load_cluster("this-machine")
+    assert cluster.num_devices >= 1
+    assert 1e9 < cluster.flops < 1e14
+    assert 1e8 < cluster.memory_bandwidth < 1e13
+    assert plan(load_model(TINY), cluster.resized(1), 8)[0].seconds > 0
