@@ -42,12 +42,11 @@ class Wire:
     def send(self, x: Any, dst: int, number: int, direction: int, note: float = 0.0) -> None:
         """Begin to send micro batch ``number``'s ``x`` to rank ``dst``, with a number beside it."""
         header = np.concatenate([message_header(x).astype(np.float64), [note, self._window]])
-        array = self._transport.to_native(x)
-        for tag, part in enumerate((header, array)):
+        for tag, part in enumerate((header, x)):
             native = self._transport.to_native(part)
             handle = self._transport.begin_send(native, dst, 4 * number + 2 * direction + tag)
             self._under_way.append((handle, native))
-        self.bytes_sent += to_host(x).nbytes if isinstance(x, np.ndarray) else x.nbytes
+        self.bytes_sent += x.nbytes
 
     def call_off(self, dst: int, number: int, direction: int) -> None:
         """In the place of a message: an error on rank ``dst``, which waits for it or will."""

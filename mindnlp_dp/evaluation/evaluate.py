@@ -61,8 +61,12 @@ def evaluate(
     for window in loader.windows():
         for mine in window:
             batch = lend(mine)
-            returned = None if batch is None else call_with(predict_fn, batch)
-            if mine is None or returned is None:
+            if batch is None:
+                run.add(None)
+                continue
+            returned = call_with(predict_fn, batch)
+            if mine is None:
+                # A batch that was lent: its outputs are another rank's.
                 run.add(None)
                 continue
             loss, outputs = returned if has_loss else (None, returned)

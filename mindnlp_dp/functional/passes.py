@@ -77,6 +77,7 @@ class Passes:
             among = contextlib.nullcontext() if parallel is None else parallel.micro_step(weight)
             with seeded(seed_of(number)), sending, among:
                 loss, gradients = call_with(self._gradient_fn, batch)
-            value = float(loss.asnumpy())
+            # Of a batch that was lent, the loss is another rank's.
+            value = float(loss.asnumpy()) if weight > 0 else 0.0
             is_spoilt = parallel is not None and parallel.is_spoilt(value)
             yield MicroStep(value, gradients, weight, getattr(batch, "indices", None), is_spoilt)

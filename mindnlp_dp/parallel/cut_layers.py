@@ -51,19 +51,20 @@ def cut_layers(model: Any, plan: TensorPlan, placements: Placements) -> None:
         raise ValueError(
             f"the plan for tensor parallelism fits no layer of {type(model).__name__}: {', '.join(plan.layers)}"
         )
-    _divide(modules, plan, group)
+    _divide(model, plan, group)
     for name, module in modules:
         if name in styles:
             _place(name, module, styles[name], placements)
     inputs: dict[str, SharedInput] = {}
-    for name, module in {id(module): (name, module) for name, module in modules if name in styles}.values():
+    # Each once, be it in several places.
+    for name, module in [pair for pair in model.named_modules() if pair[0] in styles]:
         siblings = inputs.setdefault(name.rpartition(".")[0], SharedInput(group))
         num_rows = placements[f"{name}.weight"].shape[0]
         new = _parallel_layer(
             model, module, styles[name], siblings=siblings, group=group, num_rows=num_rows, head=plan.head
         )
         replace_module(model, module, new)
-    for name, module in every_module(model):
+    for name, module in model.named_modules():
         if any(fnmatchcase(name, pattern) for pattern in plan.apart):
             module.forward = DrawsApart(module.forward, group)
 
@@ -93,8 +94,8 @@ def _parallel_layer(
     return module
 
 
-def _divide(modules: list[tuple[str, Any]], plan: TensorPlan, group: ProcessGroup) -> None:
-    for name, module in modules:
+def _divide(model: Any, plan: TensorPlan, group: ProcessGroup) -> None:
+    for name, module in model.named_modules():
         for attribute in first_match(plan.divided, name) or ():
             size = getattr(module, attribute)
             if size % group.world_size:

@@ -35,7 +35,8 @@ class DeviceMesh:
     """What :func:`init_device_mesh` makes. Making it is a collective.
 
     Attributes:
-        sizes: of the axes, in order; those that were not named are 1.
+        axes: those that were named, in order, and their sizes.
+        sizes: of all axes; those that were not named are 1.
         coordinates: of this rank.
         world: the group of all ranks.
         data: of the ranks with the same part of the model, experts aside, which share out the samples: ``dp x ep``.
@@ -45,6 +46,7 @@ class DeviceMesh:
 
     def __init__(self, sizes: Mapping[str, int], world: ProcessGroup) -> None:
         self.world = world
+        self.axes = dict(sizes)
         self.sizes = {**dict.fromkeys(AXES, 1), **{axis: int(size) for axis, size in sizes.items()}}
         self._order = [*sizes, *(axis for axis in AXES if axis not in sizes)]
         places = itertools.product(*(range(self.sizes[axis]) for axis in self._order))
@@ -53,7 +55,7 @@ class DeviceMesh:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world.world_size)): world}
         is_mesh = self.sizes["dp"] < world.world_size
         world.name_ranks([f"{r} ({self.label(place)})" for r, place in enumerate(self._places)] if is_mesh else [])
-        for axes in [(axis,) for axis in AXES] + [("dp", "ep"), ("pp", "ep", "tp"), ("pp", "tp")]:
+        for axes in [(axis,) for axis in AXES] + [("dp", "ep"), ("pp", "ep", "tp")]:
             self._make_group(axes)
         self.data, self.replicas, self.parts = self.group("dp", "ep"), self.group("dp"), self.group("pp", "ep", "tp")
 
@@ -127,7 +129,10 @@ def init_device_mesh(sizes: Mapping[str, int], group: Optional[ProcessGroup] = N
             raise ValueError(
                 f"ranks must make the same mesh: {dict(everyone[0])} on rank 0, and {dict(theirs)} on rank {rank}"
             )
-    mesh = DeviceMesh(_checked(dict(sizes), group), group)
+    checked = _checked(dict(sizes), group)
+    known = _mesh_of.get(group)
+    # The same one again takes no new groups.
+    mesh = known if known is not None and known.axes == checked else DeviceMesh(checked, group)
     _mesh_of[group] = mesh
     set_data_group(mesh.data)
     return mesh

@@ -31,7 +31,7 @@ from .mesh import DeviceMesh, get_device_mesh
 from .pipeline import Pipeline
 from .placement import Placements, place_whole, take_parts
 from .plans import Plan, plan_for
-from .stages import cut_stages
+from .stages import Inbox, cut_stages
 from .whole import PartedModel
 
 T = TypeVar("T")
@@ -132,6 +132,7 @@ def parallelize(
     weights: Optional[Union[str, Path]] = None,
     schedule: str = "1f1b",
     recompute: bool = False,
+    layers_per_stage: Sequence[int] = (),
 ) -> T:
     """Cut a model among the ranks of a mesh, in place. A collective; the weights are rank 0's.
 
@@ -142,6 +143,7 @@ def parallelize(
         weights: a folder with ``model*.safetensors`` to take weights from, read array by array, so that no rank ever
             holds more than its part and one array. What it lacks, such as a new task's head, stays as it is.
         schedule: of a pipeline: "1f1b", "gpipe" or "eager-1f1b".
+        layers_per_stage: of a pipeline, how many layers each stage has; by default they are shared out evenly.
         recompute: in a pipeline, keep what stages receive, and compute the rest anew in the backward pass.
 
     Raises:
@@ -160,7 +162,11 @@ def parallelize(
     parts = ParallelModel(model, placements)
     if not mesh.is_data_parallel:
         plan = plan or plan_for(model)
-        _cut(model, plan, parts, schedule, recompute)
+        inbox = _cut(model, plan, parts, layers_per_stage)
+        if inbox is not None:
+            parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
+    elif layers_per_stage:
+        raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
 
     def source(placement: Any) -> np.ndarray:
         """On rank 0: from the files, or the model as it was made; what was handed out is not kept."""
@@ -198,7 +204,8 @@ def _open(
     return files, world.broadcast_object([] if files is None else files.missing)
 
 
-def _cut(model: Any, plan: Plan, parts: ParallelModel, schedule: str, recompute: bool) -> None:
+def _cut(model: Any, plan: Plan, parts: ParallelModel, layers_per_stage: Sequence[int]) -> Optional[Inbox]:
+    """Put this rank's parts into the model; what a stage of a pipeline receives comes by the inbox that is returned."""
     mesh, placements = parts.mesh, parts.placements
     kinds = {"tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline")}
     for axis, (part, what) in kinds.items():
@@ -215,8 +222,10 @@ def _cut(model: Any, plan: Plan, parts: ParallelModel, schedule: str, recompute:
     if mesh.sizes["ep"] > 1 and plan.experts is not None:
         parts.expert_blocks, parts._row_weights = spread_experts(model, plan.experts, placements)
     if mesh.sizes["pp"] > 1 and plan.pipeline is not None:
-        inbox = cut_stages(model, plan.pipeline, placements)
-        parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
+        return cut_stages(model, plan.pipeline, placements, layers_per_stage)
+    if layers_per_stage:
+        raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
+    return None
 
 
 def _check_stages_train(model: Any, parts: ParallelModel) -> None:

@@ -22,13 +22,13 @@ from mindnlp_dp.arrays.conversion import from_host
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.wire import DOWN, UP, Wire
+from mindnlp_dp.planner.schedule import FORWARD, Action, actions, check_schedule
 from mindnlp_dp.runtime.autograd import make_leaves
 from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
 from .mesh import DeviceMesh
 from .outputs import to_arrays, to_tensors
-from .schedule import FORWARD, Action, actions, check_schedule
 from .stages import Inbox, StageOutput
 from .ties import Ties
 

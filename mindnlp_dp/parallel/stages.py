@@ -8,6 +8,7 @@ first layer behind its own stood.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from mindnlp.core import nn
@@ -104,17 +105,20 @@ class Elsewhere(nn.Module):
         raise RuntimeError("this part of the model is on another stage of the pipeline")
 
 
-def cut_stages(model: Any, plan: PipelinePlan, placements: Placements) -> Inbox:
+def cut_stages(model: Any, plan: PipelinePlan, placements: Placements, layers_per_stage: Sequence[int] = ()) -> Inbox:
     """Take what belongs to other stages out of ``model``, and put into ``placements`` which stage has what.
 
     Raises:
-        ValueError: there are more stages than layers, or the plan names what the model does not have.
+        ValueError: there are more stages than layers, or the layers are not those of ``layers_per_stage``, or the plan
+            names what the model does not have.
     """
     inbox = Inbox()
     if plan.encoder:
+        if layers_per_stage:
+            raise ValueError(f"{type(model).__name__} is cut behind its encoder; leave layers_per_stage out")
         _cut_behind_encoder(model, plan, placements, inbox)
     else:
-        _cut_between_layers(model, plan, placements, inbox)
+        _cut_between_layers(model, plan, placements, inbox, layers_per_stage)
     return inbox
 
 
@@ -133,7 +137,9 @@ def _cut_behind_encoder(model: Any, plan: PipelinePlan, placements: Placements, 
         replace_module(model, encoder, ReceivedEncoding(inbox))
 
 
-def _cut_between_layers(model: Any, plan: PipelinePlan, placements: Placements, inbox: Inbox) -> None:
+def _cut_between_layers(
+    model: Any, plan: PipelinePlan, placements: Placements, inbox: Inbox, layers_per_stage: Sequence[int]
+) -> None:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     layers = find_module(model, plan.layers, "the list of layers")
     if num_stages > len(layers):
@@ -143,7 +149,7 @@ def _cut_between_layers(model: Any, plan: PipelinePlan, placements: Placements, 
         )
     for name in plan.first:
         find_module(model, name, "a module of the first stage")
-    bounds = shard_bounds(len(layers), num_stages)
+    bounds = _bounds(len(layers), num_stages, layers_per_stage)
     names = [f"{plan.layers}.{number}" for number in range(len(layers))]
     own = [names[begin:end] for begin, end in zip(bounds, bounds[1:])]
     own[0] += plan.first
@@ -164,6 +170,17 @@ def _cut_between_layers(model: Any, plan: PipelinePlan, placements: Placements, 
             replace_module(model, module, new)
     if stage < num_stages - 1:
         _take_out(model, [plan.layers, *plan.first])
+
+
+def _bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[int]) -> list[int]:
+    if not layers_per_stage:
+        return shard_bounds(num_layers, num_stages)
+    if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
+        raise ValueError(
+            f"layers_per_stage must share out {num_layers} layers among pp={num_stages} stages, one at least to each; "
+            f"got {list(layers_per_stage)}"
+        )
+    return [sum(layers_per_stage[:stage]) for stage in range(num_stages + 1)]
 
 
 class _EndsBehind:

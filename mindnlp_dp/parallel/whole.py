@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -17,6 +18,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.checkpoint.folders import PREFIX
 from mindnlp_dp.checkpoint.manifest import MODEL
 from mindnlp_dp.checkpoint.whole_model import WholeModel
 from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
@@ -147,12 +149,16 @@ class PartedModel(WholeModel):
         self, folder: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
     ) -> Callable[[Path], None]:
         """The weights are written now, beside ``folder``'s checkpoints, and moved when the function is called."""
-        waiting = folder / f".{MODEL}.{os.getpid()}" if self.world.is_main else None
-        self.write_weights(waiting)
+        # Named as what a killed writer leaves is, which the next run removes.
+        workspace = self.world.call_where(
+            self.world.is_main, functools.partial(_make_workspace, folder), "writing the model"
+        )
+        self.write_weights(None if workspace is None else workspace / MODEL)
 
         def write(checkpoint: Path) -> None:
-            assert waiting is not None, "one rank writes"
-            os.replace(waiting, checkpoint / MODEL)
+            assert workspace is not None, "one rank writes"
+            os.replace(workspace / MODEL, checkpoint / MODEL)
+            workspace.rmdir()
             for part in (getattr(self.model, "config", None), *beside):
                 if hasattr(part, "save_pretrained"):
                     part.save_pretrained(str(checkpoint))
@@ -163,23 +169,29 @@ class PartedModel(WholeModel):
         """Write the whole model as one file of safetensors, on the rank that gives a path, array by array."""
         error: Optional[Exception] = None
         file: Any = None
-        try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = open(path, "wb")  # noqa: SIM115
-                file.write(file_header(self.placements))
-        except OSError as caught:
-            error = caught
-        if self.mesh.index("dp") == 0:
+
+        def attempt(step: Callable[[], Any]) -> None:
             # Whoever cannot write goes on with the others, and says so at the end.
-            for placement, whole in self.whole_arrays():
+            nonlocal error
+            if path is not None and error is None:
                 try:
-                    if file is not None and error is None:
-                        file.write(bytes_of(whole, placement.dtype))
-                except OSError as caught:
+                    step()
+                except Exception as caught:  # noqa: BLE001
                     error = caught
+
+        def begin() -> None:
+            nonlocal file
+            assert path is not None, "attempted by the rank that has one"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "wb")  # noqa: SIM115
+            file.write(file_header(self.placements))
+
+        attempt(begin)
+        if self.mesh.index("dp") == 0:
+            for placement, whole in self.whole_arrays():
+                attempt(lambda p=placement, a=whole: file.write(bytes_of(a, p.dtype)))  # type: ignore[misc]
         if file is not None:
-            file.close()
+            attempt(file.close)
         if error is not None and path is not None:
             path.unlink(missing_ok=True)
         self.world.raise_together(error, "writing the model")
@@ -247,6 +259,11 @@ class PartedModel(WholeModel):
             for group, begin, end in zip(whole["param_groups"], ends, ends[1:])
         ]
         return {"parameters": shown, "state": state, "param_groups": param_groups}
+
+
+def _make_workspace(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{PREFIX}-weights-", dir=folder))
 
 
 def _is_array(value: Any) -> bool:

@@ -191,7 +191,7 @@ class FlatUpdater(MindNLPUpdater):
     def _take_back(self) -> None:
         """The state, when somebody has loaded another, or another step of this optimizer had it. A collective."""
         self._owners.look_at(self.optimizer)
-        if self._owners.last is not self._state:
+        if not self._owners.belongs_to(self._state, self.parameters):
             self._adopt_state(self._state)
 
     def _show_state(self) -> None:

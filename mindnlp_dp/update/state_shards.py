@@ -132,7 +132,7 @@ class StateOwners:
     """Who has an optimizer's state, parameter by parameter: the shards of one of the steps that were made for it.
 
     Attributes:
-        last: the shards that took anything over last; who is not it looks whether others have what is theirs.
+        last: the shards that took anything over last.
     """
 
     def __init__(self) -> None:
@@ -140,6 +140,10 @@ class StateOwners:
         self._seen: Any = None
         self._owners: dict[int, tuple[StateShards, int]] = {}
         self._loaded: dict[int, Mapping[str, Any]] = {}
+
+    def belongs_to(self, shards: StateShards, parameters: Sequence[Any]) -> bool:
+        """Whether the state of all of these is in ``shards``."""
+        return all((owner := self._owners.get(id(p))) is not None and owner[0] is shards for p in parameters)
 
     def look_at(self, optimizer: Any) -> None:
         """Whether somebody has put another ``state`` into the optimizer: it is what counts from now on."""

@@ -290,11 +290,22 @@ def test_a_list_of_layers_of_ones_own(group):
         train(one, "bert", lambda c: [without_mask(c)], group=single, zero_stage=0)
         expected = whole_weights(one)
     mesh = dp.init_device_mesh({"pp": 2})
-    model = dp.parallelize(make(), mesh, Plan(pipeline=PipelinePlan(layers="layers", tuples=False)))
-    train(model, "bert", lambda c: [rows(without_mask(c), 0, 4), rows(without_mask(c), 4, 8)])
-    found = whole_weights(model)
-    for name, weight in expected.items():
-        np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
+    plan = Plan(pipeline=PipelinePlan(layers="layers", tuples=False))
+    for layers in ([], [1, 2], [2, 1]):
+        model = dp.parallelize(make(), mesh, plan, layers_per_stage=layers)
+        if layers:
+            own = {name.split(".")[1] for name, _ in model.named_parameters()}
+            assert len(own) == layers[mesh.index("pp")]
+        train(model, "bert", lambda c: [rows(without_mask(c), 0, 4), rows(without_mask(c), 4, 8)])
+        found = whole_weights(model)
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
+    for layers in ([3], [3, 0], [2, 2], [1, 1, 1]):
+        with pytest.raises(ValueError, match="layers_per_stage must share out 3 layers among pp=2 stages"):
+            dp.parallelize(make(), mesh, plan, layers_per_stage=layers)
+    for sizes in ({"tp": 2}, {"dp": 2}):
+        with pytest.raises(ValueError, match="layers_per_stage is for a pipeline, and the mesh is"):
+            dp.parallelize(build("bert"), dp.init_device_mesh(sizes), layers_per_stage=[1, 1])
 
 
 def without_mask(columns):
