@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from .launch.run import LaunchError, run_job
 
@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     scaling.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
     scaling.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     scaling.set_defaults(run=_scaling)
+    _add_plan(commands)
     report = commands.add_parser(
         "report",
         help="make a page and a picture of one run, or of several side by side",
@@ -98,8 +99,46 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="say which parallelism, before anything is launched",
+        description="Price every way to share out a model's training on a cluster, by data, tensors, stages of a "
+        "pipeline and experts; play the best through, and print them with their time, their memory, what was left out "
+        "and why, and the command to launch. Needs neither the cluster nor MindSpore.",
+    )
+    plan.add_argument(
+        "--model", required=True, metavar="MODEL",
+        help="a name (bert-base, roberta-large, gpt2-xl, gpt3-175b, t5-base, mixtral-8x7b ...), a config.json, a "
+        "folder with one, or a YAML of operators",
+    )  # fmt: skip
+    plan.add_argument(
+        "--cluster", metavar="CLUSTER", help="ascend-910b-8, a100-80gb-8, v100-16gb-8, this-machine, or a YAML"
+    )
+    plan.add_argument("--batch", type=_positive, required=True, metavar="B", help="samples an update, of all devices")
+    plan.add_argument("--devices", type=_positive, metavar="N", help="so many of the cluster's kind")
+    plan.add_argument(
+        "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
+    )
+    plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2), help="of the optimizer (default: 1 where it helps)")
+    plan.add_argument(
+        "--fill", type=float, default=0.9, metavar="SHARE", help="of a device's memory that may be taken (default: 0.9)"
+    )
+    plan.add_argument("--top", type=_positive, default=5, metavar="N", help="how many to print (default: 5)")
+    plan.add_argument(
+        "--measure", type=Path, metavar="FILE",
+        help="measure this machine with as many ranks as --devices says (default: 2), write it to FILE as a cluster, "
+        "and plan for it; needs MindSpore and MPI",
+    )  # fmt: skip
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write all plans, and all that was left out")
+    plan.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the best one's pipeline, memory and cost as a PNG"
+    )
+    plan.set_defaults(run=_plan)
+
+
 def _positive(text: str) -> int:
-    if not text.lstrip("-").isdigit() or int(text) < 1:
+    if not text.lstrip("-").isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text}")
     return int(text)
 
@@ -141,6 +180,23 @@ def _scaling(args: argparse.Namespace) -> int:
         return run(args.nproc, args.batch, args.updates, args.plot, args.json)
     except (LaunchError, ValueError, RuntimeError) as error:
         print(f"mindnlp-dp scaling: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from .report.plan import run_plan
+
+    try:
+        if (args.cluster is None) == (args.measure is None):
+            raise ValueError("give --cluster, or --measure to plan for this machine")
+        keys = None
+        if args.measure is not None:
+            from .calibration.fit import measure_to
+
+            keys = measure_to(args.measure, args.devices or 2)
+        return run_plan(args, keys)
+    except (LaunchError, ValueError, RuntimeError, OSError, TimeoutError) as error:
+        print(f"mindnlp-dp plan: {error}", file=sys.stderr)
         return 2
 
 

@@ -26,6 +26,7 @@ from mindnlp_dp.parallel.mesh import parse_mesh
 from mindnlp_dp.report.schema import RunReport
 from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
+from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan, parse_layers
 from mindnlp_dp.text_classification.results import make_report, summary, write_results
 from mindnlp_dp.text_classification.task import (
     TextClassificationTask,
@@ -39,7 +40,7 @@ from mindnlp_dp.text_classification.task import (
 
 def main() -> None:
     try:
-        config = parse_config(FinetuneConfig, description=__doc__)
+        config = follow_plan(parse_config(FinetuneConfig, description=__doc__))
         group = dp.init_process_group(tune_runtime=config.tune_runtime, kernels=config.kernels)
         with as_input_error():
             mesh = dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
@@ -101,8 +102,15 @@ def train(
     # A pretrained model is downloaded once on each host, and then taken from its cache.
     with args.main_process_first():
         model = build_model(config, task)
+        with as_input_error():
+            check_model(model, config)
     with as_input_error():
-        model = dp.parallelize(model, schedule=config.pipeline_schedule, recompute=config.pipeline_recompute)
+        model = dp.parallelize(
+            model,
+            schedule=config.pipeline_schedule,
+            recompute=config.pipeline_recompute,
+            layers_per_stage=parse_layers(config.pipeline_layers),
+        )
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
     trainer = dp.DataParallelTrainer(
         model,
@@ -121,6 +129,7 @@ def train(
     with as_input_error(CheckpointError):
         output = trainer.train(resume_from_checkpoint=resume)
     report = make_report(trainer, output, recorder, config, task)
+    compare_with_plan(report, config)
 
     output_dir = Path(config.output_dir)
     write_model = trainer.whole.model_writer(output_dir, lambda folder: trainer.save_model(str(folder)))

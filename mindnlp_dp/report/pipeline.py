@@ -11,7 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.parallel.schedule import BACKWARD, FORWARD, ideal_bubble, ideal_times
+from mindnlp_dp.planner.schedule import BACKWARD, FORWARD, ideal_bubble
+from mindnlp_dp.planner.simulate import simulate_pipeline
 
 # A pass: kind, micro batch, when it began and ended, in milliseconds from the first one on.
 Pass = tuple[str, int, float, float]
@@ -73,8 +74,9 @@ def draw_pipeline(axes: Any, pipeline: dict[str, Any]) -> None:
         kind: statistics.fmean(span[3] - span[2] for passes in stages for span in passes if span[0] == kind)
         for kind in (FORWARD, BACKWARD)
     }
-    times = ideal_times(pipeline["schedule"], num, len(stages[0]) // 2, seconds[FORWARD], seconds[BACKWARD])
-    ideal = [[(*action, began, ended) for action, began, ended in passes] for passes in times]
+    equal = {kind: [seconds[kind]] * num for kind in seconds}
+    ideal_run = simulate_pipeline(equal[FORWARD], equal[BACKWARD], len(stages[0]) // 2, pipeline["schedule"])
+    ideal = [[(e.kind, e.number, e.began, e.ended) for e in ideal_run.of_stage(stage)] for stage in range(num)]
     longest = max(_length(stages), _length(ideal))
     for place, passes in enumerate([*stages, *ideal]):
         y = place + (0.6 if place >= num else 0.0)

@@ -25,7 +25,8 @@ class RunReport(_Needed, total=False):
 
     ``gradient_sync_share`` is the share of the training time that went into the exchange of gradients, ``history`` the
     lines of the log, each with its ``step``, ``confusions`` the classes that were most often taken for each other,
-    ``config`` the settings, and ``pipeline`` the passes of an update through stages, where they were traced.
+    ``config`` the settings, ``pipeline`` the passes of an update through stages, where they were traced, and ``plan``
+    the seconds of an update that were predicted and measured, where the run followed a plan.
     """
 
     gradient_sync_share: float
@@ -42,6 +43,7 @@ class RunReport(_Needed, total=False):
     machine: str
     config: dict[str, Any]
     pipeline: dict[str, Any]
+    plan: dict[str, float]
 
 
 NEEDED = tuple(_Needed.__annotations__)

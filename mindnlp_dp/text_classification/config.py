@@ -11,7 +11,7 @@ from typing import Any, Optional, TypeVar, get_type_hints
 
 import yaml
 
-from mindnlp_dp.parallel.schedule import SCHEDULES
+from mindnlp_dp.planner.schedule import SCHEDULES
 
 from .examples import InputError
 
@@ -84,8 +84,10 @@ class FinetuneConfig(TaskConfig):
     """The same, and how: in which steps, with what exchange of gradients, with or without checkpoints."""
 
     micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
+    plan: str = _setting("", "a file of mindnlp-dp plan --json, whose best plan is followed, and compared with the run")
     mesh: str = _setting("", "how ranks share out the work, such as dp=2,tp=2 or dp=2,pp=2; empty: dp alone")
     pipeline_schedule: str = _setting("1f1b", "of stages (pp): 1f1b, gpipe or eager-1f1b")
+    pipeline_layers: str = _setting("", "how many layers each stage has, such as 5,7; empty: evenly many")
     pipeline_recompute: bool = _setting(False, "keep only what stages receive, and compute the rest anew")
     optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")

@@ -115,6 +115,7 @@ def summary(report: RunReport, folder: Path) -> str:
         "backend": report["backend"],
         "training": f"{report['train_samples_per_second']:.0f} samples/s, {report['steps']} updates "
         f"of {report['global_batch_size']} samples in {report['train_seconds']:.1f} s",
+        **({"plan": _beside_plan(report["plan"])} if "plan" in report else {}),
         "gradient sync": f"{100 * report['gradient_sync_share']:.1f} % of the training time",
         "evaluation": f"accuracy {report['eval_accuracy']:.4f}, loss {report['eval_loss']:.4f} "
         f"on {report['eval_samples']} held-out samples, {report['num_labels']} labels",
@@ -122,3 +123,11 @@ def summary(report: RunReport, folder: Path) -> str:
         "written to": folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder,
     }
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
+
+
+def _beside_plan(plan: dict[str, float]) -> str:
+    predicted, measured = plan["predicted"], plan["measured"]
+    return (
+        f"predicted {1e3 * predicted:.1f} ms an update, measured {1e3 * measured:.1f} ms: the prediction is "
+        f"{100 * (predicted / measured - 1):+.0f} %"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -77,19 +78,71 @@ def test_finetune_on_a_mesh(launch, tmp_path):
     settings = ["--max-steps", "3", "--hidden-size", "16", "--intermediate-size", "32", "--vocab-size", "300",
                 "--logging-steps", "1", "--eval-batch-size", "512"]  # fmt: skip
     script = ROOT / "scripts" / "finetune.py"
-    digests = {}
+    losses = {}
     for mesh in ("tp=2", "pp=2"):
         trace = ["--trace", str(tmp_path / "trace.json")]
         job = launch(script, "--mesh", mesh, "--output-dir", str(tmp_path / mesh), *trace, *settings)
         assert job.exit_code == 0, job.output
         assert "replicas in sync  yes" in job.output
-        import json
-
         report = json.loads((tmp_path / mesh / "report.json").read_text())
-        digests[mesh] = report["eval_loss"]
+        losses[mesh] = report["eval_loss"]
         assert ("pipeline" in report) == (mesh == "pp=2")
         assert (tmp_path / mesh / "model" / "model.safetensors").exists()
-    assert digests["tp=2"] == pytest.approx(digests["pp=2"], abs=1e-4)
+    assert losses["tp=2"] == pytest.approx(losses["pp=2"], abs=1e-4)
+
+
+def test_finetune_follows_a_plan(launch, tmp_path):
+    from mindnlp_dp.cli import main
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 3}
+    model = {
+        "model_type": "roberta", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 32, "max_position_embeddings": 26, "num_labels": 29,
+    }  # fmt: skip
+    cluster = {
+        "devices_per_host": 2, "memory_gib": 1, "tflops": 0.1, "efficiency": 1.0, "memory_bandwidth_gbs": 10,
+        "inside": {"latency_us": 30, "bandwidth_gbs": 1}, "precision": "float32",
+    }  # fmt: skip
+    files = {name: tmp_path / f"{name}.json" for name in ("model", "cluster", "plan")}
+    files["model"].write_text(json.dumps(model))
+    files["cluster"].write_text(json.dumps(cluster))
+    flags = [part for name, path in files.items() for part in ("--json" if name == "plan" else f"--{name}", str(path))]
+    assert main(["plan", *flags, "--batch", "16", "--sequence", "24"]) == 0
+    written = json.loads(files["plan"].read_text())
+    # Of all of them, the one through stages.
+    written["plans"] = [found for found in written["plans"] if (found["mesh"] or {}).get("pp") == 2]
+    files["plan"].write_text(json.dumps(written))
+    settings = [part for name, size in sizes.items() for part in (f"--{name.replace('_', '-')}", str(size))]
+    settings += ["--vocab-size", "300", "--max-steps", "3", "--eval-batch-size", "512", "--plan", str(files["plan"])]
+    script = ROOT / "scripts" / "finetune.py"
+    job = launch(script, *settings, "--global-batch-size", "16", "--output-dir", str(tmp_path / "run"))
+    assert job.exit_code == 0, job.output
+    assert "predicted" in job.output
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    best = written["plans"][0]
+    assert report["plan"]["predicted"] == best["seconds"]
+    assert report["plan"]["measured"] > 0
+    assert report["config"]["mesh"] == "pp=2"
+    assert [int(n) for n in report["config"]["pipeline_layers"].split(",")] == [
+        stage["layers"][1] - stage["layers"][0] for stage in best["stages"]
+    ]
+    # Another model, another batch.
+    other = ["--output-dir", str(tmp_path / "x")]
+    job = launch(script, *settings, "--hidden-size", "32", "--global-batch-size", "16", *other)
+    assert job.exit_code == 1
+    assert "the plan is for a model of" in job.output
+    job = launch(script, *settings, "--global-batch-size", "32", *other)
+    assert job.exit_code == 1
+    assert "global_batch_size is 32, and the plan is for 16 samples" in job.output
+    # What is said twice, in two ways, is refused; so is what is no plan.
+    settings += ["--global-batch-size", "16"]
+    job = launch(script, *settings, "--mesh", "tp=2", "--output-dir", str(tmp_path / "other"))
+    assert job.exit_code == 1
+    assert "mesh is tp=2, and the plan's is pp=2; leave one of them out" in job.output
+    files["plan"].write_text("{}")
+    job = launch(script, *settings, "--output-dir", str(tmp_path / "other"))
+    assert job.exit_code == 1
+    assert "is not what mindnlp-dp plan --json writes" in job.output
 
 
 @pytest.mark.parametrize(

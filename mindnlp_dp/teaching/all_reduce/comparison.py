@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from ..measurement import run_measurement, write_outputs
+from mindnlp_dp.launch.measurement import run_measurement
+from mindnlp_dp.report.outputs import write_outputs
+
 from .costs import CostModel, traffic
 
 # Which of the fitted models an algorithm waits for.

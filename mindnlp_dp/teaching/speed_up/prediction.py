@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from ..measurement import run_measurement, write_outputs
+from mindnlp_dp.launch.measurement import run_measurement
+from mindnlp_dp.report.outputs import write_outputs
+
 from .laws import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
 
 _PREDICTED = (2, 4, 8, 16, 32, 64)

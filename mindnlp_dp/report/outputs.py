@@ -1,33 +1,14 @@
-"""What commands that measure something share: a job that writes numbers, and the files that are made of them.
-
-Goes in: a module to run under mpirun, with ``--write FILE`` behind its flags. Comes out: what it wrote.
-"""
+"""The files that commands write besides what they print: their numbers, and a picture of them."""
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.run import run_job
 from mindnlp_dp.runtime.atomic_files import in_place_of
-
-
-def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:
-    """Run ``module`` on so many ranks and return the JSON that it wrote.
-
-    Raises:
-        RuntimeError: the job failed; it has said why.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "measured.json")
-        command = ["-m", module, *flags, "--write", str(file)]
-        if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs")) != 0:
-            raise RuntimeError(f"the job with {world_size} ranks failed; its message stands above")
-        return json.loads(file.read_text())
 
 
 def write_outputs(

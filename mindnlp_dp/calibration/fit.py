@@ -1,0 +1,153 @@
+"""From what was measured to a cluster: how fast products, memory, calls, updates and links are.
+
+Goes in: seconds of training steps of small models, and of exchanges. Comes out: the keys of a cluster, for a YAML. An
+update of a model takes
+
+    FLOPs / rate + values moved / bandwidth + attention scores / rate + random numbers / rate
+    + calls x seconds of one + gradients / rate + parameters / rate,
+
+each counted by the planner's own graph of the model; the seven are fitted, none below 0, to the least sum of squared
+relative errors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from mindnlp_dp.launch.measurement import run_measurement
+from mindnlp_dp.planner.cluster import Cluster, Link
+from mindnlp_dp.planner.models import load_model
+from mindnlp_dp.planner.stage_costs import Sharing, StageCosts
+from mindnlp_dp.runtime.atomic_files import in_place_of
+
+# Of a fit: in the order of the terms above.
+TERMS = ("flops", "values", "scores", "draws", "calls", "gradients", "parameters")
+
+
+def measure_cluster(num_ranks: int) -> dict[str, Any]:
+    """Measure this machine with so many ranks, which takes a minute or two; keys of a cluster, and how well they fit.
+
+    Raises:
+        LaunchError, RuntimeError: the job could not be started, or failed.
+    """
+    measured = run_measurement("mindnlp_dp.calibration.rates_job", num_ranks, [])
+    return fit_cluster(measured, memory=_memory() / num_ranks)
+
+
+def measure_to(path: Path, num_ranks: int) -> dict[str, Any]:
+    """Measure this machine, and write its keys to a YAML that ``--cluster`` takes."""
+    print(f"measuring this machine with {num_ranks} ranks, which takes a minute or two ...", flush=True)
+    keys = measure_cluster(num_ranks)
+    with in_place_of(path) as temporary:
+        temporary.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    print(f"written to {path}\n")
+    return keys
+
+
+def fit_cluster(measured: Mapping[str, Any], memory: float) -> dict[str, Any]:
+    """The keys of a cluster (:func:`~mindnlp_dp.planner.cluster.load_cluster`) for what the job wrote.
+
+    Args:
+        memory: bytes of a rank.
+    """
+    from .rates_job import SHAPES
+
+    steps = measured["steps"]
+    counts = {name: step_terms(model_keys(shape), rows=shape[5]) for name, shape in SHAPES.items()}
+    rows = np.array([_times(counts[s["name"]], s["micro_batches"]) for s in steps])
+    seconds = np.array([s["seconds"] for s in steps])
+    each = fit_terms(rows, seconds)
+    errors = {f"{s['name']} x{s['micro_batches']}": round(float(e), 3)
+              for s, e in zip(steps, rows @ each / seconds - 1)}  # fmt: skip
+    flop, value, score, draw, call, gradient, parameter = (max(float(x), 1e-15) for x in each)
+    alpha, beta = fit_link(measured["all_reduces"], measured["world_size"])
+    keys: dict[str, Any] = {
+        "name": f"this machine, {measured['world_size']} ranks", "hosts": 1,
+        "devices_per_host": measured["world_size"], "memory_gib": memory / 2**30, "tflops": 1e-12 / flop,
+        "efficiency": 1.0, "memory_bandwidth_gbs": 4e-9 / value, "gscores": 1e-9 / score, "gdraws": 1e-9 / draw,
+        "call_us": 1e6 * call, "gradient_gparams": 1e-9 / gradient, "update_gparams": 1e-9 / parameter,
+        "precision": "float32",
+        "inside": {"latency_us": 1e6 * alpha, "bandwidth_gbs": 1e-9 / beta},
+    }  # fmt: skip
+    keys = _rounded(keys)
+    keys["source"] = f"measured; relative errors of the fit from {min(errors.values())} to {max(errors.values())}"
+    return keys
+
+
+def model_keys(shape: Sequence[Any]) -> dict[str, Any]:
+    """The configuration of one of the job's models."""
+    from .rates_job import HEADS
+
+    hidden, layers, inner, words, length, _, guesses, dropout = shape
+    return {
+        "model_type": "bert", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "intermediate_size": inner, "vocab_size": words, "max_position_embeddings": length, "num_labels": 2,
+        "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
+        "architectures": ["BertForMaskedLM" if guesses else "BertForSequenceClassification"],
+    }  # fmt: skip
+
+
+def step_terms(keys: Mapping[str, Any], rows: int) -> np.ndarray:
+    """(7,) :data:`TERMS` of a micro batch, as the planner counts them; the last are the model's parameters."""
+    model = load_model(keys)
+    terms = []
+    for term in TERMS[:-1]:
+        unit = _unit_cluster(term)
+        times = StageCosts(model, unit, Sharing(), [0]).times(0, 0, rows)
+        terms.append(float(times.total))
+    return np.array([*terms, model.parameters])
+
+
+def fit_terms(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """(7,) seconds of each, none below 0, by relative least squares."""
+    from scipy.optimize import nnls
+
+    scale = rows.max(axis=0)
+    fitted, _ = nnls(rows / scale / seconds[:, None], np.ones(len(seconds)))
+    return fitted / scale
+
+
+def fit_link(measured: Sequence[Mapping[str, float]], num_ranks: int) -> tuple[float, float]:
+    """(alpha, beta) of all-reduces: seconds = alpha + 2 beta (n - 1) / n bytes, by relative least squares."""
+    from scipy.optimize import nnls
+
+    if not measured:
+        return 0.0, 1e-12
+    seconds = np.array([m["seconds"] for m in measured])
+    sent = 2 * (num_ranks - 1) / num_ranks * np.array([m["bytes"] for m in measured])
+    rows = np.stack([np.ones(len(sent)), sent], axis=1)
+    scale = rows.max(axis=0)
+    alpha, beta = nnls(rows / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
+    return float(alpha), max(float(beta), 1e-15)
+
+
+def _times(terms: np.ndarray, num_micro_batches: int) -> np.ndarray:
+    return terms * np.array([num_micro_batches] * 6 + [1])
+
+
+def _unit_cluster(term: str) -> Cluster:
+    """In which one of a term takes a second, and all others nothing."""
+    link = Link(0.0, 0.0)
+    rate = {name: 1.0 if name == term else np.inf for name in TERMS}
+    return Cluster(
+        "unit", 1, 1, np.inf, rate["flops"], 1.0, 4 * rate["values"], link, link, 1 / rate["calls"], rate["scores"],
+        rate["draws"],
+        rate["gradients"],
+        precision="float32",
+    )  # fmt: skip
+
+
+def _memory() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value

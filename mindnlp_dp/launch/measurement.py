@@ -1,0 +1,28 @@
+"""A job that measures something and writes numbers, for the commands that do.
+
+Goes in: a module to run under mpirun, with ``--write FILE`` behind its flags. Comes out: what it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .run import run_job
+
+
+def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:
+    """Run ``module`` on so many ranks and return the JSON that it wrote.
+
+    Raises:
+        RuntimeError: the job failed; it has said why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "measured.json")
+        command = ["-m", module, *flags, "--write", str(file)]
+        if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs")) != 0:
+            raise RuntimeError(f"the job with {world_size} ranks failed; its message stands above")
+        return json.loads(file.read_text())

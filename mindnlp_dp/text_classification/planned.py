@@ -1,0 +1,106 @@
+"""A run that follows a plan of ``mindnlp-dp plan``.
+
+Goes in: settings. Comes out: the plan's settings among them; behind the run, its prediction beside what was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from mindnlp_dp.report.schema import RunReport
+
+from .config import FinetuneConfig
+from .examples import InputError
+
+# What a tokenizer's words make of a model's size at most.
+_SAME = 0.1
+
+
+def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
+    """The settings with the plan's mesh, micro batch and schedule in them, where there is a plan.
+
+    Raises:
+        InputError: the file is no plan, or a setting says something else.
+    """
+    if not config.plan:
+        return config
+    try:
+        found = read_plan(Path(config.plan))
+    except ValueError as error:
+        raise InputError(f"plan: {error}") from None
+    settings: dict[str, Any] = {
+        "mesh": ",".join(f"{axis}={size}" for axis, size in found["mesh"].items()),
+        "micro_batch_size": found["micro_batch"],
+        "zero_stage": str(found["zero_stage"]),
+    }
+    if found["schedule"]:
+        settings["pipeline_schedule"] = found["schedule"]
+        settings["pipeline_recompute"] = found["recompute"]
+        settings["pipeline_layers"] = ",".join(str(end - first) for first, end in found["layers"])
+    if config.global_batch_size != found["batch"]:
+        raise InputError(
+            f"global_batch_size is {config.global_batch_size}, and the plan is for {found['batch']} samples an update; "
+            f"give --global-batch-size {found['batch']}, or plan again"
+        )
+    defaults = {setting.name: setting.default for setting in dataclasses.fields(config)}
+    for name, value in settings.items():
+        given = getattr(config, name)
+        if given not in (defaults[name], value):
+            raise InputError(f"{name} is {given}, and the plan's is {value}; leave one of them out")
+    return dataclasses.replace(config, **settings)
+
+
+def check_model(model: Any, config: FinetuneConfig) -> None:
+    """Raise InputError where a plan was made for a model of another size."""
+    if not config.plan:
+        return
+    planned = read_plan(Path(config.plan))["parameters"]
+    built = sum(p.size for p in {id(p): p for p in model.parameters()}.values())
+    if abs(built / planned - 1) > _SAME:
+        raise InputError(
+            f"the plan is for a model of {planned:.4g} parameters, and this one has {built:.4g}; plan for its "
+            "config.json, or give the sizes that the plan's launch command names"
+        )
+
+
+def parse_layers(text: str) -> list[int]:
+    """``"5,7"`` as [5, 7]; ValueError where it is not of that form.
+
+    >>> parse_layers("5,7"), parse_layers("")
+    ([5, 7], [])
+    """
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(f"layers of stages are written as 5,7, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def compare_with_plan(report: RunReport, config: FinetuneConfig) -> None:
+    """Put into the report what an update was expected to take, and what it took, in seconds."""
+    if config.plan:
+        measured = report["global_batch_size"] / report["train_samples_per_second"]
+        report["plan"] = {"predicted": read_plan(Path(config.plan))["seconds"], "measured": measured}
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """The best plan of a file that ``mindnlp-dp plan --json`` wrote, of those that can be launched; and its batch.
+
+    Raises:
+        ValueError: it is no such file, or none of its plans can be launched.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = next(found for found in content["plans"] if found["launch"])
+        return {
+            "mesh": {str(axis): int(size) for axis, size in found["mesh"].items()},
+            "layers": [[int(number) for number in stage["layers"]] for stage in found["stages"]],
+            "parameters": float(content["model"]["parameters"]), "batch": int(content["batch"]),
+            **{key: found[key] for key in ("schedule", "micro_batch", "recompute", "zero_stage", "seconds")},
+        }  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not what mindnlp-dp plan --json writes: {error}") from None
+    except StopIteration:
+        raise ValueError(f"{path} has no plan that can be launched") from None
