@@ -63,6 +63,20 @@ def num_rows_of(batch: Any) -> int:
     return num_rows(batch)
 
 
+def rows_of(batch: Any, begin: int, end: int) -> Any:
+    """Some rows of a batch of any form, in the same form; what has no row for each sample stays as it is."""
+    size = num_rows_of(batch)
+
+    def part(x: Any) -> Any:
+        return x[begin:end] if getattr(x, "ndim", 0) and x.shape[0] == size else x
+
+    if isinstance(batch, Batch):
+        return Batch({name: part(x) for name, x in batch.items()}, batch.indices[begin:end])
+    if isinstance(batch, Mapping):
+        return {name: part(x) for name, x in batch.items()}
+    return type(batch)(map(part, batch)) if isinstance(batch, (tuple, list)) else part(batch)
+
+
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
     """MindSpore tensors for a batch's arrays."""
     import mindspore

@@ -114,7 +114,10 @@ def make_train_step(
         parallel.check_optimizer(optimizer)
         scope = parallel.scope(parameters)
     updater = make_updater(optimizer, window, zero_stage, scheduler, scope)
-    step = TrainStep(window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses)
+    step = TrainStep(
+        window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
+        settle=None if parallel is None else parallel.settle,
+    )  # fmt: skip
     passes = Passes(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
     return FunctionalStep(step, passes, accumulation_steps, weight_of or num_rows_of, seed)
 

@@ -12,8 +12,8 @@ from typing import Any, Optional
 
 from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.parallelize import ParallelModel
-from mindnlp_dp.parallel.pipeline import MicroBatch
 from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
@@ -56,8 +56,8 @@ class Passes:
         if parallel is not None and parallel.pipeline is not None:
             batches = [
                 MicroBatch(
-                    functools.partial(call_with, self._forward_fn, batch), weight_of(batch), seed_of(number),
-                    getattr(batch, "indices", None),
+                    batch, functools.partial(call_with, self._forward_fn), weight_of, seed=seed_of(number),
+                    indices=getattr(batch, "indices", None),
                 )
                 for number, batch in enumerate(window)
                 if weight_of(batch) > 0

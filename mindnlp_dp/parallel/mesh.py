@@ -10,6 +10,13 @@ Goes in: the group of all ranks, and the sizes of the axes. Comes out: this rank
 
 Ranks that differ in ``tp`` or ``pp`` alone work on the same samples, each with its part of the model; those that
 differ in ``dp`` or ``ep`` on other ones. Those that differ in ``ep`` have other experts, and else the same weights.
+
+Stages may have meshes of their own, as ``{"pp": 2, "dp": (2, 1), "tp": (1, 2)}``. The rows of the pipeline are then as
+many as the greatest common divisor of the stages' ``dp``; what a stage has more shares out the samples of each micro
+batch, along an axis ``sub`` that nobody names::
+
+            pp=0            pp=1
+            sub=0 sub=1     tp=0 tp=1           0 1   2 3
 """
 
 from __future__ import annotations
@@ -18,13 +25,16 @@ import itertools
 import math
 import weakref
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_process_group, set_data_group
 
 # Data, stages of a pipeline, experts, tensors.
 AXES = ("dp", "pp", "ep", "tp")
+# Those that may differ by stage, given as a tuple.
+_BY_STAGE = ("dp", "tp")
+Size = Union[int, tuple[int, ...]]
 # What MCCL lacks in a group of some ranks: a pipeline sends between two ranks, experts all to all.
 _NEEDS = {"pp": "messages between two ranks", "ep": "all-to-all"}
 
@@ -35,55 +45,92 @@ class DeviceMesh:
     """What :func:`init_device_mesh` makes. Making it is a collective.
 
     Attributes:
-        axes: those that were named, in order, and their sizes.
-        sizes: of all axes; those that were not named are 1.
-        coordinates: of this rank.
+        axes: those that were named, in order, and their sizes, by stage where stages differ.
+        sizes: of all axes, as they are in this rank's stage; those that were not named are 1.
+        coordinates: of this rank. "cell" numbers the ranks of a stage that work on the same samples, along sub and tp.
+        stages: (sub, tp) of every stage.
         world: the group of all ranks.
         data: of the ranks with the same part of the model, experts aside, which share out the samples: ``dp x ep``.
-        replicas: of the ranks with the same weights, experts included: ``dp``.
-        parts: of the ranks that together have the whole model: ``pp x ep x tp``.
+        copies: the same, and those that share out the samples of a micro batch: ``dp x ep x sub``.
+        replicas: of the ranks with the same weights, experts included: ``dp x sub``.
+        parts: of the ranks that together have the whole model: ``pp x ep x sub x tp``.
     """
 
-    def __init__(self, sizes: Mapping[str, int], world: ProcessGroup) -> None:
+    def __init__(self, sizes: Mapping[str, Size], world: ProcessGroup) -> None:
         self.world = world
         self.axes = dict(sizes)
-        self.sizes = {**dict.fromkeys(AXES, 1), **{axis: int(size) for axis, size in sizes.items()}}
+        num_stages = self._of(0, "pp")
+        rows = math.gcd(*(self._of(stage, "dp") for stage in range(num_stages)))
+        self.stages = [(self._of(stage, "dp") // rows, self._of(stage, "tp")) for stage in range(num_stages)]
         self._order = [*sizes, *(axis for axis in AXES if axis not in sizes)]
-        places = itertools.product(*(range(self.sizes[axis]) for axis in self._order))
-        self._places = [dict(zip(self._order, place)) for place in places]
+        self._places = self._arranged({"dp": rows, "pp": num_stages, "ep": self._of(0, "ep")})
         self.coordinates = self._places[world.rank]
+        sub, tp = self.stages[self.coordinates["pp"]]
+        self.sizes = {"dp": rows, "pp": num_stages, "ep": self._of(0, "ep"), "sub": sub, "tp": tp}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world.world_size)): world}
-        is_mesh = self.sizes["dp"] < world.world_size
+        is_mesh = rows < world.world_size
         world.name_ranks([f"{r} ({self.label(place)})" for r, place in enumerate(self._places)] if is_mesh else [])
-        for axes in [(axis,) for axis in AXES] + [("dp", "ep"), ("pp", "ep", "tp")]:
+        within = [("dp",), ("pp",), ("ep",), ("tp",), ("sub",), ("dp", "ep")]
+        for axes in [*within, ("dp", "ep", "sub"), ("dp", "sub"), ("pp", "ep", "sub", "tp")]:
             self._make_group(axes)
-        self.data, self.replicas, self.parts = self.group("dp", "ep"), self.group("dp"), self.group("pp", "ep", "tp")
+        self.data, self.copies = self.group("dp", "ep"), self.group("dp", "ep", "sub")
+        self.replicas, self.parts = self.group("dp", "sub"), self.group("pp", "ep", "sub", "tp")
+
+    def _of(self, stage: int, axis: str) -> int:
+        size = self.axes.get(axis, 1)
+        return size[stage] if isinstance(size, tuple) else size
+
+    def _arranged(self, sizes: Mapping[str, int]) -> list[dict[str, int]]:
+        """Coordinates of all ranks, in their order; a stage's cells are where "tp" was named."""
+        cells = [sub * tp for sub, tp in self.stages]
+        found = []
+        for numbers in itertools.product(*(range(max(cells) if a == "tp" else sizes[a]) for a in self._order)):
+            place = dict(zip(self._order, numbers))
+            cell = place.pop("tp")
+            if cell < cells[place["pp"]]:
+                sub, tp = divmod(cell, self.stages[place["pp"]][1])
+                found.append({**place, "sub": sub, "tp": tp, "cell": cell})
+        return found
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self}; this is {self.label(self.coordinates)})"
 
     def __str__(self) -> str:
-        return ", ".join(f"{axis}={self.sizes[axis]}" for axis in self._order if self.sizes[axis] > 1) or "dp=1"
+        shown = {axis: size for axis, size in self.axes.items() if size != 1}
+        return ", ".join(f"{axis}={_shown(size)}" for axis, size in shown.items()) or "dp=1"
 
     def group(self, *axes: str) -> ProcessGroup:
-        """The ranks that differ from this one in these axes alone, in the mesh's order."""
+        """The ranks that differ from this one in these axes alone, in the mesh's order.
+
+        Along "pp" without the axes within a stage: those in the same place of their stages.
+        """
         return self._groups[self._ranks(axes)]
+
+    def row(self, stage: int) -> list[int]:
+        """The ranks of ``parts`` that are in a stage, by cell."""
+        ranks = self._ranks(("pp", "ep", "sub", "tp"))
+        return [number for number, rank in enumerate(ranks) if self._places[rank]["pp"] == stage]
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         here = self.coordinates
-        same = [axis for axis in AXES if axis not in axes]
+        within = [axis for axis in ("sub", "tp") if axis not in axes] if {"sub", "tp"} & set(axes) else ["cell"]
+        same = [axis for axis in ("dp", "pp", "ep") if axis not in axes] + within
         return tuple(r for r, place in enumerate(self._places) if all(place[a] == here[a] for a in same))
 
     def _make_group(self, axes: tuple[str, ...]) -> None:
         ranks = self._ranks(axes)
-        # Where one rank finds its group made, so do all: groups differ by their sizes.
-        if ranks not in self._groups:
+        # Where stages differ, a group is made already on some ranks, and not on others.
+        if any(self.world.all_gather_object(ranks not in self._groups)):
             labels = [f"{rank} ({self.label(self._places[rank])})" for rank in ranks]
-            self._groups[ranks] = self.world.split(ranks, labels)
+            made = self.world.split(ranks, labels)
+            self._groups.setdefault(ranks, made)
 
     def label(self, place: Mapping[str, int]) -> str:
         """Coordinates as messages show them."""
-        return ", ".join(f"{axis}={place[axis]}" for axis in self._order if self.sizes[axis] > 1) or "dp=0"
+        sub, tp = (max(of_stages) for of_stages in zip(*self.stages))
+        most = {axis: 1 + max(other[axis] for other in self._places) for axis in ("dp", "pp", "ep")}
+        most |= {"sub": sub, "tp": tp}
+        return ", ".join(f"{axis}={place[axis]}" for axis in [*self._order, "sub"] if most[axis] > 1) or "dp=0"
 
     def index(self, axis: str) -> int:
         """This rank's coordinate on an axis."""
@@ -95,12 +142,17 @@ class DeviceMesh:
         return self.parts.world_size == 1
 
     @property
+    def stages_differ(self) -> bool:
+        return len(set(self.stages)) > 1
+
+    @property
     def seed_rank(self) -> int:
         """What randomness inside the model is a function of, besides the step: the samples' rank, and the stage.
 
         Ranks that differ in ``tp`` alone draw alike, for what is not cut among them is computed on all.
         """
-        return self.data.rank + self.data.world_size * self.index("pp")
+        before = sum(sub for sub, _ in self.stages[: self.index("pp")])
+        return self.copies.rank + self.sizes["dp"] * self.sizes["ep"] * before
 
     @property
     def is_first_stage(self) -> bool:
@@ -111,12 +163,13 @@ class DeviceMesh:
         return self.index("pp") == self.sizes["pp"] - 1
 
 
-def init_device_mesh(sizes: Mapping[str, int], group: Optional[ProcessGroup] = None) -> DeviceMesh:
+def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = None) -> DeviceMesh:
     """Arrange the ranks of a job in a mesh, which is the job's from then on. A collective.
 
     Args:
         sizes: by axis: "dp" (data), "pp" (pipeline), "ep" (experts), "tp" (tensors). Their product is the world size;
-            one of them may be -1, and is what is left.
+            one of them may be -1, and is what is left. Where stages differ, "dp" and "tp" are tuples, a size by stage,
+            and the sum of their products is the world size.
         group: of all ranks; by default that of :func:`~mindnlp_dp.init_process_group`.
 
     Raises:
@@ -146,40 +199,53 @@ def get_device_mesh(group: Optional[ProcessGroup] = None) -> DeviceMesh:
     return _mesh_of[group]
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """``"dp=2,tp=2"`` as ``{"dp": 2, "tp": 2}``; ValueError where it is not of that form.
+def parse_mesh(text: str) -> dict[str, Size]:
+    """``"dp=2,tp=2"`` as ``{"dp": 2, "tp": 2}``; ValueError where it is not of that form. Stages are parted by ``|``.
 
-    >>> parse_mesh("dp=2,tp=2")
-    {'dp': 2, 'tp': 2}
+    >>> parse_mesh("dp=2,tp=2"), parse_mesh("pp=2,dp=2|1,tp=1|2")
+    ({'dp': 2, 'tp': 2}, {'pp': 2, 'dp': (2, 1), 'tp': (1, 2)})
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Size] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         axis, _, size = part.partition("=")
-        if axis in sizes or not size.lstrip("-").isdigit():
-            raise ValueError(f"a mesh is written as dp=2,tp=2, got {text!r}")
-        sizes[axis] = int(size)
+        by_stage = size.split("|")
+        if axis in sizes or not all(_is_number(number) for number in by_stage):
+            raise ValueError(f"a mesh is written as dp=2,tp=2, or by stage as pp=2,dp=2|1,tp=1|2; got {text!r}")
+        sizes[axis] = tuple(map(int, by_stage)) if len(by_stage) > 1 else int(size)
     return sizes
 
 
-def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, int]:
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _shown(size: Any) -> str:
+    return "|".join(map(str, size)) if isinstance(size, tuple) else str(size)
+
+
+def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, Size]:
     for axis, size in sizes.items():
         if axis not in AXES:
             raise ValueError(f"a mesh has axes {', '.join(AXES)}, got {axis!r}")
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        if isinstance(size, (tuple, list)):
+            sizes[axis] = _checked_by_stage(axis, tuple(size), sizes.get("pp", 1))
+        elif not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(
                 f"the size of {axis} must be a whole number from 1 on, or -1 for what is left; got {size!r}"
             )
+    by_stage = [axis for axis, size in sizes.items() if isinstance(size, tuple)]
     open_axes = [axis for axis, size in sizes.items() if size == -1]
-    known = math.prod(size for size in sizes.values() if size != -1)
     if len(open_axes) > 1:
         raise ValueError(f"one axis at most is -1, got {' and '.join(open_axes)}")
+    if open_axes and by_stage:
+        raise ValueError(f"sizes by stage, as of {by_stage[0]}, leave no axis to be worked out; {open_axes[0]} is -1")
+    known = math.prod(size for size in sizes.values() if size != -1 and not isinstance(size, tuple))
     if open_axes and group.world_size % known == 0:
         sizes[open_axes[0]] = group.world_size // known
-    if math.prod(sizes.values()) != group.world_size:
-        shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "no axis"
-        raise ValueError(
-            f"{shown} does not make {group.world_size} ranks, which this job has; sizes multiply to the number of ranks"
-        )
+    if _num_ranks(sizes) != group.world_size:
+        shown = " x ".join(f"{axis}={_shown(size)}" for axis, size in sizes.items()) or "no axis"
+        made = "sizes multiply to the number of ranks" + (", by stage, and stages add up" if by_stage else "")
+        raise ValueError(f"{shown} does not make {group.world_size} ranks, which this job has; {made}")
     for axis, need in _NEEDS.items():
         if group.backend == "mccl" and sizes.get(axis, 1) > 1:
             raise ValueError(
@@ -187,3 +253,21 @@ def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, int]:
                 f"mindnlp-dp run --nproc {group.world_size} --backend mpi script.py"
             )
     return sizes
+
+
+def _checked_by_stage(axis: str, size: tuple[Any, ...], num_stages: Any) -> Size:
+    if axis not in _BY_STAGE:
+        raise ValueError(f"the sizes of dp and tp may differ by stage, that of {axis} may not; got {size}")
+    if any(not isinstance(number, int) or isinstance(number, bool) or number < 1 for number in size):
+        raise ValueError(f"sizes by stage are whole numbers from 1 on, got {axis}={_shown(size)}")
+    if len(size) != num_stages:
+        raise ValueError(f"{axis}={_shown(size)} has {len(size)} stages, and pp={num_stages}")
+    return size
+
+
+def _num_ranks(sizes: Mapping[str, Size]) -> int:
+    common = math.prod(size for axis, size in sizes.items() if axis != "pp" and not isinstance(size, tuple))
+    by_stage = [size for size in sizes.values() if isinstance(size, tuple)]
+    num_stages = sizes.get("pp", 1)
+    assert isinstance(num_stages, int), "sizes by stage are dp's and tp's"
+    return common * (sum(map(math.prod, zip(*by_stage))) if by_stage else num_stages)

@@ -32,6 +32,7 @@ from .pipeline import Pipeline
 from .placement import Placements, place_whole, take_parts
 from .plans import Plan, plan_for
 from .stages import Inbox, cut_stages
+from .ties import Tie
 from .whole import PartedModel
 
 T = TypeVar("T")
@@ -67,16 +68,21 @@ class ParallelModel(PartedModel):
             # A stage's backward passes are several, and not known to be the last.
             exchange["overlap"] = False
         if self._row_weights is None:
-            return GradientSynchronizer(named, self.mesh.data, **exchange)
+            return GradientSynchronizer(named, self.mesh.copies, **exchange)
         exchange["overlap"] = False
         weights = self._row_weights
         is_expert = [self.placements[p.name_in_whole].expert_rank is not None for _, p in named]
         places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
         windows = [
             GradientSynchronizer([named[place] for place in mine], group, **exchange)
-            for mine, group in zip(places, (self.mesh.data, self.mesh.replicas))
+            for mine, group in zip(places, (self.mesh.copies, self.mesh.replicas))
         ]
         return JointWindow(windows, places, [lambda weight: weight, lambda weight: weights.total])
+
+    def settle(self) -> None:
+        """Behind every update: what several ranks have is the same to the bit. A collective."""
+        for tie in self.pipeline.ties if self.pipeline is not None else ():
+            tie.settle()
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise ValueError where it updates parameters that are not this model's, as they were before it was cut."""
@@ -162,7 +168,8 @@ def parallelize(
     parts = ParallelModel(model, placements)
     if not mesh.is_data_parallel:
         plan = plan or plan_for(model)
-        inbox = _cut(model, plan, parts, layers_per_stage)
+        # Where stages differ, some may be cut as others cannot.
+        inbox = mesh.world.call_where(True, lambda: _cut(model, plan, parts, layers_per_stage), "cutting the model")
         if inbox is not None:
             parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
     elif layers_per_stage:
@@ -240,14 +247,19 @@ def _check_stages_train(model: Any, parts: ParallelModel) -> None:
 
 def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:
     """Let stages that have a weight in common add up its gradients."""
-    group = pipeline.group
+    mesh = placements.mesh
+    # In the same place of their stages, if these are alike; else all ranks of theirs.
+    among = mesh.parts if mesh.stages_differ else mesh.group("pp")
+    stage = mesh.index("pp")
     shared = sorted({p.stages for p in placements.values() if len(p.stages) > 1 and p.trains})
     groups = {}
     for stages in shared:
-        mine = stages if group.rank in stages else (group.rank,)
-        labels = [group.label(stage) for stage in mine]
-        groups[stages] = group if len(stages) == group.world_size else group.split(mine, labels)
+        theirs = [rank for s in stages for rank in mesh.row(s)] if mesh.stages_differ else list(stages)
+        mine = theirs if stage in stages else [among.rank]
+        is_all = len(theirs) == among.world_size
+        groups[stages] = among if is_all else among.split(mine, [among.label(rank) for rank in mine])
     for name, parameter in model.named_parameters():
         stages = placements[name].stages
-        if stages in groups and group.rank in stages:
-            pipeline.tie(parameter, groups[stages])
+        if stages in groups and stage in stages:
+            placement = placements[name] if mesh.stages_differ else None
+            pipeline.ties.append(Tie(parameter, groups[stages], placements, placement))

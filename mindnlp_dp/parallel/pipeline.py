@@ -4,6 +4,9 @@ Goes in: this rank's stage of a model (stages.py), and the micro batches of an u
 Comes out: for each the loss, on every stage, and the gradients of this stage's parameters, in the order in which their
 backward passes end (schedule.py). MindSpore's autograd keeps the graph of every micro batch that is in flight; with
 ``recompute`` only what the stage received is kept, and its forward pass runs once more before the backward one.
+
+N ranks that share out the samples of a micro batch have N times the gradients of their rows, and an Nth of its weight
+each, so that the exchange of gradients, which is a weighted mean, sums them up.
 """
 
 from __future__ import annotations
@@ -16,21 +19,22 @@ from typing import Any, Optional
 
 import numpy as np
 from mindnlp.core.nn import Parameter
-from mindspore import Tensor, _c_expression
+from mindspore import _c_expression
 
 from mindnlp_dp.arrays.conversion import from_host
 from mindnlp_dp.arrays.types import dtype_name
-from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.wire import DOWN, UP, Wire
+from mindnlp_dp.communication.wire import DOWN, UP
 from mindnlp_dp.planner.schedule import FORWARD, Action, actions, check_schedule
 from mindnlp_dp.runtime.autograd import make_leaves
 from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
 from .mesh import DeviceMesh
+from .messages import Messages
+from .micro_batch import MicroBatch, Share
 from .outputs import to_arrays, to_tensors
 from .stages import Inbox, StageOutput
-from .ties import Ties
+from .ties import Tie, Ties
 
 Span = Callable[..., Any]
 
@@ -40,29 +44,14 @@ def no_span(name: str, **details: Any) -> Any:
     return contextlib.nullcontext()
 
 
-class MicroBatch:
-    """What goes through the pipeline at a time.
-
-    Attributes:
-        forward: computes its mean loss by the model; on stages that are not the last, the model ends it before.
-        weight: of its loss.
-        seed: of the randomness in it, on this stage.
-        indices: which samples it has, where that is known.
-    """
-
-    def __init__(
-        self, forward: Callable[[], Any], weight: float, seed: int, indices: Optional[np.ndarray] = None
-    ) -> None:
-        self.forward, self.weight, self.seed, self.indices = forward, weight, seed, indices
-
-
 class Pipeline:
     """This rank's stage.
 
     Attributes:
         schedule: "1f1b", "gpipe" or "eager-1f1b".
         most_in_flight: micro batches between their forward and their backward pass, in the last window.
-        wire: to the stages before and behind.
+        messages: to the stages before and behind.
+        ties: parameters that this stage has in common with others.
     """
 
     def __init__(
@@ -70,11 +59,13 @@ class Pipeline:
     ) -> None:
         if not hasattr(_c_expression, "run_backward"):
             raise ValueError("a pipeline needs an autograd whose graphs stay alive: MindSpore 2.8 or later")
-        self.group: ProcessGroup = mesh.group("pp")
+        self.mesh = mesh
+        self.stage, self.num_stages = mesh.index("pp"), mesh.sizes["pp"]
         self.schedule = check_schedule(schedule)
         self.recompute = recompute
         self.most_in_flight = 0
-        self.wire = Wire(self.group)
+        self.messages = Messages(mesh)
+        self.ties: list[Tie] = []
         self._is_first, self._is_last = mesh.is_first_stage, mesh.is_last_stage
         self._inbox = inbox
         self._config: Any = getattr(model, "config", None)
@@ -85,18 +76,14 @@ class Pipeline:
             model.generate = _cannot_generate
         self._stage_forward = model.forward
         self._is_training = False
-        self._ties: list[tuple[Any, ProcessGroup]] = []
+        self._sharers = mesh.group("sub")
         # What reads its signature, such as who looks for columns, sees the model's.
         model.forward = functools.update_wrapper(functools.partial(self._forward), model.forward)
-
-    def tie(self, parameter: Any, group: ProcessGroup) -> None:
-        """Sum up the gradients of a parameter that the stages of ``group`` have in common."""
-        self._ties.append((parameter, group))
 
     @property
     def num_tied(self) -> int:
         """How many numbers the parameters have that stages have in common."""
-        return sum(int(parameter.size) for parameter, _ in self._ties)
+        return sum(int(tie.parameter.size) for tie in self.ties)
 
     # Outside of training.
 
@@ -107,19 +94,18 @@ class Pipeline:
                 raise ValueError(f"{name}: a stage has those of its own layers only; leave it out, or pp")
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
-        stage = self.group.rank
-        self.wire.begin()
+        messages, stage = self.messages, self.stage
+        messages.wire.begin()
         if not self._is_first:
-            self._inbox.put(self.wire.receive(stage - 1, 0, UP)[0])
+            self._inbox.put(messages.receive(stage - 1, 0, UP)[0])
         outputs = None
         try:
             outputs = self._stage_forward(*args, **kwargs)
         except StageOutput as output:
-            self.wire.send(output.hidden_states, stage + 1, 0, UP)
-        last = self.group.world_size - 1
+            messages.send(output.hidden_states, stage + 1, 0, UP)
         packed = to_arrays(outputs) if self._is_last else None
-        outputs = to_tensors(self.group.broadcast_object(packed, last))
-        self.wire.wait()
+        outputs = to_tensors(self.mesh.parts.broadcast_object(packed, self.mesh.row(self.num_stages - 1)[0]))
+        messages.wire.wait()
         return outputs
 
     # A window.
@@ -134,76 +120,92 @@ class Pipeline:
         """
         from mindspore.common.api import _pynative_executor
 
-        self.wire.begin()
+        self.messages.wire.begin()
         make_leaves(parameters)
-        ties, order = Ties(self._ties, parameters), self._actions(len(batches))
+        ties, order = Ties(self.ties, parameters), self._actions(len(batches))
+        shares = [self._share(batch, number) for number, batch in enumerate(batches)]
+        num_sharers = self._sharers.world_size
         graphs: dict[int, tuple[Any, Any]] = {}
-        kept: Optional[MicroStep] = None
+        kept: Optional[tuple[MicroStep, float]] = None
         self.most_in_flight = 0
         try:
             while order:
                 kind, number = order[0]
-                batch = batches[number]
-                details = {"micro_step": number, "stage": self.group.rank}
+                batch, share = batches[number], shares[number]
+                details = {"micro_step": number, "stage": self.stage}
                 with span("wait", **details):
-                    came = self._receive(kind, number)
+                    came = self._receive(kind, number, batch.num_rows)
                 with span(kind, **details):
                     if kind == FORWARD:
-                        graphs[number] = self._run_forward(number, batch, came)
+                        graphs[number] = self._run_forward(share, came)
                         self.most_in_flight = max(self.most_in_flight, len(graphs))
                         order.popleft()
                         continue
-                    loss, gradients = self._run_backward(number, batch, graphs.pop(number), came, parameters)
+                    received, output = graphs.pop(number)
+                    if output is None and self._computes(share):
+                        received, output = self._compute(received, share, records=True)
+                    loss = self._loss(share, output, came)
+                    gradients = self._run_backward(share, (received, output), (came[0], loss), parameters)
                     order.popleft()
                     # Whoever adds the gradients up does a part of the backward pass.
+                    weight = batch.weight / num_sharers
                     if not np.isfinite(loss):
-                        yield MicroStep(loss, gradients, batch.weight, batch.indices)
+                        yield MicroStep(loss, gradients, weight, batch.indices)
                         continue
                     if kept is not None:
-                        yield kept
-                    kept = MicroStep(loss, ties.take(gradients, batch.weight), batch.weight, batch.indices)
+                        yield kept[0]
+                    kept = MicroStep(loss, ties.take(gradients, weight), weight, batch.indices), batch.weight
             _pynative_executor.set_grad_flag(False)
             if kept is not None:
-                yield MicroStep(kept.loss, ties.put(kept.gradients, kept.weight), kept.weight, kept.indices)
-            self.wire.wait()
+                micro, whole_weight = kept
+                yield MicroStep(micro.loss, ties.put(micro.gradients, whole_weight), micro.weight, micro.indices)
+            self.messages.wire.wait()
         except BaseException:
-            self._call_off(order)
-            self.wire.forget()
+            self._call_off(order, batches)
+            self.messages.wire.forget()
             _pynative_executor.set_grad_flag(False)
             _pynative_executor.clear_res()
             raise
 
     def _actions(self, num_micro_batches: int) -> deque[Action]:
-        return deque(actions(self.schedule, self.group.rank, self.group.world_size, num_micro_batches))
+        return deque(actions(self.schedule, self.stage, self.num_stages, num_micro_batches))
 
-    def _call_off(self, left: Iterable[Action]) -> None:
+    def _share(self, batch: MicroBatch, number: int) -> Share:
+        return Share(batch, number, self.messages.rows_of_each(batch.num_rows), self._sharers.rank)
+
+    def _computes(self, share: Share) -> bool:
+        """Whether this rank has something to do; the last stage has not where nothing counts, as of ignored tokens."""
+        return share.batch is not None and (share.part > 0 or not self._is_last)
+
+    def _call_off(self, left: Iterable[Action], batches: Sequence[MicroBatch]) -> None:
         """Tell the neighbours, who wait for what this stage had still to send, that nothing comes."""
-        stage = self.group.rank
         for kind, number in left:
+            num_rows = batches[number].num_rows
             if kind == FORWARD and not self._is_last:
-                self.wire.call_off(stage + 1, number, UP)
+                self.messages.call_off(self.stage + 1, number, UP, num_rows)
             elif kind != FORWARD and not self._is_first:
-                self.wire.call_off(stage - 1, number, DOWN)
+                self.messages.call_off(self.stage - 1, number, DOWN, num_rows)
 
-    def _receive(self, kind: str, number: int) -> tuple[Any, float]:
+    def _receive(self, kind: str, number: int, num_rows: int) -> tuple[Any, float]:
         """What a pass begins with, and the loss that came with it; nothing at the ends of the pipeline."""
-        stage = self.group.rank
         if kind == FORWARD:
-            return (None, 0.0) if self._is_first else self.wire.receive(stage - 1, number, UP)
-        return (None, 0.0) if self._is_last else self.wire.receive(stage + 1, number, DOWN)
+            stage, direction, is_end = self.stage - 1, UP, self._is_first
+        else:
+            stage, direction, is_end = self.stage + 1, DOWN, self._is_last
+        return (None, 0.0) if is_end else self.messages.receive(stage, number, direction, num_rows=num_rows)
 
-    def _run_forward(self, number: int, batch: MicroBatch, came: tuple[Any, float]) -> tuple[Any, Any]:
+    def _run_forward(self, share: Share, came: tuple[Any, float]) -> tuple[Any, Any]:
         """What the stage received, and what it made of it, in a graph; only the first where that is recomputed."""
         received = came[0]
-        if self.recompute and self._is_last:
-            # Its forward pass comes with the backward one, which is next.
+        if not self._computes(share) or (self.recompute and self._is_last):
+            # Recomputed, its forward pass comes with the backward one, which is next.
             return received, None
-        received, output = self._compute(received, batch, records=not self.recompute)
+        received, output = self._compute(received, share, records=not self.recompute)
         if not self._is_last:
-            self.wire.send(output, self.group.rank + 1, number, UP)
+            self.messages.send(output, self.stage + 1, share.number, UP, num_rows=share.micro.num_rows)
         return received, None if self.recompute else output
 
-    def _compute(self, received: Any, batch: MicroBatch, *, records: bool) -> tuple[Any, Any]:
+    def _compute(self, received: Any, share: Share, *, records: bool) -> tuple[Any, Any]:
         from mindspore.common.api import _pynative_executor
 
         if received is not None:
@@ -213,11 +215,11 @@ class Pipeline:
         self._is_training = True
         _pynative_executor.set_grad_flag(records)
         try:
-            with seeded(batch.seed):
-                output = batch.forward()
+            with seeded(share.micro.seed):
+                output = share.micro.forward(share.batch)
             if not self._is_last:
                 raise RuntimeError(
-                    f"the model was not called in the forward pass of stage {self.group.label()}, or not by itself"
+                    f"the model was not called in the forward pass of rank {self.mesh.world.label()}, or not by itself"
                 )
         except StageOutput as stage_output:
             output = stage_output.hidden_states
@@ -225,32 +227,43 @@ class Pipeline:
             self._is_training = False
         return received, output
 
-    def _run_backward(
-        self,
-        number: int,
-        batch: MicroBatch,
-        graph: tuple[Any, Any],
-        came: tuple[Any, float],
-        parameters: Sequence[Any],
-    ) -> tuple[float, list[Optional[Any]]]:
-        received, output = graph
-        if output is None:
-            received, output = self._compute(received, batch, records=True)
-        stage = self.group.rank
+    def _loss(self, share: Share, output: Any, came: tuple[Any, float]) -> float:
+        """Of the whole micro batch. A collective of those who share it out."""
         if self._is_last:
-            loss, gradient = float(output.asnumpy()), Tensor(np.ones(output.shape, np.float32)).astype(output.dtype)
-        else:
-            gradient, loss = came
-        wanted = tuple(parameters) if received is None else (*parameters, received)
-        gradients = list(
-            _c_expression.run_backward((output,), (gradient,), False, False, wanted, True, accumulate_grad=False)
-        )
+            mine = 0.0 if output is None else share.part * float(output.asnumpy())
+            if self._sharers.world_size == 1:
+                return mine
+            return float(self._sharers.all_reduce(np.array([mine], np.float64), is_hot=True)[0])
+        if share.micro.num_rows < self._sharers.world_size:
+            # Nothing comes to a rank without rows; the first one has some.
+            return float(self._sharers.broadcast(np.array([came[1]], np.float64))[0])
+        return came[1]
+
+    def _run_backward(
+        self, share: Share, graph: tuple[Any, Any], came: tuple[Any, float], parameters: Sequence[Any]
+    ) -> list[Optional[Any]]:
+        (received, output), (incoming, loss) = graph, came
+        gradients: list[Optional[Any]] = [None] * len(parameters)
+        down = None
+        if output is not None:
+            num_sharers = self._sharers.world_size
+            if self._is_last:
+                root = np.full(output.shape, num_sharers * share.part, np.float32)
+                incoming = from_host(root, dtype_name(output))
+            elif num_sharers > 1:
+                incoming = incoming * num_sharers
+            wanted = tuple(parameters) if received is None else (*parameters, received)
+            gradients = list(
+                _c_expression.run_backward((output,), (incoming,), False, False, wanted, True, accumulate_grad=False)
+            )
+            if received is not None:
+                down = gradients.pop()
+                down = down / num_sharers if down is not None and num_sharers > 1 else down
         if received is not None:
-            down = gradients.pop()
             down = _zeros_like(received) if down is None else down
-            self.wire.send(down, stage - 1, number, DOWN, note=loss)
+            self.messages.send(down, self.stage - 1, share.number, DOWN, num_rows=share.micro.num_rows, note=loss)
         # As in one process, where what was not used has a gradient of zeros, by which optimizers decay it.
-        return loss, [_zeros_like(p) if gradient is None else gradient for p, gradient in zip(parameters, gradients)]
+        return [_zeros_like(p) if gradient is None else gradient for p, gradient in zip(parameters, gradients)]
 
 
 def _zeros_like(x: Any) -> Any:

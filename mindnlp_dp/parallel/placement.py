@@ -15,6 +15,7 @@ import numpy as np
 
 from mindnlp_dp.arrays.conversion import from_host
 from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.replicas.weights import all_names
 
 from .mesh import DeviceMesh
@@ -130,14 +131,23 @@ class Placements(Mapping[str, Placement]):
         here = self.mesh.coordinates
         return (
             here["pp"] == min(placement.stages)
+            and here["sub"] == 0
             and (placement.cut is not None or here["tp"] == 0)
             and (placement.expert_rank is not None or here["ep"] == 0)
         )
 
-    def whole(self, placement: Placement, mine: Optional[np.ndarray], dtype: str = "") -> np.ndarray:
+    def whole(
+        self,
+        placement: Placement,
+        mine: Optional[np.ndarray],
+        dtype: str = "",
+        *,
+        group: Optional[ProcessGroup] = None,
+    ) -> np.ndarray:
         """An array put together of all ranks' parts. A collective of ``mesh.parts``; None from ranks without any.
 
-        ``dtype`` is that of the array where it is not the parameter's.
+        ``dtype`` is that of the array where it is not the parameter's; ``group`` has the ranks that take part, where
+        these are not all.
         """
         mesh = self.mesh
         dtype = dtype or placement.dtype
@@ -147,13 +157,13 @@ class Placements(Mapping[str, Placement]):
                 whole = mine
             else:
                 placement.cut.put(mine, whole, mesh.index("tp"), mesh.sizes["tp"])
-        return _exact_sum(whole, mesh)
+        return _exact_sum(whole, group or mesh.parts)
 
 
-def _exact_sum(array: np.ndarray, mesh: DeviceMesh) -> np.ndarray:
+def _exact_sum(array: np.ndarray, group: ProcessGroup) -> np.ndarray:
     """Of arrays of which at most one is not zero at each place, to the bit: a negative zero stays one."""
     bits = np.ascontiguousarray(array).reshape(-1).view(f"i{array.itemsize}")
-    return mesh.parts.all_reduce(bits).view(array.dtype).reshape(array.shape)
+    return group.all_reduce(bits).view(array.dtype).reshape(array.shape)
 
 
 def place_whole(model: Any, mesh: DeviceMesh) -> Placements:

@@ -54,14 +54,14 @@ class PartedModel(WholeModel):
         own = list(self._own().items())
         experts = [(name, w) for name, w in own if self.placements[name].expert_rank is not None]
         others = [(name, w) for name, w in own if self.placements[name].expert_rank is None]
-        return [(self.mesh.data, others), (self.mesh.replicas, experts)]
+        return [(self.mesh.copies, others), (self.mesh.replicas, experts)]
 
     def broadcast_weights(self) -> None:
         for group, weights in self._replicas():
             broadcast_parameters(weights, group)
 
     def broadcast_buffers(self) -> None:
-        broadcast_buffers(self.model, self.mesh.data)
+        broadcast_buffers(self.model, self.mesh.copies)
 
     def assert_in_sync(self) -> str:
         problem = self._replica_that_differs() or self._copy_that_differs()

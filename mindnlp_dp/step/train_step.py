@@ -10,7 +10,7 @@ weight. Comes out: the same updated weights on every rank. Knows neither models 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -43,7 +43,8 @@ class TrainStep:
     """Called by every rank once an update, with its micro steps; they are taken one by one, as they come.
 
     A loss that is NaN or infinite, and a gradient that holds such numbers, are left out of the update with a warning,
-    on every rank alike; or, without ``leave_out_bad_losses``, raise FloatingPointError on every rank.
+    on every rank alike; or, without ``leave_out_bad_losses``, raise FloatingPointError on every rank. ``settle`` is
+    called when weights were updated.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class TrainStep:
         max_grad_norm: Optional[float] = None,
         leave_out_bad_losses: bool = True,
         timeline: Optional[Timeline] = None,
+        settle: Optional[Callable[[], None]] = None,
     ) -> None:
         self.synchronizer = synchronizer
         self.updater = updater
@@ -62,6 +64,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.leave_out_bad_losses = leave_out_bad_losses
         self.timeline = timeline or Timeline(synchronizer.group)
+        self._settle = settle
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; returns the norm of the averaged gradient, if it is clipped."""
@@ -101,6 +104,8 @@ class TrainStep:
             else:
                 with self.timeline.span("update", step=step):
                     self.updater.update(gradients)
+                    if self._settle is not None:
+                        self._settle()
         self.updater.finish()
         sync.settle()
         return norm

@@ -14,12 +14,15 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 
 
 class ModelScope:
-    """Without a group, every rank has the whole model.
+    """Without a group, every rank has the whole model. Making it with one is a collective of the group.
 
     Args:
         group: the ranks that together have it.
         counts: of this rank's parameters, whether it is the one rank of those with the same numbers that adds them.
         is_cut: of this rank's parameters, whether it has a part of it.
+
+    Attributes:
+        has_cut_parameters: whether some rank of the group has a part of one.
     """
 
     def __init__(
@@ -30,7 +33,8 @@ class ModelScope:
     ) -> None:
         self.group = group if group is not None and group.world_size > 1 else None
         self._counts, self._is_cut = np.array(counts, bool), np.array(is_cut, bool)
-        self.has_cut_parameters = bool(self._is_cut.any())
+        has_one = bool(self._is_cut.any())
+        self.has_cut_parameters = has_one if self.group is None else any(self.group.all_gather_object(has_one))
 
     @property
     def is_whole(self) -> bool:

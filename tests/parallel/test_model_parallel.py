@@ -21,9 +21,10 @@ from models import train as train_by_trainer
 
 MESHES = {
     2: ["tp=2", "pp=2", "ep=2"],
-    4: ["tp=4", "pp=4", "dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,ep=2", "ep=4", "ep=2,tp=2"],
-    8: ["dp=2,pp=2,tp=2"],
-}
+    4: ["tp=4", "pp=4", "dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,ep=2", "ep=4", "ep=2,tp=2",
+        "pp=2,dp=2|1,tp=1|2", "pp=2,tp=2|1,dp=1|2", "pp=2,dp=3|1,tp=1", "pp=2,dp=1|3"],
+    8: ["dp=2,pp=2,tp=2", "pp=2,dp=4|2,tp=1|2", "pp=3,dp=2|4|1,tp=1|1|2"],
+}  # fmt: skip
 WORLD_SIZE = dp.get_process_group().world_size
 IS_MPI = dp.get_process_group().backend == "mpi"
 needs_mpi = pytest.mark.skipif(not IS_MPI, reason="MindSpore's CPU library has no messages between two ranks")
@@ -342,7 +343,7 @@ def test_what_crosses_a_boundary_is_one_hidden_state_a_micro_batch_and_its_gradi
     model = dp.parallelize(build("gpt2"), mesh)
     train(model, "gpt2", pieces_of(mesh, 4), num_updates=3)
     # b s h floats a boundary and micro batch, in each direction.
-    assert model.parallel.pipeline.wire.bytes_sent == 3 * 4 * (2 * 10 * 16 * 4)
+    assert model.parallel.pipeline.messages.wire.bytes_sent == 3 * 4 * (2 * 10 * 16 * 4)
 
 
 # Tensor parallelism.

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 from mindnlp_dp.data.batches import Batch
+from mindnlp_dp.parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.parallelize import ParallelModel
-from mindnlp_dp.parallel.pipeline import MicroBatch
 from mindnlp_dp.step.seeds import seeded, step_seed
 from mindnlp_dp.step.train_step import MicroStep
 from mindnlp_dp.update.model_scope import ModelScope
@@ -31,6 +31,11 @@ class Passes:
             return None
         self._parallel.check_optimizer(optimizer)
         return self._parallel.scope(parameters)
+
+    def settle(self) -> None:
+        """Behind every update."""
+        if self._parallel is not None:
+            self._parallel.settle()
 
     def to_run(self, batch: Optional[Batch]) -> Optional[Batch]:
         """This rank's batch, or one that it runs for others; None where there is nothing to do."""
@@ -76,16 +81,18 @@ class Passes:
         assert parallel is not None, "called for a pipeline only"
         assert parallel.pipeline is not None, "called for a pipeline only"
         batches = []
+
+        def forward(inputs: Any) -> Any:
+            trainer.model.set_train(True)
+            return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+
         for number, batch in enumerate(window):
             inputs = None if batch is None else trainer.tensors(batch)
-            weight = 0.0 if inputs is None else trainer.loss_weight(inputs)
-            if batch is not None and weight > 0:
-
-                def forward(inputs: Any = inputs) -> Any:
-                    trainer.model.set_train(True)
-                    return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
-
-                batches.append(MicroBatch(forward, weight, self._seed(trainer, step, number), batch.indices))
+            if batch is not None and trainer.loss_weight(inputs) > 0:
+                seed = self._seed(trainer, step, number)
+                batches.append(
+                    MicroBatch(inputs, forward, trainer.loss_weight, seed=seed, indices=batch.indices)
+                )  # fmt: skip
                 loop.count(batch, inputs)
 
         def span(name: str, **details: Any) -> Any:

@@ -83,6 +83,7 @@ class TrainingLoop(ResumableLoop):
         self.train_step = TrainStep(
             self.synchronizer, updater, self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
+            settle=passes.settle,
         )  # fmt: skip
         self.parts = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
