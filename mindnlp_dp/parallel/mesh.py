@@ -130,7 +130,9 @@ class DeviceMesh:
         sub, tp = (max(of_stages) for of_stages in zip(*self.stages))
         most = {axis: 1 + max(other[axis] for other in self._places) for axis in ("dp", "pp", "ep")}
         most |= {"sub": sub, "tp": tp}
-        return ", ".join(f"{axis}={place[axis]}" for axis in [*self._order, "sub"] if most[axis] > 1) or "dp=0"
+        place_of_tp = self._order.index("tp")
+        order = [*self._order[:place_of_tp], "sub", *self._order[place_of_tp:]]
+        return ", ".join(f"{axis}={place[axis]}" for axis in order if most[axis] > 1) or "dp=0"
 
     def index(self, axis: str) -> int:
         """This rank's coordinate on an axis."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 
 import mindspore
 import numpy as np
 import pytest
+from cut_models import (
+    IS_MPI,
+    Sentences,
+    assert_close,
+    crashed,
+    needs_mpi,
+    of_one_process,
+    pieces_of,
+    trained_by_trainer,
+)  # fmt: skip
 from mindnlp.core import optim
-from mindnlp.engine.callbacks import TrainerCallback
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
-from mindnlp_dp.parallel.mesh import get_device_mesh, parse_mesh
+from mindnlp_dp.parallel.mesh import parse_mesh
 from mindnlp_dp.parallel.plans import ExpertPlan, PipelinePlan, Plan, TensorPlan, plan_for
-from models import Rows, alone, tiny_roberta
+from models import Rows, alone
 from models import train as train_by_trainer
 
 MESHES = {
@@ -26,8 +34,6 @@ MESHES = {
     8: ["dp=2,pp=2,tp=2", "pp=2,dp=4|2,tp=1|2", "pp=3,dp=2|4|1,tp=1|1|2"],
 }  # fmt: skip
 WORLD_SIZE = dp.get_process_group().world_size
-IS_MPI = dp.get_process_group().backend == "mpi"
-needs_mpi = pytest.mark.skipif(not IS_MPI, reason="MindSpore's CPU library has no messages between two ranks")
 
 
 def fits(kind, mesh):
@@ -47,45 +53,9 @@ def cases():
     return [(kind, mesh) for kind in kinds for mesh in meshes if fits(kind, mesh)]
 
 
-@pytest.fixture(autouse=True)
-def one_mesh_at_a_time(group):
-    """The job's mesh is what it was when a test has ended."""
-    yield
-    dp.init_device_mesh({"dp": group.world_size})
-
-
 def a_mesh(group):
     """One that cuts models, at this world size; None alone."""
     return {1: None, 2: "tp=2", 3: "tp=3", 4: "dp=2,tp=2", 8: "dp=2,pp=2,tp=2"}[group.world_size]
-
-
-def pieces_of(mesh, num_micro_steps):
-    """From a global batch to this rank's micro batches."""
-    size, rank = mesh.data.world_size, mesh.data.rank
-
-    def pieces(columns):
-        per_step = 8 // num_micro_steps
-        each = per_step // size
-        starts = [number * per_step + rank * each for number in range(num_micro_steps)]
-        return [rows(columns, start, start + each) for start in starts]
-
-    return pieces
-
-
-@functools.cache
-def of_one_process(kind, zero_stage=0):
-    with alone() as single:
-        model = build(kind)
-        step = train(model, kind, lambda columns: [columns], group=single, zero_stage=zero_stage)
-        return whole_weights(model), step.norms
-
-
-def assert_close(model, kind, tolerance=1e-6):
-    expected, _ = of_one_process(kind)
-    found = whole_weights(model)
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        np.testing.assert_allclose(found[name], weight, rtol=0, atol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize(("kind", "mesh"), cases())
@@ -611,30 +581,6 @@ def test_a_pretrained_base_model_under_a_new_head(group, shared_tmp_path):
     assert 0.005 < found["classifier.weight"].std() < 0.05
 
 
-class Crash(TrainerCallback):
-    """In the second update: the checkpoint of the first one is what is left."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            raise KeyboardInterrupt
-
-
-def crashed(*args, **settings):
-    with pytest.raises(KeyboardInterrupt):
-        trained_by_trainer(*args, callbacks=[Crash()], **settings)
-    args[0].barrier()
-
-
-def trained_by_trainer(group, mesh, folder, resume=None, **settings):
-    dp.init_device_mesh(parse_mesh(mesh))
-    model = dp.parallelize(tiny_roberta(seed=1, num_layers=2, dropout=settings.pop("dropout", 0.0)))
-    data = get_device_mesh().data
-    return train_by_trainer(
-        model, Rows(24), folder, resume=resume, per_device_train_batch_size=4 // data.world_size,
-        gradient_accumulation_steps=2, logging_steps=1, learning_rate=1e-3, **settings,
-    )  # fmt: skip
-
-
 def test_a_run_is_taken_up_on_another_mesh(group, shared_tmp_path):
     meshes = {2: ["dp=2", "tp=2", "pp=2"], 4: ["dp=2,tp=2", "pp=2,tp=2", "dp=2,pp=2"]}.get(group.world_size)
     if meshes is None:
@@ -656,16 +602,6 @@ def test_a_run_is_taken_up_on_another_mesh(group, shared_tmp_path):
             [row["loss"] for row in whole.state.log_history if "loss" in row],
             atol=2e-4,
         )
-
-
-class Sentences:
-    """Thirteen rows for a language model."""
-
-    def __len__(self):
-        return 13
-
-    def __getitem__(self, index):
-        return {name: array[0] for name, array in batch("gpt2", 1, index).items()}
 
 
 def test_a_loop_of_ones_own_is_taken_up_on_another_mesh_and_evaluated(group, shared_tmp_path):

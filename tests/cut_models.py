@@ -1,0 +1,91 @@
+"""Models that are cut among ranks, trained as tests train them, and what one process makes of the same."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from mindnlp.engine.callbacks import TrainerCallback
+from tiny_transformers import batch, build, rows, train, whole_weights
+
+import mindnlp_dp as dp
+from mindnlp_dp.parallel.mesh import get_device_mesh, parse_mesh
+from models import Rows, alone, tiny_roberta
+from models import train as train_by_trainer
+
+IS_MPI = dp.get_process_group().backend == "mpi"
+needs_mpi = pytest.mark.skipif(not IS_MPI, reason="MindSpore's CPU library has no messages between two ranks")
+
+
+@pytest.fixture(autouse=True)
+def one_mesh_at_a_time(group):
+    """The job's mesh is what it was when a test has ended."""
+    yield
+    dp.init_device_mesh({"dp": group.world_size})
+
+
+def pieces_of(mesh, num_micro_steps):
+    """From a global batch to this rank's micro batches."""
+    size, rank = mesh.data.world_size, mesh.data.rank
+
+    def pieces(columns):
+        per_step = 8 // num_micro_steps
+        each = per_step // size
+        starts = [number * per_step + rank * each for number in range(num_micro_steps)]
+        return [rows(columns, start, start + each) for start in starts]
+
+    return pieces
+
+
+@functools.cache
+def of_one_process(kind, zero_stage=0):
+    with alone() as single:
+        model = build(kind)
+        step = train(model, kind, lambda columns: [columns], group=single, zero_stage=zero_stage)
+        return whole_weights(model), step.norms
+
+
+def assert_close(model, kind, tolerance=1e-6):
+    expected, _ = of_one_process(kind)
+    found = whole_weights(model)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=tolerance, err_msg=name)
+
+
+class Crash(TrainerCallback):
+    """In the second update: the checkpoint of the first one is what is left."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def crashed(*args, **settings):
+    with pytest.raises(KeyboardInterrupt):
+        trained_by_trainer(*args, callbacks=[Crash()], **settings)
+    args[0].barrier()
+
+
+def trained_by_trainer(group, mesh, folder, resume=None, **settings):
+    dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(tiny_roberta(seed=1, num_layers=2, dropout=settings.pop("dropout", 0.0)))
+    data = get_device_mesh().data
+    return train_by_trainer(
+        model, Rows(24), folder, resume=resume, per_device_train_batch_size=4 // data.world_size,
+        gradient_accumulation_steps=2, logging_steps=1, learning_rate=1e-3, **settings,
+    )  # fmt: skip
+
+
+class Sentences:
+    """Thirteen rows for a language model."""
+
+    def __init__(self, kind="gpt2"):
+        self._kind = kind
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        return {name: array[0] for name, array in batch(self._kind, 1, index).items()}

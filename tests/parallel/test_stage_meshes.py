@@ -1,0 +1,266 @@
+"""Pipelines whose stages have meshes of their own train what one process trains; on four ranks."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+from cut_models import (
+    Sentences,
+    assert_close,
+    crashed,
+    needs_mpi,
+    of_one_process,
+    one_mesh_at_a_time,
+    pieces_of,
+    trained_by_trainer,
+)  # fmt: skip
+from mindnlp.core import optim
+from tiny_transformers import batch, build, rows, train, whole_weights
+
+import mindnlp_dp as dp
+from mindnlp_dp.parallel.mesh import parse_mesh
+from mindnlp_dp.planner.schedule import SCHEDULES
+from models import alone
+
+__all__ = ["one_mesh_at_a_time"]
+pytestmark = [
+    needs_mpi,
+    pytest.mark.skipif(dp.get_process_group().world_size != 4, reason="stages of two ranks"),
+]
+MIXED = "pp=2,dp=2|1,tp=1|2"
+BACK = "pp=2,tp=2|1,dp=1|2"
+UNEVEN = "pp=2,dp=3|1"
+
+
+def test_the_mesh(group):
+    mesh = dp.init_device_mesh(parse_mesh(MIXED))
+    assert str(mesh) == "pp=2, dp=2|1, tp=1|2"
+    assert mesh.stages == [(2, 1), (1, 2)]
+    assert (mesh.data.world_size, mesh.parts.world_size) == (1, 4)
+    expected = [(2, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 2)][group.rank]
+    assert (mesh.copies.world_size, mesh.group("sub").world_size, mesh.group("tp").world_size) == expected
+    assert [mesh.row(stage) for stage in (0, 1)] == [[0, 1], [2, 3]]
+    labels = ["pp=0, sub=0, tp=0", "pp=0, sub=1, tp=0", "pp=1, sub=0, tp=0", "pp=1, sub=0, tp=1"]
+    assert labels[group.rank] in repr(mesh)
+    assert len(set(group.all_gather_object(mesh.seed_rank))) == 3
+    # The rows that all stages have in common are dp's, as in a mesh that is the same in all of them.
+    mesh = dp.init_device_mesh({"dp": (2, 2), "pp": 2, "tp": (1, 1)})
+    assert (mesh.data.world_size, mesh.stages_differ) == (2, False)
+    assert dp.init_device_mesh({"pp": 2, "dp": (3, 1)}).group("sub").world_size == (3 if group.rank < 3 else 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pp": 2, "dp": (2, 1)}, r"pp=2 x dp=2\|1 does not make 4 ranks, .* by stage, and stages add up"),
+        ({"pp": 3, "dp": (2, 1, 1), "tp": (1, 2)}, r"tp=1\|2 has 2 stages, and pp=3"),
+        ({"dp": (2, 2)}, r"dp=2\|2 has 2 stages, and pp=1"),
+        ({"pp": 2, "ep": (2, 1)}, "the sizes of dp and tp may differ by stage, that of ep may not"),
+        ({"pp": 2, "dp": (2, 0)}, r"sizes by stage are whole numbers from 1 on, got dp=2\|0"),
+        ({"pp": 2, "dp": (2, "x")}, "sizes by stage are whole numbers"),
+        ({"pp": 2, "dp": (2, 1), "tp": -1}, "leave no axis to be worked out; tp is -1"),
+        ({"pp": -1, "dp": (2, 1), "tp": (1, 2)}, "has 2 stages, and pp=-1"),
+    ],
+)
+def test_meshes_that_cannot_be(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        dp.init_device_mesh(sizes)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mesh", [MIXED, UNEVEN])
+def test_every_schedule(mesh, schedule, recompute):
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(build("gpt2"), mesh, schedule=schedule, recompute=recompute)
+    # Single rows: of two or three ranks that share them out, all but one have none.
+    step = train(model, "gpt2", pieces_of(mesh, 8))
+    assert_close(model, "gpt2")
+    np.testing.assert_allclose(step.norms, of_one_process("gpt2")[1], rtol=1e-5)
+    model.parallel.assert_in_sync()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("mesh", [MIXED, BACK, UNEVEN])
+def test_ragged_micro_batches_and_a_divided_update(mesh, zero_stage):
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(build("masked"), mesh, layers_per_stage=[1, 3])
+    train(model, "masked", lambda columns: [rows(columns, 0, 5), rows(columns, 5, 8)], zero_stage=zero_stage)
+    assert_close(model, "masked", 5e-6)
+    model.parallel.assert_in_sync()
+
+
+@pytest.mark.parametrize("mesh", [MIXED, BACK, UNEVEN])
+def test_rows_that_weigh_differently_and_some_that_weigh_nothing(mesh):
+    """By tokens that count, of which a share of a micro batch may have none: its own mean is 0 / 0."""
+    columns = batch("gpt2", 8)
+    columns["labels"][1, 3:] = -100
+    columns["labels"][4:6] = -100
+
+    def trained(pieces):
+        model = pieces.model
+        model.set_train(True)
+        parameters = list(model.parameters())
+        step = dp.make_train_step(
+            lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, accumulation_steps=2,
+            weight_of=lambda inputs: float((np.asarray(inputs["labels"])[:, 1:] != -100).sum()), group=pieces.group,
+        )  # fmt: skip
+        for _ in range(2):
+            step([rows(columns, 0, 4), rows(columns, 4, 8)])
+        return whole_weights(model)
+
+    class Alone:
+        pass
+
+    with alone() as single:
+        one = Alone()
+        one.model, one.group = build("gpt2"), single
+        expected = trained(one)
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    ours = Alone()
+    ours.model, ours.group = dp.parallelize(build("gpt2"), mesh), None
+    for name, weight in trained(ours).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_a_loss_that_is_no_number_in_one_share(group):
+    """It is left out on every rank, whole."""
+    mesh = dp.init_device_mesh(parse_mesh(BACK))
+    columns = batch("bert", 8)
+    parts = [rows(columns, first, first + 2) for first in range(0, 8, 2)]
+
+    def trained(micro_steps, is_bad):
+        model = dp.parallelize(build("bert"), mesh)
+        optimizer = optim.SGD(list(model.parameters()), lr=0.1)
+        calls = [0]
+
+        def forward(**inputs):
+            calls[0] += 1
+            loss = model(**inputs)[0]
+            return loss * float("nan") if is_bad and calls[0] % 4 == 0 and mesh.index("sub") == 1 else loss
+
+        step = dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=len(micro_steps))
+        model.set_train(True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(2):
+                step(micro_steps)
+        model.parallel.assert_in_sync()
+        return whole_weights(model)
+
+    spoilt, expected = trained(parts, True), trained(parts[:3], False)
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(spoilt[name], weight, err_msg=name)
+
+
+@pytest.mark.parametrize("fails_on", ["every stage", "the last stage", "the first stage"])
+def test_a_window_after_one_that_failed(fails_on):
+    mesh = dp.init_device_mesh(parse_mesh(MIXED))
+    fails = {"every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage}
+    columns = batch("gpt2", 8)
+    window = [rows(columns, first, first + 2) for first in (0, 2, 4, 6)]
+
+    def make():
+        model = dp.parallelize(build("gpt2"), mesh)
+        model.set_train(True)
+        calls = [0]
+
+        def forward(**inputs):
+            calls[0] += 1
+            if fails[fails_on] and calls[0] == 3:
+                raise KeyError("a mistake of the user's")
+            return model(**inputs)[0]
+
+        optimizer = optim.AdamW(list(model.parameters()), lr=1e-3)
+        return model, dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=4), calls
+
+    model, step, calls = make()
+    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message"):
+        step(window[::-1])
+    calls[0] = 3
+    step(window)
+    expected, other, calls = make()
+    calls[0] = 3
+    other(window)
+    for (name, weight), same in zip(whole_weights(model).items(), whole_weights(expected).values()):
+        np.testing.assert_array_equal(weight, same, err_msg=name)
+
+
+def test_who_shares_out_a_micro_batch_draws_apart(group):
+    mesh = dp.init_device_mesh(parse_mesh(MIXED))
+    model = dp.parallelize(build("bert", dropout=0.3), mesh)
+    seen = []
+    for name, module in model.named_modules():
+        if name.endswith("output.dropout"):
+            module.register_forward_hook(lambda module, args, output: seen.append((output.asnumpy() == 0)[:2]))
+    train(model, "bert", lambda columns: [rows(columns, 0, 4)], num_updates=1)
+    masks = group.all_gather_object(seen[1])
+    # The ranks of the second stage have the same rows, and what is not cut of them.
+    for one, other in itertools.combinations(range(4), 2):
+        assert (masks[one] == masks[other]).all() == ((one, other) == (2, 3))
+
+
+def test_what_some_stages_cannot_is_heard_on_all_ranks(group):
+    mesh = dp.init_device_mesh({"pp": 2, "dp": (1, 1), "tp": (1, 3)})
+    with pytest.raises(ValueError, match=r"which tp=3 does not divide"):
+        dp.parallelize(build("bert"), mesh)
+    mesh = dp.init_device_mesh(parse_mesh(MIXED))
+    model = dp.parallelize(build("bert"), mesh)
+    optimizer = dp.optim.LAMB(list(model.parameters()), lr=0.1)
+    with pytest.raises(ValueError, match="LAMB needs the norm of each whole parameter"):
+        dp.make_train_step(lambda **inputs: model(**inputs)[0], optimizer, list(model.parameters()))
+
+
+def test_a_run_of_the_trainer_is_taken_up_on_another_mesh(group, shared_tmp_path):
+    whole = trained_by_trainer(group, "dp=2,tp=2", shared_tmp_path / "whole")
+    expected = whole_weights(whole.model)
+    meshes = [MIXED, "pp=2,tp=2", UNEVEN, "dp=2,tp=2", MIXED]
+    for number, (first, second) in enumerate(zip(meshes, meshes[1:])):
+        folder = shared_tmp_path / str(number)
+        crashed(group, first, folder, save_strategy="steps", save_steps=1)
+        taken_up = trained_by_trainer(group, second, folder, resume=True, save_strategy="steps", save_steps=1)
+        assert taken_up.state.global_step == 3
+        found = whole_weights(taken_up.model)
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=f"{first} to {second}: {name}")
+        np.testing.assert_allclose(
+            [row["loss"] for row in taken_up.state.log_history if "loss" in row],
+            [row["loss"] for row in whole.state.log_history if "loss" in row],
+            atol=2e-4,
+        )
+
+
+def test_a_run_that_is_taken_up_on_its_own_mesh_is_the_same_to_the_bit(group, shared_tmp_path):
+    """Tied weights, dropout, and an optimizer's state that stages have in common."""
+
+    def run(folder, stop_after=None):
+        mesh = dp.init_device_mesh(parse_mesh(UNEVEN))
+        model = dp.parallelize(build("masked", dropout=0.1), mesh)
+        model.set_train(True)
+        parameters = list(model.parameters())
+        step = dp.make_train_step(
+            lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=5e-4), parameters, accumulation_steps=2,
+        )  # fmt: skip
+        run = dp.FunctionalRun(folder, model, step, dp.make_loader(Sentences("masked"), 4, 2, shuffle=True, seed=1))
+        run.resume()
+        for window in run.windows(num_epochs=3):
+            step(window)
+            if step.num_updates == 2:
+                run.save()
+            if step.num_updates == stop_after:
+                break
+        model.set_train(False)
+        evaluation = dp.evaluate(
+            lambda **inputs: model(**inputs)[:2], dp.make_loader(Sentences("masked"), 2), model=model, has_loss=True
+        )
+        return model.parallel.assert_in_sync(), evaluation
+
+    expected, evaluated = run(shared_tmp_path / "whole")
+    run(shared_tmp_path / "again", stop_after=3)
+    found, again = run(shared_tmp_path / "again")
+    assert found == expected
+    assert evaluated.outputs.shape == (13, 10, 51)
+    np.testing.assert_array_equal(again.outputs, evaluated.outputs)
