@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
@@ -10,7 +11,7 @@ from .cluster import Cluster
 from .memory import MemoryUse
 from .operators import Model
 from .simulate import Timeline
-from .stage_costs import Sharing, mesh_name
+from .stage_costs import MeshSize, Sharing, mesh_name, mesh_of
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,18 @@ class Plan:
         return 1 - self.heaviest.memory.total / self.capacity
 
     @property
-    def mesh(self) -> Optional[dict[str, int]]:
-        """For ``--mesh``; None where stages have different ones."""
-        first = self.stages[0].sharing
-        if any(stage.sharing != first for stage in self.stages):
-            return None
-        return first.mesh(len(self.stages))
+    def mesh(self) -> dict[str, MeshSize]:
+        """For ``--mesh``; sizes are tuples, by stage, where stages have different ones."""
+        return mesh_of([stage.sharing for stage in self.stages])
+
+    @property
+    def micro_batch_size(self) -> int:
+        """For ``--micro-batch-size``: samples of a row of the mesh, which several devices of a stage may share out."""
+        rows = math.gcd(*(stage.sharing.num_data for stage in self.stages))
+        return self.micro_batch * self.stages[0].sharing.num_data // rows
 
     def __str__(self) -> str:
-        if self.mesh is not None:
-            return mesh_name(self.mesh)
-        return " | ".join(str(stage.sharing) for stage in self.stages)
+        return mesh_name(self.mesh)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ batches, the optimizer; and the best by formula are played by a simulator that k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
@@ -20,7 +21,7 @@ from .operators import Model
 from .plan_types import Plan, Plans
 from .play import play
 from .schedule import SCHEDULES
-from .stage_costs import Sharing, layers_of, mesh_name
+from .stage_costs import MeshSize, Sharing, layers_of, mesh_name, mesh_of
 
 # How many plans by formula are played through, and of how many layers stages with different meshes are made.
 _PLAYED = 24
@@ -80,7 +81,7 @@ def predict(
     model: Model,
     cluster: Cluster,
     batch: int,
-    mesh: Mapping[str, int],
+    mesh: Mapping[str, MeshSize],
     micro_batch: int,
     *,
     schedule: str = "1f1b",
@@ -91,36 +92,53 @@ def predict(
     """What one way to train is expected to take, whether it fits or not.
 
     Args:
-        mesh: sizes by axis, as for ``--mesh``; their product is the number of the cluster's devices.
-        micro_batch: samples of a device at a time.
+        mesh: sizes by axis, as for ``--mesh``, which make the number of the cluster's devices; tuples, by stage, where
+            stages differ.
+        micro_batch: samples at a time of a row of the mesh, which is a device where stages do not differ.
         blocks: transformer layers of each stage; by default as evenly as ``--mesh`` shares them out.
 
     Raises:
         ValueError: sizes that do not fit together.
     """
-    unknown = sorted(set(mesh) - {"dp", "pp", "ep", "tp"})
-    if unknown or any(not isinstance(size, int) or size < 1 for size in mesh.values()) or micro_batch < 1:
-        raise ValueError(
-            f"a mesh has axes dp, pp, ep, tp, each and the micro batch from 1 on; got {dict(mesh)}, {micro_batch}"
-        )
-    sharing = Sharing(mesh.get("dp", 1), mesh.get("tp", 1), mesh.get("ep", 1))
-    pp = mesh.get("pp", 1)
-    if pp * sharing.num_devices != cluster.num_devices:
+    stages = _stages_of(mesh)
+    pp, rows = len(stages), math.gcd(*(sharing.num_data for sharing in stages))
+    total = micro_batch * rows
+    if micro_batch < 1:
+        raise ValueError(f"the micro batch has samples from 1 on, got {micro_batch}")
+    if sum(sharing.num_devices for sharing in stages) != cluster.num_devices:
         raise ValueError(f"{dict(mesh)} is not {cluster.num_devices} devices, which {cluster.name} has")
-    if batch % (sharing.num_data * micro_batch):
-        raise ValueError(f"{sharing.num_data} devices with {micro_batch} samples each do not divide {batch} samples")
+    if batch % total:
+        raise ValueError(f"{rows} rows with {micro_batch} samples each do not divide {batch} samples")
     search = Candidates(model, cluster, batch, zero_stage, [schedule], float("inf"))
     firsts = layers_of(model, len(model.cuts) + 1)
-    problem = mesh_problem(model, pp, sharing, batch, len(firsts))
-    if problem:
-        raise ValueError(f"{mesh_name(sharing.mesh(pp))}: {problem}")
+    for sharing in stages:
+        problem = mesh_problem(model, pp, sharing, batch, len(firsts))
+        if not problem and total % sharing.num_data:
+            problem = f"{total} samples of a micro batch are not shared out evenly among {sharing.num_data} devices"
+        if problem:
+            raise ValueError(f"{mesh_name(mesh_of(stages))}: {problem}")
     bounds = _bounds(len(firsts), pp, blocks)
-    slices = [(a, b - 1, sharing) for a, b in zip(bounds, bounds[1:])]
-    num = batch // sharing.num_data // micro_batch
+    slices = [(a, b - 1, sharing) for a, b, sharing in zip(bounds, bounds[1:], stages)]
+    of_each = [total // sharing.num_data for sharing in stages]
     name = schedule if pp > 1 else ""
-    found = play(search, Candidate(0.0, slices, firsts, [micro_batch] * pp, num, name, recompute, zero_stage))
+    found = play(search, Candidate(0.0, slices, firsts, of_each, batch // total, name, recompute, zero_stage))
     assert found is not None, "memory is no matter"
     return found
+
+
+def _stages_of(mesh: Mapping[str, MeshSize]) -> list[Sharing]:
+    unknown = sorted(set(mesh) - {"dp", "pp", "ep", "tp"})
+    pp = mesh.get("pp", 1)
+    sizes = {axis: size if isinstance(size, tuple) else (size,) for axis, size in mesh.items()}
+    if (
+        unknown
+        or any(not isinstance(number, int) or number < 1 for size in sizes.values() for number in size)
+        or not isinstance(pp, int)
+        or any(len(size) not in (1, pp) for size in sizes.values())
+    ):
+        raise ValueError(f"a mesh has axes dp, pp, ep, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
+    by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
+    return [Sharing(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
 
 
 def _bounds(num_layers: int, pp: int, blocks: Optional[Sequence[int]]) -> list[int]:

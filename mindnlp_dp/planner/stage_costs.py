@@ -7,9 +7,9 @@ that a device works on at a time, so that every run of layers and every micro ba
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from .clustering import cluster_layers, crossing
 from .memory import MemoryUse, entering_values, parameter_memory, roles_of, saved_of
 from .operators import BATCH, COLUMN, EXPERT, NONE, ROW, VOCABULARY, Graph, Model, Operator
 from .roles import Mesh, Work, cost_of, layouts, resharding
+
+# Of an axis of a mesh; by stage, where stages differ.
+MeshSize = Union[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,24 @@ class Sharing:
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
 
-def mesh_name(mesh: Mapping[str, int]) -> str:
-    """As ``--mesh`` takes it."""
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
+def mesh_name(mesh: Mapping[str, MeshSize]) -> str:
+    """As ``--mesh`` takes it.
+
+    >>> mesh_name({"pp": 2, "dp": (2, 1), "tp": (1, 2)})
+    'pp=2,dp=2|1,tp=1|2'
+    """
+    return ",".join(
+        f"{axis}={'|'.join(map(str, size)) if isinstance(size, tuple) else size}" for axis, size in mesh.items()
+    )
+
+
+def mesh_of(stages: Sequence[Sharing]) -> dict[str, MeshSize]:
+    """For ``--mesh``, of a pipeline whose stages share out their work so."""
+    if len(set(stages)) == 1:
+        return dict(stages[0].mesh(len(stages)))
+    by_axis = {"dp": tuple(s.dp for s in stages), "ep": tuple(s.ep for s in stages), "tp": tuple(s.tp for s in stages)}
+    sizes = {axis: of[0] if len(set(of)) == 1 else of for axis, of in by_axis.items()}
+    return {"pp": len(stages), **{axis: size for axis, size in sizes.items() if size != 1}}
 
 
 # Columns of the table: seconds fixed and by sample of computing forward and backward, and of exchanging (two each),

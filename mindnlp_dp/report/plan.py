@@ -68,7 +68,7 @@ def text_of(plans: Plans, top: int = 5) -> str:
             f"note     only {100 * best.margin:.0f} % of a device's memory is left; no run is known to have needed "
             "more than was\n         estimated with 20 % left, for which --fill 0.8 plans"
         )
-    lines.append(f"launch   {launch_command(best, plans) or _not_launched(best, plans)}")
+    lines.append(f"launch   {launch_command(best, plans) or _in_code(best, plans)}")
     if plans.rejected:
         lines += ["", "left out"]
         lines += [f"  {r.what:<18} {r.why}" for r in plans.rejected[:_MOST_REJECTED]]
@@ -102,8 +102,8 @@ def _stage(stage: StagePlan) -> str:
 
 
 def launch_command(found: Plan, plans: Plans) -> Optional[str]:
-    """What to type for a plan; None where stages have different meshes, or ``scripts/finetune.py`` cannot train it."""
-    if found.mesh is None or not plans.model.train_flags:
+    """What to type for a plan; None where ``scripts/finetune.py`` cannot train the model."""
+    if not plans.model.train_flags:
         return None
     cluster, n = plans.cluster, found.num_devices
     if cluster.num_hosts == 1:
@@ -114,7 +114,8 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
             f"--master_port=8118 --node_rank=HOST --join=True"
         )
     settings = {
-        "mesh": found, "global-batch-size": plans.batch, "micro-batch-size": found.micro_batch,
+        "mesh": f"'{found}'" if "|" in str(found) else found, "global-batch-size": plans.batch,
+        "micro-batch-size": found.micro_batch_size,
         "zero-stage": found.zero_stage,
     }  # fmt: skip
     if len(found.stages) > 1:
@@ -127,28 +128,18 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
     return " ".join([start, "scripts/finetune.py", *flags])
 
 
-def _in_code(found: Plan) -> str:
+def _in_code(found: Plan, plans: Plans) -> str:
     """For a training script of one's own."""
+    if plans.model.kind == "operators":
+        return "this model is known by its operators alone; mindnlp_dp.parallelize() takes a plan of your own for it"
     options = ""
     if len(found.stages) > 1:
         layers = [end - first for first, end in (stage.blocks or (0, 0) for stage in found.stages)]
         options = f", schedule={found.schedule!r}, layers_per_stage={layers}" + ", recompute=True" * found.recompute
     return (
         f"in your script: dp.parallelize(model, dp.init_device_mesh({found.mesh}){options}), and "
-        f"{found.num_micro_batches} micro batches of {found.micro_batch} samples, zero_stage={found.zero_stage}"
+        f"{found.num_micro_batches} micro batches of {found.micro_batch_size} samples, zero_stage={found.zero_stage}"
     )
-
-
-def _not_launched(found: Plan, plans: Plans) -> str:
-    if plans.model.kind == "operators":
-        return "this model is known by its operators alone; mindnlp_dp.parallelize() takes a plan of your own for it"
-    if found.mesh is not None:
-        return _in_code(found)
-    launched = next((p for p in plans if p.mesh is not None), None)
-    if launched is None:
-        return "stages with different meshes cannot be launched yet"
-    how = launch_command(launched, plans) or _in_code(launched)
-    return f"stages with different meshes cannot be launched yet; the best that can is {launched}: {how}"
 
 
 def _amount(number: float) -> str:
@@ -177,6 +168,7 @@ def as_dict(plans: Plans) -> dict[str, Any]:
 def plan_dict(found: Plan, plans: Plans) -> dict[str, Any]:
     return {
         "mesh": found.mesh, "schedule": found.schedule, "micro_batch": found.micro_batch,
+        "micro_batch_size": found.micro_batch_size,
         "num_micro_batches": found.num_micro_batches, "recompute": found.recompute, "zero_stage": found.zero_stage,
         "seconds": found.seconds, "parts": found.parts, "speedup": found.speedup, "amdahl": found.amdahl,
         "margin": found.margin, "launch": launch_command(found, plans),

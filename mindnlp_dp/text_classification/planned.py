@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mindnlp_dp.planner.stage_costs import mesh_name
 from mindnlp_dp.report.schema import RunReport
 
 from .config import FinetuneConfig
@@ -32,8 +33,8 @@ def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
     except ValueError as error:
         raise InputError(f"plan: {error}") from None
     settings: dict[str, Any] = {
-        "mesh": ",".join(f"{axis}={size}" for axis, size in found["mesh"].items()),
-        "micro_batch_size": found["micro_batch"],
+        "mesh": mesh_name(found["mesh"]),
+        "micro_batch_size": found["micro_batch_size"],
         "zero_stage": str(found["zero_stage"]),
     }
     if found["schedule"]:
@@ -95,10 +96,13 @@ def read_plan(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = next(found for found in content["plans"] if found["launch"])
         return {
-            "mesh": {str(axis): int(size) for axis, size in found["mesh"].items()},
+            "mesh": {
+                str(axis): tuple(map(int, size)) if isinstance(size, list) else int(size)
+                for axis, size in found["mesh"].items()
+            },
             "layers": [[int(number) for number in stage["layers"]] for stage in found["stages"]],
             "parameters": float(content["model"]["parameters"]), "batch": int(content["batch"]),
-            **{key: found[key] for key in ("schedule", "micro_batch", "recompute", "zero_stage", "seconds")},
+            **{key: found[key] for key in ("schedule", "micro_batch_size", "recompute", "zero_stage", "seconds")},
         }  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not what mindnlp-dp plan --json writes: {error}") from None

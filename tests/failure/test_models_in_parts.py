@@ -145,11 +145,47 @@ def test_finetune_follows_a_plan(launch, tmp_path):
     assert "is not what mindnlp-dp plan --json writes" in job.output
 
 
+def test_finetune_follows_a_plan_whose_stages_differ(launch, tmp_path):
+    from mindnlp_dp.planner import load_cluster, load_model, predict
+    from mindnlp_dp.planner.plan_types import Plans
+    from mindnlp_dp.report.plan import as_dict, text_of
+
+    config = {
+        "model_type": "roberta", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 32, "max_position_embeddings": 26, "num_labels": 29,
+    }  # fmt: skip
+    cluster = {
+        "devices_per_host": 3, "memory_gib": 1, "tflops": 0.1, "efficiency": 1.0, "memory_bandwidth_gbs": 10,
+        "inside": {"latency_us": 30, "bandwidth_gbs": 1}, "precision": "float32",
+    }  # fmt: skip
+    model, cluster = load_model(config, sequence=24), load_cluster(cluster)
+    found = predict(model, cluster, 16, {"pp": 2, "dp": (2, 1)}, 4, blocks=[2, 1])
+    assert (found.micro_batch, found.micro_batch_size) == (2, 4)
+    plans = Plans([found], [], model=model, cluster=cluster, batch=16, num_priced=1)
+    assert "--mesh 'pp=2,dp=2|1' --global-batch-size 16 --micro-batch-size 4" in text_of(plans)
+    (tmp_path / "plan.json").write_text(json.dumps(as_dict(plans)))
+    settings = {
+        "hidden-size": 16, "intermediate-size": 32, "num-layers": 3, "vocab-size": 300, "max-steps": 3,
+        "eval-batch-size": 512, "global-batch-size": 16,
+    }  # fmt: skip
+    flags = [str(part) for name, size in settings.items() for part in (f"--{name}", size)]
+    script, losses = ROOT / "scripts" / "finetune.py", {}
+    for name, nproc, more in [("alone", 1, []), ("stages", 3, ["--plan", str(tmp_path / "plan.json")])]:
+        job = launch(script, *flags, *more, "--output-dir", str(tmp_path / name), nproc=nproc)
+        assert job.exit_code == 0, job.output
+        report = json.loads((tmp_path / name / "report.json").read_text())
+        losses[name] = report["eval_loss"]
+    assert report["config"]["mesh"] == "pp=2,dp=2|1"
+    assert report["plan"]["predicted"] == found.seconds
+    assert losses["stages"] == pytest.approx(losses["alone"], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
         ("tp=3", "tp=3 does not make 2 ranks"),
-        ("tp2", "a mesh is written as dp=2,tp=2, got 'tp2'"),
+        ("tp2", "a mesh is written as dp=2,tp=2, or by stage as pp=2,dp=2|1,tp=1|2; got 'tp2'"),
+        ("dp=1|1", "dp=1|1 has 2 stages, and pp=1"),
         ("cp=2", "a mesh has axes dp, pp, ep, tp, got 'cp'"),
         ("ep=2", "does not say how to cut experts"),
     ],
