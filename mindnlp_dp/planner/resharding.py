@@ -60,8 +60,9 @@ def unit_tasks(
     Tiles of a dimension that the devices do not divide differ by one element, as NumPy's ``array_split``; of more
     devices than elements, the last ones have none.
 
-    >>> [task.size for task in unit_tasks((4, 6), ((2, 1), "S0R"), ((1, 3), "RS1"))]
-    [4, 4, 4, 4, 4, 4]
+    Examples:
+        >>> [task.size for task in unit_tasks((4, 6), ((2, 1), "S0R"), ((1, 3), "RS1"))]
+        [4, 4, 4, 4, 4, 4]
     """
     have, want = tiles(shape, *source), tiles(shape, *destination)
     tasks = []

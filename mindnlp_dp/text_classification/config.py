@@ -85,7 +85,7 @@ class FinetuneConfig(TaskConfig):
 
     micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
     plan: str = _setting("", "a file of mindnlp-dp plan --json, whose best plan is followed, and compared with the run")
-    mesh: str = _setting("", "how ranks share out the work, such as dp=2,tp=2 or dp=2,pp=2; empty: dp alone")
+    mesh: str = _setting("", "how ranks share out the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
     pipeline_schedule: str = _setting("1f1b", "of stages (pp): 1f1b, gpipe or eager-1f1b")
     pipeline_layers: str = _setting("", "how many layers each stage has, such as 5,7; empty: evenly many")
     pipeline_recompute: bool = _setting(False, "keep only what stages receive, and compute the rest anew")
