@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from .launch.run import LaunchError, run_job
+from .launch.run import HANG_TIMEOUT_SECONDS, JobOptions, LaunchError, run_job
+from .launch.status import status_of, status_text
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -25,9 +27,12 @@ def _parser() -> argparse.ArgumentParser:
         help="start a script in several processes on this host",
         description="Start SCRIPT in several processes on this host, show rank 0's output, and end all of them when "
         "one fails. The exit code is that of the rank that failed.",
-        usage="mindnlp-dp run --nproc N [--backend mpi|mindspore] [--log-dir DIR] SCRIPT [ARGS...]",
+        usage="mindnlp-dp run --nproc N [--backend mpi|mindspore] [--max-restarts N] [--hang-timeout SECONDS] "
+        "[--tee 0|all|none] [--log-dir DIR] SCRIPT [ARGS...]",
     )
-    run.add_argument("--nproc", type=_positive, required=True, metavar="N", help="number of processes")
+    run.add_argument(
+        "--nproc", "--nproc-per-node", type=_positive, required=True, metavar="N", help="number of processes"
+    )
     run.add_argument(
         "--backend",
         choices=("mpi", "mindspore"),
@@ -35,10 +40,31 @@ def _parser() -> argparse.ArgumentParser:
         "(default: mindspore when DEVICE_TARGET is Ascend or GPU, or when it is not set and there are NPUs, else mpi)",
     )
     run.add_argument("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
+    run.add_argument(
+        "--max-restarts", type=_whole, default=0, metavar="N",
+        help="start the job again after a failure, at most so often, from its newest checkpoint (default: 0)",
+    )  # fmt: skip
+    run.add_argument(
+        "--hang-timeout", type=_seconds, default=HANG_TIMEOUT_SECONDS, metavar="SECONDS",
+        help="end the job, and say who keeps whom waiting, when no rank has got any further for so long; 0: never "
+        "(default: 1800)",
+    )  # fmt: skip
+    run.add_argument(
+        "--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)"
+    )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
     run.set_defaults(run=_run)
+    status = commands.add_parser(
+        "status",
+        help="say how far a running job is",
+        description="Read the log folder of a job that mindnlp-dp run has started on this host: how far each rank is, "
+        "what it waits in and since when, what has failed.",
+    )
+    status.add_argument("log_dir", type=Path, metavar="LOG_DIR", help="its log folder, logs/... as the job names it")
+    status.add_argument("--json", action="store_true", help="for programs")
+    status.set_defaults(run=_status)
     doctor = commands.add_parser(
         "doctor",
         help="look at this machine and environment, and say what to mend",
@@ -143,13 +169,40 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds of at least 0, got {text}")
+    return seconds
+
+
 def _run(args: argparse.Namespace) -> int:
     command = (["-m"] if args.module else []) + [args.script, *args.args]
     try:
-        return run_job(args.nproc, command, backend=args.backend, log_dir=args.log_dir)
+        options = JobOptions(args.hang_timeout, args.max_restarts, args.tee)
+        return run_job(args.nproc, command, backend=args.backend, log_dir=args.log_dir, options=options)
     except LaunchError as error:
         print(f"mindnlp-dp run: {error}", file=sys.stderr)
         return 2
+
+
+def _status(args: argparse.Namespace) -> int:
+    try:
+        status = status_of(args.log_dir)
+    except ValueError as error:
+        print(f"mindnlp-dp status: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(status, indent=2) if args.json else status_text(status))
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

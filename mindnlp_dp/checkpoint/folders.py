@@ -30,14 +30,22 @@ def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
-def choose_checkpoint(folder: Path, wanted: Union[str, bool, None], saves: bool = True) -> Optional[Path]:
+def choose_checkpoint(
+    folder: Path, wanted: Union[str, bool, None], saves: bool = True, *, began: Optional[float] = None
+) -> Optional[Path]:
     """What to resume from: a path as it is, the newest complete checkpoint in ``folder`` for True, else nothing.
+
+    In a job that was restarted, ``began`` is when it was started first (seconds since 1970): the newest checkpoint that
+    it has written itself comes before anything else.
 
     Warns when a run that ``saves`` begins anew in a folder that holds checkpoints.
 
     Raises:
         CheckpointError: there is no complete one.
     """
+    if began is not None and (own := _newest_since(folder, began)) is not None:
+        print(f"restarted: going on from {own}", flush=True)
+        return own
     if wanted is True:
         return newest_checkpoint(folder)
     if wanted:
@@ -49,6 +57,16 @@ def choose_checkpoint(folder: Path, wanted: Union[str, bool, None], saves: bool 
             "train(resume_from_checkpoint=True), to keep both give this run an output_dir of its own"
         )
     return None
+
+
+def _newest_since(folder: Path, began: float) -> Optional[Path]:
+    if not any(path.stat().st_mtime >= began for path in checkpoints_in(folder)):
+        return None
+    try:
+        newest = newest_checkpoint(folder)
+    except CheckpointError:
+        return None
+    return newest if newest.stat().st_mtime >= began else None
 
 
 def has_checkpoints(folder: Path) -> bool:

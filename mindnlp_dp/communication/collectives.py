@@ -31,7 +31,7 @@ from .checks import (
     message_header,
     numel,
 )
-from .rank_group import RankGroup
+from .rank_group import RankGroup, waits
 
 
 class ProcessGroup(RankGroup):
@@ -48,6 +48,7 @@ class ProcessGroup(RankGroup):
     # Arrays: NumPy arrays or MindSpore tensors of any real type, any shape and any layout in memory. Shapes
     # and types are the same on every rank.
 
+    @waits
     def all_reduce(self, x: Any, op: str = "sum", *, is_hot: bool = False) -> Any:
         """Reduce elementwise over the ranks; every rank gets the result, shaped like ``x``.
 
@@ -72,12 +73,14 @@ class ProcessGroup(RankGroup):
         wide = self._transport.widened(native) if dtype_name(x) in HALF_TYPES else native
         return _divide(self._transport.all_reduce(wide, "sum"), self.world_size)
 
+    @waits
     def reduce(self, x: Any, dst: int = 0, op: str = "sum") -> Optional[Any]:
         """Like :meth:`all_reduce`, but the result is rank ``dst``'s; the others get None."""
         self._agree("reduce", lambda: (None, [check_rank("dst", dst, self)]))
         result = self.all_reduce(x, op)
         return result if self.rank == dst else None
 
+    @waits
     def reduce_scatter(self, x: Any, op: str = "sum") -> Any:
         """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r``."""
 
@@ -96,6 +99,7 @@ class ProcessGroup(RankGroup):
             return x.copy()[self.rank]
         return self._transport.from_native(total[self.rank : self.rank + 1].reshape(x.shape[1:]), x)
 
+    @waits
     def broadcast(self, x: Any, src: int = 0) -> Any:
         """Every rank gets rank ``src``'s ``x``."""
         x = self._agree("broadcast", lambda: (checked_array(x, self.label()), [check_rank("src", src, self)]))
@@ -103,6 +107,7 @@ class ProcessGroup(RankGroup):
             return x.copy()
         return self._transport.from_native(self._transport.broadcast(self._transport.to_native(x), src), x)
 
+    @waits
     def all_gather(self, x: Any) -> list[Any]:
         """Every rank gets the list of all ranks' ``x``, in rank order."""
         x = self._agree("all_gather", lambda: (checked_array(x, self.label()), []))
@@ -111,12 +116,14 @@ class ProcessGroup(RankGroup):
         gathered = self._transport.all_gather(self._transport.to_native(x))
         return [self._transport.from_native(part, x) for part in gathered]
 
+    @waits
     def gather(self, x: Any, dst: int = 0) -> Optional[list[Any]]:
         """Rank ``dst`` gets the list of all ranks' ``x``, in rank order; the others get None."""
         self._agree("gather", lambda: (None, [check_rank("dst", dst, self)]))
         gathered = self.all_gather(x)
         return gathered if self.rank == dst else None
 
+    @waits
     def scatter(self, xs: Optional[Sequence[Any]], src: int = 0) -> Any:
         """Rank ``r`` gets ``xs[r]``; only rank ``src`` passes ``xs``, one array a rank, the others None."""
 
@@ -139,6 +146,7 @@ class ProcessGroup(RankGroup):
 
     # Between two ranks. What is sent says what it is, so that rank ``dst`` never takes it for something else.
 
+    @waits
     def send(self, x: Any, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it.
 
@@ -154,6 +162,7 @@ class ProcessGroup(RankGroup):
         if numel(x):
             self._transport.send(self._transport.to_native(x), dst)
 
+    @waits
     def recv(self, like: Any, src: int) -> Any:
         """Receive an array with the shape and type of ``like`` from rank ``src``.
 
@@ -177,6 +186,7 @@ class ProcessGroup(RankGroup):
             )
         return x.copy() if numel(like) == 0 else x
 
+    @waits
     def all_to_all(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
         """Rows of ``x`` to the ranks: the first ``counts[0]`` to rank 0, and so on; counts may differ, and be 0.
 
@@ -198,6 +208,7 @@ class ProcessGroup(RankGroup):
         theirs = [int(to_host(part)[self.rank]) for part in everyone]
         return self.exchange_rows(x, counts, theirs), theirs
 
+    @waits
     def exchange_rows(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
         """What :meth:`all_to_all` does, where every rank knows how many rows come; nothing is asked or checked."""
         if math.prod(x.shape[1:]) == 0:
@@ -205,11 +216,13 @@ class ProcessGroup(RankGroup):
         rows = self._transport.all_to_all(self._transport.to_native(x), send_counts, recv_counts)
         return self._transport.from_native(rows, x)
 
+    @waits
     def barrier(self) -> None:
         """Return when every rank is here."""
         check_agreement(self._transport, "barrier")
         self._transport.barrier()
 
+    @waits
     def sum_header(self, numbers: np.ndarray, last: Any = 0.0) -> np.ndarray:
         """The sums over the ranks of ``numbers``, a flat float32 array, and of ``last``; made at every update.
 

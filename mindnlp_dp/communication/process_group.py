@@ -14,6 +14,7 @@ from mindnlp_dp.kernels.choice import choose as choose_kernels
 from mindnlp_dp.launch.device_target import obey_device_target
 from mindnlp_dp.launch.launchers import detect_launch
 from mindnlp_dp.patches.mindspore_layers import use_kernels_in_layers
+from mindnlp_dp.runtime import progress
 
 from .checks import check_level
 from .collectives import ProcessGroup
@@ -60,7 +61,9 @@ def init_process_group(
     # MindNLP obeys DEVICE_TARGET when it is imported, which may be later.
     device = obey_device_target()
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
-    transport = meet(kind, launch)
+    with progress.waiting("init_process_group"):
+        transport = meet(kind, launch)
+    progress.meet()
     choose_kernels("mindspore", 1)
     if tune_runtime:
         from mindnlp_dp.runtime.threads import configure_runtime, usable_cores

@@ -5,15 +5,36 @@ Goes in: a transport (transports/). Comes out: what collectives.py adds arrays t
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Sequence
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar, cast
+
+from mindnlp_dp.runtime.progress import reporter
 
 from .checks import check_agreement, check_rank, describe, raise_reported, report_of
 from .transports.transport import Transport
 
 T = TypeVar("T")
 G = TypeVar("G", bound="RankGroup")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def waits(method: F) -> F:
+    """A call in which a rank may wait for others: who watches the job is told (:mod:`mindnlp_dp.runtime.progress`)."""
+
+    @functools.wraps(method)
+    def call(self: RankGroup, *args: Any, **kwargs: Any) -> Any:
+        report = reporter()
+        if report is None:
+            return method(self, *args, **kwargs)
+        report.begin_to_wait(f"{method.__name__} of {self.world_size} ranks")
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            report.end_wait()
+
+    return cast(F, call)
 
 
 class RankGroup:
@@ -45,6 +66,7 @@ class RankGroup:
     def backend(self) -> str:
         return self._transport.name
 
+    @waits
     def split(self: G, ranks: Sequence[int], labels: Sequence[str] = ()) -> G:
         """The group of those ``ranks`` of this one, this one's among them; a collective, whose parts are disjoint."""
         transport = self._transport.split(ranks)
@@ -90,6 +112,7 @@ class RankGroup:
 
     # Python objects, through pickle: between the processes of one job only, never from a file.
 
+    @waits
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Every rank gets rank ``src``'s object."""
         data = b""
@@ -104,6 +127,7 @@ class RankGroup:
         received = self._transport.broadcast_bytes(data, src)
         return obj if self.rank == src else pickle.loads(received)
 
+    @waits
     def all_gather_object(self, obj: T) -> list[T]:
         """Every rank gets the list of all ranks' objects, in rank order."""
         data = b""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.runtime.progress import waiting
 
 from .checks import described_by, message_header
 from .collectives import ProcessGroup
@@ -57,6 +58,10 @@ class Wire:
 
     def receive(self, src: int, number: int, direction: int) -> tuple[Any, float]:
         """What rank ``src`` sent of micro batch ``number``: a tensor, and the number beside it."""
+        with waiting(f"a message from rank {self._label(src)}"):
+            return self._receive(src, number, direction)
+
+    def _receive(self, src: int, number: int, direction: int) -> tuple[Any, float]:
         tag = 4 * number + 2 * direction
         like = self._transport.to_native(np.zeros(_HEADER_NUMEL + 2, np.float64))
         while True:
@@ -72,9 +77,10 @@ class Wire:
 
     def wait(self) -> None:
         """Until all that was begun has arrived."""
-        for handle, _ in self._under_way:
-            if handle is not None:
-                handle.wait()
+        with waiting("the end of its messages"):
+            for handle, _ in self._under_way:
+                if handle is not None:
+                    handle.wait()
         self._under_way.clear()
 
     def forget(self) -> None:

@@ -44,6 +44,22 @@ TOPOLOGY_TIMEOUT_SECONDS = 120
 NODE_TIMEOUT_SECONDS = 3600
 
 
+# What a job that was started again tells its processes: how many times, and when it was started first.
+_RESTART_COUNT, _JOB_BEGAN = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB_BEGAN"
+
+
+def restart_environment(environ: Mapping[str, str], count: int, began: float) -> dict[str, str]:
+    """``environ`` for a try of a job that was restarted ``count`` times and began then (seconds since 1970)."""
+    return {**environ, _RESTART_COUNT: str(count), _JOB_BEGAN: repr(began)}
+
+
+def began_if_restarted(environ: Mapping[str, str]) -> Optional[float]:
+    """When this process's job was started first, where this is not its first try."""
+    if environ.get(_RESTART_COUNT, "0") == "0":
+        return None
+    return float(environ[_JOB_BEGAN])
+
+
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without what earlier or outer jobs left, and with quiet, unbuffered logs."""
     cleaned = {

@@ -1,47 +1,66 @@
-"""``mindnlp-dp run``: start the processes, watch them, end them together.
+"""``mindnlp-dp run``: start the processes, watch them, end them together, and start them again where that is wanted.
 
 Goes in: a command and a number. Comes out: the exit code of the first rank that
 failed, or 0. Each rank writes ``worker_R.log``; rank 0's is shown as it grows. A
 rank says how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.worker`), for the
 libraries' own exit codes are not always true: processes of MindSpore's cluster may end with 1
-after a job that went well.
+after a job that went well. How far it is stands in a file in memory (:mod:`mindnlp_dp.runtime.progress`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Optional
+from typing import Optional
+
+from mindnlp_dp.runtime import progress
 
 from .devices import default_device, too_many_workers
-from .environment import clean_environment, cluster_environment, find_mpirun, free_port
+from .engines import POLL_SECONDS, LaunchError, Process, end, grace_seconds, start_cluster, start_mpi
+from .environment import restart_environment
+from .hangs import HangWatch, name_hang
+from .restarts import Restarts
+from .screen import Screen
+from .status import PROGRESS
 from .verdict import Ended, Failure, find_failure, read_statuses, report_failure
 
-POLL_SECONDS = 0.05
-GRACE_SECONDS = 3.0
-# HCCL and NCCL close their links to other cards; one that is killed may leave its card unusable for a while.
-DEVICE_GRACE_SECONDS = 20.0
+__all__ = ["JobOptions", "LaunchError", "run_job"]
+
 # How long some ranks may have finished before the others' silence is worth a word.
 PATIENCE_SECONDS = 30.0
-# Loaded here, for little is safe between fork and exec. The number is Linux's (prctl(2)).
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+# How often it is looked whether ranks get any further.
+_LOOK_SECONDS = 0.5
+HANG_TIMEOUT_SECONDS = 1800.0
 
 
-class LaunchError(Exception):
-    """The job cannot be started as asked."""
+@dataclass(frozen=True)
+class JobOptions:
+    """How a job is watched.
+
+    Attributes:
+        hang_timeout: seconds without progress of any rank after which the job is ended; 0: never.
+        max_restarts: how many times it is started again after a failure.
+        tee: whose output is shown: "0", "all" or "none".
+    """
+
+    hang_timeout: float = HANG_TIMEOUT_SECONDS
+    max_restarts: int = 0
+    tee: str = "0"
 
 
 def run_job(
-    nproc: int, command: Sequence[str], *, backend: Optional[str] = None, log_dir: Optional[Path] = None
+    nproc: int,
+    command: Sequence[str],
+    *,
+    backend: Optional[str] = None,
+    log_dir: Optional[Path] = None,
+    options: Optional[JobOptions] = None,
 ) -> int:
     """Run ``python COMMAND`` in ``nproc`` processes and return the job's exit code.
 
@@ -60,123 +79,124 @@ def run_job(
     if wrong := too_many_workers(nproc, environ):
         raise LaunchError(wrong)
     log_dir = log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid()))
-    log_dir.mkdir(parents=True, exist_ok=True)
-    for stale in [*log_dir.glob("worker_*.log"), *log_dir.glob("worker_*.status")]:
-        stale.unlink()
-
-    worker = [sys.executable, "-m", "mindnlp_dp.launch.worker", str(log_dir), str(nproc), "--", *command]
-    start = _start_mpi if backend == "mpi" else _start_cluster
-    began = time.monotonic()
-    with _interruptible(), open(log_dir / "launcher.log", "wb") as launcher_log:
-
-        def attempt() -> Optional[Failure]:
-            processes = start(nproc, worker, environ, log_dir, launcher_log)
-            try:
-                ended = _watch(processes, log_dir, nproc)
-            finally:
-                _end(processes, grace_seconds(environ))
-            return find_failure([Ended(p.rank, p.popen.returncode) for p in ended], log_dir, nproc)
-
+    job = _Job(nproc, list(command), environ, backend, log_dir=log_dir, options=options or JobOptions())
+    with _interruptible():
         try:
-            failure = attempt()
+            return job.run()
+        except KeyboardInterrupt:
+            print("interrupted: all ranks were ended", file=sys.stderr)
+            return 128 + signal.SIGINT
+
+
+class _Job:
+    """A job on this host, from its first try to its last."""
+
+    def __init__(
+        self,
+        nproc: int,
+        command: list[str],
+        environ: dict[str, str],
+        backend: str,
+        *,
+        log_dir: Path,
+        options: JobOptions,
+    ) -> None:
+        self._nproc, self._command, self._environ, self._backend = nproc, command, environ, backend
+        self._log_dir, self._options = log_dir, options
+        self._restarts = Restarts(options.max_restarts, log_dir)
+        self._began = time.time()
+
+    def run(self) -> int:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        for pattern in ("worker_*", "try_*/worker_*", "failures.jsonl"):
+            for stale in self._log_dir.glob(pattern):
+                stale.unlink()
+        while True:
+            began = time.monotonic()
+            failure = self._try()
+            if failure is None:
+                return 0
+            seconds = time.monotonic() - began
+            report_failure(failure, self._log_dir, self._nproc, seconds)
+            update = max((rank.update for rank in progress.read(self._log_dir / PROGRESS)), default=0)
+            wait = self._restarts.after(failure, update=update, seconds=seconds)
+            if wait is None:
+                if self._restarts.why_not:
+                    print(f"the job is over: {self._restarts.why_not}", file=sys.stderr)
+                return failure.exit_code
+            print(
+                f"restart {self._restarts.count} of {self._options.max_restarts}"
+                + (f" in {wait:.0f} s" if wait else "")
+                + f", from the newest checkpoint; logs of this try: {self._log_dir}/try_{self._restarts.count}",
+                file=sys.stderr,
+            )
+            time.sleep(wait)
+            self._restarts.put_logs_aside()
+
+    def _try(self) -> Optional[Failure]:
+        with open(self._log_dir / "launcher.log", "wb") as log:
+            failure = self._attempt(log)
             # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
             # to start").
-            if failure is not None and backend == "mpi" and not any(log_dir.glob("worker_*.log")):
+            if failure is not None and self._backend == "mpi" and not any(self._log_dir.glob("worker_*.log")):
                 print("mpirun ended before any rank had begun; it is started once more", file=sys.stderr)
-                failure = attempt()
-        except KeyboardInterrupt:
-            print("interrupted: ending all ranks", file=sys.stderr)
-            return 128 + signal.SIGINT
-    if failure is None:
-        return 0
-    report_failure(failure, log_dir, nproc, time.monotonic() - began)
-    return failure.exit_code
+                failure = self._attempt(log)
+            return failure
 
+    def _attempt(self, log: object) -> Optional[Failure]:
+        worker = [
+            sys.executable, "-m", "mindnlp_dp.launch.worker", str(self._log_dir), str(self._nproc), "--",
+            *self._command,
+        ]  # fmt: skip
+        progress.create(self._log_dir / PROGRESS, self._nproc)
+        environ = restart_environment(self._environ, self._restarts.count, self._began)
+        start = start_mpi if self._backend == "mpi" else start_cluster
+        processes = start(self._nproc, worker, environ, self._log_dir, log)  # type: ignore[arg-type]
+        try:
+            ended, hang = self._watch(processes)
+        finally:
+            end(processes, grace_seconds(environ))
+        return hang or find_failure([Ended(p.rank, p.popen.returncode) for p in ended], self._log_dir, self._nproc)
 
-# Starting. Processes whose end ends the job come first in the list; the scheduler, which serves them, is last.
+    def _watch(self, processes: list[Process]) -> tuple[list[Process], Optional[Failure]]:
+        """Show logs until all processes have ended, or one has failed; return those that have ended.
 
-
-@dataclass(frozen=True)
-class _Process:
-    popen: subprocess.Popen[bytes]
-    rank: Optional[int]
-    serves: bool = False
-
-
-def _start_mpi(nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO) -> list[_Process]:
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise LaunchError('mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore')
-    # Ranks bind themselves to their cores, the same way under every backend.
-    options = ["-n", str(nproc), "--bind-to", "none", "--oversubscribe"]
-    if os.geteuid() == 0:
-        options.append("--allow-run-as-root")
-    return [_Process(_popen([mpirun, *options, *worker], clean_environment(environ), log), None)]
-
-
-def _start_cluster(
-    nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO
-) -> list[_Process]:
-    port = free_port()
-    processes = []
-    for rank in range(nproc):
-        environment = cluster_environment(environ, "MS_WORKER", nproc, port, rank)
-        processes.append(_Process(_popen(worker, environment, log), rank))
-    scheduler = [sys.executable, "-m", "mindnlp_dp.communication.transports.mindspore_scheduler"]
-    environment = cluster_environment(environ, "MS_SCHED", nproc, port)
-    with open(log_dir / "scheduler.log", "wb") as scheduler_log:
-        processes.append(_Process(_popen(scheduler, environment, scheduler_log), None, serves=True))
-    return processes
-
-
-def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C reaches the launcher alone, which then ends every rank.
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-        preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 -- the launcher has no threads
-    )
-
-
-def _end_with_the_launcher() -> None:
-    """Ask Linux to end this process when the launcher does, which may be killed without a chance to do it."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-# Watching.
-
-
-def _watch(processes: list[_Process], log_dir: Path, nproc: int) -> list[_Process]:
-    """Show rank 0's log until all processes have ended, or one has failed; return those that have ended."""
-    working = [process for process in processes if not process.serves]
-    shown, finished, patient = 0, dict[int, float](), True
-    while True:
-        ended = [process for process in working if process.popen.poll() is not None]
-        statuses = read_statuses(log_dir, nproc)
-        for rank in [*statuses, *(process.rank for process in ended if process.rank is not None)]:
-            finished.setdefault(rank, time.monotonic())
-        if patient and finished and time.monotonic() - min(finished.values()) > PATIENCE_SECONDS:
-            patient = False
-            _mention_stragglers(sorted(finished), nproc)
-        # A status tells better than the exit code of a process, which a library may have changed.
-        failed = any(status.exit_code != 0 for status in statuses.values()) or any(
-            process.rank is not None and process.rank not in statuses and process.popen.returncode != 0
-            for process in ended
-        )
-        shown = _show(log_dir / "worker_0.log", shown)
-        if not failed and len(ended) < len(working):
-            time.sleep(POLL_SECONDS)
-            continue
-        if failed:
-            # Ranks that fail together all get to say so, and one that is leaving is seen to have left.
-            time.sleep(2 * POLL_SECONDS)
+        Or until the job hangs, which is a failure of its own.
+        """
+        working = [process for process in processes if not process.serves]
+        screen = Screen(self._log_dir, self._nproc, self._options.tee, self._restarts.count)
+        hangs = HangWatch(self._options.hang_timeout)
+        finished, patient, looked = dict[int, float](), True, 0.0
+        while True:
             ended = [process for process in working if process.popen.poll() is not None]
-        _show(log_dir / "worker_0.log", shown)
-        return ended
+            statuses = read_statuses(self._log_dir, self._nproc)
+            now = time.monotonic()
+            for rank in [*statuses, *(process.rank for process in ended if process.rank is not None)]:
+                finished.setdefault(rank, now)
+            if patient and finished and now - min(finished.values()) > PATIENCE_SECONDS:
+                patient = False
+                _mention_stragglers(sorted(finished), self._nproc)
+            # A status tells better than the exit code of a process, which a library may have changed.
+            failed = any(status.exit_code != 0 for status in statuses.values()) or any(
+                process.rank is not None and process.rank not in statuses and process.popen.returncode != 0
+                for process in ended
+            )
+            hang = None
+            if not failed and now - looked >= _LOOK_SECONDS:
+                looked, ranks = now, progress.read(self._log_dir / PROGRESS)
+                screen.say(ranks, len(finished))
+                if hangs.look(ranks):
+                    hang = name_hang(ranks, sorted(finished), self._log_dir, hangs.timeout)
+            screen.show()
+            if hang is None and not failed and len(ended) < len(working):
+                time.sleep(POLL_SECONDS)
+                continue
+            if failed:
+                # Ranks that fail together all get to say so, and one that is leaving is seen to have left.
+                time.sleep(2 * POLL_SECONDS)
+                ended = [process for process in working if process.popen.poll() is not None]
+            screen.close()
+            return ended, hang
 
 
 def _mention_stragglers(finished: list[int], nproc: int) -> None:
@@ -188,41 +208,6 @@ def _mention_stragglers(finished: list[int], nproc: int) -> None:
             "others they wait for ever: every rank must make the same collective calls. Ctrl-C ends the job",
             file=sys.stderr,
         )
-
-
-def _show(log: Path, offset: int) -> int:
-    try:
-        with open(log, "rb") as file:
-            file.seek(offset)
-            new = file.read()
-    except FileNotFoundError:
-        return offset
-    sys.stdout.buffer.write(new)
-    sys.stdout.buffer.flush()
-    return offset + len(new)
-
-
-def grace_seconds(environ: Mapping[str, str]) -> float:
-    """How long ranks may take to end when they are asked to."""
-    return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
-
-
-def _end(processes: list[_Process], grace: float) -> None:
-    """End what still runs: politely, then, after a grace period, for good."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            if process.popen.poll() is None:
-                _signal_session(process.popen.pid, number)
-        deadline = time.monotonic() + grace
-        while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-
-
-def _signal_session(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 @contextmanager

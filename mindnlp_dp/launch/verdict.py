@@ -35,11 +35,15 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank that ended the job, the job's exit code (128 + N after signal N, as in a shell), and what happened."""
+    """The rank that ended the job, the job's exit code (128 + N after signal N, as in a shell), and what happened.
+
+    ``message`` says more, where its log cannot.
+    """
 
     rank: Optional[int]
     exit_code: int
     what: str
+    message: str = ""
 
 
 def write_status(log_dir: Path, rank: int, status: Status) -> None:
@@ -130,6 +134,9 @@ def report_failure(failure: Failure, log_dir: Path, nproc: int, seconds: float) 
         print(_tail(log_dir / "launcher.log"), file=sys.stderr)
         return
     print(f"rank {failure.rank} of {nproc} {failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
+    if failure.message:
+        print(failure.message, file=sys.stderr)
+        return
     main = read_statuses(log_dir, 1).get(0)
     if failure.rank != 0 and not (main is not None and main.exit_code != 0):
         print(f"worker_{failure.rank}.log ends:\n{_tail(log_dir / f'worker_{failure.rank}.log')}", file=sys.stderr)

@@ -10,8 +10,10 @@ would wait for ranks that wait for this one.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -20,8 +22,10 @@ from types import TracebackType
 from typing import Optional
 
 from mindnlp_dp.runtime.cores import split_cores
+from mindnlp_dp.runtime.progress import report_to
 
 from .launchers import launched_rank
+from .status import PROGRESS
 from .verdict import Status, write_status
 
 # Rank 0 is the one that is shown: when all fail together, it gets to speak first.
@@ -38,6 +42,10 @@ def main() -> None:
     log = os.open(log_dir / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # For who watches the job: how far this rank is, and, when it is asked by a signal, where.
+    report_to(log_dir / PROGRESS, rank)
+    stacks = open(log_dir / f"worker_{rank}.stacks", "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 
     code, waited = _run(command)
     sys.stdout.flush()

@@ -17,6 +17,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.runtime import progress
 from mindnlp_dp.update.updater import Updater
 
 from .losses import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses
@@ -73,6 +74,7 @@ class TrainStep:
         bad: list[BadLoss] = []
         try:
             for micro in micro_steps:
+                progress.step()
                 if math.isfinite(micro.loss) and not micro.is_spoilt:
                     sync.accumulate(micro.gradients, micro.weight)
                     losses.append((micro.loss, micro.weight))
@@ -85,7 +87,7 @@ class TrainStep:
             # Whoever goes on after that begins with an empty window.
             sync.drop()
             raise
-        with self.timeline.span("wait for gradients", step=step):
+        with self.timeline.span("wait for gradients", step=step), progress.waiting("the exchange of gradients"):
             gradients = self.updater.average(sync)
         for loss, weight in losses:
             self.losses.add(loss, weight)
@@ -102,12 +104,13 @@ class TrainStep:
             if problem:
                 settle_bad_gradient(problem, step, go_on=self.leave_out_bad_losses)
             else:
-                with self.timeline.span("update", step=step):
+                with self.timeline.span("update", step=step), progress.waiting("the update"):
                     self.updater.update(gradients)
                     if self._settle is not None:
                         self._settle()
         self.updater.finish()
         sync.settle()
+        progress.finish_update(step + 1, losses, sync.total_weight)
         return norm
 
     def _problem_of(self, gradients: Any, norm: Optional[float]) -> str:

@@ -8,6 +8,7 @@ in training_loop.py; reading, exchange and evaluation are the other packages'.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -28,6 +29,7 @@ from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from mindnlp_dp.data.source import mapped
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.launch.environment import began_if_restarted
 
 from .arguments import DataParallelArguments, upgrade_arguments
 from .evaluation_loop import run_evaluation
@@ -152,7 +154,8 @@ class DataParallelTrainerMixin:
         """Train; every rank calls it, and returns the same ``TrainOutput``.
 
         ``resume_from_checkpoint`` is a checkpoint's folder, or True for the newest complete one in ``output_dir``. Only
-        rank 0 reads it. Damaged ones are passed over with a warning.
+        rank 0 reads it. Damaged ones are passed over with a warning. In a job that was restarted
+        (``mindnlp-dp run --max-restarts``), the newest that it has written itself comes first.
 
         Raises:
             CheckpointError: the checkpoint is not complete, there is none, or it is not one of this model.
@@ -166,7 +169,8 @@ class DataParallelTrainerMixin:
             self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"
         )
         self._resume_from = self.world.call_on_main(
-            lambda: choose_checkpoint(folder, resume_from_checkpoint, saves), "looking for a checkpoint"
+            lambda: choose_checkpoint(folder, resume_from_checkpoint, saves, began=began_if_restarted(os.environ)),
+            "looking for a checkpoint",
         )
         return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 

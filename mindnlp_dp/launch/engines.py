@@ -1,0 +1,110 @@
+"""How an engine starts a job's processes on this host, and how they are ended.
+
+Goes in: a command, a number, an environment. Comes out: processes to watch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Optional
+
+from .environment import clean_environment, cluster_environment, find_mpirun, free_port
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 3.0
+# HCCL and NCCL close their links to other cards; one that is killed may leave its card unusable for a while.
+DEVICE_GRACE_SECONDS = 20.0
+# Loaded here, for little is safe between fork and exec. The number is Linux's (prctl(2)).
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+class LaunchError(Exception):
+    """The job cannot be started as asked."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One that was started; those that only serve the others, such as a scheduler, do not end the job."""
+
+    popen: subprocess.Popen[bytes]
+    rank: Optional[int]
+    serves: bool = False
+
+
+def start_mpi(nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO) -> list[Process]:
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise LaunchError('mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore')
+    # Ranks bind themselves to their cores, the same way under every backend.
+    options = ["-n", str(nproc), "--bind-to", "none", "--oversubscribe"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    environment = clean_environment(environ)
+    # On one host. OpenMPI 5 else looks for other ways to reach a neighbour, and sleeps a second in MPI_Init meanwhile.
+    environment.setdefault("OMPI_MCA_btl", "self,sm,tcp")
+    return [Process(_popen([mpirun, *options, *worker], environment, log), None)]
+
+
+def start_cluster(
+    nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO
+) -> list[Process]:
+    port = free_port()
+    processes = []
+    for rank in range(nproc):
+        environment = cluster_environment(environ, "MS_WORKER", nproc, port, rank)
+        processes.append(Process(_popen(worker, environment, log), rank))
+    scheduler = [sys.executable, "-m", "mindnlp_dp.communication.transports.mindspore_scheduler"]
+    environment = cluster_environment(environ, "MS_SCHED", nproc, port)
+    with open(log_dir / "scheduler.log", "wb") as scheduler_log:
+        processes.append(Process(_popen(scheduler, environment, scheduler_log), None, serves=True))
+    return processes
+
+
+def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C reaches the launcher alone, which then ends every rank.
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 -- the launcher has no threads
+    )
+
+
+def _end_with_the_launcher() -> None:
+    """Ask Linux to end this process when the launcher does, which may be killed without a chance to do it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def grace_seconds(environ: Mapping[str, str]) -> float:
+    """How long ranks may take to end when they are asked to."""
+    return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
+
+
+def end(processes: list[Process], grace: float) -> None:
+    """End what still runs: politely, then, after a grace period, for good."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            if process.popen.poll() is None:
+                _signal_session(process.popen.pid, number)
+        deadline = time.monotonic() + grace
+        while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+
+def _signal_session(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        pass

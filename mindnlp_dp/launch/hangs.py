@@ -1,0 +1,144 @@
+"""A job that hangs, named: who waits in which collective since when, who never came, and where that one is.
+
+Goes in: how far the ranks are (:mod:`mindnlp_dp.runtime.progress`), again and again. Comes out: once none of them has
+got any further for some time, the stacks of all, and a sentence. Threads that live are no sign: those of a rank that
+hangs in a collective live, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mindnlp_dp.runtime.progress import Progress
+
+from .verdict import Failure
+
+# As timeout(1) has it.
+EXIT_CODE = 124
+# A launcher that was stopped itself, for longer than it takes to look, has not seen anybody hang.
+_MOST_SECONDS_BETWEEN_LOOKS = 1.0
+_STACK_SECONDS = 1.0
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+
+class HangWatch:
+    """Looks whether ranks get any further.
+
+    Args:
+        timeout: seconds without any progress, of any rank, that are too many; 0: there is no limit.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._seen: list[int] = []
+        self._stalled, self._looked = 0.0, time.monotonic()
+
+    def look(self, ranks: Sequence[Progress]) -> bool:
+        """Whether they hang. Ranks that have not met yet may take their time, such as for imports."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _MOST_SECONDS_BETWEEN_LOOKS), now
+        changes = [rank.changes for rank in ranks]
+        has_begun = any(rank.has_met or rank.waits_in for rank in ranks)
+        if changes != self._seen or not has_begun:
+            self._seen, self._stalled = changes, 0.0
+        else:
+            self._stalled += passed
+        return 0 < self.timeout <= self._stalled
+
+
+def name_hang(ranks: Sequence[Progress], finished: Sequence[int], log_dir: Path, timeout: float) -> Failure:
+    """Have all ranks write their stacks, and say who keeps whom waiting.
+
+    Args:
+        finished: ranks that have come to their end.
+    """
+    stacks = _stacks_of(ranks, finished, log_dir)
+    now = time.monotonic()
+    running = [number for number in range(len(ranks)) if number not in finished]
+    waiting = [number for number in running if ranks[number].waits_in]
+    others = [number for number in running if number not in waiting]
+    said = [f"the job hangs: no rank has got any further for {timeout:.0f} s."]
+    calls: dict[str, list[int]] = {}
+    for number in waiting:
+        calls.setdefault(f"{ranks[number].waits_in}, in update {ranks[number].update}", []).append(number)
+    for call, numbers in calls.items():
+        since = max(now - ranks[number].since for number in numbers)
+        verb = "waits" if len(numbers) == 1 else "wait"
+        said.append(f"{_ranks(numbers)} {verb} in {call}, since {since:.0f} s.")
+    for number in others:
+        said.append(f"Rank {number} never came: {_where(ranks[number], stacks.get(number, ''))}.")
+    if finished and not others:
+        said.append(
+            f"{_ranks(list(finished))} {'has' if len(finished) == 1 else 'have'} come to the end of the script."
+        )
+    if len(calls) > 1 and not others and not finished:
+        said.append("Every rank must make the same collective calls, in the same order.")
+    said.append(f"Stacks of all: {log_dir}/worker_*.stacks")
+    blamed = others or list(finished) or waiting
+    return Failure(min(blamed, key=lambda number: (ranks[number].update, number)), EXIT_CODE, "hung", " ".join(said))
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"Rank {numbers[0]}"
+    return f"Ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _stacks_of(ranks: Sequence[Progress], finished: Sequence[int], log_dir: Path) -> Mapping[int, str]:
+    """What :mod:`faulthandler`, which a worker has set up for this signal, writes of each; of those that answer."""
+    asked = {}
+    for number, rank in enumerate(ranks):
+        path = log_dir / f"worker_{number}.stacks"
+        if rank.pid and number not in finished and path.exists():
+            try:
+                os.kill(rank.pid, signal.SIGUSR1)
+                asked[number] = path
+            except OSError:
+                pass
+    deadline, texts = time.monotonic() + _STACK_SECONDS, dict[int, str]()
+    while time.monotonic() < deadline:
+        before, texts = texts, {number: path.read_text(errors="replace") for number, path in asked.items()}
+        if all(texts.values()) and texts == before:
+            break
+        time.sleep(0.05)
+    return texts
+
+
+def _where(rank: Progress, stacks: str) -> str:
+    """Where a rank is that waits for nobody, or that it does not answer."""
+    if not rank.pid:
+        return "it has not begun"
+    state = _state_of(rank.pid)
+    if state == "T":
+        return f"its process, {rank.pid}, is stopped (SIGSTOP)"
+    frame = _own_frame(_main_thread(stacks, rank.thread))
+    return f"it is in {frame}, in update {rank.update}" if frame else f"it is in update {rank.update}"
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _main_thread(stacks: str, thread: int) -> list[Mapping[str, str]]:
+    """The frames of one of the threads that were written, innermost first."""
+    for part in stacks.split("\n\n"):
+        if f"0x{thread:016x}" in part.partition("\n")[0]:
+            return [match.groupdict() for match in _FRAME.finditer(part)]
+    return []
+
+
+def _own_frame(frames: list[Mapping[str, str]]) -> str:
+    """The innermost frame of the user's own code; else the innermost of all."""
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    ours = str(Path(__file__).resolve().parent.parent)
+    own = [f for f in frames if not f["file"].startswith((*libraries, ours, "<"))] or frames
+    return f"{own[0]['file']}:{own[0]['line']}, in {own[0]['function']}()" if own else ""

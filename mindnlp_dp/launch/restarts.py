@@ -1,0 +1,69 @@
+"""Whether a job that failed is started again, and when; a record of each failure.
+
+Goes in: failures, and how far the job had got. Comes out: seconds to wait, or the word that it is over.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Optional
+
+from .verdict import Failure
+
+# Failures in a row, none of which finished an update, that are one too many for another try.
+MOST_IN_A_ROW = 3
+_FIRST_WAIT_SECONDS = 1.0
+_LONGEST_WAIT_SECONDS = 30.0
+RECORD = "failures.jsonl"
+
+
+class Restarts:
+    """Of one job.
+
+    Attributes:
+        count: how many times it was started again.
+        why_not: why it is not started again, once that is so.
+    """
+
+    def __init__(self, most: int, log_dir: Path) -> None:
+        self._most, self._log_dir = most, log_dir
+        self.count = 0
+        self.why_not = ""
+        self._in_a_row = 0
+
+    def after(self, failure: Failure, *, update: int, seconds: float) -> Optional[float]:
+        """Seconds to wait before the next try; None: there is none.
+
+        Args:
+            update: that this try has reached; 0: it has finished none.
+            seconds: how long it ran.
+        """
+        self._in_a_row = 1 if update else self._in_a_row + 1
+        wait: Optional[float] = None
+        if self.count >= self._most:
+            self.why_not = f"it was restarted {self.count} times, as --max-restarts says" if self._most else ""
+        elif self._in_a_row >= MOST_IN_A_ROW:
+            self.why_not = f"{self._in_a_row} tries in a row have not finished a single update"
+        else:
+            # One that got on is taken up at once.
+            again = self._in_a_row - 1 if update else self._in_a_row
+            wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2 ** (again - 1)) if again else 0.0
+            self.count += 1
+        entry = {
+            "time": time.time(), "rank": failure.rank, "exit_code": failure.exit_code, "what": failure.what,
+            "update": update, "seconds": round(seconds, 3), "restart": None if wait is None else self.count,
+            "waits": wait,
+        }  # fmt: skip
+        with open(self._log_dir / RECORD, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        return wait
+
+    def put_logs_aside(self) -> None:
+        """What the try before has written, into a folder of its own."""
+        folder = self._log_dir / f"try_{self.count}"
+        folder.mkdir(exist_ok=True)
+        for pattern in ("worker_*.log", "worker_*.status", "worker_*.stacks", "launcher.log", "scheduler.log"):
+            for path in self._log_dir.glob(pattern):
+                path.replace(folder / path.name)

@@ -1,0 +1,86 @@
+"""What a job shows where it was started: ranks' output as it comes, and, on a terminal, a line of how it goes.
+
+Goes in: logs as they grow, how far the ranks are. Comes out: text on standard output and standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindnlp_dp.runtime.progress import Progress
+
+from .status import StatusLine
+
+_CLEAR = "\r\x1b[K"
+_LINE_SECONDS = 1.0
+_WIDTH = 100
+
+
+class Screen:
+    """Of one try.
+
+    Args:
+        tee: "0", rank 0's output; "all", every line with its rank in front; "none".
+    """
+
+    def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int) -> None:
+        ranks = {"0": [0], "all": range(nproc), "none": []}[tee]
+        self._logs = [_Log(log_dir / f"worker_{rank}.log", f"[{rank}] " if tee == "all" else "") for rank in ranks]
+        self._num_restarts = num_restarts
+        self._is_terminal = sys.stderr.isatty()
+        self._line, self._status, self._said = "", StatusLine(), 0.0
+
+    def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
+        """A line of how far they are, at most one a second, in the place of the one before."""
+        if self._is_terminal and any(rank.has_met for rank in ranks) and time.monotonic() - self._said >= _LINE_SECONDS:
+            self._said = time.monotonic()
+            self._line = self._status.text(ranks, num_ended, self._num_restarts)[:_WIDTH]
+            self._write(_CLEAR + self._line)
+
+    def show(self, *, at_end: bool = False) -> None:
+        """What ranks have written since."""
+        new = [(log, text) for log in self._logs if (text := log.new(at_end=at_end))]
+        if not new:
+            return
+        if self._line:
+            self._write(_CLEAR)
+        for _, text in new:
+            sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+        if self._line:
+            self._write(self._line)
+
+    def close(self) -> None:
+        if self._line:
+            self._write(_CLEAR)
+            self._line = ""
+        self.show(at_end=True)
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class _Log:
+    """One rank's, as it grows; with a prefix, line by line."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self._path, self._prefix = path, prefix.encode()
+        self._offset, self._rest = 0, b""
+
+    def new(self, *, at_end: bool) -> bytes:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return b""
+        self._offset += len(text)
+        if not self._prefix:
+            return text
+        lines = (self._rest + text).splitlines(keepends=True)
+        self._rest = b"" if at_end or not lines or lines[-1].endswith(b"\n") else lines.pop()
+        return b"".join(self._prefix + (line if line.endswith(b"\n") else line + b"\n") for line in lines)

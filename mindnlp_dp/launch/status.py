@@ -1,0 +1,116 @@
+"""What a job is doing: a line where it runs, and ``mindnlp-dp status LOG_DIR`` from another shell.
+
+Goes in: a job's log folder. Comes out: a line, a table, or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from mindnlp_dp.runtime.progress import Progress, read
+
+from .restarts import RECORD
+from .verdict import read_statuses
+
+PROGRESS = "progress"
+# Over which the samples a second are counted.
+_WINDOW_SECONDS = 10.0
+
+
+class StatusLine:
+    """Of a job that is watched."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def text(self, ranks: Sequence[Progress], num_ended: int, num_restarts: int) -> str:
+        """Update, loss, samples a second, ranks alive, restarts; what is not known is left out."""
+        now, first = time.monotonic(), ranks[0]
+        self._seen.append((now, first.samples))
+        while now - self._seen[0][0] > _WINDOW_SECONDS and len(self._seen) > 2:
+            self._seen.popleft()
+        (began, before), (ended, after) = self._seen[0], self._seen[-1]
+        parts = [f"update {max(rank.update for rank in ranks)}"]
+        if not math.isnan(first.loss):
+            parts.append(f"loss {first.loss:.4g}")
+        if after > before:
+            parts.append(f"{(after - before) / (ended - began):.4g} samples/s")
+        alive = sum(rank.changes > 0 for rank in ranks) - num_ended
+        parts.append(f"{max(0, alive)} of {len(ranks)} ranks alive")
+        if num_restarts:
+            parts.append(f"{num_restarts} restart{'s' if num_restarts > 1 else ''}")
+        return ", ".join(parts)
+
+
+def status_of(log_dir: Path) -> dict[str, Any]:
+    """What is known of a job on this host, ready for JSON; times in seconds.
+
+    Raises:
+        ValueError: the folder is not one that ``mindnlp-dp run`` writes to.
+    """
+    ranks = read(log_dir / PROGRESS)
+    if not ranks:
+        raise ValueError(f"{log_dir} is no log folder of mindnlp-dp run: it has no file {PROGRESS!r}")
+    now, statuses = time.monotonic(), read_statuses(log_dir, len(ranks))
+    shown = []
+    for number, rank in enumerate(ranks):
+        ended = statuses.get(number)
+        entry: dict[str, Any] = {"rank": number, "pid": rank.pid or None, "update": rank.update}
+        entry["state"] = _state(rank, None if ended is None else ended.exit_code)
+        entry["loss"] = None if math.isnan(rank.loss) else rank.loss
+        if entry["state"] == "waits":
+            entry["waits_in"], entry["waits_since"] = rank.waits_in, round(now - rank.since, 3)
+        if entry["state"] in ("waits", "works"):
+            entry["last_progress"] = round(now - rank.changed, 3)
+        shown.append(entry)
+    return {
+        "log_dir": str(log_dir),
+        "update": max(rank.update for rank in ranks),
+        "alive": sum(entry["state"] in ("waits", "works") for entry in shown),
+        "failures": _failures(log_dir),
+        "ranks": shown,
+    }
+
+
+def _state(rank: Progress, exit_code: Optional[int]) -> str:
+    if exit_code is not None:
+        return "done" if exit_code == 0 else f"failed with exit code {exit_code}"
+    if not rank.pid:
+        return "not begun"
+    if not Path(f"/proc/{rank.pid}").exists():
+        return "gone"
+    return "waits" if rank.waits_in else "works"
+
+
+def _failures(log_dir: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (log_dir / RECORD).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines]
+
+
+def status_text(status: dict[str, Any]) -> str:
+    """For people."""
+    lines = [
+        f"{status['log_dir']}: update {status['update']}, {status['alive']} of {len(status['ranks'])} ranks alive, "
+        f"{len(status['failures'])} failures so far"
+    ]
+    for entry in status["ranks"]:
+        line = f"  rank {entry['rank']:<4} update {entry['update']:<7} {entry['state']}"
+        if "waits_in" in entry:
+            line += f" in {entry['waits_in']} since {entry['waits_since']:.1f} s"
+        elif "last_progress" in entry:
+            line += f"; last heard of {entry['last_progress']:.1f} s ago"
+        lines.append(line)
+    for failure in status["failures"]:
+        who = "no rank" if failure["rank"] is None else f"rank {failure['rank']}"
+        then = "not restarted" if failure["restart"] is None else f"restart {failure['restart']}"
+        lines.append(f"  failed in update {failure['update']}: {who} {failure['what']}; {then}")
+    return "\n".join(lines)

@@ -1,0 +1,175 @@
+"""How far each rank of a host is, for whoever watches the job: a few numbers a rank in a file in memory.
+
+Goes in: what a rank does (an update begins, a collective is waited in). Comes out: a record of each rank, which the
+launcher and ``mindnlp-dp status`` read while the rank is busy, or hangs: a rank that hangs cannot answer, but what it
+wrote last stands there.
+
+Where no launcher asked for it, nothing is written, and a call costs a comparison. Times are CLOCK_MONOTONIC's, which
+all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+# changes, pid, id of the main thread, updates done, whether the rank has met the others; when something changed last,
+# since when it waits, loss, samples so far; what it waits in.
+_FORMAT = struct.Struct("<QQQq?7x4d96s")
+RECORD_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of a rank.
+
+    Attributes:
+        changes: how many times something was reported; 0: the rank has not begun.
+        pid: of its process.
+        thread: of its main thread, as :mod:`faulthandler` names it.
+        update: the update that is next.
+        has_met: whether it has joined the others, so that it reports from then on.
+        changed: when it reported last, by the monotonic clock.
+        since: when it began to wait for others; 0 where it does not.
+        loss: of its last update; NaN before.
+        samples: that all ranks have trained on.
+        waits_in: what it waits in; "" where it does not.
+    """
+
+    changes: int = 0
+    pid: int = 0
+    thread: int = 0
+    update: int = 0
+    has_met: bool = False
+    changed: float = 0.0
+    since: float = 0.0
+    loss: float = float("nan")
+    samples: float = 0.0
+    waits_in: str = ""
+
+
+class Reporter:
+    """Of this process, into its record of the file."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self._begin = rank * RECORD_BYTES
+        self._depth = 0
+        self._thread = threading.get_ident()
+        self._pid = os.getpid()
+        self._changes, self._update, self._has_met = 0, 0, False
+        self._since, self._loss, self._samples, self._waits_in = 0.0, float("nan"), 0.0, b""
+        self._write()
+
+    def _write(self) -> None:
+        self._changes += 1
+        _FORMAT.pack_into(
+            self._memory, self._begin, self._changes, self._pid, self._thread, self._update, self._has_met,
+            time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
+        )  # fmt: skip
+
+    def meet(self) -> None:
+        self._has_met = True
+        self._write()
+
+    def step(self) -> None:
+        """Something was done."""
+        self._write()
+
+    def finish_update(self, update: int, loss: Optional[float], samples: float) -> None:
+        self._update = update
+        self._loss = self._loss if loss is None else loss
+        self._samples += samples
+        self._write()
+
+    def begin_to_wait(self, what: str) -> None:
+        """Of calls within calls, the outermost counts; other threads' do not, for they keep nobody waiting."""
+        if threading.get_ident() != self._thread:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._waits_in, self._since = what.encode()[:96], time.monotonic()
+            self._write()
+
+    def end_wait(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._waits_in, self._since = b"", 0.0
+            self._write()
+
+
+_reporter: Optional[Reporter] = None
+
+
+def report_to(path: Path, rank: int) -> None:
+    """From now on, this process says there how far it is."""
+    global _reporter
+    _reporter = Reporter(path, rank)
+
+
+def reporter() -> Optional[Reporter]:
+    """This process's; None where nobody asked for it."""
+    return _reporter
+
+
+def meet() -> None:
+    """This rank has joined the others."""
+    if _reporter is not None:
+        _reporter.meet()
+
+
+def step() -> None:
+    """This rank has done something."""
+    if _reporter is not None:
+        _reporter.step()
+
+
+def finish_update(update: int, losses: Sequence[tuple[float, float]], samples: float) -> None:
+    """The update before number ``update`` is done, with this rank's losses and their weights, and all's samples."""
+    if _reporter is not None:
+        weight = sum(weight for _, weight in losses)
+        loss = sum(loss * weight for loss, weight in losses) / weight if weight else None
+        _reporter.finish_update(update, loss, samples)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Within it, this rank may wait for others."""
+    if _reporter is None:
+        yield
+        return
+    _reporter.begin_to_wait(what)
+    try:
+        yield
+    finally:
+        _reporter.end_wait()
+
+
+def create(path: Path, num_ranks: int) -> None:
+    """A file for so many ranks, none of which has begun."""
+    path.write_bytes(bytes(num_ranks * RECORD_BYTES))
+
+
+def read(path: Path) -> list[Progress]:
+    """Of all ranks; empty where there is no such file."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return []
+    found = []
+    for begin in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
+        *numbers, name = _FORMAT.unpack_from(data, begin)
+        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace")]
+        found.append(Progress(*fields))
+    return found
