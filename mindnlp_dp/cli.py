@@ -31,8 +31,9 @@ def _parser() -> argparse.ArgumentParser:
         "[--tee 0|all|none] [--log-dir DIR] SCRIPT [ARGS...]",
     )
     run.add_argument(
-        "--nproc", "--nproc-per-node", type=_positive, required=True, metavar="N", help="number of processes"
-    )
+        "--nproc", "--nproc-per-node", "--nproc_per_node", type=_positive, required=True, metavar="N",
+        help="number of processes",
+    )  # fmt: skip
     run.add_argument(
         "--backend",
         choices=("mpi", "mindspore"),

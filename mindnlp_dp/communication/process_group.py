@@ -63,7 +63,6 @@ def init_process_group(
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
     with progress.waiting("init_process_group"):
         transport = meet(kind, launch)
-    progress.meet()
     choose_kernels("mindspore", 1)
     if tune_runtime:
         from mindnlp_dp.runtime.threads import configure_runtime, usable_cores
@@ -76,6 +75,7 @@ def init_process_group(
             use_kernels_in_layers()
     _group = ProcessGroup(transport, kind, checks=checks)
     was_started = True
+    progress.meet()
     return _group
 
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
@@ -101,6 +101,33 @@ def end(processes: list[Process], grace: float) -> None:
         deadline = time.monotonic() + grace
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+
+
+def end_ranks(pids: Sequence[int], grace: float) -> None:
+    """See to it that ranks, which may be another launcher's children, have ended when this returns."""
+    deadline = time.monotonic() + grace
+    while (left := [pid for pid in pids if _is_a_rank(pid)]) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS / 5)
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there that has not ended, with nobody to ask how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return False
+
+
+def _is_a_rank(pid: int) -> bool:
+    try:
+        return is_alive(pid) and b"mindnlp_dp.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _signal_session(pid: int, number: int) -> None:

@@ -24,6 +24,8 @@ EXIT_CODE = 124
 # A launcher that was stopped itself, for longer than it takes to look, has not seen anybody hang.
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
 _STACK_SECONDS = 1.0
+# What ranks may take longer until they have met.
+START_SECONDS = 120.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
@@ -40,16 +42,18 @@ class HangWatch:
         self._stalled, self._looked = 0.0, time.monotonic()
 
     def look(self, ranks: Sequence[Progress]) -> bool:
-        """Whether they hang. Ranks that have not met yet may take their time, such as for imports."""
+        """Whether they hang. Until all have met, nobody reports anything, and imports take their time."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _MOST_SECONDS_BETWEEN_LOOKS), now
         changes = [rank.changes for rank in ranks]
-        has_begun = any(rank.has_met or rank.waits_in for rank in ranks)
-        if changes != self._seen or not has_begun:
+        # A script that never joins the others does not report at all.
+        is_watched = any(rank.has_met or rank.waits_in for rank in ranks)
+        if changes != self._seen or not is_watched:
             self._seen, self._stalled = changes, 0.0
         else:
             self._stalled += passed
-        return 0 < self.timeout <= self._stalled
+        have_met = all(rank.has_met for rank in ranks)
+        return 0 < self.timeout <= (self._stalled if have_met else self._stalled - START_SECONDS)
 
 
 def name_hang(ranks: Sequence[Progress], finished: Sequence[int], log_dir: Path, timeout: float) -> Failure:

@@ -22,7 +22,17 @@ from typing import Optional
 from mindnlp_dp.runtime import progress
 
 from .devices import default_device, too_many_workers
-from .engines import POLL_SECONDS, LaunchError, Process, end, grace_seconds, start_cluster, start_mpi
+from .engines import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    LaunchError,
+    Process,
+    end,
+    end_ranks,
+    grace_seconds,
+    start_cluster,
+    start_mpi,
+)
 from .environment import restart_environment
 from .hangs import HangWatch, name_hang
 from .restarts import Restarts
@@ -156,6 +166,7 @@ class _Job:
             ended, hang = self._watch(processes)
         finally:
             end(processes, grace_seconds(environ))
+            end_ranks([rank.pid for rank in progress.read(self._log_dir / PROGRESS) if rank.pid], GRACE_SECONDS)
         return hang or find_failure([Ended(p.rank, p.popen.returncode) for p in ended], self._log_dir, self._nproc)
 
     def _watch(self, processes: list[Process]) -> tuple[list[Process], Optional[Failure]]:

@@ -1,11 +1,12 @@
 """A training job that somebody stops: dropout, accumulation, evaluations, checkpoints; taken up where it was left.
 
     mindnlp-dp run --nproc 2 tests/failure/interruptible.py FOLDER [--stop-at STEP [--at-line N]] [--on-rank R]
-        [--hidden-size N] [--zero-stage S]
+        [--hidden-size N] [--zero-stage S] [--once]
 
 With ``--at-line`` it dies within that update, before the N-th line that Python runs of what updates and exchanges.
 Every rank writes its process id to FOLDER/pid_R when training begins; at the end rank 0 writes the digest of the
-weights and the losses to FOLDER/result.json.
+weights and the losses to FOLDER/result.json. With ``--once`` it dies in its first life only, and leaves it to the
+launcher to be taken up.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--on-rank", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=16)
     parser.add_argument("--zero-stage", type=int, default=0)
+    parser.add_argument("--once", action="store_true")
     options = parser.parse_args()
     group = dp.init_process_group()
 
@@ -70,6 +72,8 @@ def main() -> None:
             if state.global_step == options.stop_at and group.rank == options.on_rank:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    if options.once and options.folder.joinpath(f"pid_{options.on_rank}").exists():
+        options.stop_at = 0
     config = tiny_config(num_layers=2, dropout=0.2)
     config.hidden_size, config.intermediate_size = options.hidden_size, 2 * options.hidden_size
     # Other weights in every life: those of a checkpoint must win.
@@ -85,7 +89,7 @@ def main() -> None:
         callbacks=[Watched()],
     )  # fmt: skip
 
-    resume = group.call_on_main(lambda: has_checkpoints(options.folder), "looking for checkpoints")
+    resume = not options.once and group.call_on_main(lambda: has_checkpoints(options.folder), "looking for checkpoints")
     output = trainer.train(resume_from_checkpoint=True if resume else None)
     assert output.global_step == NUM_STEPS
     if group.is_main:

@@ -237,16 +237,16 @@ def test_mpirun_missing(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_an_mpirun_that_fails_before_any_rank_begins_is_started_once_more(tmp_path, monkeypatch, capsys, failures):
-    from mindnlp_dp.launch import run
+    from mindnlp_dp.launch import engines, run
 
     mpirun, count = tmp_path / "mpirun", tmp_path / "count"
     mpirun.write_text(
         f"#!/bin/sh\necho >>{count}\n"
         f"[ $(wc -l <{count}) -gt {failures} ] || {{ echo the listener failed to start; exit 213; }}\n"
-        f'exec {run.find_mpirun()} "$@"\n'
+        f'exec {engines.find_mpirun()} "$@"\n'
     )
     mpirun.chmod(0o755)
-    monkeypatch.setattr(run, "find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr(engines, "find_mpirun", lambda: str(mpirun))
     script = tmp_path / "script.py"
     script.write_text(HEAD + MPI_ALONE + "print('done')\n")
     exit_code = run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs")

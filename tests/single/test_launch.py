@@ -11,9 +11,9 @@ import pytest
 from mindnlp_dp.cli import main
 from mindnlp_dp.launch.device_target import obey_device_target
 from mindnlp_dp.launch.devices import default_device
+from mindnlp_dp.launch.engines import grace_seconds
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.launchers import launched_rank
-from mindnlp_dp.launch.run import grace_seconds
 from mindnlp_dp.launch.verdict import Ended, Status, find_failure, write_status
 
 STALE = {
@@ -103,8 +103,14 @@ def test_launched_rank():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["run", "--nproc", "0", "x.py"], "argument --nproc: must be a number of at least 1, got 0"),
-        (["run", "--nproc", "two", "x.py"], "argument --nproc: must be a number of at least 1, got two"),
+        (
+            ["run", "--nproc", "0", "x.py"],
+            "--nproc_per_node: must be a number of at least 1, got 0",
+        ),
+        (
+            ["run", "--nproc", "two", "x.py"],
+            "--nproc_per_node: must be a number of at least 1, got two",
+        ),
         (["run", "--nproc", "2", "--backend", "gloo", "x.py"], "invalid choice: 'gloo'"),
         (["run", "x.py"], "the following arguments are required: --nproc"),
         ([], "the following arguments are required: COMMAND"),

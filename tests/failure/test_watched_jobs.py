@@ -1,0 +1,212 @@
+"""Jobs that hang are named and ended, jobs that fail are taken up again, and both say how far they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import BACKENDS, ROOT, TIMEOUT_SECONDS, processes_of
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import mindnlp_dp as dp
+group = dp.init_process_group()
+x = np.ones(3, np.float32)
+for _ in range(3):
+    group.all_reduce(x)
+"""
+HANGS = {
+    "in Python": (
+        "def tokenize():\n    while True:\n        time.sleep(0.1)\n\n"
+        "if group.rank == 1:\n    tokenize()\ngroup.all_reduce(x)\n",
+        ["rank 1 of 3 hung", "Ranks 0 and 2 wait in all_reduce of 3 ranks", "script.py:11, in tokenize()"],
+    ),
+    "in a child's pipe": (
+        "import subprocess\nif group.rank == 0:\n    subprocess.run(['sleep', '600'])\ngroup.barrier()\n",
+        ["rank 0 of 3 hung", "Ranks 1 and 2 wait in barrier of 3 ranks", "Rank 0 never came: it is in", "script.py:11"],
+    ),
+    "stopped": (
+        "if group.rank == 2:\n    os.kill(os.getpid(), signal.SIGSTOP)\ngroup.broadcast(x)\n",
+        ["rank 2 of 3 hung", "is stopped (SIGSTOP)", "Ranks 0 and 1 wait in broadcast of 3 ranks"],
+    ),
+    "in groups that wait for each other": (
+        "pair = group.split([0, 1] if group.rank < 2 else [2])\n"
+        "pair.all_reduce(x) if group.rank == 0 else group.all_reduce(x)\n",
+        ["Rank 0 waits in all_reduce of 2 ranks", "Ranks 1 and 2 wait in all_reduce of 3 ranks", "in the same order"],
+    ),
+}  # fmt: skip
+
+
+def run(folder, script, *flags, nproc=3, backend="mpi", args=()):
+    if "\n" in str(script):
+        (folder / "script.py").write_text(script)
+        script = folder / "script.py"
+    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(nproc), "--backend", backend]
+    done = subprocess.run(
+        [*command, "--log-dir", str(folder / "logs"), *map(str, flags), str(script), *map(str, args)], cwd=folder,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    left = processes_of(folder / "logs")
+    assert not left, f"still running: {left}"
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("how", HANGS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hang_is_named_and_ended(tmp_path, how, backend):
+    if backend == "mindspore" and "groups" in how:
+        pytest.skip("once is enough: what is asked is the launcher")
+    script, said = HANGS[how]
+    exit_code, output = run(tmp_path, HEAD + script, "--hang-timeout", "2", backend=backend)
+    assert exit_code == 124
+    assert "the job hangs: no rank has got any further for 2 s" in output
+    for words in said:
+        assert words in output
+    # Of all that could answer, the frames down to the script.
+    stacks = [path.read_text() for path in sorted((tmp_path / "logs").glob("worker_*.stacks"))]
+    assert sum("script.py" in text for text in stacks) >= 2
+
+
+def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
+    # Behind mpirun's own exit handler, which would wait: past it.
+    script = "if group.rank == 0:\n    sys.exit(0)\ngroup.barrier()\n"
+    exit_code, output = run(tmp_path, HEAD + script, "--hang-timeout", "2", nproc=2)
+    assert exit_code == 124
+    assert "rank 0 of 2 hung" in output
+    assert "Rank 0 has come to the end of the script" in output
+    assert "Rank 1 waits in barrier of 2 ranks" in output
+
+
+def test_who_is_slow_does_not_hang(tmp_path):
+    """Work that reports, imports before the ranks have met, and a launcher that was stopped itself."""
+    script = (
+        "time.sleep(4)\n" + HEAD + "for _ in range(40):\n    time.sleep(0.1)\n    group.all_reduce(x)\nprint('done')\n"
+    )
+    (tmp_path / "script.py").write_text("import time\n" + script)
+    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--hang-timeout", "2"]
+    launcher = subprocess.Popen(
+        [*command, "--log-dir", str(tmp_path / "logs"), str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not (tmp_path / "logs" / "worker_0.log").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    launcher.send_signal(signal.SIGCONT)
+    output, _ = launcher.communicate(timeout=TIMEOUT_SECONDS)
+    assert (launcher.returncode, output) == (0, "done\n")
+
+
+def test_status_from_another_shell(tmp_path):
+    script = (
+        HEAD + "open(f'here_{group.rank}', 'w').close()\nif group.rank == 1:\n    time.sleep(600)\ngroup.barrier()\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    base = [sys.executable, "-m", "mindnlp_dp"]
+    log_dir = tmp_path / "logs"
+    launcher = subprocess.Popen(
+        [*base, "run", "--nproc", "2", "--backend", "mpi", "--log-dir", str(log_dir), "script.py"], cwd=tmp_path
+    )
+    try:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not all((tmp_path / f"here_{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(0.5)
+        told = subprocess.run([*base, "status", str(log_dir), "--json"], stdout=subprocess.PIPE, check=True)
+        status = json.loads(told.stdout)
+        assert [rank["state"] for rank in status["ranks"]] == ["waits", "works"]
+        assert status["ranks"][0]["waits_in"] == "barrier of 2 ranks"
+        assert status["alive"] == 2
+        os.kill(status["ranks"][1]["pid"], 0)
+        text = subprocess.run([*base, "status", str(log_dir)], stdout=subprocess.PIPE, check=True, text=True).stdout
+        assert "2 of 2 ranks alive" in text
+        assert "waits in barrier of 2 ranks since" in text
+    finally:
+        launcher.terminate()
+        assert launcher.wait(TIMEOUT_SECONDS) == 130
+    ended = subprocess.run([*base, "status", str(log_dir)], stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert "0 of 2 ranks alive" in ended
+    wrong = subprocess.run([*base, "status", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    assert (wrong.returncode, "is no log folder of mindnlp-dp run" in wrong.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("tee", "expected"), [("0", {"from 0"}), ("all", {"[0] from 0", "[1] from 1"}), ("none", set())]
+)
+def test_whose_output_is_shown(tmp_path, tee, expected):
+    script = "from mpi4py import MPI\nprint('from', MPI.COMM_WORLD.rank, flush=True)\nMPI.COMM_WORLD.barrier()\n"
+    exit_code, output = run(tmp_path, script, "--tee", tee, nproc=2)
+    assert exit_code == 0
+    assert set(output.splitlines()) == expected
+
+
+# Restarts.
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run(folder, ROOT / "tests/failure/interruptible.py", nproc=2, args=[folder])[0] == 0
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_that_is_restarted_ends_as_if_nothing_had_been(tmp_path, undisturbed, backend):
+    """Killed in update 8, behind the checkpoint of update 6, once."""
+    exit_code, output = run(
+        tmp_path, ROOT / "tests/failure/interruptible.py", "--max-restarts", "2", nproc=2, backend=backend,
+        args=[tmp_path, "--stop-at", "8", "--on-rank", "1", "--once"],
+    )  # fmt: skip
+    assert exit_code == 0, output
+    assert "rank 1 of 2 was killed by signal 9" in output
+    assert "restart 1 of 2, from the newest checkpoint" in output
+    assert "restarted: going on from" in (tmp_path / "logs" / "worker_0.log").read_text()
+    found = json.loads((tmp_path / "result.json").read_text())
+    if backend == "mpi":
+        assert found == undisturbed
+    failures = [json.loads(line) for line in (tmp_path / "logs" / "failures.jsonl").read_text().splitlines()]
+    assert [(f["rank"], f["exit_code"], f["restart"]) for f in failures] == [(1, 137, 1)]
+    assert failures[0]["update"] in (7, 8)
+    assert "boom" not in (tmp_path / "logs" / "try_1" / "worker_1.log").read_text()
+
+
+def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
+    began = time.monotonic()
+    exit_code, output = run(tmp_path, "import sys\n\nsys.exit('no data')\n", "--max-restarts", "100", nproc=2)
+    assert exit_code == 1
+    assert output.count("in 1 s, from the newest checkpoint") == 1
+    assert output.count("in 2 s, from the newest checkpoint") == 1
+    assert "the job is over: 3 tries in a row have not finished a single update" in output
+    assert time.monotonic() - began < 60
+    assert len(list((tmp_path / "logs").glob("try_*/worker_0.log"))) == 2
+
+
+def test_restarts_have_an_end(tmp_path):
+    """Each try gets on by some updates, and fails again."""
+    exit_code, output = run(
+        tmp_path, ROOT / "tests/failure/interruptible.py", "--max-restarts", "1", nproc=2,
+        args=[tmp_path, "--stop-at", "8", "--on-rank", "0"],
+    )  # fmt: skip
+    assert exit_code == 137
+    assert "the job is over: it was restarted 1 times, as --max-restarts says" in output
+
+
+def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
+    """Which a run that begins anew in its folder had left alone."""
+    from mindnlp_dp.checkpoint.folders import choose_checkpoint
+
+    exit_code, _ = run(tmp_path, ROOT / "tests/failure/interruptible.py", nproc=2, args=[tmp_path])
+    assert exit_code == 0
+    now = time.time()
+    with pytest.warns(RuntimeWarning, match="begins anew"):
+        assert choose_checkpoint(tmp_path, None, began=now) is None
+    assert choose_checkpoint(tmp_path, None, began=now - 3600).name == "checkpoint-21"
