@@ -38,7 +38,7 @@ from .hangs import HangWatch, name_hang
 from .restarts import Restarts
 from .screen import Screen
 from .status import PROGRESS
-from .verdict import Ended, Failure, find_failure, read_statuses, report_failure
+from .verdict import Ended, Failure, Status, find_failure, read_statuses, report_failure
 
 __all__ = ["JobOptions", "LaunchError", "run_job"]
 
@@ -178,10 +178,15 @@ class _Job:
         screen = Screen(self._log_dir, self._nproc, self._options.tee, self._restarts.count)
         hangs = HangWatch(self._options.hang_timeout)
         finished, patient, looked = dict[int, float](), True, 0.0
+        seen, statuses = 0, dict[int, Status]()
         while True:
             ended = [process for process in working if process.popen.poll() is not None]
-            statuses = read_statuses(self._log_dir, self._nproc)
             now = time.monotonic()
+            # Opening as many files as there are ranks, many times a second, costs more than to ask whether there is a
+            # new one. Two that come within a tick of the file system's clock are told apart by the next look.
+            changed = os.stat(self._log_dir).st_mtime_ns
+            if changed != seen or now - looked >= _LOOK_SECONDS:
+                seen, statuses = changed, read_statuses(self._log_dir, self._nproc)
             for rank in [*statuses, *(process.rank for process in ended if process.rank is not None)]:
                 finished.setdefault(rank, now)
             if patient and finished and now - min(finished.values()) > PATIENCE_SECONDS:
