@@ -173,11 +173,8 @@ def main() -> None:
         theirs.append(first(OMPI_MCA_btl="^openib"))
     row("command to first all-reduce, s", "mindnlp-dp run, mpi", statistics.median(ours))
     row("command to first all-reduce, s", "with MPI's own choice", statistics.median(theirs))
-    row(
-        "killed rank to the next try's all-reduce, s",
-        "--max-restarts",
-        statistics.median(restart() for _ in range(args.rounds)),
-    )
+    taken = [restart() for _ in range(args.rounds)]
+    row("killed rank to the next try's all-reduce, s", "--max-restarts", statistics.median(taken))
     waiting = Round(SCRIPT, "wait", "mpi").waiting
     assert waiting is not None, "measured in this one"
     row("launcher while it waits, of a core", "mindnlp-dp run, mpi", waiting)

@@ -25,6 +25,7 @@ class WholeModel:
         group: the ranks that share out the samples.
         world: all ranks.
         seed_rank: what randomness inside the model is a function of, besides the step.
+        num_sharers: ranks with the same part of the model that share out the samples of this one's batches.
     """
 
     # Whether ranks have parts of the model.
@@ -35,6 +36,7 @@ class WholeModel:
         self.group = group
         self.world = group
         self.seed_rank = group.rank
+        self.num_sharers = 1
 
     def broadcast_weights(self) -> None:
         """One set of weights: rank 0's."""

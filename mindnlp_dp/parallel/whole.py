@@ -44,6 +44,7 @@ class PartedModel(WholeModel):
         self.world = self.mesh.world
         self.placements = placements
         self.seed_rank = self.mesh.seed_rank
+        self.num_sharers = self.mesh.sizes["sub"]
 
     def _own(self) -> dict[str, Any]:
         """This rank's parameters and buffers, by their names in the whole model."""

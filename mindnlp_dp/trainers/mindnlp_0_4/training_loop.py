@@ -167,7 +167,7 @@ class TrainingLoop(ResumableLoop):
         """A micro batch of this rank's was trained on."""
         trainer, args = self.trainer, self.args
         self.samples_seen += len(batch.indices)
-        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.num_sharers
         if args.include_num_input_tokens_seen or args.include_tokens_per_second:
             trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
 
