@@ -6,6 +6,7 @@ for each micro batch and direction keeps them apart in whatever order they come.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from .collectives import ProcessGroup
 # Loss and gradients go down, hidden states go up.
 UP, DOWN = 0, 1
 _HEADER_NUMEL = message_header(None).size
+# Of all wires of a group: what an earlier one left must not pass for a later one's.
+_windows: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Wire:
@@ -33,12 +36,16 @@ class Wire:
         self._label = group.label
         self._under_way: list[tuple[Any, Any]] = []
         self._left: list[tuple[Any, Any]] = []
-        self._window = 0
+        self._group = group
         self.bytes_sent = 0
+
+    @property
+    def _window(self) -> int:
+        return _windows.get(self._group, 0)
 
     def begin(self) -> None:
         """A new window, on all ranks: what is left of earlier ones, which failed, is not taken for its messages."""
-        self._window += 1
+        _windows[self._group] = self._window + 1
 
     def send(self, x: Any, dst: int, number: int, direction: int, note: float = 0.0) -> None:
         """Begin to send micro batch ``number``'s ``x`` to rank ``dst``, with a number beside it."""

@@ -74,7 +74,10 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
         return Batch({name: part(x) for name, x in batch.items()}, batch.indices[begin:end])
     if isinstance(batch, Mapping):
         return {name: part(x) for name, x in batch.items()}
-    return type(batch)(map(part, batch)) if isinstance(batch, (tuple, list)) else part(batch)
+    if isinstance(batch, (tuple, list)):
+        parts = list(map(part, batch))
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return part(batch)
 
 
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:

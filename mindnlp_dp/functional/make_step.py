@@ -108,7 +108,7 @@ def make_train_step(
         window = parallel.window([(p.name_in_whole, p) for p in parameters], **exchange)
     else:
         window = GradientSynchronizer(parameters, group, **exchange)
-    losses = LossMeter(window.group)
+    losses = LossMeter(window.group if parallel is None else parallel.group)
     scope = None
     if parallel is not None:
         parallel.check_optimizer(optimizer)

@@ -50,8 +50,19 @@ class Messages:
     def send(
         self, x: Any, stage: int, number: int, direction: int, *, num_rows: Optional[int] = None, note: float = 0.0
     ) -> None:
-        """Begin to send this rank's rows of a micro batch of ``num_rows`` to a stage; without, all ranks have all."""
-        begin = 0 if num_rows is None else self.rows(num_rows)[0]
+        """Begin to send this rank's rows of a micro batch of ``num_rows`` to a stage; without, all ranks have all.
+
+        Raises:
+            ValueError: ``x`` has not as many rows as this rank's share of the micro batch, where stages differ.
+        """
+        begin, end = (0, x.shape[0]) if num_rows is None else self.rows(num_rows)
+        if x.shape[0] != end - begin and self._mesh.stages_differ:
+            raise ValueError(
+                f"rank {self._mesh.world.label()} has {end - begin} of the {num_rows} rows of a micro batch, and the "
+                f"model has made {x.shape[0]} of them. Where stages differ, samples are shared out by rows: every "
+                "column that has a row a sample must be an array, the first of all columns must be one, and the model "
+                "must keep rows as they are; else give all stages the same mesh"
+            )
         for sender, receiver, rows in self._moves(self._stage, stage, num_rows):
             if sender == self._rank:
                 part = x if rows is None else _part(x, rows[0] - begin, rows[1] - begin)

@@ -6,6 +6,7 @@ share them out, and the part that they have of the loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -47,6 +48,9 @@ class MicroBatch:
 class Share:
     """This rank's part of a micro batch.
 
+    Its loss is the mean of the shares' losses by ``weight_of``, where the weights of the shares add up to the whole's,
+    else by rows.
+
     Attributes:
         micro: the micro batch.
         number: of it, in the window.
@@ -59,5 +63,8 @@ class Share:
         self.batch, self.part = micro.batch, 1.0
         if len(rows_of_each) > 1:
             parts = [rows_of(micro.batch, *rows) if rows[0] < rows[1] else None for rows in rows_of_each]
-            weights = [0.0 if part is None else micro.weight_of(part) for part in parts]
-            self.batch, self.part = parts[place], weights[place] / sum(weights)
+            weights = [0.0 if part is None else float(micro.weight_of(part)) for part in parts]
+            if not math.isclose(sum(weights), micro.weight, rel_tol=1e-6):
+                # They say what a micro batch counts among others, and not what its rows do in its mean: each as much.
+                weights = [float(end - begin) for begin, end in rows_of_each]
+            self.batch, self.part = parts[place], weights[place] / max(sum(weights), 1.0)

@@ -12,6 +12,7 @@ each, so that the exchange of gradients, which is a weighted mean, sums them up.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,6 +78,7 @@ class Pipeline:
         self._stage_forward = model.forward
         self._is_training = False
         self._sharers = mesh.group("sub")
+        self._num_losses = 0
         # What reads its signature, such as who looks for columns, sees the model's.
         model.forward = functools.update_wrapper(functools.partial(self._forward), model.forward)
 
@@ -123,12 +125,12 @@ class Pipeline:
         self.messages.wire.begin()
         make_leaves(parameters)
         ties, order = Ties(self.ties, parameters), self._actions(len(batches))
-        shares = [self._share(batch, number) for number, batch in enumerate(batches)]
         num_sharers = self._sharers.world_size
         graphs: dict[int, tuple[Any, Any]] = {}
-        kept: Optional[tuple[MicroStep, float]] = None
-        self.most_in_flight = 0
+        kept: Optional[MicroStep] = None
+        self.most_in_flight, self._num_losses = 0, 0
         try:
+            shares = [self._share(batch, number) for number, batch in enumerate(batches)]
             while order:
                 kind, number = order[0]
                 batch, share = batches[number], shares[number]
@@ -148,20 +150,19 @@ class Pipeline:
                     gradients = self._run_backward(share, (received, output), (came[0], loss), parameters)
                     order.popleft()
                     # Whoever adds the gradients up does a part of the backward pass.
-                    weight = batch.weight / num_sharers
                     if not np.isfinite(loss):
-                        yield MicroStep(loss, gradients, weight, batch.indices)
+                        yield MicroStep(loss, gradients, batch.weight, batch.indices, num_sharers=num_sharers)
                         continue
                     if kept is not None:
-                        yield kept[0]
-                    kept = MicroStep(loss, ties.take(gradients, weight), weight, batch.indices), batch.weight
+                        yield kept
+                    mine = ties.take(gradients, batch.weight / num_sharers)
+                    kept = MicroStep(loss, mine, batch.weight, batch.indices, num_sharers=num_sharers)
             _pynative_executor.set_grad_flag(False)
             if kept is not None:
-                micro, whole_weight = kept
-                yield MicroStep(micro.loss, ties.put(micro.gradients, whole_weight), micro.weight, micro.indices)
+                yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
             self.messages.wire.wait()
-        except BaseException:
-            self._call_off(order, batches)
+        except BaseException as error:
+            self._call_off(order, batches, waits=not isinstance(error, (KeyboardInterrupt, SystemExit)))
             self.messages.wire.forget()
             _pynative_executor.set_grad_flag(False)
             _pynative_executor.clear_res()
@@ -177,14 +178,19 @@ class Pipeline:
         """Whether this rank has something to do; the last stage has not where nothing counts, as of ignored tokens."""
         return share.batch is not None and (share.part > 0 or not self._is_last)
 
-    def _call_off(self, left: Iterable[Action], batches: Sequence[MicroBatch]) -> None:
-        """Tell the neighbours, who wait for what this stage had still to send, that nothing comes."""
+    def _call_off(self, left: Iterable[Action], batches: Sequence[MicroBatch], *, waits: bool) -> None:
+        """Tell all who wait for what this rank had still to give that nothing comes; sharers, too, where it waits."""
         for kind, number in left:
             num_rows = batches[number].num_rows
             if kind == FORWARD and not self._is_last:
                 self.messages.call_off(self.stage + 1, number, UP, num_rows)
             elif kind != FORWARD and not self._is_first:
                 self.messages.call_off(self.stage - 1, number, DOWN, num_rows)
+        # In the order in which sharers tell each other of losses; they have done the same number.
+        backward = [number for kind, number in self._actions(len(batches)) if kind != FORWARD]
+        for number in backward[self._num_losses :] if waits else ():
+            if self._tells_losses(batches[number]):
+                self._sharers.all_reduce(np.array([0.0, 1.0]), is_hot=True)
 
     def _receive(self, kind: str, number: int, num_rows: int) -> tuple[Any, float]:
         """What a pass begins with, and the loss that came with it; nothing at the ends of the pipeline."""
@@ -227,17 +233,29 @@ class Pipeline:
             self._is_training = False
         return received, output
 
+    def _tells_losses(self, batch: MicroBatch) -> bool:
+        """Whether ranks of this stage have parts of its loss, or some none at all, for nothing comes to them."""
+        num_sharers = self._sharers.world_size
+        return num_sharers > 1 and (self._is_last or batch.num_rows < num_sharers)
+
     def _loss(self, share: Share, output: Any, came: tuple[Any, float]) -> float:
         """Of the whole micro batch. A collective of those who share it out."""
+        mine = came[1]
         if self._is_last:
             mine = 0.0 if output is None else share.part * float(output.asnumpy())
-            if self._sharers.world_size == 1:
-                return mine
-            return float(self._sharers.all_reduce(np.array([mine], np.float64), is_hot=True)[0])
-        if share.micro.num_rows < self._sharers.world_size:
-            # Nothing comes to a rank without rows; the first one has some.
-            return float(self._sharers.broadcast(np.array([came[1]], np.float64))[0])
-        return came[1]
+        self._num_losses += 1
+        if not self._tells_losses(share.micro):
+            return mine
+        if not self._is_last and self._sharers.rank:
+            # What came is the whole loss already; the first one always has rows.
+            mine = 0.0
+        loss, num_failed = self._sharers.all_reduce(np.array([mine, 0.0]), is_hot=True)
+        if num_failed:
+            raise ValueError(
+                f"a rank that shares out the samples of a micro batch with rank {self.mesh.world.label()} has failed; "
+                "its own error says why"
+            )
+        return float(loss)
 
     def _run_backward(
         self, share: Share, graph: tuple[Any, Any], came: tuple[Any, float], parameters: Sequence[Any]

@@ -194,7 +194,9 @@ class Candidates:
     def mixed(self, firsts: list[int], totals: Sequence[int]) -> Iterator[Candidate]:
         """For micro batches of so many samples over all devices of a stage."""
         per_host = self.cluster.devices_per_host
-        sizes = divisors(per_host)
+        # A few devices, which are no power of two, are divided in every way.
+        is_odd = per_host < 8 and per_host & (per_host - 1)
+        sizes = list(range(1, per_host + 1)) if is_odd else divisors(per_host)
         sizes += [per_host * hosts for hosts in range(2, self.cluster.num_hosts + 1)]
         for total in totals:
             if self.batch // total < 2:

@@ -16,7 +16,7 @@ from typing import Optional
 from .candidates import Candidate, Candidates
 from .cluster import Cluster
 from .integer_program import InfeasibleError
-from .meshes import mesh_problem
+from .meshes import divisors, mesh_problem
 from .operators import Model
 from .plan_types import Plan, Plans
 from .play import play
@@ -57,7 +57,7 @@ def plan(
     candidates = sorted(search.uniform(layers_of(model, _MOST_LAYERS)), key=lambda c: c.seconds)
     if mixed_stages and cluster.num_devices > 1:
         coarse = layers_of(model, min(_COARSE_LAYERS, model.most_stages or _COARSE_LAYERS))
-        candidates += search.mixed(coarse, _totals(candidates))
+        candidates += search.mixed(coarse, _totals(candidates, batch))
         candidates.sort(key=lambda c: c.seconds)
     played: dict[str, Plan] = {}
     for candidate in candidates:
@@ -149,10 +149,15 @@ def _bounds(num_layers: int, pp: int, blocks: Optional[Sequence[int]]) -> list[i
     return [sum(blocks[:stage]) for stage in range(pp + 1)]
 
 
-def _totals(candidates: Sequence[Candidate]) -> list[int]:
-    """Samples of a micro batch over all devices of a stage, of the three best pipelines by formula."""
+def _totals(candidates: Sequence[Candidate], batch: int) -> list[int]:
+    """Samples of a micro batch over all devices of a stage, of the three best pipelines by formula.
+
+    Where there is none, the largest of which there are four or more in an update.
+    """
     best: dict[int, float] = {}
     for candidate in candidates:
         if len(candidate.slices) > 1:
             best.setdefault(candidate.micro_batches[0] * candidate.slices[0][2].num_data, candidate.seconds)
+    if not best:
+        return [total for total in divisors(batch) if batch // total >= 4][-3:]
     return sorted(best, key=lambda total: best[total])[:3]

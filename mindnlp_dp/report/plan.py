@@ -83,7 +83,7 @@ def _table(plans: list[Plan]) -> list[str]:
     head += "".join(f"{part:>{max(9, len(part) + 1)}}" for part in PARTS) + f"{'memory':>11}{'left':>6}"
     lines = [head]
     for number, found in enumerate(plans, 1):
-        micro = f"{found.num_micro_batches} x {found.micro_batch}"
+        micro = f"{found.num_micro_batches} x {found.micro_batch_size}"
         schedule = found.schedule + ("*" if found.recompute else "") if found.schedule else "-"
         line = (
             f"{number:<3}{found!s:<{width}}{schedule:<12}{micro:>14}{found.zero_stage:>5}{1e3 * found.seconds:>14.1f}"

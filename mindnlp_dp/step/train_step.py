@@ -30,7 +30,8 @@ class MicroStep:
 
     ``gradients`` are in the order of the synchroniser's parameters; ``indices`` say which samples these were, where
     somebody knows. ``is_spoilt`` says that another rank's loss, which is no number, is in these gradients: experts get
-    those of several ranks.
+    those of several ranks. ``num_sharers`` ranks have this loss, and each a part of its gradients, as many times as
+    large, which the exchange makes one.
     """
 
     loss: float
@@ -38,6 +39,7 @@ class MicroStep:
     weight: float
     indices: Optional[np.ndarray] = None
     is_spoilt: bool = False
+    num_sharers: int = 1
 
 
 class TrainStep:
@@ -76,7 +78,7 @@ class TrainStep:
             for micro in micro_steps:
                 progress.step()
                 if math.isfinite(micro.loss) and not micro.is_spoilt:
-                    sync.accumulate(micro.gradients, micro.weight)
+                    sync.accumulate(micro.gradients, micro.weight / micro.num_sharers)
                     losses.append((micro.loss, micro.weight))
                     continue
                 sync.skip()

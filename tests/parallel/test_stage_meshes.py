@@ -126,6 +126,55 @@ def test_rows_that_weigh_differently_and_some_that_weigh_nothing(mesh):
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
 
 
+WEIGHTS = {
+    "one": lambda inputs: 1.0,
+    "squares": lambda inputs: len(inputs["labels"]) ** 2,
+    "beyond two": lambda inputs: max(0, len(inputs["labels"]) - 2),
+}
+
+
+@pytest.mark.parametrize("weight_of", WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_that_do_not_add_up_say_what_micro_batches_count(weight_of):
+    """And not what rows do; those of shares may all be nothing."""
+    columns = batch("bert", 8)
+
+    def trained(model, group):
+        model.set_train(True)
+        parameters = list(model.parameters())
+        step = dp.make_train_step(
+            lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, accumulation_steps=2,
+            weight_of=weight_of, group=group,
+        )  # fmt: skip
+        for _ in range(2):
+            step([rows(columns, 0, 3), rows(columns, 3, 8)])
+        return whole_weights(model)
+
+    with alone() as single:
+        expected = trained(build("bert"), single)
+    for sizes in (MIXED, BACK, UNEVEN):
+        mesh = dp.init_device_mesh(parse_mesh(sizes))
+        for name, weight in trained(dp.parallelize(build("bert"), mesh), None).items():
+            np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [MIXED, BACK])
+def test_a_model_that_does_not_keep_rows_is_refused(mesh):
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(build("gpt2"), mesh)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(
+        lambda **inputs: model(**{name: np_rows(x) for name, x in inputs.items()})[0],
+        optim.SGD(parameters, lr=0.1), parameters,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="of the 4 rows of a micro batch|could not send|has failed"):
+        step(rows(batch("gpt2", 8), 0, 4))
+
+
+def np_rows(x):
+    """Only the first half of them."""
+    return x[: max(1, x.shape[0] // 2)]
+
+
 def test_a_loss_that_is_no_number_in_one_share(group):
     """It is left out on every rank, whole."""
     mesh = dp.init_device_mesh(parse_mesh(BACK))
@@ -156,12 +205,18 @@ def test_a_loss_that_is_no_number_in_one_share(group):
         np.testing.assert_array_equal(spoilt[name], weight, err_msg=name)
 
 
-@pytest.mark.parametrize("fails_on", ["every stage", "the last stage", "the first stage"])
-def test_a_window_after_one_that_failed(fails_on):
-    mesh = dp.init_device_mesh(parse_mesh(MIXED))
-    fails = {"every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage}
+@pytest.mark.parametrize("num_rows", [2, 1])
+@pytest.mark.parametrize("fails_on", ["every stage", "the last stage", "the first stage", "one sharer"])
+@pytest.mark.parametrize("mesh", [MIXED, BACK])
+def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
+    """Also where one of those that share out a micro batch fails, and in a model that is made anew."""
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    fails = {
+        "every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage,
+        "one sharer": mesh.group("sub").world_size > 1 and mesh.index("sub") == 0,
+    }  # fmt: skip
     columns = batch("gpt2", 8)
-    window = [rows(columns, first, first + 2) for first in (0, 2, 4, 6)]
+    window = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
 
     def make():
         model = dp.parallelize(build("gpt2"), mesh)
@@ -178,15 +233,18 @@ def test_a_window_after_one_that_failed(fails_on):
         return model, dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=4), calls
 
     model, step, calls = make()
-    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message"):
+    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
         step(window[::-1])
-    calls[0] = 3
-    step(window)
-    expected, other, calls = make()
-    calls[0] = 3
-    other(window)
-    for (name, weight), same in zip(whole_weights(model).items(), whole_weights(expected).values()):
-        np.testing.assert_array_equal(weight, same, err_msg=name)
+    # What the failed window has left is nobody's: neither another model's, nor this one's.
+    trained = []
+    for found, again, number in (make(), (model, step, calls), make()):
+        number[0] = 3
+        again(window)
+        found.parallel.assert_in_sync()
+        trained.append(whole_weights(found))
+    for other in trained[1:]:
+        for name, weight in trained[0].items():
+            np.testing.assert_array_equal(other[name], weight, err_msg=name)
 
 
 def test_who_shares_out_a_micro_batch_draws_apart(group):
@@ -233,6 +291,24 @@ def test_a_run_of_the_trainer_is_taken_up_on_another_mesh(group, shared_tmp_path
         )
 
 
+def test_weights_of_shares_that_fail_on_some_ranks_only(group):
+    mesh = dp.init_device_mesh(parse_mesh(MIXED))
+    model = dp.parallelize(build("gpt2"), mesh)
+    parameters = list(model.parameters())
+
+    def weight_of(inputs):
+        if len(inputs["labels"]) < 4 and mesh.index("sub") == 1:
+            raise KeyError("a mistake of the user's")
+        return len(inputs["labels"])
+
+    step = dp.make_train_step(
+        lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, weight_of=weight_of
+    )
+    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
+        step(rows(batch("gpt2", 8), 0, 4))
+    group.barrier()
+
+
 def test_a_run_that_is_taken_up_on_its_own_mesh_is_the_same_to_the_bit(group, shared_tmp_path):
     """Tied weights, dropout, and an optimizer's state that stages have in common."""
 
@@ -256,11 +332,13 @@ def test_a_run_that_is_taken_up_on_its_own_mesh_is_the_same_to_the_bit(group, sh
         evaluation = dp.evaluate(
             lambda **inputs: model(**inputs)[:2], dp.make_loader(Sentences("masked"), 2), model=model, has_loss=True
         )
-        return model.parallel.assert_in_sync(), evaluation
+        return model.parallel.assert_in_sync(), evaluation, step.mean_loss()
 
-    expected, evaluated = run(shared_tmp_path / "whole")
+    expected, evaluated, loss = run(shared_tmp_path / "whole")
     run(shared_tmp_path / "again", stop_after=3)
-    found, again = run(shared_tmp_path / "again")
+    found, again, same = run(shared_tmp_path / "again")
     assert found == expected
+    # What was summed up before counts as what was behind.
+    assert same == pytest.approx(loss, rel=1e-6)
     assert evaluated.outputs.shape == (13, 10, 51)
     np.testing.assert_array_equal(again.outputs, evaluated.outputs)

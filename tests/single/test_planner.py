@@ -323,6 +323,14 @@ def test_plans_are_consistent(devices):
         assert (again.mesh, again.micro_batch) == (found.mesh, found.micro_batch)
 
 
+def test_stages_that_differ_where_none_that_are_alike_can_be():
+    """Two layers on three devices, which divide nothing."""
+    model = load_model({**TINY, "num_hidden_layers": 2, "num_attention_heads": 4})
+    plans = plan(model, load_cluster({**CLUSTER, "devices_per_host": 3}), 128)
+    assert {"pp=2,dp=2|1", "pp=2,dp=1|2"} & set(map(str, plans))
+    assert all(found.num_devices == 3 for found in plans)
+
+
 def test_more_memory_is_never_slower():
     model = load_model("gpt2")
     best, meshes = math.inf, set()
