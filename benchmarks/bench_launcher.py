@@ -142,7 +142,7 @@ def main() -> None:
 
     def row(what: str, launcher: str, value: float) -> None:
         rows.append((what, launcher, value))
-        print(f"{what:<44}{launcher:<26}{value:>10.3f}", flush=True)
+        print(f"{what:<44}{launcher:<26}{value:>10.4g}", flush=True)
 
     def after_kill(launcher: str, what: str = "crash", *flags: str) -> float:
         done = Round(SCRIPT, what, launcher, *flags)
