@@ -33,7 +33,8 @@ class HangWatch:
     """Looks whether ranks get any further.
 
     Args:
-        timeout: seconds without any progress, of any rank, that are too many; 0: there is no limit.
+        timeout: seconds in which some rank waits for others, and none gets any further, that are too many; 0: there is
+            no limit.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -46,9 +47,8 @@ class HangWatch:
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _MOST_SECONDS_BETWEEN_LOOKS), now
         changes = [rank.changes for rank in ranks]
-        # A script that never joins the others does not report at all.
-        is_watched = any(rank.has_met or rank.waits_in for rank in ranks)
-        if changes != self._seen or not is_watched:
+        # Where nobody waits, each computes something that takes its time, or has come to its end.
+        if changes != self._seen or not any(rank.waits_in for rank in ranks):
             self._seen, self._stalled = changes, 0.0
         else:
             self._stalled += passed

@@ -17,6 +17,7 @@ MOST_IN_A_ROW = 3
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 RECORD = "failures.jsonl"
+_WRITTEN = ("worker_*.log", "worker_*.status", "worker_*.stacks", "launcher.log", "scheduler.log")
 
 
 class Restarts:
@@ -64,6 +65,15 @@ class Restarts:
         """What the try before has written, into a folder of its own."""
         folder = self._log_dir / f"try_{self.count}"
         folder.mkdir(exist_ok=True)
-        for pattern in ("worker_*.log", "worker_*.status", "worker_*.stacks", "launcher.log", "scheduler.log"):
+        for pattern in _WRITTEN:
             for path in self._log_dir.glob(pattern):
                 path.replace(folder / path.name)
+
+    def forget_earlier_jobs(self) -> None:
+        """Remove what earlier jobs have left in the log folder, and nothing else."""
+        for folder in [self._log_dir, *filter(Path.is_dir, self._log_dir.glob("try_*"))]:
+            for pattern in (*_WRITTEN, RECORD):
+                for path in folder.glob(pattern):
+                    path.unlink()
+            if folder != self._log_dir and not any(folder.iterdir()):
+                folder.rmdir()

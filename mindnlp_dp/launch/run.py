@@ -117,10 +117,11 @@ class _Job:
         self._began = time.time()
 
     def run(self) -> int:
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        for pattern in ("worker_*", "try_*/worker_*", "failures.jsonl"):
-            for stale in self._log_dir.glob(pattern):
-                stale.unlink()
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._restarts.forget_earlier_jobs()
+        except OSError as error:
+            raise LaunchError(f"the log folder {self._log_dir} cannot be written to: {error}") from None
         while True:
             began = time.monotonic()
             failure = self._try()

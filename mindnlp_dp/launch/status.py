@@ -94,7 +94,14 @@ def _failures(log_dir: Path) -> list[dict[str, Any]]:
         lines = (log_dir / RECORD).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    return [json.loads(line) for line in lines]
+    failures = []
+    for line in lines:
+        try:
+            failures.append(json.loads(line))
+        except ValueError:
+            # Half written, at this moment.
+            continue
+    return failures
 
 
 def status_text(status: dict[str, Any]) -> str:

@@ -85,11 +85,10 @@ def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
 
 
 def test_who_is_slow_does_not_hang(tmp_path):
-    """Work that reports, imports before the ranks have met, and a launcher that was stopped itself."""
-    script = (
-        "time.sleep(4)\n" + HEAD + "for _ in range(40):\n    time.sleep(0.1)\n    group.all_reduce(x)\nprint('done')\n"
-    )
-    (tmp_path / "script.py").write_text("import time\n" + script)
+    """Work that reports, or that nobody waits for; imports before the ranks have met; a launcher that was stopped."""
+    work = "for _ in range(40):\n    time.sleep(0.1)\n    group.all_reduce(x)\n"
+    alone = "time.sleep(4 - group.rank)\nprint('done')\n"
+    (tmp_path / "script.py").write_text("import time\ntime.sleep(4)\n" + HEAD + work + alone)
     command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--hang-timeout", "2"]
     launcher = subprocess.Popen(
         [*command, "--log-dir", str(tmp_path / "logs"), str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True
