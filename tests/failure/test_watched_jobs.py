@@ -52,6 +52,8 @@ def run(folder, script, *flags, nproc=3, backend="mpi", args=()):
     done = subprocess.run(
         [*command, "--log-dir", str(folder / "logs"), *map(str, flags), str(script), *map(str, args)], cwd=folder,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_SECONDS,
+        # Where interruptible.py finds what the tests share.
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
     )  # fmt: skip
     left = processes_of(folder / "logs")
     assert not left, f"still running: {left}"
