@@ -67,4 +67,4 @@ class Share:
             if not math.isclose(sum(weights), micro.weight, rel_tol=1e-6):
                 # They say what a micro batch counts among others, and not what its rows do in its mean: each as much.
                 weights = [float(end - begin) for begin, end in rows_of_each]
-            self.batch, self.part = parts[place], weights[place] / max(sum(weights), 1.0)
+            self.batch, self.part = parts[place], weights[place] / (sum(weights) or 1.0)
