@@ -115,17 +115,18 @@ def end_ranks(pids: Sequence[int], grace: float) -> None:
             pass
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process is there that has not ended, with nobody to ask how."""
+def state_of(pid: int) -> str:
+    """A process's state as proc(5) has it, such as "T", stopped; "" where there is none that has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return False
+        return ""
+    return "" if state in ("Z", "X") else state
 
 
 def _is_a_rank(pid: int) -> bool:
     try:
-        return is_alive(pid) and b"mindnlp_dp.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return bool(state_of(pid)) and b"mindnlp_dp.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

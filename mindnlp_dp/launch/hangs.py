@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mindnlp_dp.runtime.progress import Progress
 
+from .engines import state_of
 from .verdict import Failure
 
 # As timeout(1) has it.
@@ -118,18 +119,10 @@ def _where(rank: Progress, stacks: str) -> str:
     """Where a rank is that waits for nobody, or that it does not answer."""
     if not rank.pid:
         return "it has not begun"
-    state = _state_of(rank.pid)
-    if state == "T":
+    if state_of(rank.pid) == "T":
         return f"its process, {rank.pid}, is stopped (SIGSTOP)"
     frame = _own_frame(_main_thread(stacks, rank.thread))
     return f"it is in {frame}, in update {rank.update}" if frame else f"it is in update {rank.update}"
-
-
-def _state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def _main_thread(stacks: str, thread: int) -> list[Mapping[str, str]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import BinaryIO, Optional
 
 from mindnlp_dp.runtime import progress
 
@@ -154,7 +154,7 @@ class _Job:
                 failure = self._attempt(log)
             return failure
 
-    def _attempt(self, log: object) -> Optional[Failure]:
+    def _attempt(self, log: BinaryIO) -> Optional[Failure]:
         worker = [
             sys.executable, "-m", "mindnlp_dp.launch.worker", str(self._log_dir), str(self._nproc), "--",
             *self._command,
@@ -162,7 +162,7 @@ class _Job:
         progress.create(self._log_dir / PROGRESS, self._nproc)
         environ = restart_environment(self._environ, self._restarts.count, self._began)
         start = start_mpi if self._backend == "mpi" else start_cluster
-        processes = start(self._nproc, worker, environ, self._log_dir, log)  # type: ignore[arg-type]
+        processes = start(self._nproc, worker, environ, self._log_dir, log)
         try:
             ended, hang = self._watch(processes)
         finally:

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.runtime.progress import Progress, read
 
-from .engines import is_alive
+from .engines import state_of
 from .restarts import RECORD
 from .verdict import read_statuses
 
@@ -84,7 +84,7 @@ def _state(rank: Progress, exit_code: Optional[int]) -> str:
         return "done" if exit_code == 0 else f"failed with exit code {exit_code}"
     if not rank.pid:
         return "not begun"
-    if not is_alive(rank.pid):
+    if not state_of(rank.pid):
         return "gone"
     return "waits" if rank.waits_in else "works"
 
