@@ -78,6 +78,21 @@ def trained_by_trainer(group, mesh, folder, resume=None, **settings):
     )  # fmt: skip
 
 
+def assert_taken_up(group, first, second, folder, whole):
+    """A run that crashes on one mesh, and goes on on another, ends as ``whole``, a trainer that was not disturbed."""
+    crashed(group, first, folder, save_strategy="steps", save_steps=1)
+    taken_up = trained_by_trainer(group, second, folder, resume=True, save_strategy="steps", save_steps=1)
+    assert taken_up.state.global_step == 3
+    found, expected = whole_weights(taken_up.model), whole_weights(whole.model)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=f"{first} to {second}: {name}")
+    np.testing.assert_allclose(
+        [row["loss"] for row in taken_up.state.log_history if "loss" in row],
+        [row["loss"] for row in whole.state.log_history if "loss" in row],
+        atol=2e-4,
+    )
+
+
 class Sentences:
     """Thirteen rows for a language model."""
 

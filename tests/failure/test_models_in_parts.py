@@ -91,20 +91,26 @@ def test_finetune_on_a_mesh(launch, tmp_path):
     assert losses["tp=2"] == pytest.approx(losses["pp=2"], abs=1e-4)
 
 
+TINY = {
+    "model_type": "roberta", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 32, "max_position_embeddings": 26, "num_labels": 29,
+}  # fmt: skip
+
+
+def a_cluster(num_devices):
+    return {
+        "devices_per_host": num_devices, "memory_gib": 1, "tflops": 0.1, "efficiency": 1.0,
+        "memory_bandwidth_gbs": 10, "inside": {"latency_us": 30, "bandwidth_gbs": 1}, "precision": "float32",
+    }  # fmt: skip
+
+
 def test_finetune_follows_a_plan(launch, tmp_path):
     from mindnlp_dp.cli import main
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 3}
-    model = {
-        "model_type": "roberta", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "intermediate_size": 32, "max_position_embeddings": 26, "num_labels": 29,
-    }  # fmt: skip
-    cluster = {
-        "devices_per_host": 2, "memory_gib": 1, "tflops": 0.1, "efficiency": 1.0, "memory_bandwidth_gbs": 10,
-        "inside": {"latency_us": 30, "bandwidth_gbs": 1}, "precision": "float32",
-    }  # fmt: skip
+    cluster = a_cluster(2)
     files = {name: tmp_path / f"{name}.json" for name in ("model", "cluster", "plan")}
-    files["model"].write_text(json.dumps(model))
+    files["model"].write_text(json.dumps(TINY))
     files["cluster"].write_text(json.dumps(cluster))
     flags = [part for name, path in files.items() for part in ("--json" if name == "plan" else f"--{name}", str(path))]
     assert main(["plan", *flags, "--batch", "16", "--sequence", "24"]) == 0
@@ -150,15 +156,7 @@ def test_finetune_follows_a_plan_whose_stages_differ(launch, tmp_path):
     from mindnlp_dp.planner.plan_types import Plans
     from mindnlp_dp.report.plan import as_dict, text_of
 
-    config = {
-        "model_type": "roberta", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "intermediate_size": 32, "max_position_embeddings": 26, "num_labels": 29,
-    }  # fmt: skip
-    cluster = {
-        "devices_per_host": 3, "memory_gib": 1, "tflops": 0.1, "efficiency": 1.0, "memory_bandwidth_gbs": 10,
-        "inside": {"latency_us": 30, "bandwidth_gbs": 1}, "precision": "float32",
-    }  # fmt: skip
-    model, cluster = load_model(config, sequence=24), load_cluster(cluster)
+    model, cluster = load_model(TINY, sequence=24), load_cluster(a_cluster(3))
     found = predict(model, cluster, 16, {"pp": 2, "dp": (2, 1)}, 4, blocks=[2, 1])
     assert (found.micro_batch, found.micro_batch_size) == (2, 4)
     plans = Plans([found], [], model=model, cluster=cluster, batch=16, num_priced=1)

@@ -12,9 +12,11 @@ from cut_models import (
     IS_MPI,
     Sentences,
     assert_close,
+    assert_taken_up,
     crashed,
     needs_mpi,
     of_one_process,
+    one_mesh_at_a_time,
     pieces_of,
     trained_by_trainer,
 )  # fmt: skip
@@ -27,6 +29,8 @@ from mindnlp_dp.parallel.plans import ExpertPlan, PipelinePlan, Plan, TensorPlan
 from models import Rows, alone
 from models import train as train_by_trainer
 
+# A fixture that every test here uses.
+__all__ = ["one_mesh_at_a_time"]
 MESHES = {
     2: ["tp=2", "pp=2", "ep=2"],
     4: ["tp=4", "pp=4", "dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,ep=2", "ep=4", "ep=2,tp=2",
@@ -588,20 +592,8 @@ def test_a_run_is_taken_up_on_another_mesh(group, shared_tmp_path):
     if not IS_MPI:
         meshes = [mesh for mesh in meshes if "pp" not in mesh]
     whole = trained_by_trainer(group, meshes[0], shared_tmp_path / "whole")
-    expected = whole_weights(whole.model)
     for number, (first, second) in enumerate(zip(meshes, [*meshes[1:], meshes[0]])):
-        folder = shared_tmp_path / str(number)
-        crashed(group, first, folder, save_strategy="steps", save_steps=1)
-        taken_up = trained_by_trainer(group, second, folder, resume=True, save_strategy="steps", save_steps=1)
-        assert taken_up.state.global_step == 3
-        found = whole_weights(taken_up.model)
-        for name, weight in expected.items():
-            np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=f"{first} to {second}: {name}")
-        np.testing.assert_allclose(
-            [row["loss"] for row in taken_up.state.log_history if "loss" in row],
-            [row["loss"] for row in whole.state.log_history if "loss" in row],
-            atol=2e-4,
-        )
+        assert_taken_up(group, first, second, shared_tmp_path / str(number), whole)
 
 
 def test_a_loop_of_ones_own_is_taken_up_on_another_mesh_and_evaluated(group, shared_tmp_path):
