@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from .launch.run import HANG_TIMEOUT_SECONDS, JobOptions, LaunchError, run_job
+from .launch.run import JobOptions, LaunchError, run_job
+from .launch.run_options import RESTARTS_OF_ELASTIC_JOBS, OneSpelling, add_run_options, rendezvous_of
 from .launch.status import status_of, status_text
 
 
@@ -24,38 +25,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run",
-        help="start a script in several processes on this host",
-        description="Start SCRIPT in several processes on this host, show rank 0's output, and end all of them when "
-        "one fails. The exit code is that of the rank that failed.",
-        usage="mindnlp-dp run --nproc N [--backend mpi|mindspore] [--max-restarts N] [--hang-timeout SECONDS] "
-        "[--tee 0|all|none] [--log-dir DIR] SCRIPT [ARGS...]",
+        help="start a script in several processes, on this host or on several",
+        description="Start SCRIPT in several processes, show rank 0's output, and end all of them when one fails. The "
+        "exit code is that of the rank that failed. With several hosts, the same line is typed on each.",
+        usage="mindnlp-dp run --nproc N [OPTIONS] SCRIPT [ARGS...]",
+        formatter_class=OneSpelling,
     )
-    run.add_argument(
-        "--nproc", "--nproc-per-node", "--nproc_per_node", type=_positive, required=True, metavar="N",
-        help="number of processes",
-    )  # fmt: skip
-    run.add_argument(
-        "--backend",
-        choices=("mpi", "mindspore"),
-        help="mpi: mpirun, the fast one on CPU; mindspore: HCCL, NCCL or MCCL by device "
-        "(default: mindspore when DEVICE_TARGET is Ascend or GPU, or when it is not set and there are NPUs, else mpi)",
-    )
-    run.add_argument("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
-    run.add_argument(
-        "--max-restarts", type=_whole, default=0, metavar="N",
-        help="start the job again after a failure, at most so often, from its newest checkpoint (default: 0)",
-    )  # fmt: skip
-    run.add_argument(
-        "--hang-timeout", type=_seconds, default=HANG_TIMEOUT_SECONDS, metavar="SECONDS",
-        help="end the job, and say who keeps whom waiting, when no rank has got any further for so long; 0: never "
-        "(default: 1800)",
-    )  # fmt: skip
-    run.add_argument(
-        "--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)"
-    )
-    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
-    run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    add_run_options(run)
     run.set_defaults(run=_run)
     status = commands.add_parser(
         "status",
@@ -170,27 +146,17 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds of at least 0, got {text}")
-    return seconds
-
-
 def _run(args: argparse.Namespace) -> int:
     command = (["-m"] if args.module else []) + [args.script, *args.args]
     try:
-        options = JobOptions(args.hang_timeout, args.max_restarts, args.tee)
-        return run_job(args.nproc, command, backend=args.backend, log_dir=args.log_dir, options=options)
+        most = args.max_restarts
+        if most is None:
+            most = RESTARTS_OF_ELASTIC_JOBS if args.nproc.is_elastic or args.nnodes.is_elastic else 0
+        options = JobOptions(args.hang_timeout, most, args.tee, args.grow_after)
+        return run_job(
+            args.nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
+            rendezvous=rendezvous_of(args), node_rank=args.node_rank,
+        )  # fmt: skip
     except LaunchError as error:
         print(f"mindnlp-dp run: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
 
-from .environment import clean_environment, cluster_environment, find_mpirun, free_port
+from .environment import clean_environment, cluster_environment, find_mpirun
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
@@ -40,33 +40,66 @@ class Process:
     serves: bool = False
 
 
-def start_mpi(nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO) -> list[Process]:
+def start_mpi(
+    counts: Mapping[str, int], worker: list[str], environ: dict[str, str], log: BinaryIO, remote_shell: Sequence[str]
+) -> list[Process]:
+    """mpirun on the first host, for all of them.
+
+    Args:
+        counts: ranks on each host by its address; of one host the address does not matter.
+        remote_shell: with several hosts, a command that is called as ssh is.
+    """
     mpirun = find_mpirun()
     if mpirun is None:
         raise LaunchError('mpirun was not found; pip install "mindnlp-dp[mpi]", or use --backend mindspore')
     # Ranks bind themselves to their cores, the same way under every backend.
-    options = ["-n", str(nproc), "--bind-to", "none", "--oversubscribe"]
+    options = ["-n", str(sum(counts.values())), "--bind-to", "none"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     environment = clean_environment(environ)
-    # On one host. OpenMPI 5 else looks for other ways to reach a neighbour, and sleeps a second in MPI_Init meanwhile.
+    if len(counts) > 1:
+        hosts = ",".join(f"{address}:{count}" for address, count in counts.items())
+        options += ["--host", hosts, "--prtemca", "plm_ssh_agent", " ".join(remote_shell), "--map-by", "slot"]
+        environment.setdefault("OMPI_MCA_pml", "ob1")
+    else:
+        options.append("--oversubscribe")
+    # OpenMPI 5 else looks for other ways to reach a neighbour, and sleeps a second in MPI_Init meanwhile.
     environment.setdefault("OMPI_MCA_btl", "self,sm,tcp")
     return [Process(_popen([mpirun, *options, *worker], environment, log), None)]
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """MindSpore's, of so many workers, which meet at an address and port."""
+
+    num_workers: int
+    scheduler: tuple[str, int]
+
+
 def start_cluster(
-    nproc: int, worker: list[str], environ: dict[str, str], log_dir: Path, log: BinaryIO
+    cluster: Cluster, ranks: range, worker: list[str], environ: dict[str, str], log: BinaryIO
 ) -> list[Process]:
-    port = free_port()
+    """Its workers of these ranks, which are this host's."""
     processes = []
-    for rank in range(nproc):
-        environment = cluster_environment(environ, "MS_WORKER", nproc, port, rank)
+    for local_rank, rank in enumerate(ranks):
+        environment = cluster_environment(
+            environ, "MS_WORKER", cluster.num_workers, cluster.scheduler, (rank, local_rank)
+        )
         processes.append(Process(_popen(worker, environment, log), rank))
-    scheduler = [sys.executable, "-m", "mindnlp_dp.communication.transports.mindspore_scheduler"]
-    environment = cluster_environment(environ, "MS_SCHED", nproc, port)
-    with open(log_dir / "scheduler.log", "wb") as scheduler_log:
-        processes.append(Process(_popen(scheduler, environment, scheduler_log), None, serves=True))
     return processes
+
+
+def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -> Process:
+    """Where its workers meet, on this host."""
+    command = [sys.executable, "-m", "mindnlp_dp.communication.transports.mindspore_scheduler"]
+    environment = cluster_environment(environ, "MS_SCHED", cluster.num_workers, cluster.scheduler)
+    with open(log_file, "wb") as log:
+        return Process(_popen(command, environment, log), None, serves=True)
+
+
+def start_daemon(command: str, environ: dict[str, str], log: BinaryIO) -> Process:
+    """What the first host's mpirun wants to have on this one: its own daemon, by a line for a shell."""
+    return Process(_popen(["/bin/sh", "-c", command], clean_environment(environ), log), None, serves=True)
 
 
 def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
@@ -78,13 +111,13 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
         stdout=log,
         stderr=log,
         start_new_session=True,
-        preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 -- the launcher has no threads
+        preexec_fn=end_with_the_parent,  # noqa: PLW1509 -- the launcher has no threads
     )
 
 
-def _end_with_the_launcher() -> None:
-    """Ask Linux to end this process when the launcher does, which may be killed without a chance to do it."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_the_parent(number: int = signal.SIGTERM) -> None:
+    """Ask Linux to end this process when its parent does, which may be killed without a chance to do it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:
@@ -126,7 +159,7 @@ def state_of(pid: int) -> str:
 
 def _is_a_rank(pid: int) -> bool:
     try:
-        return bool(state_of(pid)) and b"mindnlp_dp.launch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return bool(state_of(pid)) and b"mindnlp_dp.launch." in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -46,11 +46,24 @@ NODE_TIMEOUT_SECONDS = 3600
 
 # What a job that was started again tells its processes: how many times, and when it was started first.
 _RESTART_COUNT, _JOB_BEGAN = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB_BEGAN"
+_HOST_RANKS = "MINDNLP_DP_HOST_RANKS"
+# How many ranks an elastic job has when all are there: so many make up its global batch.
+_FULL_SIZE = "MINDNLP_DP_FULL_SIZE"
 
 
-def restart_environment(environ: Mapping[str, str], count: int, began: float) -> dict[str, str]:
-    """``environ`` for a try of a job that was restarted ``count`` times and began then (seconds since 1970)."""
-    return {**environ, _RESTART_COUNT: str(count), _JOB_BEGAN: repr(began)}
+def try_environment(number: int, began: float, full_size: Optional[int]) -> dict[str, str]:
+    """What ranks of try ``number``, from 0 on, of a job that began then (seconds since 1970) find in their environment.
+
+    Args:
+        full_size: the most ranks that an elastic job may have; None where it is not elastic.
+    """
+    sizes = {} if full_size is None else {_FULL_SIZE: str(full_size)}
+    return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes}
+
+
+def full_size(environ: Mapping[str, str]) -> Optional[int]:
+    """The most ranks that this process's job may have, where it is elastic: its global batch is theirs."""
+    return int(environ[_FULL_SIZE]) if _FULL_SIZE in environ else None
 
 
 def began_if_restarted(environ: Mapping[str, str]) -> Optional[float]:
@@ -58,6 +71,17 @@ def began_if_restarted(environ: Mapping[str, str]) -> Optional[float]:
     if environ.get(_RESTART_COUNT, "0") == "0":
         return None
     return float(environ[_JOB_BEGAN])
+
+
+def host_environment(ranks: range) -> dict[str, str]:
+    """What a host tells its ranks: which of the job's are its own."""
+    return {_HOST_RANKS: f"{ranks.start}:{ranks.stop}"}
+
+
+def ranks_of_this_host(environ: Mapping[str, str], nproc: int) -> range:
+    """Those that :func:`host_environment` was given; all, where it was not asked."""
+    first, _, end = environ.get(_HOST_RANKS, f"0:{nproc}").partition(":")
+    return range(int(first), int(end))
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -74,20 +98,30 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def cluster_environment(
-    environ: Mapping[str, str], role: str, nproc: int, port: int, rank: Optional[int] = None
+    environ: Mapping[str, str],
+    role: str,
+    nproc: int,
+    scheduler: tuple[str, int],
+    ranks: Optional[tuple[int, int]] = None,
 ) -> dict[str, str]:
-    """The environment of one process of a MindSpore cluster on this host; see MindSpore's "dynamic cluster"."""
+    """The environment of one process of a MindSpore cluster; see MindSpore's "dynamic cluster".
+
+    Args:
+        scheduler: its address, as numbers, and port.
+        ranks: of a worker: its rank in the job, and on its host.
+    """
     environment = clean_environment(environ)
     environment.update(
         MS_ROLE=role,
         MS_WORKER_NUM=str(nproc),
-        MS_SCHED_HOST="127.0.0.1",
-        MS_SCHED_PORT=str(port),
+        MS_SCHED_HOST=scheduler[0],
+        MS_SCHED_PORT=str(scheduler[1]),
         MS_TOPO_TIMEOUT=str(TOPOLOGY_TIMEOUT_SECONDS),
     )
     environment.setdefault("MS_NODE_TIMEOUT", str(NODE_TIMEOUT_SECONDS))
-    if rank is not None:
-        environment.update(MS_NODE_ID=str(rank), RANK_ID=str(rank), RANK_SIZE=str(nproc), DEVICE_ID=str(rank))
+    if ranks is not None:
+        rank, local_rank = ranks
+        environment.update(MS_NODE_ID=str(rank), RANK_ID=str(rank), RANK_SIZE=str(nproc), DEVICE_ID=str(local_rank))
     return environment
 
 

@@ -12,12 +12,11 @@ import re
 import signal
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from mindnlp_dp.runtime.progress import Progress
 
-from .engines import state_of
 from .verdict import Failure
 
 # As timeout(1) has it.
@@ -57,13 +56,22 @@ class HangWatch:
         return 0 < self.timeout <= (self._stalled if have_met else self._stalled - START_SECONDS)
 
 
-def name_hang(ranks: Sequence[Progress], finished: Sequence[int], log_dir: Path, timeout: float) -> Failure:
-    """Have all ranks write their stacks, and say who keeps whom waiting.
+def name_hang(
+    ranks: Sequence[Progress],
+    finished: Sequence[int],
+    stacks: Mapping[int, str],
+    stopped: Collection[int],
+    *,
+    log_dir: Path,
+    timeout: float,
+) -> Failure:
+    """Say who keeps whom waiting.
 
     Args:
         finished: ranks that have come to their end.
+        stacks: of those that have answered (:func:`stacks_of`).
+        stopped: ranks whose processes are stopped.
     """
-    stacks = _stacks_of(ranks, finished, log_dir)
     now = time.monotonic()
     running = [number for number in range(len(ranks)) if number not in finished]
     waiting = [number for number in running if ranks[number].waits_in]
@@ -77,7 +85,7 @@ def name_hang(ranks: Sequence[Progress], finished: Sequence[int], log_dir: Path,
         verb = "waits" if len(numbers) == 1 else "wait"
         said.append(f"{_ranks(numbers)} {verb} in {call}, since {since:.0f} s.")
     for number in others:
-        said.append(f"Rank {number} never came: {_where(ranks[number], stacks.get(number, ''))}.")
+        said.append(f"Rank {number} never came: {_where(ranks[number], stacks.get(number, ''), number in stopped)}.")
     if finished and not others:
         said.append(
             f"{_ranks(list(finished))} {'has' if len(finished) == 1 else 'have'} come to the end of the script."
@@ -95,10 +103,10 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"Ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
-def _stacks_of(ranks: Sequence[Progress], finished: Sequence[int], log_dir: Path) -> Mapping[int, str]:
-    """What :mod:`faulthandler`, which a worker has set up for this signal, writes of each; of those that answer."""
+def stacks_of(ranks: Mapping[int, Progress], finished: Collection[int], log_dir: Path) -> dict[int, str]:
+    """Of ranks of this host that answer: what :mod:`faulthandler`, which a worker has set up for a signal, writes."""
     asked = {}
-    for number, rank in enumerate(ranks):
+    for number, rank in ranks.items():
         path = log_dir / f"worker_{number}.stacks"
         if rank.pid and number not in finished and path.exists():
             try:
@@ -115,11 +123,11 @@ def _stacks_of(ranks: Sequence[Progress], finished: Sequence[int], log_dir: Path
     return texts
 
 
-def _where(rank: Progress, stacks: str) -> str:
+def _where(rank: Progress, stacks: str, is_stopped: bool) -> str:
     """Where a rank is that waits for nobody, or that it does not answer."""
     if not rank.pid:
         return "it has not begun"
-    if state_of(rank.pid) == "T":
+    if is_stopped:
         return f"its process, {rank.pid}, is stopped (SIGSTOP)"
     frame = _own_frame(_main_thread(stacks, rank.thread))
     return f"it is in {frame}, in update {rank.update}" if frame else f"it is in update {rank.update}"

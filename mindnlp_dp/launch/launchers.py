@@ -72,6 +72,18 @@ def card_of_this_process(environ: Mapping[str, str]) -> Optional[int]:
     return int(environ["DEVICE_ID"]) if "MS_ROLE" in environ and "DEVICE_ID" in environ else None
 
 
+# What Kubernetes' Indexed Job, Volcano, the Ascend operator and Slurm call a host's number.
+_NODE_RANKS = ("JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "MS_NODE_RANK", "SLURM_NODEID")
+
+
+def node_rank_of(environ: Mapping[str, str]) -> Optional[int]:
+    """This host's number among the job's, from 0 on; None where nobody says."""
+    for name in _NODE_RANKS:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    return None
+
+
 def launched_rank(environ: Mapping[str, str]) -> int:
     """The rank that the launcher gave to this process."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MS_NODE_ID"):

@@ -17,7 +17,20 @@ MOST_IN_A_ROW = 3
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 RECORD = "failures.jsonl"
-_WRITTEN = ("worker_*.log", "worker_*.status", "worker_*.stacks", "launcher.log", "scheduler.log")
+_WRITTEN = ("worker_*.log", "worker_*.status", "worker_*.stacks", "launcher*.log", "scheduler.log")
+
+
+def put_logs_aside(log_dir: Path, number: int) -> None:
+    """What the try before number ``number`` has written, into a folder of its own."""
+    folder = log_dir / f"try_{number}"
+    folder.mkdir(exist_ok=True)
+    for pattern in _WRITTEN:
+        for path in log_dir.glob(pattern):
+            try:
+                path.replace(folder / path.name)
+            except FileNotFoundError:
+                # Another host's launcher has, in a folder that they share.
+                pass
 
 
 class Restarts:
@@ -60,14 +73,6 @@ class Restarts:
         with open(self._log_dir / RECORD, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         return wait
-
-    def put_logs_aside(self) -> None:
-        """What the try before has written, into a folder of its own."""
-        folder = self._log_dir / f"try_{self.count}"
-        folder.mkdir(exist_ok=True)
-        for pattern in _WRITTEN:
-            for path in self._log_dir.glob(pattern):
-                path.replace(folder / path.name)
 
     def forget_earlier_jobs(self) -> None:
         """Remove what earlier jobs have left in the log folder, and nothing else."""

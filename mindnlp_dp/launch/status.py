@@ -20,6 +20,13 @@ from .restarts import RECORD
 from .verdict import read_statuses
 
 PROGRESS = "progress"
+
+
+def progress_file(host: int) -> str:
+    """The name of a host's file; several hosts may have one log folder, on a disk that they share."""
+    return f"{PROGRESS}_{host}" if host else PROGRESS
+
+
 # Over which the samples a second are counted.
 _WINDOW_SECONDS = 10.0
 
@@ -58,7 +65,7 @@ def status_of(log_dir: Path) -> dict[str, Any]:
     ranks = read(log_dir / PROGRESS)
     if not ranks:
         raise ValueError(f"{log_dir} is no log folder of mindnlp-dp run: it has no file {PROGRESS!r}")
-    now, statuses = time.monotonic(), read_statuses(log_dir, len(ranks))
+    now, statuses = time.monotonic(), read_statuses(log_dir, range(len(ranks)))
     shown = []
     for number, rank in enumerate(ranks):
         ended = statuses.get(number)

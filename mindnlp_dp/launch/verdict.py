@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -53,10 +53,10 @@ def write_status(log_dir: Path, rank: int, status: Status) -> None:
     temporary.replace(path)
 
 
-def read_statuses(log_dir: Path, nproc: int) -> dict[int, Status]:
-    """How the ranks that have said so ended."""
+def read_statuses(log_dir: Path, ranks: Iterable[int]) -> dict[int, Status]:
+    """How those of the ranks that have said so ended."""
     statuses = {}
-    for rank in range(nproc):
+    for rank in ranks:
         try:
             statuses[rank] = Status(**json.loads((log_dir / f"worker_{rank}.status").read_text()))
         except (FileNotFoundError, ValueError):
@@ -64,9 +64,10 @@ def read_statuses(log_dir: Path, nproc: int) -> dict[int, Status]:
     return statuses
 
 
-def find_failure(ended: Sequence[Ended], log_dir: Path, nproc: int) -> Optional[Failure]:
+def find_failure(
+    ended: Sequence[Ended], statuses: Mapping[int, Status], log_dir: Path, nproc: int
+) -> Optional[Failure]:
     """The rank that ended the job; None when it went well."""
-    statuses = read_statuses(log_dir, nproc)
     gone = {process.rank: process.returncode for process in ended if process.rank is not None}
     silent = {rank: code for rank, code in gone.items() if rank not in statuses}
     failed = {rank: status for rank, status in statuses.items() if status.exit_code != 0}
@@ -84,7 +85,7 @@ def find_failure(ended: Sequence[Ended], log_dir: Path, nproc: int) -> Optional[
     )
 
 
-def _find_missing(waiting: int, statuses: dict[int, Status], silent: dict[int, int], nproc: int) -> Failure:
+def _find_missing(waiting: int, statuses: Mapping[int, Status], silent: dict[int, int], nproc: int) -> Failure:
     """The rank that ``waiting`` and others that gave up have waited for: gone, or at its end, or still under way."""
     code = statuses[waiting].exit_code
     if silent:
@@ -127,22 +128,31 @@ def _left(code: int) -> str:
     return f"left with exit code {code}, past the end of the script (os._exit),"
 
 
-def report_failure(failure: Failure, log_dir: Path, nproc: int, seconds: float) -> None:
-    """Print who ended the job, after how many seconds, and its log's end unless rank 0's, which is shown, says why."""
+def report_failure(
+    failure: Failure, log_dir: Path, nproc: int, seconds: float, *, where: str = "", log_tail: str = ""
+) -> None:
+    """Print who ended the job, after how many seconds, and its log's end unless rank 0's, which is shown, says why.
+
+    Args:
+        where: the host of that rank, where the job has several.
+        log_tail: the end of that rank's log.
+    """
     if failure.rank is None:
         print(f"the job failed before its ranks started; {log_dir}/launcher.log says:", file=sys.stderr)
-        print(_tail(log_dir / "launcher.log"), file=sys.stderr)
+        print(tail(log_dir / "launcher.log"), file=sys.stderr)
         return
-    print(f"rank {failure.rank} of {nproc} {failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
+    who = f"rank {failure.rank} of {nproc}" + (f" on {where}" if where else "")
+    print(f"{who} {failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
     if failure.message:
         print(failure.message, file=sys.stderr)
         return
-    main = read_statuses(log_dir, 1).get(0)
+    main = read_statuses(log_dir, [0]).get(0)
     if failure.rank != 0 and not (main is not None and main.exit_code != 0):
-        print(f"worker_{failure.rank}.log ends:\n{_tail(log_dir / f'worker_{failure.rank}.log')}", file=sys.stderr)
+        print(f"worker_{failure.rank}.log ends:\n{log_tail}", file=sys.stderr)
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
+    """The last lines of a log, for people."""
     if not log.exists():
         return "  (nothing)"
     lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]

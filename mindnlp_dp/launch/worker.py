@@ -21,9 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
+from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.cores import split_cores
-from mindnlp_dp.runtime.progress import report_to
 
+from .environment import ranks_of_this_host
+from .fork_server import leave_as, stand_in
 from .launchers import launched_rank
 from .status import PROGRESS
 from .verdict import Status, write_status
@@ -33,17 +35,28 @@ OTHERS_WAIT_SECONDS = 0.2
 
 
 def main() -> None:
+    """Do it here, or stand by while a process does that has imported what takes long."""
+    ended = stand_in(os.environ)
+    if ended is None:
+        run()
+    else:
+        leave_as(ended)
+
+
+def run() -> None:
+    """Be the rank that this process was started as."""
     log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
     command = sys.argv[4:]
     rank = launched_rank(os.environ)
     # A block of cores may be far from a rank's card, which its driver knows better.
     if os.environ.get("DEVICE_TARGET", "CPU") == "CPU":
-        os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), nproc, rank))
+        own = ranks_of_this_host(os.environ, nproc)
+        os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), len(own), rank - own.start))
     log = os.open(log_dir / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     # For who watches the job: how far this rank is, and, when it is asked by a signal, where.
-    report_to(log_dir / PROGRESS, rank)
+    progress.report_to(log_dir / os.environ.get(progress.VARIABLE, PROGRESS), rank)
     stacks = open(log_dir / f"worker_{rank}.stacks", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 

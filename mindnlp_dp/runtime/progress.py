@@ -21,10 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-# changes, pid, id of the main thread, updates done, whether the rank has met the others; when something changed last,
-# since when it waits, loss, samples so far; what it waits in.
-_FORMAT = struct.Struct("<QQQq?7x4d96s")
+# changes, pid, id of the main thread, updates done, whether the rank has met the others, requests for checkpoints that
+# it has met; when something changed last, since when it waits, loss, samples so far; what it waits in.
+_FORMAT = struct.Struct("<QQQq?7xQ4d96s")
 RECORD_BYTES = 256
+# Behind the ranks' records, one of the job's: the number of the last checkpoint that was asked for.
+_REQUEST = struct.Struct("<Q")
+# The name of the file in the job's log folder, where it is not "progress".
+VARIABLE = "MINDNLP_DP_PROGRESS"
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Progress:
         thread: of its main thread, as :mod:`faulthandler` names it.
         update: the update that is next.
         has_met: whether it has joined the others, so that it reports from then on.
+        saved: the number of the last request for a checkpoint when one was written.
         changed: when it reported last, by the monotonic clock.
         since: when it began to wait for others; 0 where it does not.
         loss: of its last update; NaN before.
@@ -49,6 +54,7 @@ class Progress:
     thread: int = 0
     update: int = 0
     has_met: bool = False
+    saved: int = 0
     changed: float = 0.0
     since: float = 0.0
     loss: float = float("nan")
@@ -66,7 +72,7 @@ class Reporter:
         self._depth = 0
         self._thread = threading.get_ident()
         self._pid = os.getpid()
-        self._changes, self._update, self._has_met = 0, 0, False
+        self._changes, self._update, self._has_met, self._saved = 0, 0, False, 0
         self._since, self._loss, self._samples, self._waits_in = 0.0, float("nan"), 0.0, b""
         self._write()
 
@@ -74,7 +80,7 @@ class Reporter:
         self._changes += 1
         _FORMAT.pack_into(
             self._memory, self._begin, self._changes, self._pid, self._thread, self._update, self._has_met,
-            time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
+            self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
         )  # fmt: skip
 
     def meet(self) -> None:
@@ -83,6 +89,18 @@ class Reporter:
 
     def step(self) -> None:
         """Something was done."""
+        self._write()
+
+    @property
+    def request(self) -> int:
+        return int(_REQUEST.unpack_from(self._memory, len(self._memory) - RECORD_BYTES)[0])
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        return self.request > self._saved
+
+    def has_saved(self, request: int) -> None:
+        self._saved = request
         self._write()
 
     def finish_update(self, update: int, loss: Optional[float], samples: float) -> None:
@@ -135,6 +153,25 @@ def step() -> None:
         _reporter.step()
 
 
+def checkpoint_request() -> int:
+    """The number of the last request for a checkpoint; 0: there was none.
+
+    Who writes one asks for it before, and says behind it, by :func:`has_saved`, that it has been met.
+    """
+    return 0 if _reporter is None else _reporter.request
+
+
+def wants_checkpoint() -> bool:
+    """Whether the launcher has asked this rank for a checkpoint since it last wrote one."""
+    return _reporter is not None and _reporter.wants_checkpoint
+
+
+def has_saved(request: int) -> None:
+    """A checkpoint was written, all of it behind that request."""
+    if _reporter is not None:
+        _reporter.has_saved(request)
+
+
 def finish_update(update: int, losses: Sequence[tuple[float, float]], samples: float) -> None:
     """The update before number ``update`` is done, with this rank's losses and their weights, and all's samples."""
     if _reporter is not None:
@@ -158,7 +195,14 @@ def waiting(what: str) -> Iterator[None]:
 
 def create(path: Path, num_ranks: int) -> None:
     """A file for so many ranks, none of which has begun."""
-    path.write_bytes(bytes(num_ranks * RECORD_BYTES))
+    path.write_bytes(bytes((num_ranks + 1) * RECORD_BYTES))
+
+
+def ask_for_checkpoint(path: Path, number: int) -> None:
+    """The ``number``-th time, from 1 on."""
+    with open(path, "r+b") as file:
+        file.seek(-RECORD_BYTES, os.SEEK_END)
+        file.write(_REQUEST.pack(number))
 
 
 def read(path: Path) -> list[Progress]:
@@ -168,7 +212,7 @@ def read(path: Path) -> list[Progress]:
     except OSError:
         return []
     found = []
-    for begin in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
+    for begin in range(0, len(data) - 2 * RECORD_BYTES + 1, RECORD_BYTES):
         *numbers, name = _FORMAT.unpack_from(data, begin)
         fields = [*numbers, name.rstrip(b"\0").decode(errors="replace")]
         found.append(Progress(*fields))

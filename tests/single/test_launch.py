@@ -14,7 +14,7 @@ from mindnlp_dp.launch.devices import default_device
 from mindnlp_dp.launch.engines import grace_seconds
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.launchers import launched_rank
-from mindnlp_dp.launch.verdict import Ended, Status, find_failure, write_status
+from mindnlp_dp.launch.verdict import Ended, Status, find_failure, read_statuses, write_status
 
 STALE = {
     "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8", "MS_NODE_ID": "5", "RANK_ID": "5",
@@ -34,14 +34,14 @@ def test_an_outer_launchers_ranks_are_not_ours():
 
 
 def test_a_cluster_process_knows_its_place():
-    environment = cluster_environment(STALE, "MS_WORKER", nproc=2, port=1234, rank=1)
+    environment = cluster_environment(STALE, "MS_WORKER", 2, ("127.0.0.1", 1234), (1, 1))
     assert environment["MS_ROLE"] == "MS_WORKER"
     assert (environment["MS_WORKER_NUM"], environment["MS_NODE_ID"], environment["MS_SCHED_PORT"]) == ("2", "1", "1234")
     assert "RANK_TABLE_FILE" not in environment
     assert int(environment["MS_NODE_TIMEOUT"]) > 600
-    users = cluster_environment({**STALE, "MS_NODE_TIMEOUT": "7"}, "MS_WORKER", nproc=2, port=1234, rank=1)
+    users = cluster_environment({**STALE, "MS_NODE_TIMEOUT": "7"}, "MS_WORKER", 2, ("127.0.0.1", 1234), (1, 1))
     assert users["MS_NODE_TIMEOUT"] == "7"
-    assert "MS_NODE_ID" not in cluster_environment(STALE, "MS_SCHED", nproc=2, port=1234)
+    assert "MS_NODE_ID" not in cluster_environment(STALE, "MS_SCHED", 2, ("127.0.0.1", 1234))
 
 
 def test_a_free_port_can_be_bound():
@@ -81,7 +81,7 @@ def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
         write_status(tmp_path, index, status)
     (tmp_path / "launcher.log").write_text(printed)
     rank, code, what = verdict
-    failure = find_failure(ended, tmp_path, nproc=2)
+    failure = find_failure(ended, read_statuses(tmp_path, range(2)), tmp_path, nproc=2)
     assert (failure.rank, failure.exit_code) == (rank, code)
     assert failure.what.startswith(what)
 
@@ -90,7 +90,9 @@ def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
 def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
     for rank in range(2):
         write_status(tmp_path, rank, Status(0, 1.0))
-    assert find_failure([Ended(0, returncode), Ended(1, 0)], tmp_path, nproc=2) is None
+    assert (
+        find_failure([Ended(0, returncode), Ended(1, 0)], read_statuses(tmp_path, range(2)), tmp_path, nproc=2) is None
+    )
 
 
 def test_launched_rank():
@@ -170,7 +172,7 @@ def test_devices_get_more_time_to_end():
     ("environ", "card"),
     [
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_RANK": "11"}, 3),
-        (cluster_environment({}, "MS_WORKER", nproc=2, port=1, rank=1), 1),
+        (cluster_environment({}, "MS_WORKER", 2, ("127.0.0.1", 1), (1, 1)), 1),
         ({"DEVICE_ID": "5"}, None),  # left over
         ({}, None),
     ],

@@ -1,0 +1,182 @@
+"""The launcher of a host that is not the endpoint's: it does what the first host's says, and reports.
+
+Goes in: the endpoint. Comes out: the job's exit code. When nothing is heard of the endpoint its ranks are ended, for
+nobody watches them; it is asked for a while whether it is there again.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from .engines import LaunchError
+from .head import Rendezvous
+from .host import LocalHost, Try
+from .messages import Connection, WrongPeerError, this_host_name
+
+_REPORT_SECONDS = 0.5
+_POLL_SECONDS = 0.05
+_RETRY_SECONDS = 0.5
+# How long an endpoint that was there is looked for when it is gone.
+REJOIN_SECONDS = 30.0
+# As sysexits.h has it: try again later.
+HEAD_IS_LOST = 75
+
+
+class _HeadIsLostError(Exception):
+    """Nothing is heard of the endpoint."""
+
+
+def call(rendezvous: Rendezvous, seconds: float) -> Connection:
+    """A connection to the endpoint, which may not be there yet.
+
+    Raises:
+        LaunchError: it was not there in so many seconds, or does not know our token.
+    """
+    deadline, why = time.monotonic() + seconds, ""
+    while True:
+        try:
+            sock = socket.create_connection((rendezvous.host, rendezvous.port), timeout=5)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(sock, rendezvous.token, is_server=False)
+            until = time.monotonic() + 5
+            while not connection.is_ready and time.monotonic() < until:
+                if connection.receive():
+                    break
+                time.sleep(0.01)
+            if connection.is_ready:
+                return connection
+            why = "it does not answer"
+            connection.close()
+        except (EOFError, WrongPeerError):
+            # The endpoint hangs up on who does not know its token.
+            why = "it does not know our token: the same has to be set on every host"
+        except OSError as error:
+            why = str(error)
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the endpoint {rendezvous.host}:{rendezvous.port} cannot be reached: {why}")
+        time.sleep(_RETRY_SECONDS)
+
+
+class Agent:
+    """Of this host, which takes ``slots`` ranks at most."""
+
+    def __init__(
+        self, rendezvous: Rendezvous, environ: Mapping[str, str], slots: int, *, version: str, node_rank: Optional[int]
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._host = LocalHost(environ, slots)
+        self._join = {
+            "say": "join", "name": this_host_name(), "slots": slots, "job": rendezvous.job, "version": version,
+            "node_rank": node_rank,
+        }  # fmt: skip
+        self._connection: Optional[Connection] = None
+
+    def run(self) -> int:
+        """Do what the first host says until the job is over, and return its exit code.
+
+        Raises:
+            LaunchError: the endpoint cannot be reached.
+        """
+        patience = self._rendezvous.join_timeout
+        try:
+            while True:
+                try:
+                    self._connection = call(self._rendezvous, patience)
+                except LaunchError as error:
+                    if patience == REJOIN_SECONDS:
+                        print(f"{error}; the job is over for this host", file=sys.stderr)
+                        return HEAD_IS_LOST
+                    raise
+                try:
+                    return self._serve(self._connection)
+                except _HeadIsLostError as error:
+                    print(f"{error}; this host's ranks are ended, and it is called again", file=sys.stderr)
+                    self._host.end()
+                    self._connection.socket.close()
+                    patience = REJOIN_SECONDS
+        except KeyboardInterrupt:
+            if self._connection is not None:
+                self._say(say="leave", why="its launcher was ended")
+            raise
+        finally:
+            self._host.leave()
+            if self._connection is not None:
+                self._connection.close()
+
+    def _serve(self, connection: Connection) -> int:
+        connection.send(self._join)
+        number, heard, reported, last = -1, time.monotonic(), 0.0, None
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection.socket, selectors.EVENT_READ)
+            while True:
+                selector.select(_POLL_SECONDS)
+                try:
+                    connection.flush()
+                    orders = connection.receive()
+                except (EOFError, OSError, WrongPeerError) as error:
+                    raise _HeadIsLostError(
+                        f"the endpoint {self._rendezvous.host}:{self._rendezvous.port} is gone ({error or 'closed'})"
+                    ) from None
+                now = time.monotonic()
+                if orders:
+                    heard = now
+                elif now - heard > self._rendezvous.lost_after:
+                    raise _HeadIsLostError(
+                        f"nothing was heard of the endpoint {self._rendezvous.host}:{self._rendezvous.port} for "
+                        f"{self._rendezvous.lost_after:.0f} s"
+                    )
+                for order in orders:
+                    if order["do"] == "over":
+                        if order.get("why"):
+                            print(order["why"], file=sys.stderr)
+                        return int(order["code"])
+                    if order["do"] == "start":
+                        number = order["this"]["number"]
+                    self._obey(order)
+                    if order["do"] == "end":
+                        number = -1
+                # An end is said at once, progress twice a second; without a try it is a sign of life.
+                report = self._host.look()
+                ended = (sorted(report.statuses), len(report.ended))
+                if now - reported >= _REPORT_SECONDS or ended != last:
+                    reported, last = now, ended
+                    self._say(say="report", **{"try": number}, report=report.to_json())
+
+    def _obey(self, order: Mapping[str, Any]) -> None:
+        do = order["do"]
+        if do == "start":
+            this = Try(**order["this"])
+            ranks = this.ranks
+            print(
+                f"try {this.number}: ranks {ranks.start} to {ranks.stop - 1} of {this.num_ranks}; logs: {this.log_dir}",
+                flush=True,
+            )
+            try:
+                self._host.start(this)
+            except (LaunchError, OSError) as error:
+                self._say(say="leave", why=str(error))
+                raise LaunchError(str(error)) from None
+        elif do == "daemon":
+            self._host.run_daemon(str(order["command"]))
+        elif do == "prepare":
+            self._host.prepare_restart()
+        elif do == "answer":
+            answer = self._host.stacks() if order["what"] == "stacks" else self._host.tail(order["rank"])
+            self._say(say="answer", answer=answer)
+        elif do == "end":
+            report = self._host.look()
+            self._host.end()
+            self._say(say="ended", **{"try": order["number"]}, report=report.to_json())
+
+    def _say(self, **message: Any) -> None:
+        assert self._connection is not None
+        try:
+            self._connection.send(message)
+        except OSError:
+            # Who listens finds out.
+            pass

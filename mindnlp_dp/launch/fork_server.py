@@ -1,0 +1,238 @@
+"""A process that has imported MindSpore and MindNLP, and becomes ranks by forking: a second instead of their imports.
+
+``python -m mindnlp_dp.launch.fork_server SOCKET``
+
+Goes in, through a UNIX socket: the arguments, environment, folder, cores and standard streams of a worker that was
+started as ever (:mod:`mindnlp_dp.launch.worker`), and stays as its stand-in: mpirun, or who started it, sees it begin
+and end. Comes out: a child that does its work, and how that ended.
+
+This process runs no operator of MindSpore's: after one, children would wait for threads that they do not have. For the
+same reason it imports ``mpi4py``, but not ``mpi4py.MPI``. Only this user can open its socket.
+"""
+
+from __future__ import annotations
+
+import array
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from .engines import end_with_the_parent
+from .environment import clean_environment
+
+# Those that are installed are imported.
+PRELOADED = ("mpi4py", "mindspore", "mindnlp.engine", "mindnlp.transformers", "datasets")
+VARIABLE = "MINDNLP_DP_FORK_SERVER"
+_STREAMS = 3
+_KILLED_AT_ITS_END = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class WorkerCall:
+    """What a worker was called with."""
+
+    argv: list[str]
+    environ: dict[str, str]
+    folder: str
+    cores: list[int]
+    streams: tuple[int, ...] = ()
+
+    @classmethod
+    def of_this_process(cls) -> WorkerCall:
+        return cls(sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
+
+    def take_over(self) -> None:
+        """Make this process look as the one that was called."""
+        for number, stream in enumerate(self.streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environ)
+        os.environ.pop(VARIABLE, None)
+        os.sched_setaffinity(0, self.cores)
+        sys.argv = self.argv
+
+
+def stand_in(environ: Mapping[str, str]) -> Optional[int]:
+    """Have a fork server do this worker's work, and return how its child ended, as ``os.waitstatus_to_exitcode``.
+
+    None where there is no server, or it is not ready: the worker does its work itself.
+    """
+    path = environ.get(VARIABLE)
+    if not path:
+        return None
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+    except OSError:
+        return None
+    call = vars(WorkerCall.of_this_process()) | {"streams": ()}
+    with connection:
+        socket.send_fds(connection, [b"?"], range(_STREAMS))
+        connection.sendall(json.dumps(call).encode() + b"\n")
+        answer = b""
+        while part := connection.recv(64):
+            answer += part
+    # A server that is gone has taken its children with it.
+    return int(answer) if answer else -signal.SIGKILL
+
+
+def leave_as(code: int) -> None:
+    """End this process as another one ended: with its exit code, or by its signal."""
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+class _Server:
+    """Serves until it is ended; in a child, :meth:`serve` returns what the child is to do."""
+
+    def __init__(self, path: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(path)
+        self._listening.listen(64)
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        # A child's end wakes the selector.
+        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wakes)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._children: dict[socket.socket, int] = {}
+
+    def serve(self) -> WorkerCall:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listening:
+                    call = self._answer(self._listening.accept()[0])
+                    if call is not None:
+                        return call
+                elif key.fileobj == self._woken:
+                    os.read(self._woken, 4096)
+                else:
+                    self._end_child_of(key.fileobj)
+            self._reap()
+
+    def _answer(self, connection: socket.socket) -> Optional[WorkerCall]:
+        """In the child, the call; None in the server."""
+        connection.settimeout(10)
+        try:
+            call = _receive(connection)
+        except (OSError, ValueError, TypeError):
+            connection.close()
+            return None
+        server, pid = os.getpid(), os.fork()
+        if pid:
+            for stream in call.streams:
+                os.close(stream)
+            self._children[connection] = pid
+            self._selector.register(connection, selectors.EVENT_READ)
+            return None
+        end_with_the_parent(_KILLED_AT_ITS_END)
+        if os.getppid() != server:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for other in (self._listening, connection, *self._children):
+            other.close()
+        self._selector.close()
+        os.close(self._woken)
+        os.close(self._wakes)
+        return call
+
+    def _end_child_of(self, connection: Any) -> None:
+        """Its stand-in says nothing more: it was ended, and the child is to end, too."""
+        pid = self._children.get(connection)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        self._selector.unregister(connection)
+
+    def _reap(self) -> None:
+        for connection, pid in list(self._children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del self._children[connection]
+            if connection in self._selector.get_map():
+                self._selector.unregister(connection)
+            try:
+                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            except OSError:
+                pass
+            connection.close()
+
+
+def _receive(connection: socket.socket) -> WorkerCall:
+    _, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_LEN(_STREAMS * array.array("i").itemsize))
+    streams = array.array("i")
+    for _, _, data in ancillary:
+        streams.frombytes(data)
+    text = b""
+    while not text.endswith(b"\n"):
+        part = connection.recv(1 << 16)
+        if not part:
+            raise ValueError("half a call")
+        text += part
+    connection.settimeout(None)
+    return WorkerCall(**{**json.loads(text), "streams": tuple(streams)})
+
+
+class ForkServer:
+    """Of a launcher: a server that starts while the job's first try runs, for those that follow."""
+
+    def __init__(self, environ: Mapping[str, str], log_dir: Path) -> None:
+        self._folder = tempfile.mkdtemp(prefix="mindnlp-dp-")
+        self._socket = os.path.join(self._folder, "fork_server")
+        with open(log_dir / "fork_server.log", "wb") as log:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "mindnlp_dp.launch.fork_server", self._socket], env=clean_environment(environ),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=end_with_the_parent,  # noqa: PLW1509 -- the launcher has no threads
+            )  # fmt: skip
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """By which workers find it."""
+        return {VARIABLE: self._socket}
+
+    def end(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+        for name in ("fork_server",):
+            Path(self._folder, name).unlink(missing_ok=True)
+        os.rmdir(self._folder)
+
+
+def main() -> None:
+    """Import, serve; a child then is the worker that was called."""
+    path = sys.argv[1]
+    for name in PRELOADED:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            print(f"{name} cannot be imported here; children import it themselves")
+    # Nobody finds the socket before it is ready.
+    server = _Server(path)
+    print(f"ready after {time.process_time():.1f} s of CPU", flush=True)
+    call = server.serve()
+    call.take_over()
+    from . import worker
+
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Where the launchers of a job's hosts meet: the first host's side.
+
+Goes in: the endpoint's port, the job's token. Comes out: hosts that have joined, each of which does what
+:class:`~mindnlp_dp.launch.host.LocalHost` does, in another place. The first host decides; the others start, report and
+end (:mod:`mindnlp_dp.launch.agent`). One thread does it all: whoever waits, waits in :meth:`Head.pump`.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
+
+from .engines import LaunchError
+from .host import Report, Try
+from .messages import Connection, WrongPeerError
+
+_BEAT_SECONDS = 1.0
+_GREETING_SECONDS = 5.0
+_ENDING_SECONDS = 5.0
+_ANSWER_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How hosts meet.
+
+    Attributes:
+        join_timeout: seconds in which enough hosts have to come.
+        last_call_timeout: seconds that an elastic job which could begin waits for more hosts.
+        lost_after: seconds without a word after which a host is lost.
+    """
+
+    host: str
+    port: int
+    token: bytes
+    job: str = ""
+    join_timeout: float = 600.0
+    last_call_timeout: float = 30.0
+    lost_after: float = 10.0
+
+
+class RemoteHost:
+    """A host that has joined.
+
+    Attributes:
+        lost: why it does nothing any more; "" while it does.
+    """
+
+    def __init__(self, head: Head, connection: Connection, said: dict[str, Any]) -> None:
+        self._head, self._connection = head, connection
+        self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
+        self.address = connection.socket.getpeername()[0]
+        # By which it reaches the first host.
+        self.address_of_head = connection.socket.getsockname()[0]
+        self.heard, self.lost = time.monotonic(), ""
+        self._number, self._report = -1, Report()
+        self._has_ended = True
+        self._answer: Any = None
+
+    def hear(self, said: dict[str, Any]) -> None:
+        self.heard = time.monotonic()
+        what = said["say"]
+        if what == "report" and said["try"] == self._number:
+            self._report = Report.from_json(said["report"])
+        elif what == "ended" and said["try"] == self._number:
+            self._report, self._has_ended = Report.from_json(said["report"]), True
+        elif what == "answer":
+            self._answer = said["answer"]
+        elif what == "leave":
+            self.lost = str(said["why"])
+
+    def say(self, **order: Any) -> None:
+        if not self.lost:
+            try:
+                self._connection.send(order)
+            except OSError as error:
+                self.lost = f"the connection to it broke ({error})"
+
+    def start(self, this: Try) -> None:
+        self._number, self._report, self._has_ended = this.number, Report(), False
+        self.say(do="start", this=asdict(this))
+
+    def run_daemon(self, command: str) -> None:
+        self.say(do="daemon", command=command)
+
+    def prepare_restart(self) -> None:
+        self.say(do="prepare")
+
+    def look(self) -> Report:
+        return self._report
+
+    def stacks(self) -> dict[int, str]:
+        return {int(rank): str(text) for rank, text in (self._ask(what="stacks") or {}).items()}
+
+    def tail(self, rank: int) -> str:
+        return str(self._ask(what="tail", rank=rank) or "")
+
+    def _ask(self, **question: Any) -> Any:
+        self._answer = None
+        self.say(do="answer", **question)
+        self._head.pump_until(lambda: self._answer is not None or bool(self.lost), _ANSWER_SECONDS)
+        return self._answer
+
+    def end(self) -> None:
+        """Have it end its ranks, and wait until it says so."""
+        self.say(do="end", number=self._number)
+        self._head.pump_until(lambda: self._has_ended or bool(self.lost), _ENDING_SECONDS)
+
+    def dismiss(self, code: int, why: str = "") -> None:
+        """The job is over for it."""
+        self.say(do="over", code=code, why=why)
+        self._connection.close()
+
+
+class Head:
+    """Listens at the endpoint.
+
+    Attributes:
+        hosts: those that have joined and are not lost, in the order of their node ranks, else as they came.
+
+    Raises:
+        LaunchError: the port cannot be listened at.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, version: str) -> None:
+        self._rendezvous, self._version = rendezvous, version
+        self.hosts: list[RemoteHost] = []
+        self._strangers: dict[Connection, float] = {}
+        self._by_connection: dict[Connection, RemoteHost] = {}
+        self._beat = 0.0
+        family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
+        self._listening = socket.socket(family)
+        self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listening.bind(("", rendezvous.port))
+            self._listening.listen(128)
+        except OSError as error:
+            self._listening.close()
+            raise LaunchError(f"port {rendezvous.port} of the endpoint cannot be listened at: {error}") from None
+        self._listening.setblocking(False)
+
+    def pump(self, seconds: float) -> None:
+        """Hear what hosts say, for so long at most; shorter where one says something."""
+        sockets = [self._listening, *(c.socket for c in (*self._strangers, *self._by_connection))]
+        ready = _readable(sockets, seconds)
+        if self._listening in ready:
+            self._accept()
+        for connection in [*self._strangers, *self._by_connection]:
+            self._hear(connection)
+        now = time.monotonic()
+        for connection, since in list(self._strangers.items()):
+            if now - since > _GREETING_SECONDS:
+                del self._strangers[connection]
+                connection.close()
+        for host in self._by_connection.values():
+            if not host.lost and now - host.heard > self._rendezvous.lost_after:
+                host.lost = f"nothing was heard of it for {self._rendezvous.lost_after:.0f} s"
+        if now - self._beat > _BEAT_SECONDS:
+            self._beat = now
+            for host in self._by_connection.values():
+                host.say(do="beat")
+        for connection, host in list(self._by_connection.items()):
+            if host.lost:
+                del self._by_connection[connection]
+                connection.socket.close()
+        self.hosts = [host for host in self.hosts if not host.lost]
+
+    def pump_until(self, is_done: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_done() and (left := deadline - time.monotonic()) > 0:
+            self.pump(min(left, 0.05))
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listening.accept()
+        except OSError:
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(sock, self._rendezvous.token, is_server=True)
+        self._strangers[connection] = time.monotonic()
+        try:
+            connection.flush()
+        except OSError:
+            pass
+
+    def _hear(self, connection: Connection) -> None:
+        host = self._by_connection.get(connection)
+        try:
+            connection.flush()
+            for message in connection.receive():
+                if host is not None:
+                    host.hear(message)
+                else:
+                    host = self._welcome(connection, message)
+        except (WrongPeerError, EOFError, OSError, KeyError, TypeError, ValueError) as error:
+            why = "its launcher has ended" if isinstance(error, EOFError) else f"the connection to it broke ({error})"
+            if host is not None:
+                host.lost = host.lost or why
+            elif connection in self._strangers:
+                del self._strangers[connection]
+                connection.close()
+
+    def _welcome(self, connection: Connection, said: dict[str, Any]) -> Optional[RemoteHost]:
+        del self._strangers[connection]
+        if said["say"] == "daemon":
+            # mpirun, by its remote shell.
+            host = next((h for h in self.hosts if said["host"] in (h.address, h.name)), None)
+            if host is not None:
+                host.run_daemon(str(said["command"]))
+            connection.send({"do": "over", "code": 0 if host is not None else 1})
+            connection.close()
+            return None
+        wrong = ""
+        if said["version"] != self._version:
+            wrong = f"it has mindnlp_dp {said['version']}, the endpoint's host {self._version}"
+        elif said["job"] != self._rendezvous.job:
+            wrong = f"its job is {said['job']!r}, the endpoint's {self._rendezvous.job!r} (--rdzv-id)"
+        if wrong:
+            connection.send({"do": "over", "code": 2, "why": wrong})
+            connection.close()
+            return None
+        host = RemoteHost(self, connection, said)
+        self._by_connection[connection] = host
+        self.hosts.append(host)
+        self.hosts.sort(key=lambda h: float("inf") if h.node_rank is None else h.node_rank)
+        return host
+
+    def close(self, code: int) -> None:
+        """Tell all that the job is over, with this exit code."""
+        for host in list(self._by_connection.values()):
+            host.dismiss(code)
+        self._listening.close()
+
+
+def _readable(sockets: list[socket.socket], seconds: float) -> list[Any]:
+    # Not select.select, which takes no descriptors above 1023.
+    with selectors.DefaultSelector() as selector:
+        for sock in sockets:
+            selector.register(sock, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(seconds)]

@@ -1,0 +1,268 @@
+"""What one host does for a job: its ranks are started, watched and ended here.
+
+Goes in: a try of the job (:class:`Try`), which of its ranks are this host's. Comes out: how far they are and how they
+ended (:class:`Report`), as often as somebody asks. The launcher has one of these for its own host, and, for each other
+host of the job, one that stands for it (:mod:`mindnlp_dp.launch.remote_host`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Optional
+
+from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime.progress import Progress
+
+from .engines import (
+    GRACE_SECONDS,
+    Cluster,
+    Process,
+    end,
+    end_ranks,
+    grace_seconds,
+    start_cluster,
+    start_daemon,
+    start_mpi,
+    start_scheduler,
+    state_of,
+)
+from .environment import host_environment
+from .fork_server import ForkServer
+from .hangs import stacks_of
+from .restarts import put_logs_aside
+from .status import progress_file
+from .verdict import Ended, Status, read_statuses, tail
+
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Try:
+    """One try of a job, as one of its hosts has to know it.
+
+    Attributes:
+        number: of this try, from 0 on.
+        backend: "mpi" or "mindspore".
+        command: the script, or ``-m`` and a module, and its arguments.
+        log_dir: the same on every host.
+        counts: ranks on each host, in the order of the ranks.
+        addresses: of the hosts; empty where there is one.
+        index: of this host among them.
+        port: of the scheduler of MindSpore's cluster, which is on the first host.
+        variables: what ranks find in their environment besides the host's own.
+        remote_shell: by which the first host's mpirun starts something on another host; called as ssh is.
+    """
+
+    number: int
+    backend: str
+    command: list[str]
+    log_dir: str
+    counts: list[int]
+    addresses: list[str] = field(default_factory=list)
+    index: int = 0
+    port: int = 0
+    variables: dict[str, str] = field(default_factory=dict)
+    remote_shell: list[str] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def ranks(self) -> range:
+        """Those of this host."""
+        first = sum(self.counts[: self.index])
+        return range(first, first + self.counts[self.index])
+
+
+@dataclass
+class Report:
+    """Of one host's ranks.
+
+    Attributes:
+        ranks: how far they are; times by the reader's clock.
+        statuses: what those have said that ended.
+        ended: processes that have ended.
+        all_ended: whether no process that works is left.
+        stopped: ranks whose process is stopped (SIGSTOP).
+    """
+
+    ranks: dict[int, Progress] = field(default_factory=dict)
+    statuses: dict[int, Status] = field(default_factory=dict)
+    ended: list[Ended] = field(default_factory=list)
+    all_ended: bool = False
+    stopped: list[int] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """For another host, whose clock is another one: ages in the place of times."""
+        now = time.monotonic()
+        return {
+            "ranks": {n: asdict(_shifted(rank, -now)) for n, rank in self.ranks.items()},
+            "statuses": {n: asdict(status) for n, status in self.statuses.items()},
+            "ended": [asdict(ended) for ended in self.ended],
+            "all_ended": self.all_ended,
+            "stopped": self.stopped,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Report:
+        now = time.monotonic()
+        return cls(
+            {int(n): _shifted(Progress(**rank), now) for n, rank in data["ranks"].items()},
+            {int(n): Status(**status) for n, status in data["statuses"].items()},
+            [Ended(**ended) for ended in data["ended"]],
+            bool(data["all_ended"]),
+            [int(n) for n in data["stopped"]],
+        )
+
+
+def _shifted(rank: Progress, seconds: float) -> Progress:
+    """With times by a clock that is that much ahead; a time of 0 says that there is none."""
+    return replace(
+        rank,
+        changed=rank.changed + seconds if rank.changed else 0.0,
+        since=rank.since + seconds if rank.since else 0.0,
+    )
+
+
+class LocalHost:
+    """This host.
+
+    Attributes:
+        name: its name.
+        address: by which other hosts reach it.
+        slots: how many ranks it takes at most.
+    """
+
+    lost = ""
+
+    def __init__(self, environ: Mapping[str, str], slots: int, *, address: str = "") -> None:
+        self.name, self.address, self.slots = os.uname().nodename, address, slots
+        self._environ = dict(environ)
+        self._processes: list[Process] = []
+        self._daemons: list[Process] = []
+        self._try: Optional[Try] = None
+        self._log: Optional[BinaryIO] = None
+        self._fork_server: Optional[ForkServer] = None
+        self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
+        self._has_ended = True
+
+    def start(self, this: Try) -> None:
+        """Start its ranks of a try.
+
+        Raises:
+            LaunchError: the engine is not there.
+        """
+        self._try, self._processes, self._daemons = this, [], []
+        log_dir = Path(this.log_dir)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        if this.number:
+            put_logs_aside(log_dir, this.number)
+        self._looked, self._changed, self._statuses, self._has_ended = 0.0, 0, {}, False
+        progress.create(log_dir / progress_file(this.index), this.num_ranks)
+        if this.backend == "mpi" and this.index:
+            # The first host's mpirun asks for what it needs here: :meth:`run_daemon`.
+            return
+        name = f"launcher_{this.index}.log" if this.index else "launcher.log"
+        self._log = open(log_dir / name, "wb")  # noqa: SIM115 -- closed by end()
+        worker = [
+            sys.executable, "-m", "mindnlp_dp.launch.worker", this.log_dir, str(this.num_ranks), "--", *this.command,
+        ]  # fmt: skip
+        environ = self._environment(this)
+        if this.backend == "mpi":
+            counts = dict(zip(this.addresses or ["localhost"], this.counts))
+            self._processes = start_mpi(counts, worker, environ, self._log, this.remote_shell)
+            return
+        cluster = Cluster(this.num_ranks, (this.addresses[0] if this.addresses else "127.0.0.1", this.port))
+        self._processes = start_cluster(cluster, this.ranks, worker, environ, self._log)
+        if not this.index:
+            self._processes.append(start_scheduler(cluster, environ, log_dir / "scheduler.log"))
+
+    def _environment(self, this: Try) -> dict[str, str]:
+        return {
+            **self._environ,
+            **this.variables,
+            **host_environment(this.ranks),
+            progress.VARIABLE: progress_file(this.index),
+            **(self._fork_server.environment if self._fork_server is not None else {}),
+        }
+
+    def run_daemon(self, command: str) -> None:
+        """Start what another host's mpirun wants to have here: its own daemon, which starts this host's ranks."""
+        assert self._try is not None
+        if self._log is None or self._log.closed:
+            path = Path(self._try.log_dir, f"launcher_{self._try.index}.log")
+            self._log = open(path, "ab")  # noqa: SIM115 -- closed by end()
+        self._daemons.append(start_daemon(command, self._environment(self._try), self._log))
+
+    def prepare_restart(self) -> None:
+        """While ranks work: import what the ranks of the next try will need."""
+        this = self._try
+        if (
+            self._fork_server is None
+            and this is not None
+            and this.backend == "mpi"
+            and self._environ.get("DEVICE_TARGET", "CPU") == "CPU"
+        ):
+            self._fork_server = ForkServer(self._environ, Path(this.log_dir))
+
+    def look(self) -> Report:
+        """How its ranks are. Cheap enough to be asked many times a second."""
+        this = self._try
+        if this is None:
+            return Report()
+        log_dir, now = Path(this.log_dir), time.monotonic()
+        # Opening as many files as there are ranks, many times a second, costs more than to ask whether there is a new
+        # one. Two that come within a tick of the file system's clock are told apart by the next look.
+        changed = os.stat(log_dir).st_mtime_ns
+        if changed != self._changed or now - self._looked >= _LOOK_SECONDS or not self._looked:
+            self._looked, self._changed = now, changed
+            self._statuses = read_statuses(log_dir, this.ranks)
+        working = [process for process in self._processes if not process.serves]
+        ended = [Ended(p.rank, p.popen.returncode) for p in working if p.popen.poll() is not None]
+        ranks = self._ranks()
+        return Report(
+            ranks, self._statuses, ended, len(ended) == len(working),
+            [number for number, rank in ranks.items() if rank.pid and state_of(rank.pid) == "T"],
+        )  # fmt: skip
+
+    def _ranks(self) -> dict[int, Progress]:
+        assert self._try is not None
+        found = progress.read(Path(self._try.log_dir) / progress_file(self._try.index))
+        return {number: found[number] for number in self._try.ranks if number < len(found)}
+
+    def stacks(self) -> dict[int, str]:
+        """What each of its ranks that answer is doing."""
+        return {} if self._try is None else stacks_of(self._ranks(), self._statuses, Path(self._try.log_dir))
+
+    def tail(self, rank: int) -> str:
+        """The end of the log of one of its ranks."""
+        return "" if self._try is None else tail(Path(self._try.log_dir) / f"worker_{rank}.log")
+
+    def ask_for_checkpoint(self, number: int) -> None:
+        """Of its first rank, as soon as that can be."""
+        assert self._try is not None
+        progress.ask_for_checkpoint(Path(self._try.log_dir) / progress_file(self._try.index), number)
+
+    def end(self) -> None:
+        """End its ranks; when this returns none is left, and all have had their say."""
+        if self._has_ended:
+            return
+        grace = grace_seconds(self._environ)
+        end([*self._processes, *self._daemons], grace)
+        end_ranks([rank.pid for rank in self._ranks().values() if rank.pid], GRACE_SECONDS)
+        if self._log is not None:
+            self._log.close()
+        self._looked, self._has_ended = 0.0, True
+
+    def leave(self) -> None:
+        """The job is over."""
+        self.end()
+        if self._fork_server is not None:
+            self._fork_server.end()
+            self._fork_server = None

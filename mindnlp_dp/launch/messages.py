@@ -1,0 +1,242 @@
+"""Messages between the launchers of a job's hosts: JSON in frames that only who knows the job's token can make.
+
+Goes in: what one end says, as plain data. Comes out: the same at the other end; an error where somebody else spoke.
+
+Both ends prove that they have the token, over fresh random numbers of both, before anything else is read; every frame
+carries an HMAC-SHA256 (RFC 2104) under a key of this connection, over its direction and number, so that none can be
+forged, repeated, left out or sent back. Nothing is unpickled, and nothing is secret: frames are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import stat
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+TOKEN_VARIABLE = "MINDNLP_DP_RDZV_TOKEN"
+DEFAULT_TOKEN_FILE = "~/.config/mindnlp_dp/token"
+SHORTEST_TOKEN = 16
+_NONCE_BYTES = 16
+_MAC_BYTES = 32
+_LENGTH = struct.Struct(">I")
+_COUNT = struct.Struct(">Q")
+LONGEST_BYTES = 4 << 20
+
+
+class WrongPeerError(Exception):
+    """The other end does not know the token, or speaks something else."""
+
+
+def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes:
+    """The job's token: from MINDNLP_DP_RDZV_TOKEN, or from a file that only its owner can read.
+
+    Raises:
+        ValueError: there is none, it is short, or others can read it; the message says what to do.
+    """
+    text = environ.get(TOKEN_VARIABLE) if file is None else None
+    if text is None:
+        path = file or Path(DEFAULT_TOKEN_FILE).expanduser()
+        try:
+            if stat.S_IMODE(path.stat().st_mode) & 0o077:
+                raise ValueError(f"{path} can be read by other users: chmod 600 {path}")
+            text = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"hosts of a job know each other by a token, and there is none ({error}). Make one, "
+                f"(umask 077; mkdir -p {path.parent}; openssl rand -hex 32 > {path}), and copy it to every host, or "
+                f"set {TOKEN_VARIABLE} to the same on each"
+            ) from None
+    if len(text) < SHORTEST_TOKEN:
+        raise ValueError(f"the token has {len(text)} characters, and needs {SHORTEST_TOKEN}: openssl rand -hex 32")
+    return text.encode()
+
+
+class Connection:
+    """One end of a connection; whoever was called (``is_server``) asks for a proof first.
+
+    Sockets do not block: :meth:`receive` returns what has come, :meth:`flush` sends what can be sent.
+
+    Attributes:
+        is_ready: whether the other end has shown that it knows the token.
+    """
+
+    def __init__(self, sock: socket.socket, token: bytes, *, is_server: bool) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self._token, self._is_server = token, is_server
+        self._mine = secrets.token_bytes(_NONCE_BYTES)
+        self._key = b""
+        self._in, self._out = b"", b""
+        self._num_in = self._num_out = 0
+        self._kept: list[bytes] = []
+        self.is_ready = False
+        if is_server:
+            self._out += self._mine
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send it as soon as that can be; before the other end is known it is kept."""
+        payload = json.dumps(message).encode()
+        if self.is_ready:
+            self._frame(payload)
+        else:
+            self._kept.append(payload)
+        self.flush()
+
+    def _frame(self, payload: bytes) -> None:
+        self._out += _LENGTH.pack(len(payload)) + self._mac(self._num_out, payload, sends=True) + payload
+        self._num_out += 1
+
+    def flush(self) -> None:
+        """Raises OSError where the connection is broken."""
+        while self._out:
+            try:
+                sent = self.socket.send(self._out)
+            except BlockingIOError:
+                return
+            self._out = self._out[sent:]
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._out)
+
+    def receive(self) -> list[Any]:
+        """The messages that have come since.
+
+        Raises:
+            WrongPeerError: the other end does not know the token.
+            EOFError: it has closed the connection.
+            OSError: the connection is broken.
+        """
+        closed = False
+        try:
+            while part := self.socket.recv(1 << 16):
+                self._in += part
+                if len(self._in) > LONGEST_BYTES + 64 or (not self.is_ready and len(self._in) > 1024):
+                    break
+            else:
+                closed = True
+        except BlockingIOError:
+            pass
+        if not self.is_ready:
+            self._greet()
+        messages = []
+        while self.is_ready and (payload := self._next()) is not None:
+            messages.append(json.loads(payload))
+        if closed and not messages:
+            raise EOFError
+        return messages
+
+    def _greet(self) -> None:
+        """Server: nonce out, nonce and proof in, proof out. Client: nonce in, nonce and proof out, proof in."""
+        if self._is_server:
+            if len(self._in) >= _NONCE_BYTES + _MAC_BYTES:
+                theirs = self._take(_NONCE_BYTES)
+                self._check(self._take(_MAC_BYTES), self._proof(b"client", self._mine, theirs))
+                self._out += self._proof(b"server", self._mine, theirs)
+                self._begin(self._mine, theirs)
+        elif not self._key and len(self._in) >= _NONCE_BYTES:
+            theirs = self._take(_NONCE_BYTES)
+            self._out += self._mine + self._proof(b"client", theirs, self._mine)
+            self._key, self._theirs = self._proof(b"key", theirs, self._mine), theirs
+        if not self._is_server and self._key and not self.is_ready and len(self._in) >= _MAC_BYTES:
+            self._check(self._take(_MAC_BYTES), self._proof(b"server", self._theirs, self._mine))
+            self._begin(self._theirs, self._mine)
+        self.flush()
+
+    def _begin(self, of_server: bytes, of_client: bytes) -> None:
+        self._key, self.is_ready = self._proof(b"key", of_server, of_client), True
+        for payload in self._kept:
+            self._frame(payload)
+        self._kept = []
+
+    def _next(self) -> Optional[bytes]:
+        head = _LENGTH.size + _MAC_BYTES
+        if len(self._in) < head:
+            return None
+        (length,) = _LENGTH.unpack_from(self._in)
+        if length > LONGEST_BYTES:
+            raise WrongPeerError(f"a frame of {length} bytes")
+        if len(self._in) < head + length:
+            return None
+        mac, payload = self._in[_LENGTH.size : head], self._in[head : head + length]
+        self._check(mac, self._mac(self._num_in, payload, sends=False))
+        self._in = self._in[head + length :]
+        self._num_in += 1
+        return payload
+
+    def _take(self, count: int) -> bytes:
+        taken, self._in = self._in[:count], self._in[count:]
+        return taken
+
+    def _mac(self, number: int, payload: bytes, *, sends: bool) -> bytes:
+        direction = b"server" if sends == self._is_server else b"client"
+        return hmac.digest(self._key, direction + _COUNT.pack(number) + payload, "sha256")
+
+    def _proof(self, what: bytes, of_server: bytes, of_client: bytes) -> bytes:
+        return hmac.digest(self._token, b"mindnlp_dp " + what + of_server + of_client, "sha256")
+
+    @staticmethod
+    def _check(given: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(given, expected):
+            raise WrongPeerError("the other end does not know this job's token")
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        except OSError:
+            pass
+        self.socket.close()
+
+
+def parse_endpoint(text: str, default_port: int = 29400) -> tuple[str, int]:
+    """``HOST[:PORT]``, also ``[IPV6]:PORT``.
+
+    >>> parse_endpoint("10.0.0.1:1234"), parse_endpoint("node0"), parse_endpoint("[::1]:99")
+    (('10.0.0.1', 1234), ('node0', 29400), ('::1', 99))
+
+    Raises:
+        ValueError: it is neither.
+    """
+    host, colon, port = text.rpartition(":")
+    if text.endswith("]") or not colon or (":" in host and not host.startswith("[")):
+        host, port = text, str(default_port)
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"an endpoint is HOST:PORT, got {text!r}")
+    return host, int(port)
+
+
+def is_this_host(host: str) -> bool:
+    """Whether a name or address is one of this host's own."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def address_of(host: str) -> str:
+    """A host's address, as MindSpore wants it: a name makes its workers wait for ever.
+
+    Raises:
+        OSError: it has none.
+    """
+    return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def this_host_name() -> str:
+    return os.uname().nodename

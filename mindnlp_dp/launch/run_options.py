@@ -1,0 +1,167 @@
+"""The options of ``mindnlp-dp run``; those that mean the same as torchrun's have its names.
+
+Goes in: an argument parser. Comes out: one that knows them; and, of what was typed, how hosts meet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, Optional
+
+from .engines import LaunchError
+from .head import Rendezvous
+from .job import JobOptions
+from .messages import parse_endpoint, read_token
+from .sizes import Size
+
+RESTARTS_OF_ELASTIC_JOBS = 100
+_REFUSED = "of one host: with --nnodes, say where hosts meet, --rdzv-endpoint HOST:PORT, the first host's address"
+# torchrun's names, as far as they mean something here.
+_CONF = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
+
+
+def add_run_options(run: argparse.ArgumentParser) -> None:
+    """Add all of them, and SCRIPT and ARGS."""
+    add = _Adder(run)
+    add(
+        "--nproc", "--nproc-per-node", type=_size, required=True, metavar="N",
+        help="processes on each host; MIN:MAX of an elastic job",
+    )  # fmt: skip
+    add(
+        "--backend", choices=("mpi", "mindspore"),
+        help="mpi: mpirun, the fast one on CPU; mindspore: HCCL, NCCL or MCCL by device (default: mindspore when "
+        "DEVICE_TARGET is Ascend or GPU, or when it is not set and there are NPUs, else mpi)",
+    )  # fmt: skip
+    add("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
+    add(
+        "--max-restarts", type=_whole, metavar="N",
+        help="start the job again after a failure, at most so often, from its newest checkpoint (default: 0; "
+        f"{RESTARTS_OF_ELASTIC_JOBS} of an elastic job)",
+    )  # fmt: skip
+    add(
+        "--hang-timeout", type=_seconds, default=JobOptions.hang_timeout, metavar="SECONDS",
+        help="end the job, and say who keeps whom waiting, when no rank has got any further for so long; 0: never "
+        "(default: 1800)",
+    )  # fmt: skip
+    add("--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)")
+    add(
+        "--grow-after", type=_seconds, default=JobOptions.grow_after, metavar="SECONDS",
+        help="an elastic job takes the place of a lost rank again after so long (default: 60)",
+    )  # fmt: skip
+    add = _Adder(run.add_argument_group("several hosts; the same line on each"))
+    add("--nnodes", type=_size, default=Size(1, 1), metavar="N", help="hosts; MIN:MAX of an elastic job (default: 1)")
+    add(
+        "--rdzv-endpoint", metavar="HOST:PORT",
+        help="where they meet: an address of the first one, and a port that is free there (29400)",
+    )  # fmt: skip
+    add(
+        "--node-rank", type=_whole, metavar="R",
+        help="this host's number, 0 for the endpoint's (default: what Kubernetes or Slurm says, else found by the "
+        "endpoint's address)",
+    )  # fmt: skip
+    add("--rdzv-id", default="", metavar="NAME", help="the job's name: hosts of another one are turned away")
+    add(
+        "--rdzv-token-file", type=Path, metavar="FILE",
+        help="what hosts know each other by, the same on each; else MINDNLP_DP_RDZV_TOKEN, else "
+        "~/.config/mindnlp_dp/token",
+    )  # fmt: skip
+    add(
+        "--rdzv-conf", default="", metavar="NAME=SECONDS,...",
+        help="join_timeout (600), last_call_timeout (30), keep_alive_interval (2) times keep_alive_max_attempt (5) "
+        "until a silent host is lost",
+    )  # fmt: skip
+    add("--master-addr", metavar="HOST", help="the endpoint in another way")
+    add("--master-port", type=_whole, default=29400, metavar="PORT", help="(default: 29400)")
+    run.add_argument("--standalone", action="store_true", help="one host, as without it; torchrun wants it said")
+    run.add_argument("-m", "--module", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+
+
+class _Adder:
+    """Adds options that may also be typed with underscores."""
+
+    def __init__(self, to: Any) -> None:
+        self._to = to
+
+    def __call__(self, *names: str, **kwargs: Any) -> None:
+        spelt_otherwise = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
+        self._to.add_argument(*names, *spelt_otherwise, **kwargs)
+
+
+class OneSpelling(argparse.HelpFormatter):
+    """Shows options with dashes only."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = [name for name in action.option_strings if "_" not in name]
+        every, action.option_strings = action.option_strings, shown
+        try:
+            return super()._format_action_invocation(action)
+        finally:
+            action.option_strings = every
+
+
+def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
+    """How hosts meet; None where the job has one host, and nobody can join.
+
+    Raises:
+        LaunchError: what was typed does not fit together, or there is no token.
+    """
+    endpoint = args.rdzv_endpoint
+    if endpoint is None and args.master_addr is not None:
+        endpoint = f"{args.master_addr}:{args.master_port}"
+    if endpoint is None or args.standalone:
+        if args.nnodes.most > 1:
+            raise LaunchError(f"--nnodes {args.nnodes}, and nothing else {_REFUSED}")
+        return None
+    try:
+        host, port = parse_endpoint(endpoint)
+        token = read_token(os.environ, args.rdzv_token_file)
+        conf = _conf(args.rdzv_conf)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+    return Rendezvous(
+        host, port, token, args.rdzv_id,
+        join_timeout=conf.get("join_timeout", Rendezvous.join_timeout),
+        last_call_timeout=conf.get("last_call_timeout", Rendezvous.last_call_timeout),
+        lost_after=conf.get("keep_alive_interval", 2.0) * conf.get("keep_alive_max_attempt", 5.0),
+    )  # fmt: skip
+
+
+def _conf(text: str) -> dict[str, float]:
+    conf = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = -1.0
+        if name not in _CONF or not 0 < seconds < float("inf"):
+            raise ValueError(f"--rdzv-conf takes {', '.join(_CONF)} and numbers above 0, got {part!r}")
+        conf[name] = seconds
+    return conf
+
+
+def _size(text: str) -> Size:
+    try:
+        return Size.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds of at least 0, got {text}")
+    return seconds
