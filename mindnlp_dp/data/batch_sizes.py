@@ -47,30 +47,22 @@ def for_stages(micro_batch_size: int, num_stages: int) -> int:
     return next(micro_batch_size // n for n in range(most, 0, -1) if micro_batch_size % n == 0)
 
 
-def accumulation_steps_to_keep(
-    global_batch_size: int, per_micro_step: int, world_size: int, setting: str = "micro_batch_size"
-) -> int:
-    """How many micro steps keep a given global batch, when all ranks together take ``per_micro_step`` samples in one.
+def accumulation_steps_to_keep(global_batch_size: int, per_micro_step: int) -> int:
+    """In how many micro steps all ranks take a global batch, when together they take so many samples in one, at most.
 
-    ``setting`` is what a user calls a rank's micro batch.
-
-    Raises:
-        ValueError: they do not divide it; the message says what does.
+    >>> accumulation_steps_to_keep(24, 8), accumulation_steps_to_keep(24, 16)
+    (3, 2)
     """
-    if global_batch_size % per_micro_step == 0:
-        return global_batch_size // per_micro_step
-    share, rest = divmod(global_batch_size, world_size)
-    if rest:
-        fewer = next(n for n in range(world_size, 0, -1) if global_batch_size % n == 0)
-        more = next((n for n in range(world_size, global_batch_size + 1) if global_batch_size % n == 0), fewer)
-        way_out = f"start {' or '.join(map(str, sorted({fewer, more})))} processes"
-    else:
-        sizes = [size for size in range(share, 0, -1) if share % size == 0]
-        way_out = f"use {setting} {' or '.join(map(str, sizes[:3]))}"
-    raise ValueError(
-        f"the global batch of {global_batch_size} samples cannot be kept by {world_size} ranks whose micro batches "
-        f"hold {per_micro_step} samples together; {way_out}"
-    )
+    return math.ceil(global_batch_size / per_micro_step)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Of ``number``, and not above ``most``.
+
+    >>> largest_divisor(24, 10), largest_divisor(7, 5)
+    (8, 1)
+    """
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
 def check_every_rank_has_a_sample(num_samples: int, world_size: int) -> None:

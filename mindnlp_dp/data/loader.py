@@ -28,6 +28,7 @@ import numpy as np
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 
+from .batch_sizes import largest_divisor
 from .batches import Batch, Collator, Columns, as_arrays, default_collate, num_rows
 from .same_samples import check_same_samples
 from .sharding import GlobalBatchSampler, split_evenly
@@ -185,15 +186,18 @@ def make_loader(
     uneven: str = "keep",
     collate: Optional[Collator] = None,
     columns: Optional[Sequence[str]] = None,
+    global_batch_size: Optional[int] = None,
 ) -> Loader:
     """Choose how to read ``dataset``, by what it can do. A collective.
 
-    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` of them make an update's window. ``columns`` names
-    those to keep, None keeps all. ``shuffle``, ``seed`` and ``collate`` are for sources with an index; a pipeline
+    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` of them make an update's window; where
+    ``global_batch_size`` is given, as many as make up so many samples of all ranks, whatever their number is. A rank's
+    micro batches are no larger than said, but may be smaller. ``columns`` names those to keep, None keeps all. ``shuffle``, ``seed`` and ``collate`` are for sources with an index; a pipeline
     brings its own order and batches.
 
     Raises:
-        ValueError: the pipeline is already cut by ``num_shards``, or there are no samples.
+        ValueError: the pipeline is already cut by ``num_shards``, or there are no samples, or ``global_batch_size`` is
+            no multiple of the batches that a pipeline has.
         TypeError: the data set can neither be indexed nor iterated, or its samples are no dicts.
     """
     # Where models are cut, several ranks get the same samples: all of them have to have the same ones.
@@ -203,10 +207,14 @@ def make_loader(
     if source is not None:
         check_same_samples(source, readers, columns)
         sampler = GlobalBatchSampler(
-            len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven
-        )
+            len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven,
+            global_batch_size,
+        )  # fmt: skip
         return IndexedLoader(source, sampler, group, collate, columns)
     global_micro_batch_size = micro_batch_size * group.world_size
+    if global_batch_size is not None:
+        global_micro_batch_size = largest_divisor(global_batch_size, global_micro_batch_size)
+        accumulation_steps = global_batch_size // global_micro_batch_size
     if is_mindspore_dataset(dataset):
         if dataset.is_sharded():
             raise ValueError(
@@ -218,6 +226,15 @@ def make_loader(
             dataset if dataset.get_batch_size() > 1 or is_batched(dataset) else dataset.batch(global_micro_batch_size)
         )
 
+        size = pipeline.get_batch_size()
+        if global_batch_size is not None:
+            if global_batch_size % size:
+                raise ValueError(
+                    f"a global batch of {global_batch_size} samples cannot be made of this pipeline's batches of "
+                    f"{size}; build it without .batch(), or with one that divides"
+                )
+            accumulation_steps = global_batch_size // size
+
         def open_pipeline(epoch: int) -> Iterator[Columns]:
             for batch in seeded_iterator(pipeline, seed, epoch):
                 yield {name: array for name, array in batch.items() if columns is None or name in columns}
@@ -228,7 +245,7 @@ def make_loader(
             num_batches if num_batches > 0 else None,
             group,
             accumulation_steps,
-            batch_size=pipeline.get_batch_size(),
+            batch_size=size,
             seed=seed,
             uneven=uneven,
             readers=readers,

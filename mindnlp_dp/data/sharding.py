@@ -41,7 +41,9 @@ class GlobalBatchSampler:
     """Cuts every epoch into global batches, and every global batch into ranks and micro steps.
 
     ``uneven`` says what becomes of a last global batch that is not full: ``"keep"``
-    splits it as evenly as it goes (some ranks may get nothing), ``"drop"`` leaves it out.
+    splits it as evenly as it goes (some ranks may get nothing), ``"drop"`` leaves it out. ``samples_per_update`` sets
+    the global batch whatever the other sizes are: ``accumulation_steps`` are then as many as it takes, and ranks whose
+    number does not divide it get parts that differ by one sample.
 
     Raises:
         ValueError: a size is not positive, ``uneven`` is unknown, there are no samples, or
@@ -55,10 +57,11 @@ class GlobalBatchSampler:
     seed: int = 0
     shuffle: bool = True
     uneven: str = "keep"
+    samples_per_update: Optional[int] = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "world_size", "accumulation_steps"):
-            if getattr(self, name) < 1:
+        for name in ("micro_batch_size", "world_size", "accumulation_steps", "samples_per_update"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_samples < 1:
             raise ValueError("the data set is empty: there is nothing to train on")
@@ -73,7 +76,7 @@ class GlobalBatchSampler:
 
     @property
     def global_batch_size(self) -> int:
-        return self.micro_batch_size * self.accumulation_steps * self.world_size
+        return self.samples_per_update or self.micro_batch_size * self.accumulation_steps * self.world_size
 
     @property
     def num_updates(self) -> int:

@@ -29,6 +29,7 @@ from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
 from mindnlp_dp.checkpoint.whole_model import whole_model
 from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
+from mindnlp_dp.runtime import progress
 
 from .make_step import FunctionalStep
 
@@ -83,6 +84,11 @@ class FunctionalRun:
                 self._parts.restore_random_state(self._saved)
                 self._saved = None
             for window in windows:
+                if len(window) > self.step.accumulation_steps:
+                    raise ValueError(
+                        f"the loader's updates have {len(window)} micro batches, and the step takes "
+                        f"{self.step.accumulation_steps} at most: make it with accumulation_steps={len(window)}"
+                    )
                 yield window if self.step.accumulation_steps > 1 else window[0]
             begin = Position(begin.epoch + 1)
         # Who has come to the end looks at the model: all ranks see the same one.
@@ -108,7 +114,9 @@ class FunctionalRun:
             write_checkpoint(path, state, write_model)
             remove_old_checkpoints(self.folder, self.keep, [path])
 
+        request = progress.checkpoint_request()
         self.group.call_where(self.group.is_main, write, "saving a checkpoint")
+        progress.has_saved(request)
         return path
 
     def resume(self) -> bool:
@@ -130,8 +138,8 @@ class FunctionalRun:
         if self.loader.global_batch_size != saved["global_batch_size"]:
             raise ValueError(
                 f"the checkpoint's updates have {saved['global_batch_size']} samples, this loader's "
-                f"{self.loader.global_batch_size}; make it with micro_batch_size * accumulation_steps * "
-                f"{self._whole.group.world_size} ranks = {saved['global_batch_size']}, or save to another folder"
+                f"{self.loader.global_batch_size}; make it with make_loader(..., "
+                f"global_batch_size={saved['global_batch_size']}), or save to another folder"
             )
         self._parts.restore(saved)
         position = Position(**saved["position"])

@@ -107,7 +107,7 @@ def test_launched_rank():
     [
         (
             ["run", "--nproc", "0", "x.py"],
-            "--nproc_per_node: must be a number of at least 1, got 0",
+            "must be a number of at least 1, or MIN:MAX, got 0",
         ),
         (
             ["run", "--nproc", "two", "x.py"],

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mindnlp_dp.data.batch_sizes import (
     accumulation_steps_for,
-    accumulation_steps_to_keep,
     check_every_rank_has_a_sample,
 )
 from mindnlp_dp.data.sharding import GlobalBatchSampler, epoch_order, plan_updates, split_evenly
@@ -138,25 +137,20 @@ def test_errors():
     check_every_rank_has_a_sample(4, 4)
 
 
-@pytest.mark.parametrize(
-    ("per_micro_step", "world_size", "way_out"),
-    [
-        (
-            16,
-            2,
-            "by 2 ranks whose micro batches hold 16 samples together; use micro_batch_size 12 or 6 or 4",
-        ),
-        (5, 5, "start 4 or 6 processes"),
-        (64, 64, "start 24 processes"),
-    ],
-)
-def test_a_global_batch_that_cannot_be_kept(per_micro_step, world_size, way_out):
-    with pytest.raises(ValueError, match=f"the global batch of 24 samples cannot be kept .*{way_out}"):
-        accumulation_steps_to_keep(24, per_micro_step, world_size)
-
-
-def test_a_global_batch_that_is_kept():
-    assert accumulation_steps_to_keep(24, 4, 2) == 6
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 24, 31])
+@pytest.mark.parametrize("micro", [1, 3, 16])
+def test_a_global_batch_is_kept_by_any_number_of_ranks(world_size, micro):
+    fixed = GlobalBatchSampler(100, micro, world_size, accumulation_steps=9, samples_per_update=24)
+    plain = GlobalBatchSampler(100, 24)
+    assert fixed.global_batch_size == 24
+    assert fixed.num_updates == plain.num_updates == 5
+    whole = plain.shard_indices(0, epoch=3)
+    parts = [fixed.shard_indices(rank, epoch=3) for rank in range(world_size)]
+    for update, [expected] in enumerate(whole):
+        windows = [part[update] for part in parts]
+        assert len({len(window) for window in windows}) == 1
+        assert max(len(batch) for window in windows for batch in window) <= micro
+        np.testing.assert_array_equal(np.concatenate([np.concatenate(window) for window in windows]), expected)
 
 
 @pytest.mark.parametrize(

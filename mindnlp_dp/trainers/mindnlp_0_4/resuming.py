@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import asdict
 from typing import Any, Optional
 
@@ -10,6 +11,7 @@ from mindnlp.engine.callbacks import TrainerState
 
 from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
 from mindnlp_dp.data.batch_sizes import accumulation_steps_to_keep
+from mindnlp_dp.launch.environment import full_size
 from mindnlp_dp.trainers.control import ControlAgreement
 
 from .arguments import DataParallelArguments
@@ -19,27 +21,40 @@ from .callbacks import callback_states, load_callback_states
 def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
     """The loader; when the run ``saved`` is taken up, with its global batch, whatever the number of ranks is now.
 
-    That may set other accumulation steps in ``trainer.args``. Raises ValueError when it is not possible, or the data is
-    not the run's. A collective.
+    So has an elastic job the one that all of its ranks would have. That may set other accumulation steps in
+    ``trainer.args``. Raises ValueError when the data is not the run's, or a pipeline's own batches do not make up that
+    global batch. A collective.
     """
+    trainer.global_batch_size = None
     loader = trainer.get_train_dataset()
-    if saved is None or trainer.args.ignore_data_skip:
-        return loader
-    way_out = "begin the epoch anew with ignore_data_skip=True"
-    check_same_data(trainer.args.data_order(loader.num_samples), saved["data"], way_out)
-    if loader.global_batch_size != saved["global_batch_size"]:
-        per_micro_step = loader.global_batch_size // trainer.args.gradient_accumulation_steps
-        trainer.args = copy.copy(trainer.args)
-        trainer.args.gradient_accumulation_steps = accumulation_steps_to_keep(
-            saved["global_batch_size"], per_micro_step, trainer.group.world_size, "per_device_train_batch_size"
+    wanted, whose = _size_of_an_elastic_job(trainer, loader), "this job's"
+    if saved is not None and not trainer.args.ignore_data_skip:
+        way_out = "begin the epoch anew with ignore_data_skip=True"
+        check_same_data(trainer.args.data_order(loader.num_samples), saved["data"], way_out)
+        wanted, whose = saved["global_batch_size"], "the checkpoint's"
+    if loader.global_batch_size != wanted:
+        args = trainer.args = copy.copy(trainer.args)
+        args.gradient_accumulation_steps = accumulation_steps_to_keep(
+            wanted, args.train_batch_size * trainer.group.world_size
         )
         if trainer.world.is_main:
             print(
-                f"resuming with the checkpoint's global batch of {saved['global_batch_size']} samples: "
-                f"gradient_accumulation_steps is {trainer.args.gradient_accumulation_steps}"
+                f"training with {whose} global batch of {wanted} samples: gradient_accumulation_steps is "
+                f"{args.gradient_accumulation_steps}"
             )
+        trainer.global_batch_size = wanted
         loader = trainer.get_train_dataset()
     return loader
+
+
+def _size_of_an_elastic_job(trainer: Any, loader: Any) -> int:
+    """The global batch of an elastic job with all of its ranks; the loader's in any other."""
+    full, args = full_size(os.environ), trainer.args
+    # Batches that a pipeline brings do not depend on the number of ranks.
+    if full is None or loader.global_batch_size != args.global_train_batch_size:
+        return loader.global_batch_size
+    share_out = full * trainer.group.world_size // trainer.world.world_size
+    return args.train_batch_size * args.gradient_accumulation_steps * share_out
 
 
 class ResumableLoop:

@@ -78,6 +78,8 @@ class DataParallelTrainerMixin:
         self._synchronizer: Optional[GradientWindow] = None
         self._hook_is_suspended = False
         self.current_tokens = 0
+        # Samples in an update, where the number of ranks is not to change it.
+        self.global_batch_size: Optional[int] = None
         if args is None:
             args = DataParallelArguments(output_dir="tmp_trainer")
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)  # type: ignore[call-arg]
@@ -201,6 +203,7 @@ class DataParallelTrainerMixin:
             seed=self.args.order_seed,
             shuffle=self.args.dataset_shuffle,
             uneven="drop" if self.args.dataset_drop_last else "keep",
+            global_batch_size=self.global_batch_size,
         )
         if loader.num_samples is not None:
             check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)

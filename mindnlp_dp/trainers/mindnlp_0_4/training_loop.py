@@ -29,6 +29,7 @@ from mindnlp.engine.utils import TrainOutput, has_length
 from mindnlp_dp.checkpoint.folders import remove_old_checkpoints
 from mindnlp_dp.checkpoint.run_state import Position, Run
 from mindnlp_dp.data.sharding import plan_updates
+from mindnlp_dp.runtime import progress
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
 from mindnlp_dp.step.timeline import Timeline
@@ -186,6 +187,7 @@ class TrainingLoop(ResumableLoop):
 
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
+        self._obey_the_launcher()
         agreed = self.agree(trainer.control)
         if agreed["should_log"] and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log_loss()
@@ -201,9 +203,18 @@ class TrainingLoop(ResumableLoop):
             if agreed["should_save"]:
                 # What a resumed run cannot know of, this one forgets as well.
                 self.synchronizer.forget_errors()
+                request = progress.checkpoint_request()
                 trainer._save_checkpoint(trainer.model, metrics=metrics)
+                progress.has_saved(request)
                 trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
                 self.agree(trainer.control)
+
+    def _obey_the_launcher(self) -> None:
+        """It asks rank 0 for a checkpoint before it gives the job more ranks."""
+        if not self.world.is_main or not progress.wants_checkpoint():
+            return
+        if self.args.save_strategy != "no" and not self.args.save_only_model:
+            self.trainer.control.should_save = True
 
     def _log_loss(self) -> None:
         trainer = self.trainer
