@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
         )  # fmt: skip
     except LaunchError as error:
         print(f"mindnlp-dp run: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
 
 
 def _status(args: argparse.Namespace) -> int:

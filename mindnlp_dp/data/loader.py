@@ -192,8 +192,8 @@ def make_loader(
 
     ``micro_batch_size`` is a rank's, and ``accumulation_steps`` of them make an update's window; where
     ``global_batch_size`` is given, as many as make up so many samples of all ranks, whatever their number is. A rank's
-    micro batches are no larger than said, but may be smaller. ``columns`` names those to keep, None keeps all. ``shuffle``, ``seed`` and ``collate`` are for sources with an index; a pipeline
-    brings its own order and batches.
+    micro batches are no larger than said, but may be smaller. ``columns`` names those to keep, None keeps all.
+    ``shuffle``, ``seed`` and ``collate`` are for sources with an index; a pipeline brings its own order and batches.
 
     Raises:
         ValueError: the pipeline is already cut by ``num_shards``, or there are no samples, or ``global_batch_size`` is

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from .engines import LaunchError
+from .engines import LaunchError, NotMetError
 from .head import Rendezvous
 from .host import LocalHost, Try
 from .messages import Connection, WrongPeerError, this_host_name
@@ -23,8 +23,6 @@ _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
 # How long an endpoint that was there is looked for when it is gone.
 REJOIN_SECONDS = 30.0
-# As sysexits.h has it: try again later.
-HEAD_IS_LOST = 75
 
 
 class _HeadIsLostError(Exception):
@@ -35,7 +33,7 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
     """A connection to the endpoint, which may not be there yet.
 
     Raises:
-        LaunchError: it was not there in so many seconds, or does not know our token.
+        NotMetError: it was not there in so many seconds, or does not know our token.
     """
     deadline, why = time.monotonic() + seconds, ""
     while True:
@@ -58,7 +56,7 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
         except OSError as error:
             why = str(error)
         if time.monotonic() > deadline:
-            raise LaunchError(f"the endpoint {rendezvous.host}:{rendezvous.port} cannot be reached: {why}")
+            raise NotMetError(f"the endpoint {rendezvous.host}:{rendezvous.port} cannot be reached: {why}")
         time.sleep(_RETRY_SECONDS)
 
 
@@ -80,17 +78,18 @@ class Agent:
         """Do what the first host says until the job is over, and return its exit code.
 
         Raises:
-            LaunchError: the endpoint cannot be reached.
+            NotMetError: the endpoint cannot be reached.
+            LaunchError: a try cannot be started here.
         """
         patience = self._rendezvous.join_timeout
         try:
             while True:
                 try:
                     self._connection = call(self._rendezvous, patience)
-                except LaunchError as error:
+                except NotMetError as error:
                     if patience == REJOIN_SECONDS:
                         print(f"{error}; the job is over for this host", file=sys.stderr)
-                        return HEAD_IS_LOST
+                        return NotMetError.exit_code
                     raise
                 try:
                     return self._serve(self._connection)

@@ -30,6 +30,15 @@ _PR_SET_PDEATHSIG = 1
 class LaunchError(Exception):
     """The job cannot be started as asked."""
 
+    exit_code = 2
+
+
+class NotMetError(LaunchError):
+    """The job's hosts have not met; they may, another time."""
+
+    # As sysexits.h has it: try again later. 2 would say that the line is wrong.
+    exit_code = 75
+
 
 @dataclass(frozen=True)
 class Process:

@@ -1,6 +1,6 @@
 """A process that has imported MindSpore and MindNLP, and becomes ranks by forking: a second instead of their imports.
 
-``python -m mindnlp_dp.launch.fork_server SOCKET``
+``python -m mindnlp_dp.launch.fork_server SOCKET [WHOSE]``
 
 Goes in, through a UNIX socket: the arguments, environment, folder, cores and standard streams of a worker that was
 started as ever (:mod:`mindnlp_dp.launch.worker`), and stays as its stand-in: mpirun, or who started it, sees it begin
@@ -92,7 +92,8 @@ def stand_in(environ: Mapping[str, str]) -> Optional[int]:
 def leave_as(code: int) -> None:
     """End this process as another one ended: with its exit code, or by its signal."""
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
@@ -198,7 +199,8 @@ class ForkServer:
         self._socket = os.path.join(self._folder, "fork_server")
         with open(log_dir / "fork_server.log", "wb") as log:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "mindnlp_dp.launch.fork_server", self._socket], env=clean_environment(environ),
+                [sys.executable, "-m", "mindnlp_dp.launch.fork_server", self._socket, str(log_dir)],
+                env=clean_environment(environ),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 preexec_fn=end_with_the_parent,  # noqa: PLW1509 -- the launcher has no threads
             )  # fmt: skip
@@ -211,8 +213,7 @@ class ForkServer:
     def end(self) -> None:
         self._popen.kill()
         self._popen.wait()
-        for name in ("fork_server",):
-            Path(self._folder, name).unlink(missing_ok=True)
+        Path(self._socket).unlink(missing_ok=True)
         os.rmdir(self._folder)
 
 

@@ -34,6 +34,7 @@ from .engines import (
 from .environment import host_environment
 from .fork_server import ForkServer
 from .hangs import stacks_of
+from .messages import this_host_name
 from .restarts import put_logs_aside
 from .status import progress_file
 from .verdict import Ended, Status, read_statuses, tail
@@ -135,14 +136,13 @@ class LocalHost:
 
     Attributes:
         name: its name.
-        address: by which other hosts reach it.
         slots: how many ranks it takes at most.
     """
 
     lost = ""
 
-    def __init__(self, environ: Mapping[str, str], slots: int, *, address: str = "") -> None:
-        self.name, self.address, self.slots = os.uname().nodename, address, slots
+    def __init__(self, environ: Mapping[str, str], slots: int) -> None:
+        self.name, self.slots = this_host_name(), slots
         self._environ = dict(environ)
         self._processes: list[Process] = []
         self._daemons: list[Process] = []

@@ -20,6 +20,7 @@ from mindnlp_dp.runtime.progress import Progress
 from .engines import POLL_SECONDS, LaunchError
 from .environment import free_port, try_environment
 from .hangs import HangWatch, name_hang
+from .head import RemoteHost
 from .host import Report, Try
 from .restarts import Restarts
 from .screen import Screen
@@ -129,10 +130,10 @@ class Job:
 
     def _next_try(self, hosts: Sequence[Host]) -> Try:
         members = self._members
-        addresses = [host.address for host in hosts]
-        if len(hosts) == 1:
-            addresses = []
-        elif self._backend == "mpi" and len(set(addresses)) < len(addresses):
+        others = [host for host in hosts if isinstance(host, RemoteHost)]
+        # The first host's as the others see it; the endpoint's may be that of a service in front of it.
+        addresses = [others[0].address_of_head, *(host.address for host in others)] if others else []
+        if self._backend == "mpi" and len(set(addresses)) < len(addresses):
             raise LaunchError(
                 f"two launchers of this job are on one host ({', '.join(addresses)}), which MPI cannot tell apart; "
                 "start one on each, with --nproc-per-node"
@@ -241,7 +242,7 @@ class Job:
         lost = _first_lost(hosts)
         if lost is not None and not any(status.exit_code and not status.waited for status in seen.statuses.values()):
             rank = replace(this, index=hosts.index(lost)).ranks.start
-            return Failure(rank, 1, "was lost with its host", f"host {lost.name} ({lost.address}) is lost: {lost.lost}")
+            return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
         failure = find_failure(ended, seen.statuses, self._log_dir, this.num_ranks)
         missing = [rank for rank in range(this.num_ranks) if rank not in seen.statuses]
         if failure is None and missing and len(hosts) > 1:
@@ -252,7 +253,9 @@ class Job:
         host = _host_of(failure.rank, hosts, this)
         where = host.name if host is not None and len(hosts) > 1 else ""
         log_tail = host.tail(failure.rank) if host is not None and failure.rank is not None else ""
-        report_failure(failure, self._log_dir, this.num_ranks, seconds, where=where, log_tail=log_tail)
+        report_failure(
+            failure, self._log_dir, this.num_ranks, seconds, where=where, log_tail=log_tail, shown=self._options.tee
+        )
 
 
 def _has_failed(seen: _Seen) -> bool:

@@ -229,14 +229,5 @@ def is_this_host(host: str) -> bool:
     return False
 
 
-def address_of(host: str) -> str:
-    """A host's address, as MindSpore wants it: a name makes its workers wait for ever.
-
-    Raises:
-        OSError: it has none.
-    """
-    return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-
-
 def this_host_name() -> str:
     return os.uname().nodename

@@ -77,7 +77,7 @@ class Restarts:
     def forget_earlier_jobs(self) -> None:
         """Remove what earlier jobs have left in the log folder, and nothing else."""
         for folder in [self._log_dir, *filter(Path.is_dir, self._log_dir.glob("try_*"))]:
-            for pattern in (*_WRITTEN, RECORD):
+            for pattern in (*_WRITTEN, RECORD, "progress*", "fork_server.log"):
                 for path in folder.glob(pattern):
                     path.unlink()
             if folder != self._log_dir and not any(folder.iterdir()):

@@ -25,7 +25,7 @@ from .head import Head, Rendezvous
 from .host import LocalHost
 from .job import Job, JobOptions
 from .launchers import node_rank_of
-from .messages import TOKEN_VARIABLE, address_of, is_this_host
+from .messages import TOKEN_VARIABLE, is_this_host
 from .remote_shell import ENDPOINT_VARIABLE
 from .sizes import Members, Size
 
@@ -68,13 +68,13 @@ def run_job(
         try:
             if rendezvous is not None:
                 # For the remote shell of mpirun.
-                environ[ENDPOINT_VARIABLE] = f"{rendezvous.host}:{rendezvous.port}"
+                environ[ENDPOINT_VARIABLE] = f"localhost:{rendezvous.port}"
                 environ[TOKEN_VARIABLE] = rendezvous.token.decode()
             if rendezvous is not None and not _leads(rendezvous, node_rank):
                 rank = node_rank if node_rank is not None else node_rank_of(environ)
                 return Agent(rendezvous, environ, nproc.most, version=__version__, node_rank=rank).run()
             log_dir = log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid()))
-            local = LocalHost(environ, nproc.most, address="" if rendezvous is None else address_of(rendezvous.host))
+            local = LocalHost(environ, nproc.most)
             return _lead(
                 local,
                 command,

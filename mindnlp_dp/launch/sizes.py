@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from .engines import LaunchError
+from .engines import NotMetError
 from .head import Head, RemoteHost, Rendezvous
 from .host import LocalHost
 
@@ -86,7 +86,7 @@ class Members:
         """The hosts of the next try: as many as there are, once they are enough.
 
         Raises:
-            LaunchError: there are too few after ``join_timeout``.
+            NotMetError: there are too few after ``join_timeout``.
         """
         if self._head is None or self._rendezvous is None:
             return [self.local]
@@ -103,7 +103,7 @@ class Members:
                 if now - enough >= self._rendezvous.last_call_timeout:
                     break
             elif now - began > self._rendezvous.join_timeout:
-                raise LaunchError(
+                raise NotMetError(
                     f"{len(hosts)} of {self.nnodes} hosts have come to {self._rendezvous.host}:{self._rendezvous.port} "
                     f"in {self._rendezvous.join_timeout:.0f} s; start the same line on the others"
                 )

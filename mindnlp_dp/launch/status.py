@@ -56,13 +56,23 @@ class StatusLine:
         return ", ".join(parts)
 
 
+def read_of_all_hosts(log_dir: Path) -> list[Progress]:
+    """Ranks of hosts that do not share this folder have not begun, as far as can be seen from here."""
+    ranks = read(log_dir / PROGRESS)
+    for path in log_dir.glob(progress_file(1).replace("1", "*")):
+        for number, rank in enumerate(read(path)):
+            if rank.pid and number < len(ranks):
+                ranks[number] = rank
+    return ranks
+
+
 def status_of(log_dir: Path) -> dict[str, Any]:
     """What is known of a job on this host, ready for JSON; times in seconds.
 
     Raises:
         ValueError: the folder is not one that ``mindnlp-dp run`` writes to.
     """
-    ranks = read(log_dir / PROGRESS)
+    ranks = read_of_all_hosts(log_dir)
     if not ranks:
         raise ValueError(f"{log_dir} is no log folder of mindnlp-dp run: it has no file {PROGRESS!r}")
     now, statuses = time.monotonic(), read_statuses(log_dir, range(len(ranks)))
@@ -111,11 +121,15 @@ def _failures(log_dir: Path) -> list[dict[str, Any]]:
     return failures
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def status_text(status: dict[str, Any]) -> str:
     """For people."""
     lines = [
         f"{status['log_dir']}: update {status['update']}, {status['alive']} of {len(status['ranks'])} ranks alive, "
-        f"{len(status['failures'])} failures so far"
+        f"{_count(len(status['failures']), 'failure')} so far"
     ]
     for entry in status["ranks"]:
         line = f"  rank {entry['rank']:<4} update {entry['update']:<7} {entry['state']}"

@@ -129,13 +129,21 @@ def _left(code: int) -> str:
 
 
 def report_failure(
-    failure: Failure, log_dir: Path, nproc: int, seconds: float, *, where: str = "", log_tail: str = ""
+    failure: Failure,
+    log_dir: Path,
+    nproc: int,
+    seconds: float,
+    *,
+    where: str = "",
+    log_tail: str = "",
+    shown: str = "0",
 ) -> None:
     """Print who ended the job, after how many seconds, and its log's end unless rank 0's, which is shown, says why.
 
     Args:
         where: the host of that rank, where the job has several.
         log_tail: the end of that rank's log.
+        shown: whose output is shown as it comes, as ``--tee`` says.
     """
     if failure.rank is None:
         print(f"the job failed before its ranks started; {log_dir}/launcher.log says:", file=sys.stderr)
@@ -147,7 +155,8 @@ def report_failure(
         print(failure.message, file=sys.stderr)
         return
     main = read_statuses(log_dir, [0]).get(0)
-    if failure.rank != 0 and not (main is not None and main.exit_code != 0):
+    said_why = failure.rank == 0 or (main is not None and main.exit_code != 0)
+    if not (said_why and shown != "none"):
         print(f"worker_{failure.rank}.log ends:\n{log_tail}", file=sys.stderr)
 
 
