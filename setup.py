@@ -31,6 +31,9 @@ EXTRAS = {
         "mypy>=1.10,<3",
         "import-linter>=2.0,<3",
         "types-PyYAML>=6",
+        # The manifests of scripts/kubernetes/: Kubernetes' own schemas, offline, and ours for what others have added.
+        "kubernetes-validate>=1.31,<2",
+        "jsonschema>=4.23,<5",
     ],
 }
 
