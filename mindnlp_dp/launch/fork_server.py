@@ -24,78 +24,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from .engines import end_with_the_parent
 from .environment import clean_environment
+from .fork_client import NUM_STREAMS, VARIABLE, WorkerCall
+from .worker import run
 
 # Those that are installed are imported.
 PRELOADED = ("mpi4py", "mindspore", "mindnlp.engine", "mindnlp.transformers", "datasets")
-VARIABLE = "MINDNLP_DP_FORK_SERVER"
-_STREAMS = 3
 _KILLED_AT_ITS_END = signal.SIGKILL
-
-
-@dataclass(frozen=True)
-class WorkerCall:
-    """What a worker was called with."""
-
-    argv: list[str]
-    environ: dict[str, str]
-    folder: str
-    cores: list[int]
-    streams: tuple[int, ...] = ()
-
-    @classmethod
-    def of_this_process(cls) -> WorkerCall:
-        return cls(sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
-
-    def take_over(self) -> None:
-        """Make this process look as the one that was called."""
-        for number, stream in enumerate(self.streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        os.chdir(self.folder)
-        os.environ.clear()
-        os.environ.update(self.environ)
-        os.environ.pop(VARIABLE, None)
-        os.sched_setaffinity(0, self.cores)
-        sys.argv = self.argv
-
-
-def stand_in(environ: Mapping[str, str]) -> Optional[int]:
-    """Have a fork server do this worker's work, and return how its child ended, as ``os.waitstatus_to_exitcode``.
-
-    None where there is no server, or it is not ready: the worker does its work itself.
-    """
-    path = environ.get(VARIABLE)
-    if not path:
-        return None
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(path)
-    except OSError:
-        return None
-    call = vars(WorkerCall.of_this_process()) | {"streams": ()}
-    with connection:
-        socket.send_fds(connection, [b"?"], range(_STREAMS))
-        connection.sendall(json.dumps(call).encode() + b"\n")
-        answer = b""
-        while part := connection.recv(64):
-            answer += part
-    # A server that is gone has taken its children with it.
-    return int(answer) if answer else -signal.SIGKILL
-
-
-def leave_as(code: int) -> None:
-    """End this process as another one ended: with its exit code, or by its signal."""
-    if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
 
 
 class _Server:
@@ -177,7 +116,7 @@ class _Server:
 
 
 def _receive(connection: socket.socket) -> WorkerCall:
-    _, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_LEN(_STREAMS * array.array("i").itemsize))
+    _, ancillary, _, _ = connection.recvmsg(1, socket.CMSG_LEN(NUM_STREAMS * array.array("i").itemsize))
     streams = array.array("i")
     for _, _, data in ancillary:
         streams.frombytes(data)
@@ -230,9 +169,7 @@ def main() -> None:
     print(f"ready after {time.process_time():.1f} s of CPU", flush=True)
     call = server.serve()
     call.take_over()
-    from . import worker
-
-    worker.run()
+    run()
 
 
 if __name__ == "__main__":

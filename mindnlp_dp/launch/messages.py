@@ -10,6 +10,7 @@ forged, repeated, left out or sent back. Nothing is unpickled, and nothing is se
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import os
 import secrets
@@ -208,6 +209,11 @@ def parse_endpoint(text: str, default_port: int = 29400) -> tuple[str, int]:
     if text.endswith("]") or not colon or (":" in host and not host.startswith("[")):
         host, port = text, str(default_port)
     host = host.strip("[]")
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            host = ""
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"an endpoint is HOST:PORT, got {text!r}")
     return host, int(port)

@@ -25,7 +25,7 @@ from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.cores import split_cores
 
 from .environment import ranks_of_this_host
-from .fork_server import leave_as, stand_in
+from .fork_client import leave_as, stand_in
 from .launchers import launched_rank
 from .status import PROGRESS
 from .verdict import Status, write_status

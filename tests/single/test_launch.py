@@ -111,7 +111,7 @@ def test_launched_rank():
         ),
         (
             ["run", "--nproc", "two", "x.py"],
-            "--nproc_per_node: must be a number of at least 1, got two",
+            "must be a number of at least 1, or MIN:MAX, got two",
         ),
         (["run", "--nproc", "2", "--backend", "gloo", "x.py"], "invalid choice: 'gloo'"),
         (["run", "x.py"], "the following arguments are required: --nproc"),

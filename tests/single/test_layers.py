@@ -19,6 +19,8 @@ NAMED_FROM_BELOW = {
     "mindnlp_dp.communication.process_group",
     "mindnlp_dp.communication.transports.late_ranks",
     "mindnlp_dp.communication.transports.mindspore_scheduler",
+    "mindnlp_dp.launch.fork_server",
+    "mindnlp_dp.launch.remote_shell",
     "mindnlp_dp.launch.worker",
 }
 MOST_LINES = 300

@@ -1,0 +1,142 @@
+"""Jobs of a size that changes, and what a fork server makes of restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from conftest import BACKENDS, ROOT, TIMEOUT_SECONDS, processes_of
+
+ELASTIC = ROOT / "tests/failure/elastic.py"
+UPDATES = 40
+
+
+def command(folder, *flags, backend="mpi"):
+    base = [sys.executable, "-m", "mindnlp_dp", "run", "--backend", backend, "--log-dir", str(folder / "logs")]
+    return [*base, *map(str, flags)]
+
+
+def run(folder, *flags, backend="mpi"):
+    done = subprocess.run(
+        command(folder, *flags, backend=backend), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=TIMEOUT_SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+    )  # fmt: skip
+    left = processes_of(folder / "logs")
+    assert not left, f"still running: {left}"
+    return done.returncode, done.stdout
+
+
+def results(folder):
+    with np.load(folder / "weights.npz") as weights:
+        return json.loads((folder / "result.json").read_text()), dict(weights)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """By three ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    exit_code, output = run(folder, "--nproc", 3, ELASTIC, folder, "--updates", UPDATES, "--seconds", 0)
+    assert exit_code == 0, output
+    return results(folder)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed, backend):
+    exit_code, output = run(
+        tmp_path, "--nproc", "1:3", "--grow-after", 1, ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
+        "--fault", "kill@7:2", "--fault", "raise@20:0", backend=backend,
+    )  # fmt: skip
+    assert exit_code == 0, output
+    found, weights = results(tmp_path)
+    expected, whole = undisturbed
+    assert found["sizes"][:5] == [3] * 5
+    assert min(found["sizes"][5:]) < 3
+    assert found["sizes"][-1] == 3
+    for name, weight in whole.items():
+        # AdamW makes more of roundings, update by update.
+        np.testing.assert_allclose(weights[name], weight, rtol=0, atol=2e-3, err_msg=name)
+    # Growing is no failure.
+    failures = [json.loads(line) for line in (tmp_path / "logs/failures.jsonl").read_text().splitlines()]
+    assert [failure["restart"] for failure in failures] == [1, 2]
+    assert "the job goes on with 2 of 3 ranks" in output
+    assert "the job goes on with 3 of 3 ranks" in output
+    if backend == "mpi":
+        # Up to the first fault.
+        assert "training with the checkpoint's global batch of 12 samples" in output
+    assert expected["sizes"] == [3] * UPDATES
+
+
+def test_the_smallest_size_is_kept_and_a_fault_that_returns_ends_the_job(tmp_path):
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(5)\n")
+    exit_code, output = run(tmp_path, "--nproc", "2:3", "script.py")
+    assert exit_code == 5
+    assert output.count("the job goes on with 2 of 3 ranks") == 2
+    assert "3 tries in a row have not finished a single update" in output
+
+
+FORKED = """
+import os, sys, time
+from pathlib import Path
+print("imported before:", "mindnlp.engine" in sys.modules, os.environ.get("MINDNLP_DP_RESTART_COUNT"), flush=True)
+import mindnlp_dp as dp
+group = dp.init_process_group()
+server = Path("logs/fork_server.log")
+while os.environ["MINDNLP_DP_RESTART_COUNT"] == "0" and not (server.exists() and "ready" in server.read_text()):
+    time.sleep(0.1)
+Path(f"pid_{group.rank}").write_text(str(os.getpid()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("os.kill(os.getpid(), 9)", 137), ("sys.exit(4)", 4), ("os._exit(6)", 6), ("1 / 0", 1)]
+)
+def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code):
+    (tmp_path / "script.py").write_text(FORKED + f"if group.rank == 1:\n    {how}\ngroup.barrier()\n")
+    exit_code, output = run(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py")
+    assert exit_code == code
+    assert "imported before: False 0" in output
+    assert "imported before: True 1" in output
+    assert output.count("rank 1 of 2") == 2
+    if how == "1 / 0":
+        assert "ZeroDivisionError" in (tmp_path / "logs/worker_1.log").read_text()
+
+
+def test_forked_ranks_train_to_the_bit_and_leave_with_0(tmp_path, undisturbed):
+    """Killed late enough for the server to be there; with as many ranks as before."""
+    exit_code, output = run(
+        tmp_path, "--nproc", 3, "--max-restarts", 3, ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
+        "--fault", "kill@31:1", "--fault", "kill@33:0", "--fault", "exit@36:2",
+    )  # fmt: skip
+    assert exit_code == 0, output
+    assert results(tmp_path)[0]["digest"] == undisturbed[0]["digest"]
+
+
+@pytest.mark.parametrize("victim", ["stand-in", "server", "launcher"])
+def test_nothing_is_left_of_forked_ranks(tmp_path, victim):
+    (tmp_path / "script.py").write_text(
+        FORKED + "if os.environ['MINDNLP_DP_RESTART_COUNT'] == '0':\n    sys.exit(1)\n"
+        "Path(f'again_{group.rank}').touch()\ntime.sleep(600)\n"
+    )
+    launcher = subprocess.Popen(command(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py"), cwd=tmp_path)
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not all((tmp_path / f"again_{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    found = processes_of(tmp_path / "logs")
+    servers = [p for p in found if "mindnlp_dp.launch.fork_server" in p.cmdline()]
+    ranks = [int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)]
+    server = next(p for p in servers if p.pid not in ranks)
+    stand_ins = [p for p in found if "mindnlp_dp.launch.worker" in p.cmdline() and "mpirun" not in p.cmdline()[0]]
+    victims = {"stand-in": stand_ins[0].pid, "server": server.pid, "launcher": launcher.pid}
+    os.kill(victims[victim], signal.SIGKILL)
+    assert launcher.wait(TIMEOUT_SECONDS) != 0
+    while left := processes_of(tmp_path / "logs"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

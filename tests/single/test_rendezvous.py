@@ -1,0 +1,260 @@
+"""How a job's hosts know each other, how many ranks they have, and what `mindnlp-dp run` makes of what was typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import time
+
+import pytest
+
+from mindnlp_dp.cli import main
+from mindnlp_dp.launch.engines import LaunchError, NotMetError
+from mindnlp_dp.launch.fork_client import VARIABLE, WorkerCall, stand_in
+from mindnlp_dp.launch.head import Head, Rendezvous
+from mindnlp_dp.launch.host import LocalHost, Report, Try
+from mindnlp_dp.launch.launchers import node_rank_of
+from mindnlp_dp.launch.messages import Connection, WrongPeerError, is_this_host, parse_endpoint, read_token
+from mindnlp_dp.launch.run_options import rendezvous_of
+from mindnlp_dp.launch.sizes import Members, Size
+from mindnlp_dp.launch.verdict import Ended, Status
+from mindnlp_dp.runtime.progress import Progress
+
+TOKEN = b"0123456789abcdef"
+
+
+@pytest.fixture
+def ends():
+    """A server's and a client's end of a connection."""
+    made = []
+
+    def make(of_server=TOKEN, of_client=TOKEN):
+        left, right = socket.socketpair()
+        made.extend([left, right])
+        return Connection(left, of_server, is_server=True), Connection(right, of_client, is_server=False)
+
+    yield make
+    for sock in made:
+        sock.close()
+
+
+def greet(*ends):
+    for _ in range(3):
+        for end in ends:
+            end.flush()
+            assert end.receive() == []
+
+
+def test_messages_arrive_in_order_and_whole(ends):
+    server, client = ends()
+    # Said before they know each other: kept.
+    client.send({"say": "first", "text": "ä" * 100_000})
+    greeted = []
+    while not greeted:
+        server.flush()
+        greeted = server.receive()
+        client.flush()
+        assert client.receive() == []
+    assert greeted == [{"say": "first", "text": "ä" * 100_000}]
+    for number in range(50):
+        server.send({"number": number})
+    assert client.receive() == [{"number": number} for number in range(50)]
+    client.close()
+    with pytest.raises(EOFError):
+        server.receive()
+
+
+@pytest.mark.parametrize("tokens", [(TOKEN, b"f" * 16), (b"f" * 16, TOKEN)])
+def test_who_does_not_know_the_token_is_turned_away(ends, tokens):
+    server, client = ends(*tokens)
+    client.send({"do": "rm"})
+    with pytest.raises(WrongPeerError, match="does not know this job's token"):
+        greet(server, client)
+    assert not server.is_ready
+
+
+@pytest.mark.parametrize("tamper", ["payload", "mac", "again", "left out", "sent back", "length"])
+def test_a_frame_that_somebody_changed_is_refused(ends, tamper):
+    server, client = ends()
+    greet(server, client)
+    client.send({"command": "ls"})
+    frame = server.socket.recv(1 << 16)
+    if tamper == "payload":
+        frame = frame.replace(b"ls", b"rm")
+    elif tamper == "mac":
+        frame = frame[:4] + bytes(32) + frame[36:]
+    elif tamper == "again":
+        frame *= 2
+    elif tamper == "left out":
+        client.send({"command": "second"})
+        frame = server.socket.recv(1 << 16)
+    elif tamper == "length":
+        frame = struct.pack(">I", 1 << 30) + frame[4:]
+    victim, sender = (client, server) if tamper == "sent back" else (server, client)
+    sender.socket.send(frame)
+    with pytest.raises(WrongPeerError):
+        victim.receive()
+
+
+def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    head = Head(Rendezvous("127.0.0.1", port, TOKEN), "1")
+    try:
+        with pytest.raises(LaunchError, match=f"port {port} of the endpoint cannot be listened at"):
+            Head(Rendezvous("127.0.0.1", port, TOKEN), "1")
+        noisy = socket.create_connection(("127.0.0.1", port))
+        noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        silent = socket.create_connection(("127.0.0.1", port))
+        joined = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
+        said = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None}
+        joined.send(said)
+        other = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
+        other.send({**said, "version": "2"})
+        heard, deadline = [], time.monotonic() + 10
+        while (not head.hosts or not any(h["do"] == "over" for h in heard)) and time.monotonic() < deadline:
+            head.pump(0.01)
+            joined.receive()
+            heard += other.receive()
+        assert [host.name for host in head.hosts] == ["b"]
+        assert "it has mindnlp_dp 2, the endpoint's host 1" in heard[-1]["why"]
+        noisy.settimeout(5)
+        with pytest.raises((ConnectionError, AssertionError)):
+            # The greeting, then the end.
+            while noisy.recv(1024):
+                pass
+            raise AssertionError
+        joined.socket.close()
+        head.pump_until(lambda: not head.hosts, 5)
+        assert head.hosts == []
+        silent.close()
+    finally:
+        head.close(0)
+
+
+def test_a_report_comes_over_with_times_of_the_readers_clock():
+    now = time.monotonic()
+    report = Report(
+        {3: Progress(changes=7, pid=1, update=5, has_met=True, changed=now - 2, since=now - 1, loss=0.5, waits_in="x")},
+        {3: Status(1, 5.0, True)}, [Ended(3, -9)], True, [3],
+    )  # fmt: skip
+    again = Report.from_json(json.loads(json.dumps(report.to_json())))
+    assert again.ranks[3].changed == pytest.approx(now - 2, abs=0.5)
+    assert again.ranks[3].since == pytest.approx(now - 1, abs=0.5)
+    assert (again.statuses, again.ended, again.all_ended, again.stopped) == (
+        report.statuses, report.ended, True, [3],
+    )  # fmt: skip
+    assert Report.from_json(json.loads(json.dumps(Report({0: Progress()}).to_json()))).ranks[0].since == 0
+
+
+def test_ranks_of_a_host():
+    this = Try(0, "mpi", ["x"], "logs", [2, 3, 1], index=1)
+    assert (this.num_ranks, list(this.ranks)) == (6, [2, 3, 4])
+
+
+def test_sizes():
+    for wrong in ("0", "2:1", "a", "1:", ":2", "-1", "1:2:3", ""):
+        with pytest.raises(ValueError, match="MIN:MAX"):
+            Size.parse(wrong)
+    local = LocalHost({}, 3)
+    members = Members(local, None, None, nnodes=Size(1, 1), nproc=Size(1, 3), grow_after=0.5)
+    assert members.counts([local]) == [3]
+    for expected in (2, 1, 1):
+        members.lose_a_rank(local)
+        assert members.counts([local]) == [expected]
+    assert not members.could_grow([1])
+    time.sleep(0.6)
+    assert members.could_grow([1])
+    fixed = Members(local, None, None, nnodes=Size(1, 1), nproc=Size(2, 2), grow_after=0.5)
+    fixed.lose_a_rank(local)
+    assert (fixed.counts([local]), fixed.is_elastic) == ([2], False)
+
+
+def test_tokens(tmp_path):
+    path = tmp_path / "token"
+    with pytest.raises(ValueError, match="there is none .* openssl rand -hex 32"):
+        read_token({}, path)
+    path.write_text("0123456789abcdef\n")
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match="can be read by other users: chmod 600"):
+        read_token({}, path)
+    path.chmod(0o600)
+    assert read_token({"MINDNLP_DP_RDZV_TOKEN": "other"}, path) == b"0123456789abcdef"
+    with pytest.raises(ValueError, match="has 5 characters, and needs 16"):
+        read_token({"MINDNLP_DP_RDZV_TOKEN": "short"})
+
+
+@pytest.mark.parametrize("text", ["", ":1", "host:", "host:0", "host:70000", "host:x"])
+def test_wrong_endpoints(text):
+    with pytest.raises(ValueError, match="an endpoint is HOST:PORT"):
+        parse_endpoint(text)
+
+
+def test_whose_endpoint_it_is():
+    assert is_this_host("127.0.0.1")
+    assert is_this_host("localhost")
+    assert not is_this_host("192.0.2.1")  # of no host (RFC 5737)
+    assert not is_this_host("no.such.host.invalid")
+
+
+@pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "MS_NODE_RANK", "SLURM_NODEID"])
+def test_the_number_of_a_host(name):
+    assert node_rank_of({name: "3"}) == 3
+    assert node_rank_of({name: ""}) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--nnodes 2", "--rdzv-endpoint HOST:PORT"),
+        ("--nnodes 2 --standalone --rdzv-endpoint a:1", "--rdzv-endpoint HOST:PORT"),
+        ("--nnodes 2 --rdzv-endpoint a:b:c", "an endpoint is HOST:PORT"),
+        ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf x=1", "--rdzv-conf takes join_timeout"),
+        ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf join_timeout=nan", "--rdzv-conf takes join_timeout"),
+    ],
+)
+def test_what_does_not_fit_together(line, message, capsys, monkeypatch):
+    monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
+    assert main(["run", "--nproc", "1", *line.split(), __file__]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_torchruns_words(monkeypatch):
+    from mindnlp_dp.cli import _parser
+
+    monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
+    words = "--nnodes=1:4 --nproc_per_node=2 --rdzv_id=j --rdzv_endpoint=n0:123 --max-restarts=3 --log_dir=l --tee all"
+    args = _parser().parse_args(["run", *words.split(), "--node_rank", "1", "-m", "pkg.train", "--lr", "1"])
+    assert (args.nnodes, args.nproc, args.max_restarts) == (Size(1, 4), Size(2, 2), 3)
+    assert (args.module, args.script, args.args) == (True, "pkg.train", ["--lr", "1"])
+    meet = rendezvous_of(args)
+    assert (meet.host, meet.port, meet.job, meet.lost_after) == ("n0", 123, "j", 10.0)
+    args = _parser().parse_args(["run", "--nproc", "1", "--nnodes", "2", "--master-addr", "n1", "x.py"])
+    assert (rendezvous_of(args).host, rendezvous_of(args).port) == ("n1", 29400)
+    args = _parser().parse_args(["run", "--nproc", "1", "--standalone", "x.py"])
+    assert rendezvous_of(args) is None
+
+
+def test_nobody_comes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("")
+    line = "run --nproc 1 --nnodes 2 --rdzv-conf join_timeout=0.3 script.py --rdzv-endpoint"
+    assert main([*line.split()[:-2], "--rdzv-endpoint", "127.0.0.1:0", "script.py"]) == 2
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "script.py"]) == NotMetError.exit_code
+    assert f"1 of 2 hosts have come to 127.0.0.1:{port} in 0 s" in capsys.readouterr().err
+    assert main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank", "1", "script.py"]) == 75
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_without_a_fork_server_a_worker_works_itself(tmp_path):
+    assert stand_in({}) is None
+    assert stand_in({VARIABLE: str(tmp_path / "none")}) is None
+    call = WorkerCall.of_this_process()
+    assert (call.folder, call.cores) == (os.getcwd(), sorted(os.sched_getaffinity(0)))
