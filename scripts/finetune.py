@@ -10,6 +10,7 @@ takes a data set from a hub or a folder, --model a pretrained model.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -17,8 +18,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.folders import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.batch_sizes import (
-    accumulation_steps_for,
-    batch_size_per_rank,
+    accumulation_steps_to_keep,
     check_every_rank_has_a_sample,
     for_stages,
 )
@@ -61,13 +61,15 @@ def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataPa
     with as_input_error():
         micro_batch_size = config.micro_batch_size
         if not micro_batch_size:
-            micro_batch_size = batch_size_per_rank(config.global_batch_size, num_ranks)
+            # Of ranks whose number does not divide it, some have one sample less.
+            micro_batch_size = math.ceil(config.global_batch_size / num_ranks)
             micro_batch_size = for_stages(micro_batch_size, mesh.sizes["pp"])
-        accumulation_steps = accumulation_steps_for(config.global_batch_size, micro_batch_size, num_ranks)
+        accumulation_steps = accumulation_steps_to_keep(config.global_batch_size, micro_batch_size * num_ranks)
     return dp.DataParallelArguments(
         output_dir=config.output_dir,
         per_device_train_batch_size=micro_batch_size,
         gradient_accumulation_steps=accumulation_steps,
+        global_batch_size=config.global_batch_size,
         per_device_eval_batch_size=config.eval_batch_size,
         num_train_epochs=config.num_epochs,
         max_steps=config.max_steps,

@@ -172,6 +172,7 @@ else
     parallel mindspore 2 $smoke
     step "failure: interruptions" python -m pytest tests/failure/test_interruptions.py
     step "two hosts" bash tests/two_hosts.sh
+    step "lost hosts" bash tests/lost_hosts.sh
     step "Slurm, where it is installed" bash tests/slurm.sh
   }
   side_by_side ranks inputs others

@@ -5,23 +5,6 @@ from __future__ import annotations
 import math
 
 
-def accumulation_steps_for(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """How many micro steps make up a global batch.
-
-    Raises:
-        ValueError: it does not divide; the message names sizes that do.
-    """
-    together = micro_batch_size * world_size
-    if global_batch_size < 1 or global_batch_size % together:
-        above = together * math.ceil(max(global_batch_size, 1) / together)
-        below = above - together
-        raise ValueError(
-            f"global_batch_size ({global_batch_size}) must be divisible by micro_batch_size ({micro_batch_size}) "
-            f"* world_size ({world_size}) = {together}; use {above}" + (f" or {below}" if below else "")
-        )
-    return global_batch_size // together
-
-
 def batch_size_per_rank(global_batch_size: int, world_size: int) -> int:
     """A rank's part of a global batch in one micro step; ValueError when it does not divide.
 

@@ -41,10 +41,10 @@ def make_report(
     """
     evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
     metrics, args = output.metrics, trainer.args
-    backend, num_data_ranks = "single", args.world_size
+    backend, global_batch_size = "single", args.per_device_train_batch_size * args.gradient_accumulation_steps
     if hasattr(trainer, "whole"):
         # Of a model that is cut, every rank has the digest of the whole.
-        backend, num_data_ranks = trainer.world.backend, trainer.group.world_size
+        backend, global_batch_size = trainer.world.backend, args.global_train_batch_size
         digests = trainer.world.all_gather_object(trainer.whole.digest())
     else:
         digests = [replica_digest(trainer.model)]
@@ -63,7 +63,7 @@ def make_report(
         "train_seconds": metrics["train_seconds"] if is_ours else recorder.train_seconds,
         "train_loss": output.training_loss,
         "steps": output.global_step,
-        "global_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * num_data_ranks,
+        "global_batch_size": global_batch_size,
         "train_samples": len(task.train["labels"]),
         "eval_samples": len(task.test["labels"]),
         "num_labels": len(task.label_names),

@@ -23,14 +23,6 @@ MISTAKES = {
     ),
     "empty split": (GOOD, "text,label\n", [], "test.csv: there are no rows below the header"),
     "one label": ("text,label\na,x\nb,x\n", GOOD, [], "all rows have the label 'x'; there is nothing to tell apart"),
-    "batch does not divide": (
-        GOOD, GOOD, ["--global-batch-size", "30", "--micro-batch-size", "4"],
-        "global_batch_size (30) must be divisible by micro_batch_size (4) * world_size (2) = 8; use 32 or 24",
-    ),
-    "batch does not divide among ranks": (
-        GOOD, GOOD, ["--global-batch-size", "5"],
-        "global_batch_size (5) must be divisible by the 2 ranks; use 6 or 4",
-    ),
 }  # fmt: skip
 
 

@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.data.batch_sizes import (
-    accumulation_steps_for,
-    check_every_rank_has_a_sample,
-)
+from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.sharding import GlobalBatchSampler, epoch_order, plan_updates, split_evenly
 
 SIZES = {
@@ -110,17 +107,6 @@ def test_split_evenly_covers_in_order(num_items, num_parts):
     parts = [range(*split_evenly(num_items, num_parts, part)) for part in range(num_parts)]
     assert [i for part in parts for i in part] == list(range(num_items))
     assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
-
-
-def test_a_batch_that_does_not_divide_names_sizes_that_do():
-    assert accumulation_steps_for(24, 4, 2) == 3
-    message = (
-        r"global_batch_size \(30\) must be divisible by micro_batch_size \(4\) \* world_size \(2\) = 8; use 32 or 24"
-    )
-    with pytest.raises(ValueError, match=message):
-        accumulation_steps_for(30, 4, 2)
-    with pytest.raises(ValueError, match="= 8; use 8$"):
-        accumulation_steps_for(3, 4, 2)
 
 
 def test_errors():

@@ -47,6 +47,13 @@ class DataParallelArguments(TrainingArguments):
         default=True,
         metadata={"help": "Read the training set in another order every epoch, a function of (seed, epoch)."},
     )
+    global_batch_size: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "Samples in an update, of all ranks, whatever their number: in as many micro batches as it takes. "
+            "None: as the other settings make it."
+        },
+    )
     bucket_cap_mb: float = field(
         default=DEFAULT_BUCKET_CAP_MB, metadata={"help": "The most that a bucket of gradients holds, in MiB."}
     )
@@ -94,8 +101,11 @@ class DataParallelArguments(TrainingArguments):
 
     @property
     def global_train_batch_size(self) -> int:
-        """Samples in an update: micro batch * accumulation steps * the ranks that share out the samples."""
-        return self.train_batch_size * self.gradient_accumulation_steps * get_data_group().world_size
+        """Samples in an update: micro batch * accumulation steps * the ranks that share out the samples, if not set."""
+        return (
+            self.global_batch_size
+            or self.train_batch_size * self.gradient_accumulation_steps * get_data_group().world_size
+        )
 
     @property
     def order_seed(self) -> int:
@@ -149,6 +159,8 @@ class DataParallelArguments(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.global_batch_size is not None and self.global_batch_size < 1:
+            raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
         check_zero_stage(self.zero_stage)
         if self.auto_find_batch_size and self.world_size > 1:
             raise ValueError(

@@ -27,7 +27,7 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
     """
     trainer.global_batch_size = None
     loader = trainer.get_train_dataset()
-    wanted, whose = _size_of_an_elastic_job(trainer, loader), "this job's"
+    wanted, whose = _global_batch_size(trainer, loader), "this job's"
     if saved is not None and not trainer.args.ignore_data_skip:
         way_out = "begin the epoch anew with ignore_data_skip=True"
         check_same_data(trainer.args.data_order(loader.num_samples), saved["data"], way_out)
@@ -37,7 +37,7 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
         args.gradient_accumulation_steps = accumulation_steps_to_keep(
             wanted, args.train_batch_size * trainer.group.world_size
         )
-        if trainer.world.is_main:
+        if trainer.world.is_main and trainer.args.global_batch_size is None:
             print(
                 f"training with {whose} global batch of {wanted} samples: gradient_accumulation_steps is "
                 f"{args.gradient_accumulation_steps}"
@@ -47,9 +47,11 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
     return loader
 
 
-def _size_of_an_elastic_job(trainer: Any, loader: Any) -> int:
-    """The global batch of an elastic job with all of its ranks; the loader's in any other."""
+def _global_batch_size(trainer: Any, loader: Any) -> int:
+    """What was set; else that of an elastic job with all of its ranks; the loader's in any other."""
     full, args = full_size(os.environ), trainer.args
+    if args.global_batch_size is not None:
+        return args.global_batch_size
     # Batches that a pipeline brings do not depend on the number of ranks.
     if full is None or loader.global_batch_size != args.global_train_batch_size:
         return loader.global_batch_size

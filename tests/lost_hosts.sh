@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Two hosts on one machine, two network namespaces, train together, started by the same line on each; then one is lost.
+#
+#   bash tests/lost_hosts.sh       needs root and iproute2
+#
+# Passes when an elastic job goes on without the host that was killed, or whose cable was pulled, has both again once it
+# is back, and ends with the weights of an undisturbed one up to rounding; when the endpoint's host is killed, the other
+# one's launcher ends with its ranks; and when no process is left on either.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$ROOT/scripts/environment.sh"
+ensure_environment mpi,quickstart,report,homework,docs,dev
+source "$ROOT/tests/two_namespaces.sh"
+open_two_hosts || exit 0
+export MINDNLP_DP_RDZV_TOKEN PYTHONPATH=$ROOT/tests:$ROOT
+MINDNLP_DP_RDZV_TOKEN=$(python -c 'import secrets; print(secrets.token_hex())')
+port=29400
+
+# start HOST: the line, on that host.
+start() {
+  enter "$1" python -m mindnlp_dp run --nnodes 1:2 --nproc-per-node 1 --backend "$backend" --log-dir "$run/logs" \
+    --rdzv-endpoint "$network.1:$port" --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=4 \
+    "$ROOT/tests/failure/elastic.py" "$run" --updates "$updates" --seconds "$pause" --save-steps 10 >>"$run/$1.out" 2>&1
+}
+
+# until_updates N [RANKS]: until so many updates are done; by so many ranks.
+until_updates() {
+  local waited=0 done=0
+  until [ "$done" -ge "$1" ]; do
+    sleep 0.3
+    done=$(grep -c " ${2:-.}$" "$run/sizes" 2>/dev/null) || done=${done:-0}
+    waited=$((waited + 1))
+    [ $waited -lt 400 ] || { echo "no progress:"; tail -n 30 "$run"/*.out; exit 1; }
+  done
+}
+
+nothing_left() {
+  sleep 1
+  if ip netns pids "$first" | grep . || ip netns pids "$second" | grep .; then
+    echo "processes are left"
+    exit 1
+  fi
+}
+
+# job NAME BACKEND UPDATES PAUSE: a folder for it, its lines on both hosts.
+job() {
+  run=$work/$1 backend=$2 updates=$3 pause=$4 port=$((port + 1))
+  mkdir "$run"
+  start "$first" & head=$!
+  start "$second" & other=$!
+}
+
+# finish: both launchers end with 0, the updates are complete, and the weights are those of the undisturbed job.
+finish() {
+  local name
+  wait $head || { echo "the first host's launcher ended with $?"; tail -n 30 "$run"/*.out; exit 1; }
+  wait $other || { echo "the second host's launcher ended with $?"; tail -n 30 "$run"/*.out; exit 1; }
+  nothing_left
+  python - "$work/undisturbed" "$run" <<'PYTHON'
+import json, sys
+import numpy as np
+whole, run = (np.load(f"{folder}/weights.npz") for folder in sys.argv[1:])
+worst = max(float(abs(whole[name] - run[name]).max()) for name in whole)
+assert worst < 2e-3, f"weights differ by {worst}"
+sizes = json.load(open(f"{sys.argv[2]}/result.json"))["sizes"]
+print(f"  updates by two hosts: {sizes.count(2)}, by one: {sizes.count(1)}; weights within {worst:.1g}")
+PYTHON
+}
+
+echo "undisturbed"
+job undisturbed mpi 60 0
+finish
+for backend in mpi mindspore; do
+  echo "$backend: a host is killed, and comes back"
+  job "killed_$backend" $backend 60 0.3
+  until_updates 15
+  ip netns pids "$second" | xargs kill -9
+  wait $other || true
+  until_updates 3 1
+  start "$second" & other=$!
+  finish
+done
+echo "mpi: a cable is pulled, and put back"
+job cable mpi 60 0.3
+until_updates 15
+ip -n "$first" link set "vA$$" down
+until_updates 3 1
+ip -n "$first" link set "vA$$" up
+finish
+grep -q "nothing was heard of it for 4 s" "$run/$first.out" || { echo "it was not named"; exit 1; }
+echo "mpi: the endpoint's host is killed"
+job head mpi 60 0.3
+until_updates 15
+ip netns pids "$first" | xargs kill -9
+wait $head || true
+code=0
+wait $other || code=$?
+[ $code -eq 75 ] || { echo "the other launcher ended with $code, not 75"; tail -n 30 "$run"/*.out; exit 1; }
+nothing_left
+echo "  the other host's launcher ended with 75, and its ranks with it"
