@@ -42,13 +42,17 @@ class HangWatch:
         self._seen: list[int] = []
         self._stalled, self._looked = 0.0, time.monotonic()
 
-    def look(self, ranks: Sequence[Progress]) -> bool:
-        """Whether they hang. Until all have met, nobody reports anything, and imports take their time."""
+    def look(self, ranks: Sequence[Progress], is_stopped: bool = False) -> bool:
+        """Whether they hang. Until all have met, nobody reports anything, and imports take their time.
+
+        Args:
+            is_stopped: whether some rank's process is (SIGSTOP), so that it does not work, though nobody waits for it.
+        """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _MOST_SECONDS_BETWEEN_LOOKS), now
         changes = [rank.changes for rank in ranks]
         # Where nobody waits, each computes something that takes its time, or has come to its end.
-        if changes != self._seen or not any(rank.waits_in for rank in ranks):
+        if changes != self._seen or not (is_stopped or any(rank.waits_in for rank in ranks)):
             self._seen, self._stalled = changes, 0.0
         else:
             self._stalled += passed
@@ -74,7 +78,7 @@ def name_hang(
     """
     now = time.monotonic()
     running = [number for number in range(len(ranks)) if number not in finished]
-    waiting = [number for number in running if ranks[number].waits_in]
+    waiting = [number for number in running if ranks[number].waits_in and number not in stopped]
     others = [number for number in running if number not in waiting]
     said = [f"the job hangs: no rank has got any further for {timeout:.0f} s."]
     calls: dict[str, list[int]] = {}

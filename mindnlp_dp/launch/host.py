@@ -32,6 +32,7 @@ from .engines import (
     state_of,
 )
 from .environment import host_environment
+from .fork_client import VARIABLE
 from .fork_server import ForkServer
 from .hangs import stacks_of
 from .messages import this_host_name
@@ -205,6 +206,7 @@ class LocalHost:
         this = self._try
         if (
             self._fork_server is None
+            and VARIABLE not in self._environ
             and this is not None
             and this.backend == "mpi"
             and self._environ.get("DEVICE_TARGET", "CPU") == "CPU"

@@ -193,9 +193,9 @@ class Job:
             if not failed and now - looked >= _LOOK_SECONDS:
                 looked = now
                 screen.say(seen.ranks, len(finished))
-                if hangs.look(seen.ranks):
+                stopped = [rank for report in seen.reports for rank in report.stopped]
+                if hangs.look(seen.ranks, bool(stopped)):
                     stacks = {rank: text for host in hosts for rank, text in host.stacks().items()}
-                    stopped = [rank for report in seen.reports for rank in report.stopped]
                     hang = name_hang(
                         seen.ranks, sorted(finished), stacks, stopped, log_dir=self._log_dir, timeout=hangs.timeout
                     )

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Every fault at every moment of a job, under both engines: ended, named, started again, and right in the end?
+
+    python tests/failure/fault_table.py [--backend mpi mindspore] [--fault ...] [--moment ...] [--json FILE]
+
+For each cell a job of two ranks is started with one fault in it (faulty.py), ``--max-restarts 2`` and ``--hang-timeout
+3``. It must name the rank and what became of it, be started again once, and end with an undisturbed job's digest;
+nothing may be left. Printed are the seconds from the fault to the next update, or, where there is none, to the job's
+end, which contain the three seconds of a hang. "!" marks a cell in which something else came out; the exit code is 1
+then. With a fork server (MINDNLP_DP_FORK_SERVER) all tries begin fast. A rank that hangs or is stopped before all have met is named two minutes later, which is not waited for here; one that
+is busy when the others have come to their end may be so for good reasons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from faulty import FAULTS, MOMENTS
+
+from conftest import BACKENDS, ROOT, processes_of
+
+HANG_SECONDS = 3
+NOT_JUDGED = {("stop", "start"), ("hang", "start"), ("hang", "end")}
+# Who fails: rank 0 alone writes checkpoints.
+RANK = {"checkpoint": 0}
+CODES = {"raise": 1, "exit": 3, "kill": 137, "stop": 124, "hang": 124}
+
+
+def run(folder: Path, backend: str, *flags: str) -> tuple[int, str]:
+    folder.mkdir()
+    job = [str(ROOT / "tests/failure/faulty.py"), str(folder), *flags]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend, "--max-restarts", "2",
+            "--hang-timeout", str(HANG_SECONDS), "--tee", "none", "--log-dir", str(folder / "logs"), *job,
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def cell(folder: Path, backend: str, fault: str, moment: str, digest: str) -> tuple[float, str]:
+    """Seconds until it went on, and what is wrong, if anything."""
+    rank = RANK.get(moment, 1)
+    exit_code, said = run(folder, backend, "--fault", fault, "--moment", moment, "--rank", str(rank))
+    ended = time.time()
+    if exit_code:
+        return 0.0, f"exit code {exit_code}: {said[-300:]}"
+    failed = [json.loads(line) for line in (folder / "logs/failures.jsonl").read_text().splitlines()]
+    # In a collective that all have come to, nobody can tell who keeps it from ending.
+    blamed = (0, 1) if (fault, moment) == ("hang", "collective") else (rank,)
+    if len(failed) != 1 or failed[0]["rank"] not in blamed or failed[0]["exit_code"] != CODES[fault]:
+        return 0.0, f"failures {[(f['rank'], f['exit_code'], f['what']) for f in failed]}"
+    if json.loads((folder / "result.json").read_text())["digest"] != digest:
+        return 0.0, "another digest"
+    if left := processes_of(folder):
+        return 0.0, f"left: {left}"
+    at = float((folder / "fault").read_text())
+    updates = [float(line.split()[1]) for line in (folder / "updates").read_text().splitlines()]
+    return min((when for when in updates if when > at), default=ended) - at, ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--fault", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--moment", nargs="+", choices=MOMENTS, default=MOMENTS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results, wrong = [], []
+    with tempfile.TemporaryDirectory() as place:
+        for backend in options.backend:
+            assert run(Path(place, backend), backend)[0] == 0, f"the undisturbed job failed under {backend}"
+            digest = json.loads(Path(place, backend, "result.json").read_text())["digest"]
+            print(f"\n{backend}, {os.cpu_count()} cores; seconds from the fault to the next update")
+            print("| " + " | ".join(["fault", *options.moment]) + " |")
+            print("|" + "---|" * (len(options.moment) + 1), flush=True)
+            for fault in options.fault:
+                shown = []
+                for moment in options.moment:
+                    if (fault, moment) in NOT_JUDGED:
+                        shown.append("")
+                        continue
+                    folder = Path(place, f"{backend}_{fault}_{moment}")
+                    seconds, problem = cell(folder, backend, fault, moment, digest)
+                    shown.append("!" if problem else f"{seconds:.1f}")
+                    results.append({"backend": backend, "fault": fault, "moment": moment, "seconds": seconds,
+                                    "problem": problem})  # fmt: skip
+                    if problem:
+                        wrong.append(f"{backend}, {fault}, {moment}: {problem}")
+                        print(wrong[-1], file=sys.stderr, flush=True)
+                print(f"| {fault} | " + " | ".join(shown) + " |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

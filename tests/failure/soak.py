@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""The quickstart with faults at random moments, many of them, in one elastic job of 1 to 3 ranks.
+
+    python tests/failure/soak.py [--faults 200] [--backend mpi] [--seed 0] [--json FILE]
+
+Each fault hits a rank of the job that has made an update since the last one: SIGKILL, SIGTERM, SIGSTOP (which the job
+must find out as a hang), SIGINT, or SIGKILL to mpirun. When all have happened the job comes to its end undisturbed. It
+must end with 0, all updates done, an accuracy like an undisturbed run's, and nothing left: no process, nothing in
+/dev/shm or the folder of temporary files, no half checkpoint. Prints a summary; the exit code is 1 where something is
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from conftest import BACKENDS, ROOT, processes_of
+from mindnlp_dp.launch.status import read_of_all_hosts
+
+FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+HANG_SECONDS = 2
+
+
+def command(place: Path, backend: str) -> list[str]:
+    return [
+        sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "1:3", "--grow-after", "4", "--max-restarts", "100000",
+        "--hang-timeout", str(HANG_SECONDS), "--backend", backend, "--tee", "none", "--log-dir", str(place / "logs"),
+        str(ROOT / "scripts/finetune.py"), "--config", str(ROOT / "configs/quickstart_cpu.yaml"), "--output-dir",
+        str(place / "out"), "--save-steps", "5",
+    ]  # fmt: skip
+
+
+def left_over() -> set[str]:
+    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+
+
+class Job:
+    """The job, and what happens to it."""
+
+    def __init__(self, place: Path, backend: str, chance: random.Random) -> None:
+        self._logs, self._chance = place / "logs", chance
+        with open(place / "launcher.out", "w") as out:
+            self.launcher = subprocess.Popen(command(place, backend), stdout=out, stderr=out, cwd=place)
+        self._faults = [*FAULTS, *(["mpirun"] if backend == "mpi" else [])]
+        self.happened: collections.Counter[str] = collections.Counter()
+        self.sizes: collections.Counter[int] = collections.Counter()
+        self.seconds: list[float] = []
+
+    def wait_for_updates(self, pids: set[int]) -> list:
+        """Until ranks, none of them of those processes, have made an update; they."""
+        while self.launcher.poll() is None:
+            ranks = read_of_all_hosts(self._logs)
+            are_new = all(rank.has_met and rank.pid and rank.pid not in pids for rank in ranks)
+            if ranks and are_new and ranks[0].samples > 0:
+                return ranks
+            time.sleep(0.02)
+        return []
+
+    def disturb(self) -> bool:
+        """One fault; False: the job has ended."""
+        ranks = self.wait_for_updates(set())
+        time.sleep(self._chance.uniform(0, 1))
+        ranks = read_of_all_hosts(self._logs)
+        how, rank = self._chance.choice(self._faults), self._chance.choice(ranks) if ranks else None
+        if rank is None or self.launcher.poll() is not None:
+            return False
+        try:
+            if how == "mpirun":
+                runs = [p for p in psutil.Process(self.launcher.pid).children() if "mpirun" in p.cmdline()[0]]
+                runs[0].kill()
+            else:
+                os.kill(rank.pid, FAULTS[how])
+        except (ProcessLookupError, psutil.Error, IndexError):
+            # It was between two tries.
+            return True
+        at = time.monotonic()
+        self.happened[how] += 1
+        self.sizes[len(ranks)] += 1
+        if not self.wait_for_updates({other.pid for other in ranks}):
+            return False
+        self.seconds.append(time.monotonic() - at - HANG_SECONDS * (how == "stop"))
+        return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--backend", choices=BACKENDS, default="mpi")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place, before, began = Path(folder), left_over(), time.monotonic()
+        job = Job(place, options.backend, random.Random(options.seed))
+        while sum(job.happened.values()) < options.faults and job.disturb():
+            pass
+        exit_code = job.launcher.wait()
+        said = (place / "launcher.out").read_text()
+        if exit_code:
+            wrong.append(f"exit code {exit_code}: {said[-1000:]}")
+        if sum(job.happened.values()) < options.faults:
+            wrong.append(f"the job was over after {sum(job.happened.values())} faults")
+        report = {}
+        if (place / "out/report.json").exists():
+            report = json.loads((place / "out/report.json").read_text())
+        else:
+            wrong.append("there is no report")
+        wrong += [f"process left: {process}" for process in processes_of(place)]
+        wrong += [f"left: {path}" for path in sorted(left_over() - before)]
+        wrong += [f"half a checkpoint: {path}" for path in (place / "out").glob(".*")]
+        failures = [json.loads(line) for line in (place / "logs/failures.jsonl").read_text().splitlines()]
+    summary = {
+        "backend": options.backend, "faults": dict(job.happened), "ranks_when_it_happened": dict(job.sizes),
+        "failures_recorded": len(failures), "grown": said.count("the job goes on with") - len(failures),
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "seconds_to_the_next_update": {
+            "median": round(statistics.median(job.seconds or [0]), 2), "most": round(max(job.seconds, default=0), 2),
+        },
+        "accuracy": report.get("eval_accuracy"), "updates": report.get("steps"), "wrong": wrong,
+    }  # fmt: skip
+    print(json.dumps(summary, indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(summary, indent=2))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
