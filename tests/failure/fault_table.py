@@ -7,7 +7,9 @@ For each cell a job of two ranks is started with one fault in it (faulty.py), ``
 3``. It must name the rank and what became of it, be started again once, and end with an undisturbed job's digest;
 nothing may be left. Printed are the seconds from the fault to the next update, or, where there is none, to the job's
 end, which contain the three seconds of a hang. "!" marks a cell in which something else came out; the exit code is 1
-then. With a fork server (MINDNLP_DP_FORK_SERVER) all tries begin fast. A rank that hangs or is stopped before all have met is named two minutes later, which is not waited for here; one that
+then. With a fork server (MINDNLP_DP_FORK_SERVER) all tries begin fast.
+
+A rank that hangs or is stopped before all have met is named two minutes later, which is not waited for here; one that
 is busy when the others have come to their end may be so for good reasons.
 """
 
