@@ -6,6 +6,7 @@ nobody watches them; it is asked for a while whether it is there again.
 
 from __future__ import annotations
 
+import secrets
 import selectors
 import socket
 import sys
@@ -70,7 +71,7 @@ class Agent:
         self._host = LocalHost(environ, slots)
         self._join = {
             "say": "join", "name": this_host_name(), "slots": slots, "job": rendezvous.job, "version": version,
-            "node_rank": node_rank,
+            "node_rank": node_rank, "launcher": secrets.token_hex(8),
         }  # fmt: skip
         self._connection: Optional[Connection] = None
 

@@ -47,12 +47,14 @@ class RemoteHost:
     """A host that has joined.
 
     Attributes:
+        launcher: an identity of its launcher, which it keeps when it comes again.
         lost: why it does nothing any more; "" while it does.
     """
 
     def __init__(self, head: Head, connection: Connection, said: dict[str, Any]) -> None:
         self._head, self._connection = head, connection
         self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
+        self.launcher = str(said["launcher"])
         self.address = connection.socket.getpeername()[0]
         # By which it reaches the first host.
         self.address_of_head = connection.socket.getsockname()[0]
@@ -119,6 +121,9 @@ class RemoteHost:
 class Head:
     """Listens at the endpoint.
 
+    Args:
+        one_a_host: turn away a second launcher of a host, whose ranks MPI could not tell from the first one's.
+
     Attributes:
         hosts: those that have joined and are not lost, in the order of their node ranks, else as they came.
 
@@ -126,8 +131,8 @@ class Head:
         LaunchError: the port cannot be listened at.
     """
 
-    def __init__(self, rendezvous: Rendezvous, version: str) -> None:
-        self._rendezvous, self._version = rendezvous, version
+    def __init__(self, rendezvous: Rendezvous, version: str, *, one_a_host: bool = False) -> None:
+        self._rendezvous, self._version, self._one_a_host = rendezvous, version, one_a_host
         self.hosts: list[RemoteHost] = []
         self._strangers: dict[Connection, float] = {}
         self._by_connection: dict[Connection, RemoteHost] = {}
@@ -214,11 +219,18 @@ class Head:
             connection.send({"do": "over", "code": 0 if host is not None else 1})
             connection.close()
             return None
+        for host in self.hosts:
+            if host.launcher == said["launcher"]:
+                # Whose end of the connection broke; ours does not know it yet.
+                host.lost = "its launcher came again"
+        self.hosts = [host for host in self.hosts if not host.lost]
         wrong = ""
         if said["version"] != self._version:
             wrong = f"it has mindnlp_dp {said['version']}, the endpoint's host {self._version}"
         elif said["job"] != self._rendezvous.job:
             wrong = f"its job is {said['job']!r}, the endpoint's {self._rendezvous.job!r} (--rdzv-id)"
+        elif self._one_a_host and self._has_launcher(connection):
+            wrong = "this host has a launcher of this job already; start one on each, with --nproc-per-node"
         if wrong:
             connection.send({"do": "over", "code": 2, "why": wrong})
             connection.close()
@@ -228,6 +240,11 @@ class Head:
         self.hosts.append(host)
         self.hosts.sort(key=lambda h: float("inf") if h.node_rank is None else h.node_rank)
         return host
+
+    def _has_launcher(self, connection: Connection) -> bool:
+        """Whether who calls is on this host, or on one that is there."""
+        theirs, ours = connection.socket.getpeername()[0], connection.socket.getsockname()[0]
+        return theirs == ours or any(host.address == theirs for host in self.hosts)
 
     def close(self, code: int) -> None:
         """Tell all that the job is over, with this exit code."""

@@ -133,11 +133,6 @@ class Job:
         others = [host for host in hosts if isinstance(host, RemoteHost)]
         # The first host's as the others see it; the endpoint's may be that of a service in front of it.
         addresses = [others[0].address_of_head, *(host.address for host in others)] if others else []
-        if self._backend == "mpi" and len(set(addresses)) < len(addresses):
-            raise LaunchError(
-                f"two launchers of this job are on one host ({', '.join(addresses)}), which MPI cannot tell apart; "
-                "start one on each, with --nproc-per-node"
-            )
         this = Try(
             self._number, self._backend, self._command, str(self._log_dir.absolute()), members.counts(hosts), addresses,
             port=free_port(), remote_shell=self._remote_shell,

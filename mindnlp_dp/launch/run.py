@@ -106,7 +106,7 @@ def _lead(
     meet: Optional[Rendezvous],
 ) -> int:
     """Lead the job from here, whose hosts and ranks on each are ``sizes``; ``meet``: where others may join."""
-    head, code = None if meet is None else Head(meet, __version__), 1
+    head, code = None if meet is None else Head(meet, __version__, one_a_host=backend == "mpi"), 1
     members = Members(local, head, meet, nnodes=sizes[0], nproc=sizes[1], grow_after=options.grow_after)
     job = Job(
         command, backend, members, log_dir=log_dir, options=options, pump=time.sleep if head is None else head.pump,

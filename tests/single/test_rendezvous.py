@@ -110,10 +110,10 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting():
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         silent = socket.create_connection(("127.0.0.1", port))
         joined = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        said = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None}
+        said = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None, "launcher": "x"}
         joined.send(said)
         other = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
-        other.send({**said, "version": "2"})
+        other.send({**said, "version": "2", "launcher": "y"})
         heard, deadline = [], time.monotonic() + 10
         while (not head.hosts or not any(h["do"] == "over" for h in heard)) and time.monotonic() < deadline:
             head.pump(0.01)
@@ -127,9 +127,19 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting():
             while noisy.recv(1024):
                 pass
             raise AssertionError
-        joined.socket.close()
+        # The same launcher over another connection: its first one is forgotten.
+        again = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
+        again.send(said)
+        first, deadline = head.hosts[0], time.monotonic() + 10
+        while head.hosts != [] and head.hosts[0] is first and time.monotonic() < deadline:
+            head.pump(0.01)
+            again.receive()
+        assert (len(head.hosts), first.lost) == (1, "its launcher came again")
+        assert head.hosts[0] is not first
+        again.socket.close()
         head.pump_until(lambda: not head.hosts, 5)
         assert head.hosts == []
+        joined.socket.close()
         silent.close()
     finally:
         head.close(0)
