@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from mindnlp_dp import cli
+from mindnlp_dp.launch.engines import LaunchError, NotMetError
 from mindnlp_dp.text_classification.config import FinetuneConfig, InputError, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,14 +144,15 @@ def indexed(documents, job):
 
 
 def failures(rules, containers):
-    if [rule["action"] for rule in rules] != ["Ignore", "FailJob"]:
-        yield "disruptions are ignored, and then some exit codes fail the job"
+    if [rule["action"] for rule in rules] != ["Ignore", "FailJob", "Ignore"]:
+        yield "disruptions are ignored, then some exit codes fail the job, and others are ignored"
     for rule in rules:
         if ("onExitCodes" in rule) == ("onPodConditions" in rule):
             yield "a rule is about exit codes or about conditions"
-        codes = rule.get("onExitCodes", {"operator": "In", "values": [2]})
-        if codes["values"] != [2] or codes["operator"] != "In":
-            yield "exit code 2 is wrong usage; other codes may go well the next time"
+        code = LaunchError.exit_code if rule["action"] == "FailJob" else NotMetError.exit_code
+        codes = rule.get("onExitCodes", {"operator": "In", "values": [code]})
+        if codes["values"] != [code] or codes["operator"] != "In":
+            yield "exit code 2 is wrong usage, 75 a first host that is gone; others may go well the next time"
         if rule.get("onExitCodes", {"containerName": "ranks"})["containerName"] not in [c["name"] for c in containers]:
             yield "a rule is about another container"
         conditions = rule.get("onPodConditions", [{"type": "DisruptionTarget", "status": "True"}])
