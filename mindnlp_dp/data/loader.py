@@ -28,11 +28,11 @@ import numpy as np
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 
-from .batch_sizes import largest_divisor
+from .batch_sizes import accumulation_steps_to_keep, largest_divisor
 from .batches import Batch, Collator, Columns, as_arrays, default_collate, num_rows
 from .same_samples import check_same_samples
 from .sharding import GlobalBatchSampler, split_evenly
-from .source import checked_row, indexed_source, is_batched, is_mindspore_dataset, seeded_iterator
+from .source import brings_batches, checked_row, indexed_source, is_mindspore_dataset, seeded_iterator
 
 
 class IndexedLoader:
@@ -67,6 +67,12 @@ class IndexedLoader:
     def global_batch_size(self) -> int:
         """Samples in an update, over all ranks."""
         return self.sampler.global_batch_size
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro batches of a rank in a full update."""
+        sampler = self.sampler
+        return accumulation_steps_to_keep(self.global_batch_size, sampler.micro_batch_size * sampler.world_size)
 
     def __len__(self) -> int:
         """Windows in an epoch."""
@@ -108,7 +114,9 @@ class PipelineLoader:
         seed: int = 0,
         uneven: str = "keep",
         readers: Optional[ProcessGroup] = None,
+        num_samples: Optional[int] = None,
     ) -> None:
+        self._num_samples = num_samples
         self._open_batches = open_batches
         self._group = group
         self._readers = readers or group
@@ -124,9 +132,16 @@ class PipelineLoader:
         return self._batch_size * self._accumulation_steps
 
     @property
+    def micro_steps(self) -> int:
+        """Micro batches of a rank in a full update."""
+        return self._accumulation_steps
+
+    @property
     def num_samples(self) -> Optional[int]:
-        """An upper bound where batches may be short; None for a stream."""
-        return None if self._num_batches is None else self._num_batches * self._batch_size
+        """An upper bound where the pipeline's own batches may be short; None for a stream."""
+        if self._num_samples is not None or self._num_batches is None:
+            return self._num_samples
+        return self._num_batches * self._batch_size
 
     @property
     def order(self) -> dict[str, Any]:
@@ -222,9 +237,12 @@ def make_loader(
                 f"{group.world_size} ranks once more. Build it without num_shards and shard_id; the trainer shards it"
             )
         # A pipeline that the user has batched keeps its batches: they are the global micro batches.
-        pipeline = (
-            dataset if dataset.get_batch_size() > 1 or is_batched(dataset) else dataset.batch(global_micro_batch_size)
-        )
+        num_samples = None
+        if brings_batches(dataset):
+            pipeline = dataset
+        else:
+            num_samples = readers.call_on_main(dataset.get_dataset_size, "counting the data pipeline's samples")
+            pipeline = dataset.batch(global_micro_batch_size)
 
         size = pipeline.get_batch_size()
         if global_batch_size is not None:
@@ -249,6 +267,7 @@ def make_loader(
             seed=seed,
             uneven=uneven,
             readers=readers,
+            num_samples=num_samples if num_samples and num_batches > 0 else None,
         )
     if not hasattr(dataset, "__iter__"):
         raise TypeError(

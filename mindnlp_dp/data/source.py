@@ -25,6 +25,11 @@ def mapped(dataset: Any, map_fn: Any) -> Any:
     return dataset.map(map_fn, getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None))
 
 
+def brings_batches(dataset: Any) -> bool:
+    """Whether this is a MindSpore pipeline that its user has batched: those are the global micro batches."""
+    return is_mindspore_dataset(dataset) and (dataset.get_batch_size() > 1 or is_batched(dataset))
+
+
 def is_batched(dataset: Any) -> bool:
     from mindspore.dataset import BatchDataset, PaddedBatchDataset
 

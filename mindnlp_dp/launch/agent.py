@@ -166,12 +166,23 @@ class Agent:
         elif do == "prepare":
             self._host.prepare_restart()
         elif do == "answer":
-            answer = self._host.stacks() if order["what"] == "stacks" else self._host.tail(order["rank"])
-            self._say(say="answer", answer=answer)
+            self._say(say="answer", answer=self._answer(order))
         elif do == "end":
             report = self._host.look()
             self._host.end()
             self._say(say="ended", **{"try": order["number"]}, report=report.to_json())
+
+    def _answer(self, question: Mapping[str, Any]) -> Any:
+        if question["what"] == "stacks":
+            return self._host.stacks()
+        if question["what"] == "tail":
+            return self._host.tail(question["rank"])
+        try:
+            self._host.clear(question["log_dir"], question["number"])
+        except LaunchError as error:
+            self._say(say="leave", why=str(error))
+            raise
+        return True
 
     def _say(self, **message: Any) -> None:
         assert self._connection is not None

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
@@ -134,7 +134,7 @@ def grace_seconds(environ: Mapping[str, str]) -> float:
     return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
 
 
-def end(processes: list[Process], grace: float) -> None:
+def end(processes: list[Process], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """End what still runs: politely, then, after a grace period, for good."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
@@ -142,14 +142,14 @@ def end(processes: list[Process], grace: float) -> None:
                 _signal_session(process.popen.pid, number)
         deadline = time.monotonic() + grace
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+            sleep(POLL_SECONDS)
 
 
-def end_ranks(pids: Sequence[int], grace: float) -> None:
+def end_ranks(pids: Sequence[int], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """See to it that ranks, which may be another launcher's children, have ended when this returns."""
     deadline = time.monotonic() + grace
     while (left := [pid for pid in pids if _is_a_rank(pid)]) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS / 5)
+        sleep(POLL_SECONDS / 5)
     for pid in left:
         try:
             os.kill(pid, signal.SIGKILL)

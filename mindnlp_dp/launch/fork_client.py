@@ -17,6 +17,14 @@ from typing import Optional
 # Names the server's socket.
 VARIABLE = "MINDNLP_DP_FORK_SERVER"
 NUM_STREAMS = 3
+# Those that are installed are imported by the server.
+PRELOADED = ("mpi4py", "mindspore", "mindnlp.engine", "mindnlp.transformers", "datasets")
+# What it says when it has forked.
+FORKED = b"+"
+_PATIENCE_SECONDS = 10.0
+# In the log folder: what rank 0's script had changed in its environment when ranks met. Where imports would not have
+# changed the same, a server that has imported before is none for this script.
+ENVIRON_CHANGES = "environ_changes.json"
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,18 @@ class WorkerCall:
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
+        # Ranks read nothing, and what mpirun gives to the stand-in is not closed for this process.
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environ)
         os.environ.pop(VARIABLE, None)
         os.sched_setaffinity(0, self.cores)
         sys.argv = self.argv
+        # In its place comes the script's folder.
+        sys.path.insert(0, "")
 
 
 def stand_in(environ: Mapping[str, str]) -> Optional[int]:
@@ -52,7 +66,7 @@ def stand_in(environ: Mapping[str, str]) -> Optional[int]:
     None where there is no server, or it is not ready: the worker does its work itself.
     """
     path = environ.get(VARIABLE)
-    if not path:
+    if not path or _hides_a_module():
         return None
     connection = socket.socket(socket.AF_UNIX)
     try:
@@ -61,13 +75,36 @@ def stand_in(environ: Mapping[str, str]) -> Optional[int]:
         return None
     call = vars(WorkerCall.of_this_process()) | {"streams": ()}
     with connection:
-        socket.send_fds(connection, [b"?"], range(NUM_STREAMS))
-        connection.sendall(json.dumps(call).encode() + b"\n")
+        connection.settimeout(_PATIENCE_SECONDS)
+        try:
+            socket.send_fds(connection, [b"?"], range(NUM_STREAMS))
+            connection.sendall(json.dumps(call).encode() + b"\n")
+            if connection.recv(1) != FORKED:
+                return None
+        except OSError:
+            # It is there, and does nothing.
+            return None
+        connection.settimeout(None)
         answer = b""
         while part := connection.recv(64):
             answer += part
     # A server that is gone has taken its children with it.
     return int(answer) if answer else -signal.SIGKILL
+
+
+def _hides_a_module() -> bool:
+    """Whether a module beside the script has the name of one that the server has imported from elsewhere."""
+    # worker LOG_DIR NPROC -- COMMAND...
+    command = sys.argv[4:] or ["-m"]
+    folder = os.getcwd() if command[0] == "-m" else os.path.dirname(os.path.abspath(command[0]))
+    names = {name.partition(".")[0] for name in PRELOADED}
+    return any(os.path.exists(os.path.join(folder, name + end)) for name in names for end in ("", ".py"))
+
+
+def changes_of(before: Mapping[str, str]) -> set[str]:
+    """The variables that this process has set, changed or removed in its environment since."""
+    now = dict(os.environ)
+    return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
 def leave_as(code: int) -> None:

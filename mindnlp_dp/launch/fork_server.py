@@ -16,7 +16,9 @@ import array
 import importlib
 import json
 import os
+import random
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,13 +30,14 @@ from pathlib import Path
 from typing import Any, Optional
 
 from .engines import end_with_the_parent
-from .environment import clean_environment
-from .fork_client import NUM_STREAMS, VARIABLE, WorkerCall
+from .environment import CLUSTER_VARIABLES, clean_environment
+from .fork_client import ENVIRON_CHANGES, FORKED, NUM_STREAMS, PRELOADED, VARIABLE, WorkerCall, changes_of
 from .worker import run
 
-# Those that are installed are imported.
-PRELOADED = ("mpi4py", "mindspore", "mindnlp.engine", "mindnlp.transformers", "datasets")
 _KILLED_AT_ITS_END = signal.SIGKILL
+# Less than what launchers grant to ranks.
+_GRACE_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
 
 
 class _Server:
@@ -52,10 +55,12 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._children: dict[socket.socket, int] = {}
+        # Those that were asked to end, and when they are made to.
+        self._asked: dict[int, float] = {}
 
     def serve(self) -> WorkerCall:
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(_LOOK_SECONDS if self._asked else None):
                 if key.fileobj is self._listening:
                     call = self._answer(self._listening.accept()[0])
                     if call is not None:
@@ -65,6 +70,9 @@ class _Server:
                 else:
                     self._end_child_of(key.fileobj)
             self._reap()
+            for pid, when in self._asked.items():
+                if time.monotonic() > when:
+                    _signal_group(pid, signal.SIGKILL)
 
     def _answer(self, connection: socket.socket) -> Optional[WorkerCall]:
         """In the child, the call; None in the server."""
@@ -80,7 +88,14 @@ class _Server:
                 os.close(stream)
             self._children[connection] = pid
             self._selector.register(connection, selectors.EVENT_READ)
+            try:
+                connection.sendall(FORKED)
+            except OSError:
+                # The stand-in has lost its patience, and works itself.
+                _signal_group(pid, signal.SIGKILL)
             return None
+        # As mpirun has it for the ranks that it starts: what a rank starts ends with it.
+        os.setpgid(0, 0)
         end_with_the_parent(_KILLED_AT_ITS_END)
         if os.getppid() != server:
             os._exit(1)
@@ -97,7 +112,8 @@ class _Server:
         """Its stand-in says nothing more: it was ended, and the child is to end, too."""
         pid = self._children.get(connection)
         if pid is not None:
-            os.kill(pid, signal.SIGKILL)
+            _signal_group(pid, signal.SIGTERM)
+            self._asked[pid] = time.monotonic() + _GRACE_SECONDS
         self._selector.unregister(connection)
 
     def _reap(self) -> None:
@@ -106,6 +122,8 @@ class _Server:
             if not ended:
                 continue
             del self._children[connection]
+            if self._asked.pop(pid, None) is not None:
+                _signal_group(pid, signal.SIGKILL)
             if connection in self._selector.get_map():
                 self._selector.unregister(connection)
             try:
@@ -113,6 +131,17 @@ class _Server:
             except OSError:
                 pass
             connection.close()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    """A child's, and what it has started; right behind the fork it may not have one yet."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
 
 
 def _receive(connection: socket.socket) -> WorkerCall:
@@ -152,23 +181,41 @@ class ForkServer:
     def end(self) -> None:
         self._popen.kill()
         self._popen.wait()
-        Path(self._socket).unlink(missing_ok=True)
-        os.rmdir(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _others_changes(log_dir: Path, of_imports: set[str]) -> list[str]:
+    """Variables that the job's script has changed, and imports do not."""
+    try:
+        of_script = json.loads((log_dir / ENVIRON_CHANGES).read_text())
+    except (OSError, ValueError):
+        return []
+    # MindSpore sets these when it is imported by a rank of MPI.
+    return sorted(set(of_script) - of_imports - set(CLUSTER_VARIABLES))
 
 
 def main() -> None:
     """Import, serve; a child then is the worker that was called."""
     path = sys.argv[1]
+    # What stands in this folder is the user's, and not what is meant.
+    del sys.path[0]
+    before = dict(os.environ)
     for name in PRELOADED:
         try:
             importlib.import_module(name)
         except ImportError:
             print(f"{name} cannot be imported here; children import it themselves")
+    if len(sys.argv) > 2 and (other := _others_changes(Path(sys.argv[2]), changes_of(before))):
+        print(f"the script sets {', '.join(other)} before it imports: its ranks import as ever")
+        return
     # Nobody finds the socket before it is ready.
     server = _Server(path)
     print(f"ready after {time.process_time():.1f} s of CPU", flush=True)
     call = server.serve()
     call.take_over()
+    if "numpy" in sys.modules:
+        # Python's own generator is another one in each child anyway.
+        sys.modules["numpy"].random.seed(random.getrandbits(32))
     run()
 
 

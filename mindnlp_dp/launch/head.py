@@ -7,7 +7,7 @@ end (:mod:`mindnlp_dp.launch.agent`). One thread does it all: whoever waits, wai
 
 from __future__ import annotations
 
-import selectors
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -16,11 +16,14 @@ from typing import Any, Optional
 
 from .engines import LaunchError
 from .host import Report, Try
-from .messages import Connection, WrongPeerError
+from .messages import Connection
 
 _BEAT_SECONDS = 1.0
 _GREETING_SECONDS = 5.0
-_ENDING_SECONDS = 5.0
+# Behind what a host needs for it, with devices: engines.py.
+_ENDING_SECONDS = 30.0
+# Who have not shown yet that they know the token.
+_MOST_STRANGERS = 64
 _ANSWER_SECONDS = 3.0
 
 
@@ -81,6 +84,11 @@ class RemoteHost:
                 self._connection.send(order)
             except OSError as error:
                 self.lost = f"the connection to it broke ({error})"
+
+    def clear(self, log_dir: str, number: int) -> None:
+        answer = self._ask(what="clear", log_dir=log_dir, number=number)
+        if answer is None and not self.lost:
+            self.lost = "it does not answer"
 
     def start(self, this: Try) -> None:
         self._number, self._report, self._has_ended = this.number, Report(), False
@@ -150,10 +158,8 @@ class Head:
 
     def pump(self, seconds: float) -> None:
         """Hear what hosts say, for so long at most; shorter where one says something."""
-        sockets = [self._listening, *(c.socket for c in (*self._strangers, *self._by_connection))]
-        ready = _readable(sockets, seconds)
-        if self._listening in ready:
-            self._accept()
+        self._wait([self._listening, *(c.socket for c in (*self._strangers, *self._by_connection))], seconds)
+        self._accept()
         for connection in [*self._strangers, *self._by_connection]:
             self._hear(connection)
         now = time.monotonic()
@@ -179,10 +185,22 @@ class Head:
         while not is_done() and (left := deadline - time.monotonic()) > 0:
             self.pump(min(left, 0.05))
 
+    @staticmethod
+    def _wait(sockets: list[socket.socket], seconds: float) -> None:
+        """Until one can be read. By poll, which takes any descriptor, and needs none."""
+        poll = select.poll()
+        for sock in sockets:
+            poll.register(sock, select.POLLIN)
+        poll.poll(1000 * seconds)
+
     def _accept(self) -> None:
         try:
             sock, _ = self._listening.accept()
         except OSError:
+            # Nobody has called, or there are no descriptors left for who has.
+            return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            sock.close()
             return
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(sock, self._rendezvous.token, is_server=True)
@@ -201,7 +219,7 @@ class Head:
                     host.hear(message)
                 else:
                     host = self._welcome(connection, message)
-        except (WrongPeerError, EOFError, OSError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 -- whatever another program says, the job does not end by it
             why = "its launcher has ended" if isinstance(error, EOFError) else f"the connection to it broke ({error})"
             if host is not None:
                 host.lost = host.lost or why
@@ -251,11 +269,3 @@ class Head:
         for host in list(self._by_connection.values()):
             host.dismiss(code)
         self._listening.close()
-
-
-def _readable(sockets: list[socket.socket], seconds: float) -> list[Any]:
-    # Not select.select, which takes no descriptors above 1023.
-    with selectors.DefaultSelector() as selector:
-        for sock in sockets:
-            selector.register(sock, selectors.EVENT_READ)
-        return [key.fileobj for key, _ in selector.select(seconds)]

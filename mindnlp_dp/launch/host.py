@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
@@ -21,6 +21,7 @@ from mindnlp_dp.runtime.progress import Progress
 from .engines import (
     GRACE_SECONDS,
     Cluster,
+    LaunchError,
     Process,
     end,
     end_ranks,
@@ -36,7 +37,7 @@ from .fork_client import VARIABLE
 from .fork_server import ForkServer
 from .hangs import stacks_of
 from .messages import this_host_name
-from .restarts import put_logs_aside
+from .restarts import forget_earlier_jobs, put_logs_aside
 from .status import progress_file
 from .verdict import Ended, Status, read_statuses, tail
 
@@ -138,12 +139,13 @@ class LocalHost:
     Attributes:
         name: its name.
         slots: how many ranks it takes at most.
+        sleep: how it waits; the first host hears others meanwhile.
     """
 
     lost = ""
 
-    def __init__(self, environ: Mapping[str, str], slots: int) -> None:
-        self.name, self.slots = this_host_name(), slots
+    def __init__(self, environ: Mapping[str, str], slots: int, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.name, self.slots, self.sleep = this_host_name(), slots, sleep
         self._environ = dict(environ)
         self._processes: list[Process] = []
         self._daemons: list[Process] = []
@@ -153,19 +155,37 @@ class LocalHost:
         self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
         self._has_ended = True
 
+    def clear(self, log_dir: str, number: int) -> None:
+        """Put aside what the try before this one has written; before the first, forget what earlier jobs have.
+
+        On all hosts before any begins, for they may share the folder.
+
+        Raises:
+            LaunchError: the folder cannot be written to.
+        """
+        folder = Path(log_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if number:
+                put_logs_aside(folder, number)
+            else:
+                forget_earlier_jobs(folder)
+        except OSError as error:
+            raise LaunchError(f"the log folder {log_dir} of {self.name} cannot be written to: {error}") from None
+
     def start(self, this: Try) -> None:
         """Start its ranks of a try.
 
         Raises:
-            LaunchError: the engine is not there.
+            LaunchError: the engine is not there, or the log folder cannot be written to.
         """
         self._try, self._processes, self._daemons = this, [], []
         log_dir = Path(this.log_dir)
-        log_dir.mkdir(parents=True, exist_ok=True)
-        if this.number:
-            put_logs_aside(log_dir, this.number)
         self._looked, self._changed, self._statuses, self._has_ended = 0.0, 0, {}, False
-        progress.create(log_dir / progress_file(this.index), this.num_ranks)
+        try:
+            progress.create(log_dir / progress_file(this.index), this.num_ranks)
+        except OSError as error:
+            raise LaunchError(f"the log folder {log_dir} of {self.name} cannot be written to: {error}") from None
         if this.backend == "mpi" and this.index:
             # The first host's mpirun asks for what it needs here: :meth:`run_daemon`.
             return
@@ -211,7 +231,10 @@ class LocalHost:
             and this.backend == "mpi"
             and self._environ.get("DEVICE_TARGET", "CPU") == "CPU"
         ):
-            self._fork_server = ForkServer(self._environ, Path(this.log_dir))
+            try:
+                self._fork_server = ForkServer(self._environ, Path(this.log_dir))
+            except OSError as error:
+                print(f"there is no fork server for the next try, which imports as ever: {error}", file=sys.stderr)
 
     def look(self) -> Report:
         """How its ranks are. Cheap enough to be asked many times a second."""
@@ -221,7 +244,11 @@ class LocalHost:
         log_dir, now = Path(this.log_dir), time.monotonic()
         # Opening as many files as there are ranks, many times a second, costs more than to ask whether there is a new
         # one. Two that come within a tick of the file system's clock are told apart by the next look.
-        changed = os.stat(log_dir).st_mtime_ns
+        try:
+            changed = os.stat(log_dir).st_mtime_ns
+        except OSError:
+            # Somebody has removed it; ranks go on, and so does the job.
+            changed = 0
         if changed != self._changed or now - self._looked >= _LOOK_SECONDS or not self._looked:
             self._looked, self._changed = now, changed
             self._statuses = read_statuses(log_dir, this.ranks)
@@ -256,8 +283,8 @@ class LocalHost:
         if self._has_ended:
             return
         grace = grace_seconds(self._environ)
-        end([*self._processes, *self._daemons], grace)
-        end_ranks([rank.pid for rank in self._ranks().values() if rank.pid], GRACE_SECONDS)
+        end([*self._processes, *self._daemons], grace, self.sleep)
+        end_ranks([rank.pid for rank in self._ranks().values() if rank.pid], GRACE_SECONDS, self.sleep)
         if self._log is not None:
             self._log.close()
         self._looked, self._has_ended = 0.0, True

@@ -17,7 +17,7 @@ from typing import Optional
 
 from mindnlp_dp.runtime.progress import Progress
 
-from .engines import POLL_SECONDS, LaunchError
+from .engines import POLL_SECONDS
 from .environment import free_port, try_environment
 from .hangs import HangWatch, name_hang
 from .head import RemoteHost
@@ -93,11 +93,6 @@ class Job:
         Raises:
             LaunchError: it cannot be started as asked.
         """
-        try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-            self._restarts.forget_earlier_jobs()
-        except OSError as error:
-            raise LaunchError(f"the log folder {self._log_dir} cannot be written to: {error}") from None
         while True:
             hosts = self._members.gather()
             this = self._next_try(hosts)
@@ -106,6 +101,7 @@ class Job:
             seconds = time.monotonic() - began
             self._number += 1
             if grows:
+                self._restarts.got_on()
                 continue
             if failure is None:
                 return 0
@@ -147,6 +143,8 @@ class Job:
 
     def _run_once(self, hosts: Sequence[Host], this: Try) -> tuple[Optional[Failure], bool]:
         """How a try failed, None where it did not; and whether it was ended in order to grow."""
+        for host in hosts:
+            host.clear(this.log_dir, this.number)
         for attempt in range(2):
             try:
                 # The first host's mpirun asks the others for its daemons: they have to know the try by then.
@@ -156,10 +154,10 @@ class Job:
             finally:
                 for host in hosts:
                     host.end()
-            if grows:
-                return None, True
             # Those that had to be ended may have had their say by then.
             statuses = self._look(hosts, this).statuses
+            if grows and [status.exit_code for status in statuses.values()] != [0] * this.num_ranks:
+                return None, True
             failure = hang or self._verdict(hosts, this, replace(self._seen, statuses=statuses))
             # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
             # to start").
@@ -229,7 +227,8 @@ class Job:
             seen.reports.append(report)
             seen.statuses.update(report.statuses)
             for rank, so_far in report.ranks.items():
-                seen.ranks[rank] = so_far
+                if rank < this.num_ranks:
+                    seen.ranks[rank] = so_far
         return seen
 
     def _verdict(self, hosts: Sequence[Host], this: Try, seen: _Seen) -> Optional[Failure]:

@@ -47,13 +47,14 @@ def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes
         try:
             if stat.S_IMODE(path.stat().st_mode) & 0o077:
                 raise ValueError(f"{path} can be read by other users: chmod 600 {path}")
-            text = path.read_text(encoding="utf-8").strip()
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"hosts of a job know each other by a token, and there is none ({error}). Make one, "
                 f"(umask 077; mkdir -p {path.parent}; openssl rand -hex 32 > {path}), and copy it to every host, or "
                 f"set {TOKEN_VARIABLE} to the same on each"
             ) from None
+    text = text.strip()
     if len(text) < SHORTEST_TOKEN:
         raise ValueError(f"the token has {len(text)} characters, and needs {SHORTEST_TOKEN}: openssl rand -hex 32")
     return text.encode()

@@ -6,6 +6,7 @@ Goes in: failures, and how far the job had got. Comes out: seconds to wait, or t
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Optional
@@ -23,7 +24,7 @@ _WRITTEN = ("worker_*.log", "worker_*.status", "worker_*.stacks", "launcher*.log
 def put_logs_aside(log_dir: Path, number: int) -> None:
     """What the try before number ``number`` has written, into a folder of its own."""
     folder = log_dir / f"try_{number}"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for pattern in _WRITTEN:
         for path in log_dir.glob(pattern):
             try:
@@ -31,6 +32,16 @@ def put_logs_aside(log_dir: Path, number: int) -> None:
             except FileNotFoundError:
                 # Another host's launcher has, in a folder that they share.
                 pass
+
+
+def forget_earlier_jobs(log_dir: Path) -> None:
+    """Remove what earlier jobs have left in the log folder, and nothing else: their ranks' ends are not this job's."""
+    for folder in [log_dir, *filter(Path.is_dir, log_dir.glob("try_*"))]:
+        for pattern in (*_WRITTEN, RECORD, "progress*", "fork_server.log", "environ_changes.json"):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
+        if folder != log_dir and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 class Restarts:
@@ -70,15 +81,13 @@ class Restarts:
             "update": update, "seconds": round(seconds, 3), "restart": None if wait is None else self.count,
             "waits": wait,
         }  # fmt: skip
-        with open(self._log_dir / RECORD, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        try:
+            with open(self._log_dir / RECORD, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            print(f"this failure is not in {self._log_dir / RECORD}: {error}", file=sys.stderr)
         return wait
 
-    def forget_earlier_jobs(self) -> None:
-        """Remove what earlier jobs have left in the log folder, and nothing else."""
-        for folder in [self._log_dir, *filter(Path.is_dir, self._log_dir.glob("try_*"))]:
-            for pattern in (*_WRITTEN, RECORD, "progress*", "fork_server.log"):
-                for path in folder.glob(pattern):
-                    path.unlink()
-            if folder != self._log_dir and not any(folder.iterdir()):
-                folder.rmdir()
+    def got_on(self) -> None:
+        """A try was ended for another reason, behind an update."""
+        self._in_a_row = 0

@@ -107,6 +107,8 @@ def _lead(
 ) -> int:
     """Lead the job from here, whose hosts and ranks on each are ``sizes``; ``meet``: where others may join."""
     head, code = None if meet is None else Head(meet, __version__, one_a_host=backend == "mpi"), 1
+    if head is not None:
+        local.sleep = head.pump
     members = Members(local, head, meet, nnodes=sizes[0], nproc=sizes[1], grow_after=options.grow_after)
     job = Job(
         command, backend, members, log_dir=log_dir, options=options, pump=time.sleep if head is None else head.pump,
@@ -118,6 +120,9 @@ def _lead(
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         raise
+    except LaunchError as error:
+        code = error.exit_code
+        raise
     finally:
         local.leave()
         if head is not None:
@@ -126,13 +131,16 @@ def _lead(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the job as Ctrl-C does."""
+    """SIGTERM, and a terminal that is gone, end the job as Ctrl-C does."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    # nohup has it ignored.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -49,6 +49,11 @@ class Size:
         return f"{self.least}:{self.most}" if self.is_elastic else str(self.least)
 
 
+def _place(host: Host) -> str:
+    """A host, also when it has come again. Names alone may be alike."""
+    return f"{host.name} {host.address}" if isinstance(host, RemoteHost) else host.name
+
+
 class Members:
     """Of a job.
 
@@ -71,7 +76,7 @@ class Members:
         self.local, self._head, self._rendezvous = local, head, rendezvous
         self.nnodes, self.nproc, self._grow_after = nnodes, nproc, grow_after
         self._has_begun = False
-        # When places were lost, by the name of the host.
+        # When places were lost, by host.
         self._lost: dict[str, list[float]] = {}
 
     @property
@@ -119,14 +124,14 @@ class Members:
         now = time.monotonic()
         counts = []
         for host in hosts:
-            lost = sum(now - when < self._grow_after for when in self._lost.get(host.name, []))
+            lost = sum(now - when < self._grow_after for when in self._lost.get(_place(host), []))
             counts.append(max(self.nproc.least, self.nproc.most - lost))
         return counts
 
     def lose_a_rank(self, host: Host) -> None:
         """Its place on that host stays empty for a while, where the job may be smaller."""
         if self.nproc.is_elastic:
-            self._lost.setdefault(host.name, []).append(time.monotonic())
+            self._lost.setdefault(_place(host), []).append(time.monotonic())
 
     def could_grow(self, counts: Sequence[int]) -> bool:
         """Whether a try with these ranks on each host would have more, were it started now."""

@@ -6,6 +6,7 @@ A rank's own word counts most. One that waited in vain for another is not to bla
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Optional
 
 TAIL_LINES = 15
+# Of a log whose lines are long.
+_TAIL_BYTES = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -164,5 +167,7 @@ def tail(log: Path) -> str:
     """The last lines of a log, for people."""
     if not log.exists():
         return "  (nothing)"
-    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
     return "\n".join(f"  {line}" for line in lines or ["(nothing)"])

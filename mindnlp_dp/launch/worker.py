@@ -11,12 +11,14 @@ would wait for ranks that wait for this one.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import runpy
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Optional
@@ -25,7 +27,7 @@ from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.cores import split_cores
 
 from .environment import ranks_of_this_host
-from .fork_client import leave_as, stand_in
+from .fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
 from .launchers import launched_rank
 from .status import PROGRESS
 from .verdict import Status, write_status
@@ -56,7 +58,10 @@ def run() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     # For who watches the job: how far this rank is, and, when it is asked by a signal, where.
-    progress.report_to(log_dir / os.environ.get(progress.VARIABLE, PROGRESS), rank)
+    reporter = progress.report_to(log_dir / os.environ.get(progress.VARIABLE, PROGRESS), rank)
+    if rank == 0:
+        environ = dict(os.environ)
+        reporter.before_it_meets = lambda: _write_changes(log_dir, environ)
     stacks = open(log_dir / f"worker_{rank}.stacks", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 
@@ -75,6 +80,14 @@ def run() -> None:
             file=sys.stderr,
         )
     _silence_libraries()
+
+
+def _write_changes(log_dir: Path, before: Mapping[str, str]) -> None:
+    """For a fork server: what this rank's script has changed in its environment."""
+    try:
+        (log_dir / ENVIRON_CHANGES).write_text(json.dumps(sorted(changes_of(before))))
+    except OSError:
+        pass
 
 
 def _silence_libraries() -> None:

@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,8 @@ class Reporter:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         self._begin = rank * RECORD_BYTES
+        # Called once, when this rank first waits for others: to meet them.
+        self.before_it_meets: Optional[Callable[[], None]] = None
         self._depth = 0
         self._thread = threading.get_ident()
         self._pid = os.getpid()
@@ -113,6 +115,9 @@ class Reporter:
         """Of calls within calls, the outermost counts; other threads' do not, for they keep nobody waiting."""
         if threading.get_ident() != self._thread:
             return
+        if self.before_it_meets is not None:
+            self.before_it_meets()
+            self.before_it_meets = None
         self._depth += 1
         if self._depth == 1:
             self._waits_in, self._since = what.encode()[:96], time.monotonic()
@@ -130,10 +135,11 @@ class Reporter:
 _reporter: Optional[Reporter] = None
 
 
-def report_to(path: Path, rank: int) -> None:
+def report_to(path: Path, rank: int) -> Reporter:
     """From now on, this process says there how far it is."""
     global _reporter
     _reporter = Reporter(path, rank)
+    return _reporter
 
 
 def reporter() -> Optional[Reporter]:

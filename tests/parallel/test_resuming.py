@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 
 import numpy as np
 import pytest
 from mindnlp.core import optim
 from mindnlp.engine import EarlyStoppingCallback, TrainerCallback
+from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.manifest import CheckpointError
@@ -334,3 +336,29 @@ def test_a_new_run_in_an_old_folder_is_warned(group, shared_tmp_path):
             run(shared_tmp_path, group, max_steps=2)
     else:
         run(shared_tmp_path, group, max_steps=2)
+
+
+@pytest.mark.parametrize("rows", ["indexed", "pipeline", "batched pipeline"])
+def test_a_global_batch_that_was_set_is_that_of_any_number_of_ranks(group, shared_tmp_path, rows):
+    """With pipelines, too: those that come without batches get them, those that bring some keep them."""
+    samples = Rows(NUM_SAMPLES)
+
+    def data():
+        if rows == "indexed":
+            return samples
+        columns = {name: np.stack([samples[i][name] for i in range(NUM_SAMPLES)]) for name in samples[0]}
+        columns["labels"] = columns.pop("label")
+        pipeline = NumpySlicesDataset(columns, shuffle=False)
+        return pipeline.batch(4) if rows == "batched pipeline" else pipeline
+
+    common = {"dropout": 0.0, "optim": "sgd", "dataset_shuffle": False, "global_batch_size": 12}
+    together = run(shared_tmp_path / "together", group, data(), per_device_train_batch_size=5, **common)
+    with alone() as single:
+        whole = run(shared_tmp_path / f"alone_{group.rank}", single, data(), per_device_train_batch_size=7, **common)
+    assert together.training_loop.loader.global_batch_size == 12
+    assert together.state.max_steps == whole.state.max_steps == 3 * math.ceil(NUM_SAMPLES / 12)
+    for name, weight in weights(whole.model).items():
+        np.testing.assert_allclose(weights(together.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
+    if rows == "batched pipeline":
+        with pytest.raises(ValueError, match="10 samples cannot be made of this pipeline's batches of 4"):
+            run(shared_tmp_path / "wrong", group, data(), **{**common, "global_batch_size": 10})

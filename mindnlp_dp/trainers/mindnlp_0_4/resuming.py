@@ -10,7 +10,7 @@ from typing import Any, Optional
 from mindnlp.engine.callbacks import TrainerState
 
 from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
-from mindnlp_dp.data.batch_sizes import accumulation_steps_to_keep
+from mindnlp_dp.data.source import brings_batches
 from mindnlp_dp.launch.environment import full_size
 from mindnlp_dp.trainers.control import ControlAgreement
 
@@ -25,36 +25,31 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
     ``trainer.args``. Raises ValueError when the data is not the run's, or a pipeline's own batches do not make up that
     global batch. A collective.
     """
-    trainer.global_batch_size = None
+    if trainer.args.ignore_data_skip:
+        saved = None
+    trainer.global_batch_size = _global_batch(trainer) if saved is None else saved["global_batch_size"]
     loader = trainer.get_train_dataset()
-    wanted, whose = _global_batch_size(trainer, loader), "this job's"
-    if saved is not None and not trainer.args.ignore_data_skip:
+    if saved is not None:
         way_out = "begin the epoch anew with ignore_data_skip=True"
         check_same_data(trainer.args.data_order(loader.num_samples), saved["data"], way_out)
-        wanted, whose = saved["global_batch_size"], "the checkpoint's"
-    if loader.global_batch_size != wanted:
-        args = trainer.args = copy.copy(trainer.args)
-        args.gradient_accumulation_steps = accumulation_steps_to_keep(
-            wanted, args.train_batch_size * trainer.group.world_size
-        )
+    if trainer.global_batch_size is not None and loader.micro_steps != trainer.args.gradient_accumulation_steps:
+        trainer.args = copy.copy(trainer.args)
+        trainer.args.gradient_accumulation_steps = loader.micro_steps
         if trainer.world.is_main and trainer.args.global_batch_size is None:
+            whose = "this job's" if saved is None else "the checkpoint's"
             print(
-                f"training with {whose} global batch of {wanted} samples: gradient_accumulation_steps is "
-                f"{args.gradient_accumulation_steps}"
+                f"training with {whose} global batch of {loader.global_batch_size} samples: "
+                f"gradient_accumulation_steps is {loader.micro_steps}"
             )
-        trainer.global_batch_size = wanted
-        loader = trainer.get_train_dataset()
     return loader
 
 
-def _global_batch_size(trainer: Any, loader: Any) -> int:
-    """What was set; else that of an elastic job with all of its ranks; the loader's in any other."""
+def _global_batch(trainer: Any) -> Optional[int]:
+    """What was set; of an elastic job, what all of its ranks would have; None: as the other settings make it."""
     full, args = full_size(os.environ), trainer.args
-    if args.global_batch_size is not None:
-        return args.global_batch_size
     # Batches that a pipeline brings do not depend on the number of ranks.
-    if full is None or loader.global_batch_size != args.global_train_batch_size:
-        return loader.global_batch_size
+    if args.global_batch_size is not None or full is None or brings_batches(trainer.train_dataset):
+        return args.global_batch_size
     share_out = full * trainer.group.world_size // trainer.world.world_size
     return args.train_batch_size * args.gradient_accumulation_steps * share_out
 
