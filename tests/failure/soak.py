@@ -31,7 +31,8 @@ from conftest import BACKENDS, ROOT, processes_of
 from mindnlp_dp.launch.status import read_of_all_hosts
 
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
-HANG_SECONDS = 2
+# More than rank 0 takes to prepare the data, while the others wait.
+HANG_SECONDS = 8
 
 
 def command(place: Path, backend: str) -> list[str]:
@@ -73,7 +74,8 @@ class Job:
         """One fault; False: the job has ended."""
         ranks = self.wait_for_updates(set())
         time.sleep(self._chance.uniform(0, 1))
-        ranks = read_of_all_hosts(self._logs)
+        # One that has not begun has no process to be hit; 0 would be this one.
+        ranks = [rank for rank in read_of_all_hosts(self._logs) if rank.pid]
         how, rank = self._chance.choice(self._faults), self._chance.choice(ranks) if ranks else None
         if rank is None or self.launcher.poll() is not None:
             return False
