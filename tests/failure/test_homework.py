@@ -100,11 +100,11 @@ def test_a_run_that_failed_gets_no_page_of_an_older_one(flags, tmp_path, venv):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/report.json").write_text("{}")
     done = run(
-        ["bash", "scripts/homework_2cpu.sh", *flags, "--hidden-size", "10"],
+        ["bash", "scripts/homework_2cpu.sh", *flags, "--global-batch-size", "7"],
         VENV=venv, VIRTUAL_ENV=venv, MASTER_PORT=str(free_port()), LOG_DIR=str(tmp_path / "logs"),
     )  # fmt: skip
     assert done.returncode == 2
-    assert "hidden_size (10) must be divisible" in done.stderr
+    assert "global_batch_size (7) must be divisible" in done.stderr
     assert "report.json does not exist" in done.stderr
 
 
