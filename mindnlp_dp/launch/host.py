@@ -153,6 +153,7 @@ class LocalHost:
         self._log: Optional[BinaryIO] = None
         self._fork_server: Optional[ForkServer] = None
         self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
+        self._so_far, self._stopped = dict[int, Progress](), list[int]()
         self._has_ended = True
 
     def clear(self, log_dir: str, number: int) -> None:
@@ -252,13 +253,11 @@ class LocalHost:
         if changed != self._changed or now - self._looked >= _LOOK_SECONDS or not self._looked:
             self._looked, self._changed = now, changed
             self._statuses = read_statuses(log_dir, this.ranks)
+            self._so_far = self._ranks()
+            self._stopped = [n for n, rank in self._so_far.items() if rank.pid and state_of(rank.pid) == "T"]
         working = [process for process in self._processes if not process.serves]
         ended = [Ended(p.rank, p.popen.returncode) for p in working if p.popen.poll() is not None]
-        ranks = self._ranks()
-        return Report(
-            ranks, self._statuses, ended, len(ended) == len(working),
-            [number for number, rank in ranks.items() if rank.pid and state_of(rank.pid) == "T"],
-        )  # fmt: skip
+        return Report(self._so_far, self._statuses, ended, len(ended) == len(working), self._stopped)
 
     def _ranks(self) -> dict[int, Progress]:
         assert self._try is not None

@@ -155,7 +155,8 @@ class Job:
                 for host in hosts:
                     host.end()
             # Those that had to be ended may have had their say by then.
-            statuses = self._look(hosts, this).statuses
+            after = self._look(hosts, this)
+            statuses, self._seen.ranks = after.statuses, after.ranks
             if grows and [status.exit_code for status in statuses.values()] != [0] * this.num_ranks:
                 return None, True
             failure = hang or self._verdict(hosts, this, replace(self._seen, statuses=statuses))
