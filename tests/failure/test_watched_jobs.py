@@ -36,6 +36,15 @@ HANGS = {
         "if group.rank == 2:\n    os.kill(os.getpid(), signal.SIGSTOP)\ngroup.broadcast(x)\n",
         ["rank 2 of 3 hung", "is stopped (SIGSTOP)", "Ranks 0 and 1 wait in broadcast of 3 ranks"],
     ),
+    "before gradients that the others exchange during their backward pass": (
+        "from mindspore import Tensor, nn\nimport mindnlp.core\n"
+        "def forward(x):\n    while group.rank == 1:\n        time.sleep(0.1)\n    return net(x).sum()\n\n"
+        "net = nn.Dense(3, 3)\n"
+        "weights = net.trainable_params()\n"
+        "step = dp.make_train_step(forward, nn.SGD(weights, 0.1), weights, overlap=True)\n"
+        "group.barrier()\nstep(Tensor(x[None]))\n",
+        ["rank 1 of 3 hung", "Ranks 0 and 2 wait in", "in forward()"],
+    ),
     "in groups that wait for each other": (
         "pair = group.split([0, 1] if group.rank < 2 else [2])\n"
         "pair.all_reduce(x) if group.rank == 0 else group.all_reduce(x)\n",

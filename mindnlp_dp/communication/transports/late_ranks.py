@@ -1,4 +1,4 @@
-"""MCCL's patience with ranks that are late, in words.
+"""MCCL's patience with ranks that are late, in words, and what a rank waits in.
 
 MindSpore's cluster gives up a collective on CPU for which a rank does not come within
 MS_NODE_TIMEOUT seconds, and says "AllGather failed". What comes in is whatever has these
@@ -11,6 +11,8 @@ import functools
 import os
 import time
 from typing import Any
+
+from mindnlp_dp.runtime import progress
 
 VARIABLE = "MS_NODE_TIMEOUT"
 DEFAULT_SECONDS = 30.0
@@ -31,7 +33,11 @@ def timeout_seconds() -> float:
 
 
 class WatchedCollectives:
-    """The functions of ``collectives``; one that fails after a long wait raises :class:`LateRankError`."""
+    """The functions of ``collectives``, which end when all ranks have come.
+
+    Whoever watches the job sees which one this rank is in, also where a backward pass begins the exchange of a
+    gradient. One that fails after a long wait raises :class:`LateRankError`.
+    """
 
     def __init__(self, collectives: Any, rank: int) -> None:
         self._collectives = collectives
@@ -44,7 +50,8 @@ class WatchedCollectives:
         def watched(*args: Any, **kwargs: Any) -> Any:
             began = time.monotonic()
             try:
-                return call(*args, **kwargs)
+                with progress.waiting(f"MindSpore's {name}"):
+                    return call(*args, **kwargs)
             except RuntimeError as error:
                 waited = time.monotonic() - began
                 if waited < _NEARLY * timeout_seconds():
