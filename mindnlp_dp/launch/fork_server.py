@@ -34,7 +34,6 @@ from .environment import CLUSTER_VARIABLES, clean_environment
 from .fork_client import ENVIRON_CHANGES, FORKED, NUM_STREAMS, PRELOADED, VARIABLE, WorkerCall, changes_of
 from .worker import run
 
-_KILLED_AT_ITS_END = signal.SIGKILL
 # Less than what launchers grant to ranks.
 _GRACE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
@@ -96,11 +95,13 @@ class _Server:
             return None
         # As mpirun has it for the ranks that it starts: what a rank starts ends with it.
         os.setpgid(0, 0)
-        end_with_the_parent(_KILLED_AT_ITS_END)
+        end_with_the_parent(signal.SIGKILL)
         if os.getppid() != server:
             os._exit(1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # As mpirun has it, too: a launcher that a shell script has put into the background ignores it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for other in (self._listening, connection, *self._children):
             other.close()
         self._selector.close()

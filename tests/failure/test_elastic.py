@@ -95,9 +95,16 @@ Path(f"pid_{group.rank}").write_text(str(os.getpid()))
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("os.kill(os.getpid(), 9)", 137), ("sys.exit(4)", 4), ("os._exit(6)", 6), ("1 / 0", 1)]
-)
-def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code):
+    ("how", "code"),
+    [
+        ("os.kill(os.getpid(), 9)", 137), ("os.kill(os.getpid(), 2)", 130), ("sys.exit(4)", 4), ("os._exit(6)", 6),
+        ("1 / 0", 1),
+    ],
+)  # fmt: skip
+def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, request):
+    # As in the background of a shell script, where SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     (tmp_path / "script.py").write_text(FORKED + f"if group.rank == 1:\n    {how}\ngroup.barrier()\n")
     exit_code, output = run(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py")
     assert exit_code == code
