@@ -33,14 +33,16 @@ from mindnlp_dp.launch.status import read_of_all_hosts
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 # More than rank 0 takes to prepare the data, while the others wait.
 HANG_SECONDS = 8
+# Between one fault and the next some 40 updates are made, of 233 an epoch: the job has to outlast them all.
+FAULTS_AN_EPOCH = 5
 
 
-def command(place: Path, backend: str) -> list[str]:
+def command(place: Path, backend: str, num_epochs: int) -> list[str]:
     return [
         sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "1:3", "--grow-after", "4", "--max-restarts", "100000",
         "--hang-timeout", str(HANG_SECONDS), "--backend", backend, "--tee", "none", "--log-dir", str(place / "logs"),
         str(ROOT / "scripts/finetune.py"), "--config", str(ROOT / "configs/quickstart_cpu.yaml"), "--output-dir",
-        str(place / "out"), "--save-steps", "5",
+        str(place / "out"), "--save-steps", "5", "--num-epochs", str(num_epochs),
     ]  # fmt: skip
 
 
@@ -51,10 +53,10 @@ def left_over() -> set[str]:
 class Job:
     """The job, and what happens to it."""
 
-    def __init__(self, place: Path, backend: str, chance: random.Random) -> None:
+    def __init__(self, place: Path, backend: str, num_epochs: int, chance: random.Random) -> None:
         self._logs, self._chance = place / "logs", chance
         with open(place / "launcher.out", "w") as out:
-            self.launcher = subprocess.Popen(command(place, backend), stdout=out, stderr=out, cwd=place)
+            self.launcher = subprocess.Popen(command(place, backend, num_epochs), stdout=out, stderr=out, cwd=place)
         self._faults = [*FAULTS, *(["mpirun"] if backend == "mpi" else [])]
         self.happened: collections.Counter[str] = collections.Counter()
         self.sizes: collections.Counter[int] = collections.Counter()
@@ -73,7 +75,7 @@ class Job:
     def disturb(self) -> bool:
         """One fault; False: the job has ended."""
         ranks = self.wait_for_updates(set())
-        time.sleep(self._chance.uniform(0, 1))
+        time.sleep(self._chance.uniform(0, 0.5))
         # One that has not begun has no process to be hit; 0 would be this one.
         ranks = [rank for rank in read_of_all_hosts(self._logs) if rank.pid]
         how, rank = self._chance.choice(self._faults), self._chance.choice(ranks) if ranks else None
@@ -81,7 +83,7 @@ class Job:
             return False
         try:
             if how == "mpirun":
-                runs = [p for p in psutil.Process(self.launcher.pid).children() if "mpirun" in p.cmdline()[0]]
+                runs = [p for p in psutil.Process(self.launcher.pid).children() if p.name() in ("mpirun", "prterun")]
                 runs[0].kill()
             else:
                 os.kill(rank.pid, FAULTS[how])
@@ -105,11 +107,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wrong: list[str] = []
+    # A script that was put into the background ignores it, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         place, before, began = Path(folder), left_over(), time.monotonic()
-        job = Job(place, options.backend, random.Random(options.seed))
+        job = Job(place, options.backend, 1 + options.faults // FAULTS_AN_EPOCH, random.Random(options.seed))
         while sum(job.happened.values()) < options.faults and job.disturb():
-            pass
+            print(f"{sum(job.happened.values())} faults in {time.monotonic() - began:.0f} s", file=sys.stderr)
         exit_code = job.launcher.wait()
         said = (place / "launcher.out").read_text()
         if exit_code:
