@@ -398,7 +398,7 @@ IN_ANY = [
     ("FLAG.--rdzv-endpoint", "dp-job-1.dp-job:29400"),
     ("FLAG.--backend", "gloo"),
     ("FLAG.--max-restarts", "often"),
-    ("FLAG.--log-dir", "/work/logs"),
+    ("FLAG.--log-dir", "/job/logs"),
     ("FLAG.--log-dir", "logs/$(POD_NAME)"),
     ("FLAG.--output-dir", "outputs"),
     ("FLAG.--config", "configs/none.yaml"),
