@@ -16,8 +16,9 @@ from typing import Any, Optional
 
 from .engines import LaunchError, NotMetError
 from .head import Rendezvous
-from .host import LocalHost, Try
+from .host import LocalHost
 from .messages import Connection, WrongPeerError, this_host_name
+from .tries import Try
 
 _REPORT_SECONDS = 0.5
 _POLL_SECONDS = 0.05
@@ -110,7 +111,7 @@ class Agent:
 
     def _serve(self, connection: Connection) -> int:
         connection.send(self._join)
-        number, heard, reported, last = -1, time.monotonic(), 0.0, None
+        heard, reported, last = time.monotonic(), 0.0, None
         with selectors.DefaultSelector() as selector:
             selector.register(connection.socket, selectors.EVENT_READ)
             while True:
@@ -135,17 +136,13 @@ class Agent:
                         if order.get("why"):
                             print(order["why"], file=sys.stderr)
                         return int(order["code"])
-                    if order["do"] == "start":
-                        number = order["this"]["number"]
                     self._obey(order)
-                    if order["do"] == "end":
-                        number = -1
                 # An end is said at once, progress twice a second; without a try it is a sign of life.
                 report = self._host.look()
                 ended = (sorted(report.statuses), len(report.ended))
                 if now - reported >= _REPORT_SECONDS or ended != last:
                     reported, last = now, ended
-                    self._say(say="report", **{"try": number}, report=report.to_json())
+                    self._say(say="report", **{"try": self._host.number}, report=report.to_json())
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         do = order["do"]

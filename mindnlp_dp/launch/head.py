@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
 from .engines import LaunchError
-from .host import Report, Try
 from .messages import Connection
+from .tries import Report, Try
 
 _BEAT_SECONDS = 1.0
 _GREETING_SECONDS = 5.0

@@ -1,8 +1,8 @@
 """What one host does for a job: its ranks are started, watched and ended here.
 
-Goes in: a try of the job (:class:`Try`), which of its ranks are this host's. Comes out: how far they are and how they
-ended (:class:`Report`), as often as somebody asks. The launcher has one of these for its own host, and, for each other
-host of the job, one that stands for it (:mod:`mindnlp_dp.launch.remote_host`).
+Goes in: a try of the job, which of its ranks are this host's. Comes out: how far they are and how they ended
+(:mod:`mindnlp_dp.launch.tries`), as often as somebody asks. The launcher has one of these for its own host, and, for
+each other host of the job, one that stands for it (:class:`~mindnlp_dp.launch.head.RemoteHost`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Optional
+from typing import BinaryIO, Optional
 
 from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.progress import Progress
@@ -39,98 +38,10 @@ from .hangs import stacks_of
 from .messages import this_host_name
 from .restarts import forget_earlier_jobs, put_logs_aside
 from .status import progress_file
+from .tries import Report, Try
 from .verdict import Ended, Status, read_statuses, tail
 
 _LOOK_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class Try:
-    """One try of a job, as one of its hosts has to know it.
-
-    Attributes:
-        number: of this try, from 0 on.
-        backend: "mpi" or "mindspore".
-        command: the script, or ``-m`` and a module, and its arguments.
-        log_dir: the same on every host.
-        counts: ranks on each host, in the order of the ranks.
-        addresses: of the hosts; empty where there is one.
-        index: of this host among them.
-        port: of the scheduler of MindSpore's cluster, which is on the first host.
-        variables: what ranks find in their environment besides the host's own.
-        remote_shell: by which the first host's mpirun starts something on another host; called as ssh is.
-    """
-
-    number: int
-    backend: str
-    command: list[str]
-    log_dir: str
-    counts: list[int]
-    addresses: list[str] = field(default_factory=list)
-    index: int = 0
-    port: int = 0
-    variables: dict[str, str] = field(default_factory=dict)
-    remote_shell: list[str] = field(default_factory=list)
-
-    @property
-    def num_ranks(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def ranks(self) -> range:
-        """Those of this host."""
-        first = sum(self.counts[: self.index])
-        return range(first, first + self.counts[self.index])
-
-
-@dataclass
-class Report:
-    """Of one host's ranks.
-
-    Attributes:
-        ranks: how far they are; times by the reader's clock.
-        statuses: what those have said that ended.
-        ended: processes that have ended.
-        all_ended: whether no process that works is left.
-        stopped: ranks whose process is stopped (SIGSTOP).
-    """
-
-    ranks: dict[int, Progress] = field(default_factory=dict)
-    statuses: dict[int, Status] = field(default_factory=dict)
-    ended: list[Ended] = field(default_factory=list)
-    all_ended: bool = False
-    stopped: list[int] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """For another host, whose clock is another one: ages in the place of times."""
-        now = time.monotonic()
-        return {
-            "ranks": {n: asdict(_shifted(rank, -now)) for n, rank in self.ranks.items()},
-            "statuses": {n: asdict(status) for n, status in self.statuses.items()},
-            "ended": [asdict(ended) for ended in self.ended],
-            "all_ended": self.all_ended,
-            "stopped": self.stopped,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Report:
-        now = time.monotonic()
-        return cls(
-            {int(n): _shifted(Progress(**rank), now) for n, rank in data["ranks"].items()},
-            {int(n): Status(**status) for n, status in data["statuses"].items()},
-            [Ended(**ended) for ended in data["ended"]],
-            bool(data["all_ended"]),
-            [int(n) for n in data["stopped"]],
-        )
-
-
-def _shifted(rank: Progress, seconds: float) -> Progress:
-    """With times by a clock that is that much ahead; a time of 0 says that there is none."""
-    return replace(
-        rank,
-        changed=rank.changed + seconds if rank.changed else 0.0,
-        since=rank.since + seconds if rank.since else 0.0,
-    )
 
 
 class LocalHost:
@@ -155,6 +66,11 @@ class LocalHost:
         self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
         self._so_far, self._stopped = dict[int, Progress](), list[int]()
         self._has_ended = True
+
+    @property
+    def number(self) -> int:
+        """Of the try whose ranks are here, -1 where there are none."""
+        return -1 if self._try is None or self._has_ended else self._try.number
 
     def clear(self, log_dir: str, number: int) -> None:
         """Put aside what the try before this one has written; before the first, forget what earlier jobs have.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Optional
@@ -21,10 +21,10 @@ from .engines import POLL_SECONDS
 from .environment import free_port, try_environment
 from .hangs import HangWatch, name_hang
 from .head import RemoteHost
-from .host import Report, Try
 from .restarts import Restarts
 from .screen import Screen
 from .sizes import Host, Members
+from .tries import Report, Try
 from .verdict import Failure, Status, find_failure, report_failure
 
 # How long some ranks may have finished before the others' silence is worth a word.
@@ -77,10 +77,10 @@ class Job:
         log_dir: Path,
         options: JobOptions,
         remote_shell: Sequence[str] = (),
-        pump: Callable[[float], None] = time.sleep,
     ) -> None:
         self._command, self._backend, self._members = list(command), backend, members
-        self._log_dir, self._options, self._pump = log_dir, options, pump
+        self._log_dir, self._options = log_dir, options
+        self._sleep = members.local.sleep
         self._remote_shell = list(remote_shell)
         self._restarts = Restarts(options.max_restarts, log_dir)
         self._began = time.time()
@@ -122,7 +122,7 @@ class Job:
             )
             deadline = time.monotonic() + wait
             while (left := deadline - time.monotonic()) > 0:
-                self._pump(min(left, POLL_SECONDS))
+                self._sleep(min(left, POLL_SECONDS))
 
     def _next_try(self, hosts: Sequence[Host]) -> Try:
         members = self._members
@@ -207,12 +207,12 @@ class Job:
                 over = over or now
                 ended = now - over > _LAST_WORD_SECONDS
             if not (hang or failed or lost or ended or grows):
-                self._pump(POLL_SECONDS)
+                self._sleep(POLL_SECONDS)
                 continue
             if failed:
                 # Ranks that fail together all get to say so, and one that is leaving is seen to have left.
                 for _ in range(2):
-                    self._pump(POLL_SECONDS)
+                    self._sleep(POLL_SECONDS)
                 self._seen = self._look(hosts, this)
             screen.close()
             return hang, grows and not (failed or hang or lost)

@@ -73,17 +73,20 @@ def run_job(
             if rendezvous is not None and not _leads(rendezvous, node_rank):
                 rank = node_rank if node_rank is not None else node_rank_of(environ)
                 return Agent(rendezvous, environ, nproc.most, version=__version__, node_rank=rank).run()
-            log_dir = log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid()))
-            local = LocalHost(environ, nproc.most)
-            return _lead(
-                local,
+            head = Head(rendezvous, __version__, one_a_host=backend == "mpi") if rendezvous is not None else None
+            local = LocalHost(environ, nproc.most, sleep=time.sleep if head is None else head.pump)
+            job = Job(
                 command,
                 backend,
-                (nnodes or Size(1, 1), nproc),
-                log_dir=log_dir,
+                Members(
+                    local, head, rendezvous,
+                    nnodes=nnodes or Size(1, 1), nproc=nproc, grow_after=options.grow_after,
+                ),
+                log_dir=log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid())),
                 options=options,
-                meet=rendezvous,
-            )
+                remote_shell=[sys.executable, "-m", "mindnlp_dp.launch.remote_shell"],
+            )  # fmt: skip
+            return _lead(job, local, head)
         except KeyboardInterrupt:
             print("interrupted: all ranks were ended", file=sys.stderr)
             return 128 + signal.SIGINT
@@ -95,25 +98,9 @@ def _leads(rendezvous: Rendezvous, node_rank: Optional[int]) -> bool:
     return is_this_host(rendezvous.host) if number is None else number == 0
 
 
-def _lead(
-    local: LocalHost,
-    command: Sequence[str],
-    backend: str,
-    sizes: tuple[Size, Size],
-    *,
-    log_dir: Path,
-    options: JobOptions,
-    meet: Optional[Rendezvous],
-) -> int:
-    """Lead the job from here, whose hosts and ranks on each are ``sizes``; ``meet``: where others may join."""
-    head, code = None if meet is None else Head(meet, __version__, one_a_host=backend == "mpi"), 1
-    if head is not None:
-        local.sleep = head.pump
-    members = Members(local, head, meet, nnodes=sizes[0], nproc=sizes[1], grow_after=options.grow_after)
-    job = Job(
-        command, backend, members, log_dir=log_dir, options=options, pump=time.sleep if head is None else head.pump,
-        remote_shell=[sys.executable, "-m", "mindnlp_dp.launch.remote_shell"],
-    )  # fmt: skip
+def _lead(job: Job, local: LocalHost, head: Optional[Head]) -> int:
+    """Run a job from here, and tell the other hosts how it ended."""
+    code = 1
     try:
         code = job.run()
         return code

@@ -120,12 +120,13 @@ class Members:
         return [self.local, *others][: self.nnodes.most]
 
     def counts(self, hosts: Sequence[Host]) -> list[int]:
-        """Ranks on each of these hosts, now."""
+        """Ranks on each of these hosts, now: no more than its own launcher was told."""
         now = time.monotonic()
         counts = []
         for host in hosts:
+            most = min(self.nproc.most, host.slots)
             lost = sum(now - when < self._grow_after for when in self._lost.get(_place(host), []))
-            counts.append(max(self.nproc.least, self.nproc.most - lost))
+            counts.append(max(min(self.nproc.least, most), most - lost))
         return counts
 
     def lose_a_rank(self, host: Host) -> None:

@@ -14,11 +14,12 @@ from mindnlp_dp.cli import main
 from mindnlp_dp.launch.engines import LaunchError, NotMetError
 from mindnlp_dp.launch.fork_client import VARIABLE, WorkerCall, stand_in
 from mindnlp_dp.launch.head import Head, Rendezvous
-from mindnlp_dp.launch.host import LocalHost, Report, Try
+from mindnlp_dp.launch.host import LocalHost
 from mindnlp_dp.launch.launchers import node_rank_of
 from mindnlp_dp.launch.messages import Connection, WrongPeerError, is_this_host, parse_endpoint, read_token
 from mindnlp_dp.launch.run_options import rendezvous_of
 from mindnlp_dp.launch.sizes import Members, Size
+from mindnlp_dp.launch.tries import Report, Try
 from mindnlp_dp.launch.verdict import Ended, Status
 from mindnlp_dp.runtime.progress import Progress
 
