@@ -21,6 +21,8 @@ from .engines import POLL_SECONDS
 from .environment import free_port, try_environment
 from .hangs import HangWatch, name_hang
 from .head import RemoteHost
+from .log_file import DEFAULT_MB
+from .log_file import VARIABLE as LOG_MB
 from .restarts import Restarts
 from .screen import Screen
 from .sizes import Host, Members
@@ -44,12 +46,14 @@ class JobOptions:
         max_restarts: how many times it is started again after a failure.
         tee: whose output is shown: "0", "all" or "none".
         grow_after: seconds after which an elastic job takes the place of a rank that was lost again.
+        log_mb: MiB at which a rank's log begins anew; 0: never.
     """
 
     hang_timeout: float = 1800.0
     max_restarts: int = 0
     tee: str = "0"
     grow_after: float = 60.0
+    log_mb: int = DEFAULT_MB
 
 
 @dataclass
@@ -132,9 +136,10 @@ class Job:
         this = Try(
             self._number, self._backend, self._command, str(self._log_dir.absolute()), members.counts(hosts), addresses,
             port=free_port(), remote_shell=self._remote_shell,
-            variables=try_environment(
-                self._number, self._began, members.full_size if members.is_elastic else None
-            ),
+            variables={
+                LOG_MB: str(self._options.log_mb),
+                **try_environment(self._number, self._began, members.full_size if members.is_elastic else None),
+            },
         )  # fmt: skip
         if members.is_elastic and self._number:
             on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""

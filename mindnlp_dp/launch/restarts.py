@@ -18,7 +18,7 @@ MOST_IN_A_ROW = 3
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 RECORD = "failures.jsonl"
-_WRITTEN = ("worker_*.log", "worker_*.status", "worker_*.stacks", "launcher*.log", "scheduler.log")
+_WRITTEN = ("worker_*.log*", "worker_*.status", "worker_*.stacks", "launcher*.log", "scheduler.log")
 
 
 def put_logs_aside(log_dir: Path, number: int) -> None:

@@ -47,6 +47,11 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)")
     add(
+        "--log-mb", type=_whole, default=JobOptions.log_mb, metavar="MB",
+        help=f"a rank's log begins anew when it has grown so large, and the one before stays as worker_R.log.1; 0: "
+        f"never (default: {JobOptions.log_mb})",
+    )  # fmt: skip
+    add(
         "--grow-after", type=_seconds, default=JobOptions.grow_after, metavar="SECONDS",
         help="an elastic job takes the place of a lost rank again after so long (default: 60)",
     )  # fmt: skip

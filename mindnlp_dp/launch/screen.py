@@ -5,10 +5,12 @@ Goes in: logs as they grow, how far the ranks are. Comes out: text on standard o
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO, Optional
 
 from mindnlp_dp.runtime.progress import Progress
 
@@ -58,6 +60,8 @@ class Screen:
             self._write(_CLEAR)
             self._line = ""
         self.show(at_end=True)
+        for log in self._logs:
+            log.close()
 
     def _write(self, text: str) -> None:
         sys.stderr.write(text)
@@ -69,18 +73,33 @@ class _Log:
 
     def __init__(self, path: Path, prefix: str) -> None:
         self._path, self._prefix = path, prefix.encode()
-        self._offset, self._rest = 0, b""
+        self._file: Optional[BinaryIO] = None
+        self._rest = b""
 
     def new(self, *, at_end: bool) -> bytes:
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return b""
-        self._offset += len(text)
+        text = self._read()
         if not self._prefix:
             return text
         lines = (self._rest + text).splitlines(keepends=True)
         self._rest = b"" if at_end or not lines or lines[-1].endswith(b"\n") else lines.pop()
         return b"".join(self._prefix + (line if line.endswith(b"\n") else line + b"\n") for line in lines)
+
+    def _read(self) -> bytes:
+        """What was written since; where the log has begun anew (log_file.py), the old one's end, and the new one."""
+        text = b"" if self._file is None else self._file.read()
+        try:
+            there = os.stat(self._path)
+            if self._file is not None and os.path.samestat(there, os.fstat(self._file.fileno())):
+                return text
+            new = open(self._path, "rb")  # noqa: SIM115 -- read for as long as the rank writes
+        except FileNotFoundError:
+            return text
+        if self._file is not None:
+            text += self._file.read()
+            self._file.close()
+        self._file = new
+        return text + new.read()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

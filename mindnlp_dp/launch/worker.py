@@ -29,6 +29,7 @@ from mindnlp_dp.runtime.cores import split_cores
 from .environment import ranks_of_this_host
 from .fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
 from .launchers import launched_rank
+from .log_file import LogFile
 from .status import PROGRESS
 from .verdict import Status, write_status
 
@@ -54,11 +55,10 @@ def run() -> None:
     if os.environ.get("DEVICE_TARGET", "CPU") == "CPU":
         own = ranks_of_this_host(os.environ, nproc)
         os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), len(own), rank - own.start))
-    log = os.open(log_dir / f"worker_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    log = LogFile(log_dir / f"worker_{rank}.log", os.environ)
     # For who watches the job: how far this rank is, and, when it is asked by a signal, where.
     reporter = progress.report_to(log_dir / os.environ.get(progress.VARIABLE, PROGRESS), rank)
+    reporter.after_update = log.begin_anew_if_large
     if rank == 0:
         environ = dict(os.environ)
         reporter.before_it_meets = lambda: _write_changes(log_dir, environ)

@@ -71,6 +71,8 @@ class Reporter:
         self._begin = rank * RECORD_BYTES
         # Called once, when this rank first waits for others: to meet them.
         self.before_it_meets: Optional[Callable[[], None]] = None
+        # Called behind every update.
+        self.after_update: Optional[Callable[[], None]] = None
         self._depth = 0
         self._thread = threading.get_ident()
         self._pid = os.getpid()
@@ -110,6 +112,8 @@ class Reporter:
         self._loss = self._loss if loss is None else loss
         self._samples += samples
         self._write()
+        if self.after_update is not None:
+            self.after_update()
 
     def begin_to_wait(self, what: str) -> None:
         """Of calls within calls, the outermost counts; other threads' do not, for they keep nobody waiting."""

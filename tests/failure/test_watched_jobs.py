@@ -149,6 +149,37 @@ def test_status_from_another_shell(tmp_path):
     assert (wrong.returncode, "is no log folder of mindnlp-dp run" in wrong.stderr) == (2, True)
 
 
+LINES = """
+import os
+from mindnlp_dp.runtime import progress
+from mpi4py import MPI
+for update in range(20):
+    for line in range(2000):
+        print(MPI.COMM_WORLD.rank, update, line, 100 * "x")
+    os.system("echo of a child")
+    progress.finish_update(update + 1, [], 1)
+print("the end")
+"""
+
+
+@pytest.mark.parametrize(("megabytes", "files"), [(1, 2), (0, 1)])
+def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, megabytes, files):
+    exit_code, output = run(tmp_path, LINES, "--log-mb", megabytes, nproc=2)
+    assert exit_code == 0
+    lines = output.splitlines()
+    expected = [f"0 {update} {line}" for update in range(20) for line in range(2000)]
+    assert [line.rpartition(" ")[0] for line in lines if line.endswith("x")] == expected
+    assert (lines.count("of a child"), lines[-1]) == (20, "the end")
+    for rank in range(2):
+        sizes = [path.stat().st_size for path in (tmp_path / "logs").glob(f"worker_{rank}.log*")]
+        assert len(sizes) == files
+        if megabytes:
+            assert sum(sizes) < 3 << 20
+    # Those of an earlier job go with it.
+    run(tmp_path, "print('again')\n", nproc=2)
+    assert len(list((tmp_path / "logs").glob("worker_*.log*"))) == 2
+
+
 @pytest.mark.parametrize(
     ("tee", "expected"), [("0", {"from 0"}), ("all", {"[0] from 0", "[1] from 1"}), ("none", set())]
 )

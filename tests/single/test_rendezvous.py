@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,3 +270,12 @@ def test_without_a_fork_server_a_worker_works_itself(tmp_path):
     assert stand_in({VARIABLE: str(tmp_path / "none")}) is None
     call = WorkerCall.of_this_process()
     assert (call.folder, call.cores) == (os.getcwd(), sorted(os.sched_getaffinity(0)))
+
+
+def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():
+    local, other = LocalHost({}, 4), SimpleNamespace(name="b", address="10.0.0.2", slots=2)
+    members = Members(local, None, None, nnodes=Size(2, 2), nproc=Size(4, 4), grow_after=60)
+    assert members.counts([local, other]) == [4, 2]
+    elastic = Members(local, None, None, nnodes=Size(1, 2), nproc=Size(3, 8), grow_after=60)
+    elastic.lose_a_rank(local)
+    assert elastic.counts([local, other]) == [3, 2]
