@@ -139,7 +139,8 @@ def status_text(status: dict[str, Any]) -> str:
             line += f"; last heard of {entry['last_progress']:.1f} s ago"
         lines.append(line)
     for failure in status["failures"]:
-        who = "no rank" if failure["rank"] is None else f"rank {failure['rank']}"
+        what = failure["what"] or "before its ranks started"
+        what = what if failure["rank"] is None else f"rank {failure['rank']} {what}"
         then = "not restarted" if failure["restart"] is None else f"restart {failure['restart']}"
-        lines.append(f"  failed in update {failure['update']}: {who} {failure['what']}; {then}")
+        lines.append(f"  failed in update {failure['update']}: {what}; {then}")
     return "\n".join(lines)

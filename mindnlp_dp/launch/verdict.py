@@ -83,9 +83,10 @@ def find_failure(
         return None
     if silent:
         return _find_silent(silent)
-    return _read_mpirun((log_dir / "launcher.log").read_text(errors="replace")) or Failure(
-        None, next((abs(process.returncode) for process in ended if process.returncode), 1), ""
-    )
+    code = next((process.returncode for process in ended if process.returncode), 1)
+    if code < 0:
+        return Failure(None, 128 - code, f"mpirun {_how(128 - code)}")
+    return _read_mpirun((log_dir / "launcher.log").read_text(errors="replace")) or Failure(None, code, "")
 
 
 def _find_missing(waiting: int, statuses: Mapping[int, Status], silent: dict[int, int], nproc: int) -> Failure:
@@ -148,6 +149,9 @@ def report_failure(
         log_tail: the end of that rank's log.
         shown: whose output is shown as it comes, as ``--tee`` says.
     """
+    if failure.rank is None and failure.what:
+        print(f"{failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
+        return
     if failure.rank is None:
         print(f"the job failed before its ranks started; {log_dir}/launcher.log says:", file=sys.stderr)
         print(tail(log_dir / "launcher.log"), file=sys.stderr)

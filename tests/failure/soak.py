@@ -33,8 +33,8 @@ from mindnlp_dp.launch.status import read_of_all_hosts
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 # More than rank 0 takes to prepare the data, while the others wait.
 HANG_SECONDS = 8
-# Between one fault and the next some 40 updates are made, of 233 an epoch: the job has to outlast them all.
-FAULTS_AN_EPOCH = 5
+# Between one fault and the next two updates are made, or a few more, of 233 an epoch: the job has to outlast them all.
+FAULTS_AN_EPOCH = 40
 
 
 def command(place: Path, backend: str, num_epochs: int) -> list[str]:

@@ -66,6 +66,7 @@ MPIRUN = [Ended(None, 1)]
         ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
         ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
         ({}, MPIRUN, "no slots", (None, 1, "")),
+        ({}, [Ended(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
         ({}, [Ended(1, -9)], "", (1, 137, "was killed by signal 9")),
         ({}, [Ended(0, -15), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
         # A rank that waited is not to blame where another failed, left, came to its end, or never came.
