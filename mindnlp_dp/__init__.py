@@ -20,6 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import patches
 from .versions import __version__ as __version__
+from .versions import mindnlp_series
+
+# The folder of the installed MindNLP's Trainer.
+_TRAINER = f"trainers.mindnlp_{mindnlp_series().replace('.', '_')}"
 
 _HOME = {
     "init_process_group": "communication.process_group",
@@ -42,9 +46,9 @@ _HOME = {
     "empty_weights": "parallel.empty",
     "parallelize": "parallel.parallelize",
     "evaluate": "evaluation.evaluate",
-    "DataParallelArguments": "trainers.mindnlp_0_4.arguments",
-    "DataParallelTrainerMixin": "trainers.mindnlp_0_4.trainer",
-    "DataParallelTrainer": "trainers.mindnlp_0_4.trainer",
+    "DataParallelArguments": f"{_TRAINER}.arguments",
+    "DataParallelTrainerMixin": f"{_TRAINER}.trainer",
+    "DataParallelTrainer": f"{_TRAINER}.trainer",
 }
 
 __all__ = list(_HOME)

@@ -5,6 +5,8 @@ setup.py and scripts/environment.sh read this file as it stands, before anything
 
 from __future__ import annotations
 
+import importlib.metadata
+
 __version__ = "0.1.0"
 
 # From the first to the last.
@@ -19,6 +21,15 @@ WORKING_PAIRS = (
     "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.10.x (tried on CPU), and is accepted with 2.5 and 2.6 "
     f'(not tried here); pip install "mindspore=={BEST_MINDSPORE}" "mindnlp=={BEST_MINDNLP}"'
 )
+
+
+def mindnlp_series() -> str:
+    """ "0.4" or "0.5", by the MindNLP that is installed; "0.4" where there is none."""
+    try:
+        installed = importlib.metadata.version("mindnlp")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.4"
+    return "0.5" if installed.startswith("0.5") else "0.4"
 
 
 class UnsupportedVersionsError(ImportError):

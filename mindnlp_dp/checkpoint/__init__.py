@@ -15,6 +15,6 @@ killed writer leaves nothing that looks like a checkpoint; a disk that loses or 
 a part of it is found out by the hashes.
 
 The format is manifest.py's (checkpoint.json), state_tree.py's (the outline and the arrays) and run_state.py's (what a
-run consists of; the loops add their own, trainers/mindnlp_0_4/resuming.py and functional/resumable_run.py); folders.py
+run consists of; the loops add their own, trainers/resuming.py and functional/resumable_run.py); folders.py
 knows which checkpoints there are.
 """

@@ -8,7 +8,12 @@ A patch is a generator: what stands before its ``yield`` runs before the module 
 stands behind runs after. It says which versions it is for, what the cause is, and when it can go.
 """
 
-from . import mindnlp_0_4 as mindnlp_0_4
-from . import mindspore_api as mindspore_api
-from . import mindspore_layers as mindspore_layers
+from mindnlp_dp.versions import mindnlp_series
+
+if mindnlp_series() == "0.5":
+    from . import mindnlp_0_5 as mindnlp_0_5
+else:
+    from . import mindnlp_0_4 as mindnlp_0_4
+    from . import mindspore_api as mindspore_api
+    from . import mindspore_layers as mindspore_layers
 from .import_hook import install_import_hook as install_import_hook

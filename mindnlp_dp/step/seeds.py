@@ -7,6 +7,7 @@ What the ranks of a tensor-parallel group compute alike, they draw alike; what i
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Optional
 
@@ -67,4 +68,7 @@ def _set(seed: int) -> None:
     numpy_state = np.random.get_state()
     mindspore.set_seed(seed)
     mindspore.manual_seed(seed)
+    # MindNLP 0.5's, which has a generator of its own.
+    if (mindtorch := sys.modules.get("mindtorch")) is not None:
+        mindtorch.manual_seed(seed)
     np.random.set_state(numpy_state)

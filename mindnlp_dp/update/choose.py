@@ -15,6 +15,8 @@ from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.gradients.joint import JointWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.versions import mindnlp_series
 
 from .flat_weights import make_private
 from .joint import JointUpdater
@@ -97,10 +99,10 @@ def make_updater(
 
 def _check_scope(optimizer: Any, window: GradientWindow, scope: ModelScope) -> None:
     """Raise ValueError where a model that is spread over ranks cannot be updated by this optimizer."""
-    from mindnlp_dp.optim import LAMB, LARS
-
     if scope.is_whole:
         return
+    from mindnlp_dp.optim import LAMB, LARS
+
     if isinstance(optimizer, mindspore.nn.Optimizer):
         raise ValueError(
             "a model that is cut among ranks is updated by an optimizer of MindNLP's (mindnlp.core.optim), got "
@@ -193,6 +195,10 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
 
     A subclass may do something else, and so may whoever hooks into ``step``.
     """
+    # MindNLP 0.5's optimizers are other ones, which nobody has compared with the rules.
+    is_0_5 = mindnlp_series() == "0.5"
+    if is_0_5 or not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
+        return None
     from mindnlp.core import optim
 
     from mindnlp_dp.optim import LAMB, LARS
@@ -200,8 +206,6 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     from .rules import AdamRule, LAMBRule, LARSRule, SGDRule
 
     kind, groups = type(optimizer), optimizer.param_groups
-    if not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
-        return None
     if any(dtype_name(p) != "float32" or hasattr(p, "set_data") for p in window.parameters):
         return None
     if not _does_as_its_class(optimizer):
@@ -219,8 +223,7 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
 
 def _is_elementwise(optimizer: Any) -> bool:
     """Whether it is known to update every element for itself, so that parameters can be cut for its own code."""
-    from mindnlp.core import optim
-
+    optim = torch_like().optim
     return type(optimizer) in (optim.AdamW, optim.Adam, optim.SGD) and _does_as_its_class(optimizer)
 
 

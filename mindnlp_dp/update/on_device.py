@@ -31,6 +31,7 @@ from mindnlp_dp.gradients.buckets.bucket import Bucket
 from mindnlp_dp.gradients.buckets.device import DeviceBucket
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.replicas.weights import set_weight
+from mindnlp_dp.runtime.torch_like import torch_like
 
 from .state_shards import Piece, put_together
 from .updater import MindNLPUpdater, Updater
@@ -88,15 +89,13 @@ class DeviceUpdater(MindNLPUpdater):
         self._adopt_state()
 
     def _own_pieces(self, bucket: DeviceBucket) -> list[_OwnPiece]:
-        from mindnlp.core import nn
-
         first, last = bucket.own_range
         pieces, begin = [], 0
         for slot in bucket.layout.slots:
             start, stop = max(first - begin, 0), min(last - begin, slot.numel)
             if start < stop:
                 where = Piece(slot.index, start, stop, begin + start - first)
-                pieces.append(_OwnPiece(where, nn.Parameter(self._part_of_weight(where))))
+                pieces.append(_OwnPiece(where, torch_like().nn.Parameter(self._part_of_weight(where))))
             begin += slot.numel
         return pieces
 

@@ -18,6 +18,7 @@ from mindnlp_dp.arrays.inspection import inspection
 from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.process_group import get_process_group
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.runtime.torch_like import torch_like
 
 from .model_scope import ModelScope
 
@@ -96,12 +97,10 @@ class MindNLPUpdater(Updater):
         self._scope = scope or ModelScope()
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
-        from mindnlp.core import nn
-
         if not self._scope.is_whole:
             return super().clip(gradients, max_norm)
         self._attach(gradients)
-        norm = nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        norm = torch_like().nn.utils.clip_grad_norm_(self.parameters, max_norm)
         return [parameter.grad for parameter in self.parameters], float(norm.asnumpy())
 
     def are_finite(self, gradients: Any) -> bool:
@@ -131,12 +130,12 @@ class MindNLPUpdater(Updater):
                 group["params"] = whole
 
     def finish(self) -> None:
-        from mindnlp.core import optim
-
         # The next window's result can then have this one's memory.
         self._attach([None] * len(self.parameters))
         # A plateau scheduler steps when there is a metric to look at.
-        if self.scheduler is not None and not isinstance(self.scheduler, optim.lr_scheduler.ReduceLROnPlateau):
+        if self.scheduler is not None and not isinstance(
+            self.scheduler, torch_like().optim.lr_scheduler.ReduceLROnPlateau
+        ):
             self.scheduler.step()
 
     def parameter_names(self, model: Any) -> list[list[str]]:

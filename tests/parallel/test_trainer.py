@@ -187,7 +187,7 @@ def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(group, shared_
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, shared_tmp_path, monkeypatch):
     """Only the writer removes it; the others must not wait for a rank that has raised."""
-    from mindnlp_dp.trainers.mindnlp_0_4 import saving
+    from mindnlp_dp.trainers import saving
 
     def refuse(*args):
         raise PermissionError("the folder is read-only")

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from mindnlp_dp.data.batches import Batch
-from mindnlp_dp.parallel.micro_batch import MicroBatch
-from mindnlp_dp.parallel.parallelize import ParallelModel
 from mindnlp_dp.step.seeds import seeded, step_seed
 from mindnlp_dp.step.train_step import MicroStep
 from mindnlp_dp.update.model_scope import ModelScope
+
+if TYPE_CHECKING:
+    # Its layers are those of MindNLP 0.4.
+    from mindnlp_dp.parallel.parallelize import ParallelModel
 
 
 class Passes:
@@ -50,7 +52,7 @@ class Passes:
             yield from self._one_by_one(loop, window, step)
 
     def _one_by_one(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
-        trainer, args, parallel = loop.trainer, loop.args, self._parallel
+        trainer, parallel = loop.trainer, self._parallel
         for number, mine in enumerate(window):
             inputs = None if mine is None else trainer.tensors(mine)
             # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
@@ -63,10 +65,8 @@ class Passes:
                 sending = loop.synchronizer.backward(weight) if is_last else contextlib.nullcontext()
                 timed = loop.timeline.forward_and_backward(trainer.model, step=step, micro_step=number)
                 among = contextlib.nullcontext() if parallel is None else parallel.micro_step(weight)
-                with trainer.hook_suspended(), seeded(self._seed(trainer, step, number)), sending, timed, among:
-                    loss = trainer.training_step(trainer.model, inputs)
-                # training_step returns its part of the window's mean, by MindNLP's contract.
-                value = float(loss.asnumpy()) * args.gradient_accumulation_steps
+                with seeded(self._seed(trainer, step, number)), sending, timed, among:
+                    value = trainer.loss_of_training_step(inputs)
                 is_spoilt = parallel is not None and parallel.is_spoilt(value if weight > 0 else 0.0)
                 gradients = [p.grad for p in loop.synchronizer.parameters]
                 value = value if weight > 0 else 0.0
@@ -74,16 +74,18 @@ class Passes:
             if mine is not None and weight > 0:
                 loop.count(mine, inputs)
             if number + 1 < len(window):
-                trainer.control = trainer.callback_handler.on_substep_end(args, trainer.state, trainer.control)
+                trainer.control = trainer.callback_handler.on_substep_end(loop.args, trainer.state, trainer.control)
 
     def _through_stages(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
+        from mindnlp_dp.parallel.micro_batch import MicroBatch
+
         trainer, parallel = loop.trainer, self._parallel
         assert parallel is not None, "called for a pipeline only"
         assert parallel.pipeline is not None, "called for a pipeline only"
         batches = []
 
         def forward(inputs: Any) -> Any:
-            trainer.model.set_train(True)
+            trainer.model.train()
             return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
 
         for number, batch in enumerate(window):

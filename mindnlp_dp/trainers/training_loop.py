@@ -22,14 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp.core import optim
-from mindnlp.engine.callbacks import TrainerState
-from mindnlp.engine.utils import TrainOutput, has_length
-
 from mindnlp_dp.checkpoint.folders import remove_old_checkpoints
 from mindnlp_dp.checkpoint.run_state import Position, Run
 from mindnlp_dp.data.sharding import plan_updates
 from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
 from mindnlp_dp.step.timeline import Timeline
@@ -37,6 +34,7 @@ from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.trainers.control import ControlAgreement
 from mindnlp_dp.update.choose import make_updater
 
+from .library import TrainerState, TrainOutput, has_length
 from .resuming import ResumableLoop, open_data
 
 
@@ -197,7 +195,7 @@ class TrainingLoop(ResumableLoop):
         with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
             if agreed["should_evaluate"]:
                 metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
-                if isinstance(trainer.lr_scheduler, optim.lr_scheduler.ReduceLROnPlateau):
+                if isinstance(trainer.lr_scheduler, torch_like().optim.lr_scheduler.ReduceLROnPlateau):
                     trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
                 agreed = self.agree(trainer.control)
             if agreed["should_save"]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import mindspore
-from mindnlp.engine.utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from mindnlp_dp.evaluation.evaluate import EvaluationRun
 from mindnlp_dp.evaluation.gather import to_numpy
 from mindnlp_dp.evaluation.metrics import with_prefix
+
+from .library import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 
 def run_evaluation(
@@ -25,7 +26,7 @@ def run_evaluation(
         prediction_loss_only = args.prediction_loss_only
     if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
         trainer.model = model = model.to(dtype=mindspore.float16 if args.fp16_full_eval else mindspore.bfloat16)
-    model.set_train(False)
+    model.eval()
     trainer.whole.broadcast_buffers()
     if args.past_index >= 0:
         trainer._past = None

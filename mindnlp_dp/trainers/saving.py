@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp.engine.trainer.base import TRAINER_STATE_NAME
-
 from mindnlp_dp.checkpoint.folders import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
 from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
+
+from .library import TRAINER_STATE_NAME
 
 
 def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]]) -> None:
@@ -29,7 +29,7 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         if not any(folder.glob(MODEL_FILES)):
             write_weights(model, folder)
 
-    write_weights_of_all = trainer.whole.model_writer(folder, write_whole, [trainer.tokenizer])
+    write_weights_of_all = trainer.whole.model_writer(folder, write_whole, [trainer.beside_model])
 
     def write_model(folder: Path) -> None:
         write_weights_of_all(folder)

@@ -7,15 +7,14 @@ import os
 from dataclasses import asdict
 from typing import Any, Optional
 
-from mindnlp.engine.callbacks import TrainerState
-
 from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
 from mindnlp_dp.data.source import brings_batches
 from mindnlp_dp.launch.environment import full_size
 from mindnlp_dp.trainers.control import ControlAgreement
 
-from .arguments import DataParallelArguments
+from .arguments import RankArguments
 from .callbacks import callback_states, load_callback_states
+from .library import TrainerState
 
 
 def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
@@ -28,7 +27,7 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
     if trainer.args.ignore_data_skip:
         saved = None
     trainer.global_batch_size = _global_batch(trainer) if saved is None else saved["global_batch_size"]
-    loader = trainer.get_train_dataset()
+    loader = trainer.open_training_data()
     if saved is not None:
         way_out = "begin the epoch anew with ignore_data_skip=True"
         check_same_data(trainer.args.data_order(loader.num_samples), saved["data"], way_out)
@@ -58,7 +57,7 @@ class ResumableLoop:
     """The state of a :class:`~.training_loop.TrainingLoop`; every method is called by every rank."""
 
     trainer: Any
-    args: DataParallelArguments
+    args: RankArguments
     loader: Any
     parts: Run
     agree: ControlAgreement

@@ -1,0 +1,63 @@
+"""Functions of ``mindtorch`` that do not work on CPU, or not as PyTorch's do."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, Optional
+
+from mindnlp_dp.patches.import_hook import around
+
+
+# Versions: MindNLP 0.5.1. Cause: mindtorch's Adam calls addcdiv, which its CPU functions do not have.
+# Goes when: mindtorch has it there.
+@around("mindtorch._apis.cpu")
+def _addcdiv(module: types.ModuleType) -> Iterator[None]:
+    yield
+    if not hasattr(module, "addcdiv"):
+
+        def addcdiv(x: Any, numerator: Any, denominator: Any, value: float = 1) -> Any:
+            """``x + value * numerator / denominator``, element by element."""
+            return x + numerator / denominator * value
+
+        module.addcdiv = addcdiv  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.5.1. Cause: without axes, which means all of them, the kernel of the norm fails; clipping
+# gradients calls it so.
+# Goes when: mindtorch passes all axes.
+@around("mindtorch._apis.cpu")
+def _vector_norm(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock = module.linalg_vector_norm
+
+    def linalg_vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+        """The norm over ``dim``, or over all axes."""
+        return stock(x, ord, tuple(range(x.ndim)) if dim is None else dim, keepdim, dtype)
+
+    module.linalg_vector_norm = linalg_vector_norm  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.5.1. Cause: dropout passes neither the seed nor the offset of its generator on to the kernel, so
+# that torch.manual_seed() changes nothing, and no run can be repeated.
+# Goes when: it does.
+@around("mindtorch._apis.cpu")
+def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
+    yield
+    import mindspore
+    import numpy as np
+
+    def dropout(x: Any, p: float, seed: Any, offset: Any) -> tuple[Any, Optional[Any]]:
+        """Zero elements of ``x`` with probability ``p``, and scale the others by ``1 / (1 - p)``.
+
+        Which ones is drawn by Philox, of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), from
+        ``seed`` and ``offset`` alone.
+        """
+        if p == 1:
+            return x * 0, None
+        key = [int(seed) & 0xFFFFFFFFFFFFFFFF, int(offset) & 0xFFFFFFFFFFFFFFFF]
+        draws = np.random.Generator(np.random.Philox(key=key)).random(x.shape, dtype=np.float32)
+        mask = mindspore.Tensor(((draws >= p) / np.float32(1 - p)).astype(np.float32)).astype(x.dtype)
+        return x * mask, mask
+
+    module.dropout = dropout  # type: ignore[attr-defined]

@@ -1,0 +1,237 @@
+"""What makes a Trainer data parallel, whichever library it is of: the seam between its methods and our stages.
+
+Goes in: a model, arguments, data, as for the library's Trainer. Comes out: the model that one process with the whole
+batch would have trained, on every rank. The loop is in training_loop.py; reading, exchange and evaluation are the
+other packages'; what a library calls otherwise is in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy as np
+
+from mindnlp_dp.checkpoint.folders import choose_checkpoint, remove_unfinished_checkpoints
+from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.whole_model import WholeModel, whole_model
+from mindnlp_dp.checkpoint.write import write_module
+from mindnlp_dp.communication.process_group import get_data_group, get_process_group
+from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
+from mindnlp_dp.data.batches import Batch, Collator, as_tensors, num_rows
+from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
+from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.launch.environment import began_if_restarted
+
+from .arguments import RankArguments
+from .evaluation_loop import run_evaluation
+from .library import EvalLoopOutput, PreTrainedModel
+from .passes import Passes
+from .saving import save_checkpoint
+from .training_loop import TrainingLoop
+
+
+class RankTrainer(abc.ABC):
+    """What makes a library's ``Trainer`` data parallel, of which it is a first base class."""
+
+    is_data_parallel = True
+    args: RankArguments
+    model: Any
+    state: Any
+    training_loop: TrainingLoop
+
+    def __init__(self, model: Any, args: RankArguments, *rest: Any, **kwargs: Any) -> None:
+        # Those that share out the samples; and all, who may have parts of the model.
+        self.group, self.world = get_data_group(), get_process_group()
+        self._synchronizer: Optional[GradientWindow] = None
+        self.current_tokens = 0
+        # Samples in an update, where the number of ranks is not to change it.
+        self.global_batch_size: Optional[int] = None
+        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        self.whole.broadcast_weights()
+
+    # What the library calls otherwise.
+
+    @abc.abstractmethod
+    def open_training_data(self) -> Any:
+        """A loader of this rank's part of ``train_dataset``, by the method that a subclass may have overridden."""
+
+    @abc.abstractmethod
+    def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
+        """The mean loss of a micro batch, by ``training_step``, which leaves its gradients at the parameters."""
+
+    @abc.abstractmethod
+    def collator(self) -> Optional[Collator]:
+        """What makes a batch of arrays from a list of samples; None: they are stacked."""
+
+    @property
+    @abc.abstractmethod
+    def beside_model(self) -> Any:
+        """What is saved with the model, and read with it: a tokenizer or a processor; None where there is none."""
+
+    @property
+    def whole(self) -> WholeModel:
+        """The model as a whole, whatever ranks have of it."""
+        return whole_model(self.model, self.group)
+
+    @property
+    def passes(self) -> Passes:
+        """Its forward and backward passes."""
+        return Passes(getattr(self.model, "parallel", None))
+
+    # Gradients.
+
+    def loss_weight(self, inputs: Any) -> float:
+        """What this micro batch's loss weighs in the mean over ranks and micro steps: its number of samples.
+
+        Override it where the loss is a mean of something else, such as tokens that are not ignored.
+        """
+        return float(num_rows(inputs))
+
+    def synchronizer(self, model: Any) -> GradientWindow:
+        """The exchange for ``model``'s trainable parameters; made anew when they change."""
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        current = self._synchronizer
+        if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
+            args = self.args
+            exchange: dict[str, Any] = {
+                "bucket_cap_mb": args.bucket_cap_mb,
+                "overlap": args.overlap,
+                "compression": args.compression,
+                "powersgd_rank": args.powersgd_rank,
+            }
+            parallel = getattr(model, "parallel", None)
+            if parallel is None:
+                self._synchronizer = GradientSynchronizer(trainable, self.group, **exchange)
+            else:
+                self._synchronizer = parallel.window(trainable, **exchange)
+        assert self._synchronizer is not None
+        return self._synchronizer
+
+    # Training.
+
+    def choose_run(self, resume_from_checkpoint: Union[str, bool, None]) -> None:
+        """Decide what :meth:`train` begins with: a checkpoint, or nothing. A collective."""
+        # An earlier call may have failed with an exchange under way, on some ranks further than on others.
+        self._synchronizer = None
+        folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
+        self.world.call_where(
+            self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"
+        )
+        self._resume_from = self.world.call_on_main(
+            lambda: choose_checkpoint(folder, resume_from_checkpoint, saves, began=began_if_restarted(os.environ)),
+            "looking for a checkpoint",
+        )
+
+    def _inner_training_loop(
+        self,
+        batch_size: Optional[int] = None,
+        args: Any = None,
+        resume_from_checkpoint: Optional[str] = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Optional[list[str]] = None,
+    ) -> Any:
+        if batch_size is not None:
+            self._train_batch_size = batch_size
+        checkpoint = None
+        if self._resume_from is not None:
+            checkpoint = load_checkpoint(self._resume_from, self.whole)
+        self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
+        return self.training_loop.run()
+
+    def training_loader(self, dataset: Any) -> Any:
+        """A loader of this rank's part of a data set, in the order and the batches that the arguments ask for."""
+        loader = self.make_loader(
+            dataset,
+            self._train_batch_size,
+            self.args.gradient_accumulation_steps,
+            seed=self.args.order_seed,
+            shuffle=self.args.dataset_shuffle,
+            uneven="drop" if self.args.drops_last else "keep",
+            global_batch_size=self.global_batch_size,
+        )
+        if loader.num_samples is not None:
+            check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)
+        return loader
+
+    def make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
+        columns = None
+        if self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
+            columns = list(self._signature_columns)  # type: ignore[attr-defined]
+        return make_loader(
+            dataset,
+            micro_batch_size,
+            accumulation_steps,
+            group=self.group,
+            collate=self.collator(),
+            columns=columns,
+            **options,
+        )
+
+    def store_flos(self) -> None:
+        """Add the floating point operations and tokens since the last call, of all ranks, to the state's."""
+        flos = self.world.all_reduce(np.array([self.current_flos], np.float64))[0]  # type: ignore[has-type]
+        tokens = self.group.all_reduce(np.array([self.current_tokens], np.float64))[0]
+        self.state.total_flos += float(flos)
+        self.state.num_input_tokens_seen += int(tokens)
+        self.current_flos, self.current_tokens = 0.0, 0
+
+    def tensors(self, batch: Batch) -> dict[str, Any]:
+        """A batch as the model takes it."""
+        return as_tensors(batch)
+
+    # Evaluation.
+
+    def evaluation_loader(self, dataset: Any) -> Any:
+        """A loader of this rank's slices of every global evaluation batch, in data set order."""
+        if isinstance(dataset, (IndexedLoader, PipelineLoader)):
+            return dataset
+        return self.make_loader(dataset, self.args.eval_batch_size)
+
+    def evaluation_loop(
+        self,
+        dataset: Any,
+        description: str,
+        prediction_loss_only: Optional[bool] = None,
+        ignore_keys: Optional[list[str]] = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader; predictions, labels and metrics are the same on every rank.
+
+        ``compute_metrics`` is called on rank 0, which tells the others what it returned, or raised.
+        """
+        return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    preprocess_logits_for_metrics: Any
+
+    # Checkpoints.
+
+    def _save_checkpoint(self, model: Any, metrics: Optional[dict[str, float]] = None) -> None:
+        """Write the run as it stands; one rank writes, the others return when it has, or raise what it raised."""
+        save_checkpoint(self, model, metrics)
+
+    def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
+        """Write the model, as one process would, to ``output_dir``. Of a model that is cut, a collective."""
+        if not self.whole.is_parted:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        write = self.whole.model_writer(folder, lambda folder: None, [self.beside_model])
+        self.world.call_where(self.world.is_main, lambda: write(folder), "writing the model")
+
+    def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        if isinstance(self.model, PreTrainedModel):
+            super()._save(str(folder), state_dict)  # type: ignore[misc]
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_module(self.model, folder)
+        if self.beside_model is not None:
+            self.beside_model.save_pretrained(str(folder))
+
+    def _load_best_model(self) -> None:
+        self.whole.read_weights(Path(self.state.best_model_checkpoint))
