@@ -6,8 +6,7 @@ import threading
 
 import mindspore
 import numpy as np
-from mindnlp.core import nn
-from mindnlp.core.autograd import value_and_grad
+from library import autograd, nn
 
 SHAPES = [(40, 30), (7,), (3, 5, 2), (1,), (64, 64)]
 
@@ -24,7 +23,7 @@ class KnownGradients:
         self.dtype = dtype
         # The backward pass finishes gradients in the other order, then.
         self.is_reversed = False
-        self.run = value_and_grad(self.loss, tuple(self.trainable), attach_grads=True)
+        self.run = autograd.value_and_grad(self.loss, tuple(self.trainable), attach_grads=True)
 
     def loss(self, coefficients):
         total = 0

@@ -30,7 +30,7 @@ def tiny_config(num_layers: int = 1, dropout: float = 0.0) -> Any:
 
 def tiny_roberta(seed: int = 0, num_layers: int = 1, dropout: float = 0.0) -> Any:
     """A RoBERTa classifier, its weights a function of ``seed``."""
-    from mindnlp.engine.utils import set_seed
+    from library import set_seed
     from mindnlp.transformers import RobertaForSequenceClassification
 
     set_seed(seed)
@@ -57,7 +57,7 @@ class Rows:
         return {
             "input_ids": self.input_ids[index],
             "attention_mask": np.ones(LENGTH, np.int64),
-            "label": self.labels[index],
+            "label": int(self.labels[index]),
             "row": f"sample {index}",
         }
 
@@ -67,13 +67,15 @@ def train(model: Any, rows: Any, output_dir: Any, trainer_class: Any = None, **s
 
     ``settings`` are training arguments, the trainer's own arguments, and ``resume``.
     """
+    from library import settings_here
+
     import mindnlp_dp as dp
 
     settings = {"num_train_epochs": 1, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True, **settings}
     resume = settings.pop("resume", None)
     names = ("eval_dataset", "compute_metrics", "callbacks", "data_collator", "optimizers")
     extra = {name: settings.pop(name) for name in names if name in settings}
-    args = dp.DataParallelArguments(str(output_dir), **settings)
+    args = dp.DataParallelArguments(str(output_dir), **settings_here(**settings))
     trainer = (trainer_class or dp.DataParallelTrainer)(model, args, train_dataset=rows, **extra)
     trainer.output = trainer.train(resume_from_checkpoint=resume)
     return trainer

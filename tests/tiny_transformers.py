@@ -13,7 +13,7 @@ KINDS = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral")
 def build(kind: str, seed: int = 3, dropout: float = 0.0, num_layers: int = 4, **config: Any) -> Any:
     """A model whose weights are a function of ``seed``. (T5 and Mixtral have two layers.)"""
     import mindnlp.transformers as models
-    from mindnlp.engine.utils import set_seed
+    from library import set_seed
 
     set_seed(seed)
     encoder = {

@@ -50,12 +50,19 @@ class Process:
 
 
 def start_mpi(
-    counts: Mapping[str, int], worker: list[str], environ: dict[str, str], log: BinaryIO, remote_shell: Sequence[str]
+    counts: Mapping[str, int],
+    worker: list[str],
+    environ: dict[str, str],
+    log: BinaryIO,
+    *,
+    scratch: Path,
+    remote_shell: Sequence[str],
 ) -> list[Process]:
     """mpirun on the first host, for all of them.
 
     Args:
         counts: ranks on each host by its address; of one host the address does not matter.
+        scratch: a folder of this host for what MPI keeps while it runs.
         remote_shell: with several hosts, a command that is called as ssh is.
     """
     mpirun = find_mpirun()
@@ -65,6 +72,7 @@ def start_mpi(
     options = ["-n", str(sum(counts.values())), "--bind-to", "none"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
+    options += ["--prtemca", "prte_local_tmpdir_base", str(scratch)]
     environment = clean_environment(environ)
     if len(counts) > 1:
         hosts = ",".join(f"{address}:{count}" for address, count in counts.items())
@@ -72,6 +80,7 @@ def start_mpi(
         environment.setdefault("OMPI_MCA_pml", "ob1")
     else:
         options.append("--oversubscribe")
+        environment.setdefault("OMPI_MCA_btl_sm_backing_directory", str(scratch))
     # OpenMPI 5 else looks for other ways to reach a neighbour, and sleeps a second in MPI_Init meanwhile.
     environment.setdefault("OMPI_MCA_btl", "self,sm,tcp")
     return [Process(_popen([mpirun, *options, *worker], environment, log), None)]

@@ -37,6 +37,7 @@ from .fork_server import ForkServer
 from .hangs import stacks_of
 from .messages import this_host_name
 from .restarts import forget_earlier_jobs, put_logs_aside
+from .scratch import Scratch
 from .status import progress_file
 from .tries import Report, Try
 from .verdict import Ended, Status, read_statuses, tail
@@ -63,6 +64,7 @@ class LocalHost:
         self._try: Optional[Try] = None
         self._log: Optional[BinaryIO] = None
         self._fork_server: Optional[ForkServer] = None
+        self._scratch: Optional[Scratch] = None
         self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
         self._so_far, self._stopped = dict[int, Progress](), list[int]()
         self._has_ended = True
@@ -114,7 +116,10 @@ class LocalHost:
         environ = self._environment(this)
         if this.backend == "mpi":
             counts = dict(zip(this.addresses or ["localhost"], this.counts))
-            self._processes = start_mpi(counts, worker, environ, self._log, this.remote_shell)
+            self._scratch = self._scratch or Scratch()
+            self._processes = start_mpi(
+                counts, worker, environ, self._log, scratch=self._scratch.path, remote_shell=this.remote_shell
+            )
             return
         cluster = Cluster(this.num_ranks, (this.addresses[0] if this.addresses else "127.0.0.1", this.port))
         self._processes = start_cluster(cluster, this.ranks, worker, environ, self._log)
@@ -202,6 +207,9 @@ class LocalHost:
         end_ranks([rank.pid for rank in self._ranks().values() if rank.pid], GRACE_SECONDS, self.sleep)
         if self._log is not None:
             self._log.close()
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = None
         self._looked, self._has_ended = 0.0, True
 
     def leave(self) -> None:

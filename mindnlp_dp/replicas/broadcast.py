@@ -8,6 +8,7 @@ own rank, and drift apart: rank 0's are taken over wherever a model is looked at
 
 from __future__ import annotations
 
+import math
 from typing import Any, Optional
 
 from mindnlp_dp.communication.collectives import ProcessGroup
@@ -30,7 +31,7 @@ def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> No
     if group.world_size == 1:
         return
     for _, weight in weights:
-        if weight.size:
+        if math.prod(weight.shape):
             set_weight(weight, group.broadcast(weight, src=0))
 
 

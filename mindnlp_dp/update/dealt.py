@@ -6,6 +6,7 @@ size, as PyTorch's ZeroRedundancyOptimizer does; a rank has the optimizer state 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -47,7 +48,7 @@ class DealtUpdater(MindNLPUpdater):
     ) -> None:
         super().__init__(optimizer, parameters, scheduler, scope)
         self._group = group
-        owners = dealt_out([int(p.size) for p in parameters], group.world_size)
+        owners = dealt_out([math.prod(p.shape) for p in parameters], group.world_size)
         self._owners = {id(p): owner for p, owner in zip(parameters, owners)}
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:

@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from conftest import BACKENDS, ROOT, TIMEOUT_SECONDS, processes_of
+from mindnlp_dp.launch.scratch import Scratch
 
 HEAD = """
 import os, signal, sys, time
@@ -251,3 +254,36 @@ def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
     with pytest.warns(RuntimeWarning, match="begins anew"):
         assert choose_checkpoint(tmp_path, None, began=now) is None
     assert choose_checkpoint(tmp_path, None, began=now - 3600).name == "checkpoint-21"
+
+
+@pytest.mark.parametrize("victim", ["mpirun", "launcher"])
+def test_what_mpi_keeps_in_memory_goes_with_the_job(tmp_path, victim):
+    script = (
+        HEAD + "folder = os.environ['OMPI_MCA_btl_sm_backing_directory']\n"
+        "open(f'here_{group.rank}', 'w').write(folder)\ntime.sleep(600)\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", "mpi", "script.py"], cwd=tmp_path
+    )
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not all((tmp_path / f"here_{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.2)
+    folder = Path((tmp_path / "here_0").read_text())
+    assert list(folder.glob("sm_segment*"))
+    if victim == "launcher":
+        launcher.kill()
+        launcher.wait()
+    else:
+        [mpirun] = [p for p in psutil.Process(launcher.pid).children() if p.name() in ("mpirun", "prterun")]
+        mpirun.kill()
+        assert launcher.wait(TIMEOUT_SECONDS) == 137
+        assert not folder.exists()
+    # That of a launcher that was killed goes with the next one; that of one that lives stays.
+    lives = Scratch()
+    Scratch().remove()
+    assert (folder.exists(), lives.path.exists()) == (False, True)
+    lives.remove()
+    assert not lives.path.exists()

@@ -35,7 +35,7 @@ def test_the_trainer_after_a_label_out_of_range(tmp_path, bad_rows):
 
 def test_the_trainer_after_a_forward_pass_that_raised(tmp_path):
     class Raises(dp.DataParallelTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             super().compute_loss(model, inputs, return_outputs)
             raise KeyError("no such column")
 
@@ -148,7 +148,7 @@ def test_all_ranks_fail_with_an_exchange_under_way(group, tmp_path, again):
     class Fails(dp.DataParallelTrainer):
         is_bad = True
 
-        def compute_loss(self, model, inputs, return_outputs=False):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             loss = super().compute_loss(model, inputs, return_outputs)
             if self.is_bad and self.state.global_step == 3:
                 raise ValueError("on every rank")

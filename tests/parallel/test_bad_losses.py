@@ -17,7 +17,7 @@ POISON = 4  # a token that Rows never draws
 class Poisoned(dp.DataParallelTrainer):
     """Its loss is no number for a micro batch that holds a sample beginning with POISON."""
 
-    def compute_loss(self, model, inputs, return_outputs=False):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss = super().compute_loss(model, inputs)
         bad = bool((inputs["input_ids"][:, 0] == POISON).any())
         return loss * mindspore.Tensor(float("nan") if bad else 1.0)
@@ -85,7 +85,7 @@ def test_an_update_of_nothing_but_bad_losses_changes_no_weight(group, tmp_path):
 class Overflowing(dp.DataParallelTrainer):
     """Finite losses whose gradient is not."""
 
-    def compute_loss(self, model, inputs, return_outputs=False):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss = super().compute_loss(model, inputs)
         return loss * 3e38 * 0.1 if self.state.global_step == 1 else loss
 

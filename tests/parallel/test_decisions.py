@@ -11,8 +11,7 @@ import warnings
 
 import numpy as np
 import pytest
-from mindnlp.core import optim
-from mindnlp.engine import EarlyStoppingCallback, TrainerCallback
+from library import EarlyStoppingCallback, TrainerCallback, optim
 
 import mindnlp_dp as dp
 from models import Rows, alone, tiny_roberta, train, weights
@@ -231,7 +230,7 @@ def test_updates_are_global_and_epochs_may_be_fractions(group, tmp_path, setting
     assert together.state.global_step == steps
     assert together.state.epoch == pytest.approx(epoch)
     with alone():
-        single = train(tiny_roberta(), rows, tmp_path, per_device_train_batch_size=4, **settings)
+        single = train(tiny_roberta(), Rows(18), tmp_path, per_device_train_batch_size=4, **settings)
     rates, alone_rates = ([row.get("learning_rate") for row in t.state.log_history] for t in (together, single))
     assert rates == alone_rates
     assert len([rate for rate in rates if rate is not None]) >= 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mindnlp.engine.utils import set_seed
+from library import set_seed, settings_here
 from mindnlp.transformers import RobertaForSequenceClassification, RobertaForTokenClassification
 
 import mindnlp_dp as dp
@@ -14,7 +14,7 @@ from models import NUM_LABELS, Rows, alone, tiny_config, tiny_roberta
 
 def evaluated(model, rows, folder, trainer_class=dp.DataParallelTrainer, **settings):
     extra = {name: settings.pop(name) for name in ("compute_metrics", "data_collator") if name in settings}
-    args = dp.DataParallelArguments(str(folder), disable_tqdm=True, **settings)
+    args = dp.DataParallelArguments(str(folder), disable_tqdm=True, **settings_here(**settings))
     return trainer_class(model, args, eval_dataset=rows, **extra)
 
 

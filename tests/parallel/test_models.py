@@ -37,7 +37,7 @@ def test_parameters_that_a_step_uses_on_some_ranks_only(group, tmp_path):
     """A micro batch without a label 0 never touches the head for label 0."""
 
     class TwoHeads(dp.DataParallelTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             labels = inputs["labels"].asnumpy()
             hidden = model.roberta(inputs["input_ids"])[0]
             losses = []
@@ -74,7 +74,7 @@ class ByMaskedTokens(dp.DataParallelTrainer):
 
 
 def masked_lm(seed=1):
-    from mindnlp.engine.utils import set_seed
+    from library import set_seed
 
     set_seed(seed)
     return RobertaForMaskedLM(tiny_config())
@@ -167,7 +167,7 @@ def test_frozen_parameters_take_no_part_in_the_checkpoint_of_the_optimizer(group
 
 def test_a_plain_module_with_buffers(group, shared_tmp_path):
     """No PreTrainedModel: its running statistics are part of a checkpoint."""
-    from mindnlp.core import nn
+    from library import nn
 
     class Net(nn.Module):
         def __init__(self):

@@ -9,8 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from mindnlp.core import optim
-from mindnlp.engine import EarlyStoppingCallback, TrainerCallback
+from library import EarlyStoppingCallback, TrainerCallback, optim
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp

@@ -5,7 +5,7 @@ import os
 import mindspore
 import numpy as np
 import pytest
-from mindnlp.engine import Trainer, TrainerCallback, TrainingArguments
+from library import Trainer, TrainerCallback, TrainingArguments, is_0_5, settings_here
 from mindspore.dataset import GeneratorDataset
 
 import mindnlp_dp as dp
@@ -21,7 +21,7 @@ class MyTrainer(dp.DataParallelTrainerMixin, Trainer):
 
     num_steps = 0
 
-    def compute_loss(self, model, inputs, return_outputs=False):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         outputs = model(**inputs)
         loss = outputs.loss * 2
         return (loss, outputs) if return_outputs else loss
@@ -31,6 +31,7 @@ class MyTrainer(dp.DataParallelTrainerMixin, Trainer):
         return super().training_step(model, inputs)
 
 
+@pytest.mark.skipif(is_0_5, reason="the hook is MindNLP 0.4's")
 def test_the_hook_called_directly_averages_every_gradient(group, tmp_path):
     """The contract: all_reduce(grad) / rank_size on every parameter that has a gradient."""
     model = tiny_roberta()
@@ -236,7 +237,7 @@ def test_loss_weight_can_be_overridden(group, tmp_path):
         def loss_weight(self, inputs):
             return float(inputs["attention_mask"].sum())
 
-        def compute_loss(self, model, inputs, return_outputs=False):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             logits = model(input_ids=inputs["input_ids"]).logits
             tokens = inputs["attention_mask"].sum(-1).astype(logits.dtype)
             losses = mindspore.ops.cross_entropy(logits, inputs["labels"].astype(mindspore.int32), reduction="none")
@@ -273,7 +274,9 @@ def test_resuming_continues_the_same_order(group, shared_tmp_path):
     read = whole.train_dataset.read
     group.barrier()
 
-    args = dp.DataParallelArguments(str(shared_tmp_path), learning_rate=1e-2, disable_tqdm=True, **settings)
+    args = dp.DataParallelArguments(
+        str(shared_tmp_path), learning_rate=1e-2, disable_tqdm=True, **settings_here(**settings)
+    )
     resumed = dp.DataParallelTrainer(tiny_roberta(seed=2), args, train_dataset=Rows(12 * group.world_size))
     resumed.train(resume_from_checkpoint=str(shared_tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 5

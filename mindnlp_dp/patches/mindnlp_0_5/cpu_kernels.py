@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 from mindnlp_dp.patches.import_hook import around
@@ -21,6 +21,39 @@ def _addcdiv(module: types.ModuleType) -> Iterator[None]:
             return x + numerator / denominator * value
 
         module.addcdiv = addcdiv  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.5.1. Cause: SGD calls raw_sgd, which its CPU functions do not have; and it makes new momenta,
+# zero, for every step, so that there is no momentum on any device.
+# Goes when: mindtorch's SGD is PyTorch's.
+@around("mindtorch.optim.sgd")
+def _sgd(module: types.ModuleType) -> Iterator[None]:
+    yield
+    from mindnlp_dp.runtime.torch_like import torch_like
+
+    def step(self: Any, closure: Optional[Callable[[], Any]] = None) -> Any:
+        """An update by the rule of ``torch.optim.SGD``: weight decay, momentum (dampened, or Nesterov's)."""
+        loss = None if closure is None else closure()
+        with torch_like().no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        _sgd_update(parameter, group, self.state[parameter])
+        return loss
+
+    module.SGD.step = step  # type: ignore[attr-defined]
+
+
+def _sgd_update(parameter: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+    gradient = -parameter.grad if group["maximize"] else parameter.grad
+    if group["weight_decay"]:
+        gradient = gradient + parameter * group["weight_decay"]
+    if group["momentum"]:
+        before = state.get("momentum_buffer")
+        momentum = gradient if before is None else before * group["momentum"] + gradient * (1 - group["dampening"])
+        state["momentum_buffer"] = momentum
+        gradient = gradient + momentum * group["momentum"] if group["nesterov"] else momentum
+    parameter.copy_(parameter - gradient * float(group["lr"]))
 
 
 # Versions: MindNLP 0.5.1. Cause: without axes, which means all of them, the kernel of the norm fails; clipping

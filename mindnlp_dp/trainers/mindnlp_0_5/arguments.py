@@ -8,8 +8,6 @@ from typing import Any
 from mindnlp_dp.trainers.arguments import RankArguments, upgrade
 from mindnlp_dp.trainers.library import TrainingArguments
 
-from .one_process import one_process
-
 # What Transformers does for these goes through Accelerate or PyTorch, whose place is taken here.
 _NOT_HERE = (
     "fp16", "bf16", "deepspeed", "fsdp", "torch_compile", "group_by_length", "gradient_checkpointing",
@@ -30,10 +28,6 @@ class DataParallelArguments(RankArguments):
         ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or a setting that has no effect
             here, such as ``bf16``.
     """
-
-    def __post_init__(self) -> None:
-        with one_process():
-            super().__post_init__()
 
     @property
     def drops_last(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -13,7 +14,6 @@ from mindnlp_dp.trainers.library import Trainer
 from mindnlp_dp.trainers.rank_trainer import RankTrainer
 
 from .arguments import DataParallelArguments, upgrade_arguments
-from .one_process import one_process
 
 # What Transformers' losses leave out.
 _IGNORED = -100
@@ -36,12 +36,11 @@ class DataParallelTrainerMixin(RankTrainer):
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         if args is None:
             args = DataParallelArguments(output_dir="tmp_trainer")
-        with one_process():
-            super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
+        super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
 
     def collator(self) -> Optional[Collator]:
-        def collate(samples: list[Any]) -> dict[str, Any]:
-            return {name: to_host(values) for name, values in self.data_collator(samples).items()}
+        def collate(samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+            return {name: to_host(values) for name, values in self.data_collator(list(samples)).items()}
 
         return collate
 
@@ -63,10 +62,10 @@ class DataParallelTrainerMixin(RankTrainer):
     def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
         # By these training_step() would divide once more.
         self.current_gradient_accumulation_steps = 1
-        num_items = None
+        num_items = []
         if self.model_accepts_loss_kwargs and "labels" in inputs:  # type: ignore[attr-defined]
-            num_items = torch_like().tensor(self.loss_weight(inputs))
-        loss = self.training_step(self.model, inputs, num_items)  # type: ignore[attr-defined]
+            num_items = [torch_like().tensor(self.loss_weight(inputs))]
+        loss = self.training_step(self.model, inputs, *num_items)  # type: ignore[attr-defined]
         return float(loss.asnumpy())
 
     # Training.

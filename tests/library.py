@@ -1,0 +1,40 @@
+"""The names that the suites use of the installed MindNLP: 0.4's own, or, in 0.5, those of Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.versions import mindnlp_series
+
+__all__ = [
+    "EarlyStoppingCallback",
+    "Trainer",
+    "TrainerCallback",
+    "TrainingArguments",
+    "autograd",
+    "is_0_5",
+    "nn",
+    "optim",
+    "set_seed",
+    "settings_here",
+]
+
+is_0_5 = mindnlp_series() == "0.5"
+autograd, nn, optim = torch_like().autograd, torch_like().nn, torch_like().optim
+if is_0_5:
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+else:
+    from mindnlp.engine import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+    from mindnlp.engine.utils import set_seed
+
+# What Transformers calls otherwise than MindNLP 0.4 did.
+_NAMES = {"evaluation_strategy": "eval_strategy", "dataset_drop_last": "dataloader_drop_last"}
+_VALUES = {("optim", "adamw"): "adamw_torch"}
+
+
+def settings_here(**settings: Any) -> dict[str, Any]:
+    """Training arguments of MindNLP 0.4's, as the installed MindNLP calls them."""
+    if not is_0_5:
+        return settings
+    return {_NAMES.get(name, name): _VALUES.get((name, str(value)), value) for name, value in settings.items()}
