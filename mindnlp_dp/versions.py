@@ -13,13 +13,16 @@ __version__ = "0.1.0"
 PYTHON = ((3, 9), (3, 12))
 MINDSPORE = ">=2.5.0,<2.11.0"
 MINDNLP = "==0.4.1"
+# The other MindNLP, whose Trainer is that of Transformers, and the MindSpore on which it was tried.
+OTHER_MINDNLP, OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0"
 # Of these, the ones to install: all suites run on them.
 BEST_MINDSPORE = "2.8.0"
 BEST_MINDNLP = "0.4.1"
 
 WORKING_PAIRS = (
     "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.10.x (tried on CPU), and is accepted with 2.5 and 2.6 "
-    f'(not tried here); pip install "mindspore=={BEST_MINDSPORE}" "mindnlp=={BEST_MINDNLP}"'
+    f'(not tried here); pip install "mindspore=={BEST_MINDSPORE}" "mindnlp=={BEST_MINDNLP}". '
+    "The Trainer of MindNLP 0.5.1 works with MindSpore 2.8 (docs/mindnlp_0_5.md)"
 )
 
 
@@ -40,10 +43,11 @@ def check_versions(mindnlp: str, mindspore: str) -> None:
     """Raise :class:`UnsupportedVersionsError` unless this pair is known to work."""
     from packaging.specifiers import SpecifierSet
 
-    known = all(
-        SpecifierSet(accepted).contains(installed, prereleases=True)
-        for accepted, installed in ((MINDNLP, mindnlp), (MINDSPORE, mindspore))
-    )
+    def fits(accepted: str, installed: str) -> bool:
+        return SpecifierSet(accepted).contains(installed, prereleases=True)
+
+    pairs = ((MINDNLP, MINDSPORE), (OTHER_MINDNLP, OTHER_MINDSPORE))
+    known = any(fits(of_mindnlp, mindnlp) and fits(of_mindspore, mindspore) for of_mindnlp, of_mindspore in pairs)
     if not known:
         raise UnsupportedVersionsError(
             f"MindNLP {mindnlp} with MindSpore {mindspore} is not a pair that works. {WORKING_PAIRS}"

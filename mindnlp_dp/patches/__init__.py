@@ -10,6 +10,8 @@ stands behind runs after. It says which versions it is for, what the cause is, a
 
 from mindnlp_dp.versions import mindnlp_series
 
+from . import any_mindnlp as any_mindnlp
+
 if mindnlp_series() == "0.5":
     from . import mindnlp_0_5 as mindnlp_0_5
 else:

@@ -64,22 +64,3 @@ def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
 
         mindspore.Tensor.data_sync = data_sync
     yield
-
-
-# Versions: MindSpore 2.9+. Cause: MindNLP imports mindspore.common.api and makes an Eps, both of which MindSpore
-# reports as deprecated on the terminal of every process.
-# Goes when: MindNLP uses what took their place.
-@around("mindnlp")
-def _quiet_deprecations_at_import(module: types.ModuleType) -> Iterator[None]:
-    from mindspore import log
-
-    logger = log._get_logger()
-
-    def is_news(record: Any) -> bool:
-        return "is deprecated from version" not in record.getMessage()
-
-    logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_news)

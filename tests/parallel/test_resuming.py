@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from library import EarlyStoppingCallback, TrainerCallback, optim
+from library import EarlyStoppingCallback, TrainerCallback, is_0_5, optim
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
@@ -88,6 +88,7 @@ def whole(group, zero_stage, tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), group)
 
 
+@pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 exchanges gradients behind the backward pass")
 def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_path_factory):
     """Where sums are rounded on a wire, or by three hosts, the order decides on their bits."""
 
@@ -117,8 +118,10 @@ def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_p
 
 @pytest.mark.parametrize(
     "exchange",
-    [{"overlap": True}, {"compression": "powersgd", "powersgd_rank": 1, "zero_stage": 0}],
-    ids=["overlap", "powersgd"],
+    [
+        pytest.param({"overlap": True}, id="overlap", marks=pytest.mark.skipif(is_0_5, reason="no overlap there")),
+        pytest.param({"compression": "powersgd", "powersgd_rank": 1, "zero_stage": 0}, id="powersgd"),
+    ],
 )
 def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchange):
     """Overlap is learnt anew, with the same result; PowerSGD's errors are forgotten at a save, resumed or not."""

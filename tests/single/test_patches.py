@@ -21,6 +21,11 @@ def test_pairs_that_work(mindspore):
     check_versions("0.4.1", mindspore)
 
 
+@pytest.mark.parametrize("mindspore", ["2.8.0", "2.8.3"])
+def test_pairs_of_the_other_mindnlp(mindspore):
+    check_versions("0.5.1", mindspore)
+
+
 @pytest.mark.parametrize(
     ("mindnlp", "mindspore"),
     [("0.4.1", "2.11.0"), ("0.4.1", "2.4.1"), ("0.4.1", "2.11.0rc1"), ("0.5.1", "2.7.0"), ("0.5.1", "2.10.0")],
@@ -194,6 +199,10 @@ def test_every_patch_is_registered(pytestconfig):
         for path in folder.rglob("*.py")
         if path.name != "__init__.py"
     }
-    done = run("import sys, mindnlp_dp; print(*sorted(m for m in sys.modules if m.startswith('mindnlp_dp.patches.')))")
+    # Those of the other MindNLP are imported where it is installed.
+    both = "mindnlp_dp.patches.mindnlp_0_4, mindnlp_dp.patches.mindnlp_0_5"
+    done = run(
+        f"import sys, mindnlp_dp, {both}; print(*sorted(m for m in sys.modules if m.startswith('mindnlp_dp.patches.')))"
+    )
     assert len(files) > 5
     assert files <= set(done.stdout.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import sys
 import types
@@ -12,15 +11,6 @@ from collections.abc import Iterator
 
 from mindnlp_dp.launch.device_target import obey_device_target
 from mindnlp_dp.patches.import_hook import around
-from mindnlp_dp.versions import check_versions
-
-
-# Versions: all. Cause: the pair decides whether anything below can work.
-# Goes when: MindNLP pins the MindSpore versions that it runs on.
-@around("mindnlp")
-def _refuse_unknown_pairs(module: types.ModuleType) -> Iterator[None]:
-    check_versions(importlib.metadata.version("mindnlp"), importlib.metadata.version("mindspore"))
-    yield
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindNLP reads mindspore.common._stub_tensor.StubTensor as

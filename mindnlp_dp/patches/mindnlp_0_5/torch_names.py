@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.patches.import_hook import around
+from mindnlp_dp.patches.in_place_of import in_place_of
 
 
 # Versions: MindNLP 0.5.1. Cause: its optimizers' zero_grad() reports itself to torch.autograd.profiler, which is not
@@ -26,6 +27,19 @@ def _profiler(module: types.ModuleType) -> Iterator[None]:
         profiler = types.ModuleType("mindtorch.autograd.profiler")
         profiler.record_function = record_function  # type: ignore[attr-defined]
         module.autograd.profiler = profiler  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.5.1. Cause: Transformers tells a framework by the name of a model's base class's module, which is
+# not "torch..." here, so that its Trainer takes none but its own models.
+# Goes when: it does.
+@around("transformers.utils.generic")
+def _modules_are_pytorchs(module: types.ModuleType) -> Iterator[None]:
+    yield
+
+    @in_place_of(module)
+    def infer_framework(model_class: Any) -> Any:
+        """ "pt", for a subclass of ``mindtorch.nn.Module``."""
+        return "pt" if any(base.__module__.startswith("mindtorch") for base in model_class.__mro__) else NotImplemented
 
 
 # Versions: MindNLP 0.5.1. Cause: Transformers reads the random state of a checkpoint within safe_globals, which is not
