@@ -200,9 +200,10 @@ def test_every_patch_is_registered(pytestconfig):
         if path.name != "__init__.py"
     }
     # Those of the other MindNLP are imported where it is installed.
-    both = "mindnlp_dp.patches.mindnlp_0_4, mindnlp_dp.patches.mindnlp_0_5"
-    done = run(
-        f"import sys, mindnlp_dp, {both}; print(*sorted(m for m in sys.modules if m.startswith('mindnlp_dp.patches.')))"
-    )
+    code = """
+import sys, mindnlp_dp, mindnlp_dp.patches.mindnlp_0_4, mindnlp_dp.patches.mindnlp_0_5
+print(*sorted(m for m in sys.modules if m.startswith("mindnlp_dp.patches.")))
+"""
+    done = run(code)
     assert len(files) > 5
     assert files <= set(done.stdout.split())
