@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-$PWD/.venv-mindnlp-0.5}
 source scripts/environment.sh
 
-pip() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pip() { "$VENV/bin/pip" install --quiet --disable-pip-version-check "$@"; }
 needed=$(cat scripts/requirements_mindnlp_0_5.txt scripts/test_mindnlp_0_5.sh | cksum)
 if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$needed" ]; then
   python=$(_find_python)
