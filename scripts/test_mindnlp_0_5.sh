@@ -22,7 +22,7 @@ fi
 export PATH="$VENV/bin:$PATH" DEVICE_TARGET=CPU
 
 files=()
-for name in trainer equivalence decisions resuming evaluation bad_losses models; do
+for name in trainer equivalence decisions resuming evaluation bad_losses models transformers_trainer; do
   files+=("tests/parallel/test_$name.py")
 done
 python tests/run_parallel.py --launcher mpi --world-size 2 "${files[@]}"

@@ -72,8 +72,8 @@ def start_mpi(
     options = ["-n", str(sum(counts.values())), "--bind-to", "none"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    options += ["--prtemca", "prte_local_tmpdir_base", str(scratch)]
     environment = clean_environment(environ)
+    environment.setdefault("PRTE_MCA_prte_local_tmpdir_base", str(scratch))
     if len(counts) > 1:
         hosts = ",".join(f"{address}:{count}" for address, count in counts.items())
         options += ["--host", hosts, "--prtemca", "plm_ssh_agent", " ".join(remote_shell), "--map-by", "slot"]

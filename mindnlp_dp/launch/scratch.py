@@ -29,9 +29,16 @@ class Scratch:
         folder = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         for stale in folder.glob(f"{_PREFIX}*"):
             _remove_if_left(stale)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
-        self._lock: Optional[int] = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock: Optional[int] = None
+        while self._lock is None:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                self._lock = lock
+            else:
+                # Another launcher came in between, and took it for one that was left.
+                os.close(lock)
 
     def remove(self) -> None:
         """With all that is in it."""

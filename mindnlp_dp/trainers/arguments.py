@@ -162,6 +162,13 @@ class RankArguments(TrainingArguments):
         """Raise ValueError for settings that the library takes, and cannot follow."""
 
 
+def _remade(kind: Any, settings: dict[str, Any]) -> Any:
+    """What was pickled of arguments that :func:`upgrade` has made."""
+    args = object.__new__(kind)
+    vars(args).update(settings)
+    return args
+
+
 def upgrade(args: Any, stock: Any, ours: Any) -> Any:
     """Turn a plain ``TrainingArguments`` (``stock``), or one of a subclass, into one that knows its rank (``ours``).
 
@@ -176,7 +183,10 @@ def upgrade(args: Any, stock: Any, ours: Any) -> Any:
         )
     kind: Any = ours
     if type(args) is not stock:
-        kind = dataclass(repr=False)(type(f"DataParallel{type(args).__name__}", (ours, type(args)), {}))
+        of_user = type(args)
+        # In a file, such as the one that Transformers writes beside a model, they are the user's own.
+        reduce = {"__reduce__": lambda self: (_remade, (of_user, dict(vars(self))))}
+        kind = dataclass(repr=False)(type(f"DataParallel{of_user.__name__}", (ours, of_user), reduce))
     upgraded = object.__new__(kind)
     upgraded.__dict__.update(copy.copy(args.__dict__))
     for extra in dataclasses.fields(kind):

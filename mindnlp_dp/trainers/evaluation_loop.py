@@ -30,7 +30,10 @@ def run_evaluation(
     trainer.whole.broadcast_buffers()
     if args.past_index >= 0:
         trainer._past = None
-    trainer.callback_handler.eval_dataset = dataset
+    handler = trainer.callback_handler
+    # As MindNLP 0.4 and Transformers call it.
+    handler.eval_dataset = handler.eval_dataloader = dataset
+    sees_inputs = args.include_inputs_for_metrics or "inputs" in getattr(args, "include_for_metrics", ())
     main_input = getattr(model, "main_input_name", "input_ids")
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     for (mine,) in dataset.windows():
@@ -45,7 +48,7 @@ def run_evaluation(
             )
             if logits is not None and trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, labels)
-            seen = batch[main_input] if args.include_inputs_for_metrics else None
+            seen = batch[main_input] if sees_inputs else None
             outputs = {"logits": to_numpy(logits), "labels": to_numpy(labels), "inputs": seen}
             outputs = {key: value for key, value in outputs.items() if value is not None}
             mean_loss = None if loss is None else float(loss.asnumpy())

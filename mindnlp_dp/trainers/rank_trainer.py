@@ -30,7 +30,6 @@ from .arguments import RankArguments
 from .evaluation_loop import run_evaluation
 from .library import EvalLoopOutput, PreTrainedModel
 from .passes import Passes
-from .saving import save_checkpoint
 from .training_loop import TrainingLoop
 
 
@@ -64,13 +63,25 @@ class RankTrainer(abc.ABC):
         """The mean loss of a micro batch, by ``training_step``, which leaves its gradients at the parameters."""
 
     @abc.abstractmethod
-    def collator(self) -> Optional[Collator]:
+    def _collator(self) -> Optional[Collator]:
         """What makes a batch of arrays from a list of samples; None: they are stacked."""
 
     @property
     @abc.abstractmethod
     def beside_model(self) -> Any:
         """What is saved with the model, and read with it: a tokenizer or a processor; None where there is none."""
+
+    @abc.abstractmethod
+    def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
+        """Write the run as it stands, by the method that a subclass may have overridden."""
+
+    @abc.abstractmethod
+    def note_metrics(self, metrics: dict[str, float]) -> None:
+        """An evaluation between two updates has come to its end."""
+
+    @abc.abstractmethod
+    def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
+        """The model is about to be saved there; ``metrics`` are this update's, where it was evaluated behind it."""
 
     @property
     def whole(self) -> WholeModel:
@@ -113,8 +124,13 @@ class RankTrainer(abc.ABC):
 
     # Training.
 
-    def choose_run(self, resume_from_checkpoint: Union[str, bool, None]) -> None:
+    def _choose_run(self, resume_from_checkpoint: Union[str, bool, None]) -> None:
         """Decide what :meth:`train` begins with: a checkpoint, or nothing. A collective."""
+        if not callable(self.loss_weight):
+            raise TypeError(
+                f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro batch "
+                "weighs in the mean over ranks; give your own attribute another name"
+            )
         # An earlier call may have failed with an exchange under way, on some ranks further than on others.
         self._synchronizer = None
         folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
@@ -142,9 +158,9 @@ class RankTrainer(abc.ABC):
         self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
         return self.training_loop.run()
 
-    def training_loader(self, dataset: Any) -> Any:
+    def _training_loader(self, dataset: Any) -> Any:
         """A loader of this rank's part of a data set, in the order and the batches that the arguments ask for."""
-        loader = self.make_loader(
+        loader = self._make_loader(
             dataset,
             self._train_batch_size,
             self.args.gradient_accumulation_steps,
@@ -157,7 +173,7 @@ class RankTrainer(abc.ABC):
             check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)
         return loader
 
-    def make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
+    def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
         columns = None
         if self.args.remove_unused_columns:
             self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
@@ -167,7 +183,7 @@ class RankTrainer(abc.ABC):
             micro_batch_size,
             accumulation_steps,
             group=self.group,
-            collate=self.collator(),
+            collate=self._collator(),
             columns=columns,
             **options,
         )
@@ -186,11 +202,11 @@ class RankTrainer(abc.ABC):
 
     # Evaluation.
 
-    def evaluation_loader(self, dataset: Any) -> Any:
+    def _evaluation_loader(self, dataset: Any) -> Any:
         """A loader of this rank's slices of every global evaluation batch, in data set order."""
         if isinstance(dataset, (IndexedLoader, PipelineLoader)):
             return dataset
-        return self.make_loader(dataset, self.args.eval_batch_size)
+        return self._make_loader(dataset, self.args.eval_batch_size)
 
     def evaluation_loop(
         self,
@@ -209,10 +225,6 @@ class RankTrainer(abc.ABC):
     preprocess_logits_for_metrics: Any
 
     # Checkpoints.
-
-    def _save_checkpoint(self, model: Any, metrics: Optional[dict[str, float]] = None) -> None:
-        """Write the run as it stands; one rank writes, the others return when it has, or raise what it raised."""
-        save_checkpoint(self, model, metrics)
 
     def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
         """Write the model, as one process would, to ``output_dir``. Of a model that is cut, a collective."""

@@ -17,10 +17,7 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     args, state = trainer.args, trainer.state
     folder = Path(args.output_dir)
     path = checkpoint_path(folder, state.global_step)
-    if metrics is not None and args.metric_for_best_model is not None:
-        value = args.metric_to_watch(metrics)
-        if state.best_model_checkpoint is None or args.is_better(value, state.best_metric):
-            state.best_metric, state.best_model_checkpoint = value, str(path)
+    trainer.note_checkpoint(path, metrics)
     trainer.store_flos()
     run = None if args.save_only_model else trainer.training_loop.state()
 

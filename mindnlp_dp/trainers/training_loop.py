@@ -100,7 +100,7 @@ class TrainingLoop(ResumableLoop):
                 setattr(state, name, interval)
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
-        handler.train_dataset = self.loader
+        handler.train_dataset = handler.train_dataloader = self.loader
 
         began = time.time()
         sync_seconds_before = self.synchronizer.seconds
@@ -195,6 +195,7 @@ class TrainingLoop(ResumableLoop):
         with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
             if agreed["should_evaluate"]:
                 metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
+                trainer.note_metrics(metrics)
                 if isinstance(trainer.lr_scheduler, torch_like().optim.lr_scheduler.ReduceLROnPlateau):
                     trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
                 agreed = self.agree(trainer.control)
@@ -202,7 +203,7 @@ class TrainingLoop(ResumableLoop):
                 # What a resumed run cannot know of, this one forgets as well.
                 self.synchronizer.forget_errors()
                 request = progress.checkpoint_request()
-                trainer._save_checkpoint(trainer.model, metrics=metrics)
+                trainer.write_checkpoint(metrics)
                 progress.has_saved(request)
                 trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
                 self.agree(trainer.control)

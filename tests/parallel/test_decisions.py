@@ -11,7 +11,7 @@ import warnings
 
 import numpy as np
 import pytest
-from library import EarlyStoppingCallback, TrainerCallback, optim
+from library import EarlyStoppingCallback, TrainerCallback, is_0_5, optim
 
 import mindnlp_dp as dp
 from models import Rows, alone, tiny_roberta, train, weights
@@ -276,3 +276,15 @@ def test_tokens_are_counted_over_all_ranks(group, tmp_path):
     assert seen == [32, 64, 96, 96]
     metrics = trainer.output.metrics
     assert metrics["train_tokens_per_second"] == pytest.approx(96 / metrics["train_seconds"], rel=1e-2)
+
+
+@pytest.mark.skipif(not is_0_5, reason="MindNLP 0.4 knows the best metric where it saves")
+def test_an_early_stop_without_checkpoints(group, tmp_path):
+    trainer = train(
+        tiny_roberta(), Rows(8 * group.world_size), tmp_path, eval_dataset=Rows(3), max_steps=10, eval_steps=1,
+        per_device_train_batch_size=2, evaluation_strategy="steps", metric_for_best_model="score",
+        greater_is_better=True, compute_metrics=lambda prediction: {"score": 1.0},
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )  # fmt: skip
+    # The first is the best; two more are no better.
+    assert (trainer.state.global_step, trainer.state.best_metric) == (3, 1.0)

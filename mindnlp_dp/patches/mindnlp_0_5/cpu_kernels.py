@@ -6,6 +6,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
+import numpy as np
+
 from mindnlp_dp.patches.import_hook import around
 
 
@@ -78,7 +80,6 @@ def _vector_norm(module: types.ModuleType) -> Iterator[None]:
 def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
     yield
     import mindspore
-    import numpy as np
 
     def dropout(x: Any, p: float, seed: Any, offset: Any) -> tuple[Any, Optional[Any]]:
         """Zero elements of ``x`` with probability ``p``, and scale the others by ``1 / (1 - p)``.
@@ -88,9 +89,45 @@ def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
         """
         if p == 1:
             return x * 0, None
-        key = [int(seed) & 0xFFFFFFFFFFFFFFFF, int(offset) & 0xFFFFFFFFFFFFFFFF]
-        draws = np.random.Generator(np.random.Philox(key=key)).random(x.shape, dtype=np.float32)
+        draws = _philox(seed, offset).random(x.shape, dtype=np.float32)
         mask = mindspore.Tensor(((draws >= p) / np.float32(1 - p)).astype(np.float32)).astype(x.dtype)
         return x * mask, mask
 
     module.dropout = dropout  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.5.1. Cause: on CPU, rand, randn and randint do not look at their generator, and bernoulli draws
+# with probability 0.5 whatever it is asked for: collators of masked language models mask half of all tokens.
+# Goes when: they do as PyTorch's.
+@around("mindtorch._apis.cpu")
+def _random_numbers(module: types.ModuleType) -> Iterator[None]:
+    yield
+    import mindspore
+
+    def generator_of(generator: Any) -> np.random.Generator:
+        return _philox(*generator._step(12))
+
+    def bernoulli(probabilities: Any, generator: Any) -> Any:
+        """1 with the probability that stands there, else 0; of the same shape and type."""
+        draws = generator_of(generator).random(probabilities.shape)
+        return mindspore.Tensor((draws < probabilities.asnumpy()).astype(np.float32)).astype(probabilities.dtype)
+
+    def rand(size: Any, generator: Any, dtype: Any) -> Any:
+        """From 0 to 1, uniformly."""
+        return mindspore.Tensor(generator_of(generator).random(tuple(size), dtype=np.float32)).astype(dtype)
+
+    def randn(size: Any, generator: Any, dtype: Any) -> Any:
+        """Of the standard normal distribution."""
+        return mindspore.Tensor(generator_of(generator).standard_normal(tuple(size), np.float32)).astype(dtype)
+
+    def randint(low: int, high: int, shape: Any, generator: Any, dtype: Any) -> Any:
+        """Whole numbers from ``low`` to below ``high``."""
+        return mindspore.Tensor(generator_of(generator).integers(low, high, tuple(shape))).astype(dtype)
+
+    for function in (bernoulli, rand, randn, randint):
+        setattr(module, function.__name__, function)
+
+
+def _philox(seed: Any, offset: Any) -> np.random.Generator:
+    key = [int(seed) & 0xFFFFFFFFFFFFFFFF, int(offset) & 0xFFFFFFFFFFFFFFFF]
+    return np.random.Generator(np.random.Philox(key=key))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.source import mapped
 from mindnlp_dp.trainers.library import Trainer
 from mindnlp_dp.trainers.rank_trainer import RankTrainer
+from mindnlp_dp.trainers.saving import save_checkpoint
 
 from .arguments import DataParallelArguments, upgrade_arguments
 
@@ -50,7 +52,7 @@ class DataParallelTrainerMixin(RankTrainer):
             args = DataParallelArguments(output_dir="tmp_trainer")
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
 
-    def collator(self) -> Optional[Collator]:
+    def _collator(self) -> Optional[Collator]:
         return self.data_collator
 
     @property
@@ -105,7 +107,7 @@ class DataParallelTrainerMixin(RankTrainer):
             ValueError: it cannot be taken up with this data, or by this number of ranks.
             FloatingPointError: a loss or a gradient is no number, and ``logging_nan_inf_filter`` is False.
         """
-        self.choose_run(resume_from_checkpoint)
+        self._choose_run(resume_from_checkpoint)
         return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
     def open_training_data(self) -> Any:
@@ -116,7 +118,24 @@ class DataParallelTrainerMixin(RankTrainer):
         dataset = self.train_dataset  # type: ignore[attr-defined]
         if dataset is None:
             raise ValueError("training needs a train_dataset")
-        return self.training_loader(mapped(dataset, self.data_map_fn))  # type: ignore[attr-defined]
+        return self._training_loader(mapped(dataset, self.data_map_fn))  # type: ignore[attr-defined]
+
+    def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
+        self._save_checkpoint(self.model, metrics=metrics)
+
+    def _save_checkpoint(self, model: Any, metrics: Optional[dict[str, float]] = None) -> None:
+        """Write the run as it stands; one rank writes, the others return when it has, or raise what it raised."""
+        save_checkpoint(self, model, metrics)
+
+    def note_metrics(self, metrics: dict[str, float]) -> None:
+        """MindNLP looks for the best one where it saves."""
+
+    def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
+        args, state = self.args, self.state
+        if metrics is not None and args.metric_for_best_model is not None:
+            value = args.metric_to_watch(metrics)
+            if state.best_model_checkpoint is None or args.is_better(value, state.best_metric):
+                state.best_metric, state.best_model_checkpoint = value, str(path)
 
     # Evaluation.
 
@@ -129,7 +148,7 @@ class DataParallelTrainerMixin(RankTrainer):
 
     def get_test_dataset(self, test_dataset: Any) -> Any:
         """The same for :meth:`predict`."""
-        return self.evaluation_loader(test_dataset)
+        return self._evaluation_loader(test_dataset)
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.training_args import ParallelMode
+
 from mindnlp_dp.trainers.arguments import RankArguments, upgrade
 from mindnlp_dp.trainers.library import TrainingArguments
 
-# What Transformers does for these goes through Accelerate or PyTorch, whose place is taken here.
+# What Transformers does for these goes through Accelerate, PyTorch or its own loop, whose place is taken here.
 _NOT_HERE = (
-    "fp16", "bf16", "deepspeed", "fsdp", "torch_compile", "group_by_length", "gradient_checkpointing",
+    "fp16", "bf16", "deepspeed", "fsdp", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo",
+    "jit_mode_eval", "use_liger_kernel", "group_by_length", "gradient_checkpointing", "eval_on_start",
+    "batch_eval_metrics", "use_legacy_prediction_loop", "restore_callback_states_from_checkpoint", "push_to_hub",
+    "debug",
 )  # fmt: skip
 
 
@@ -42,6 +47,20 @@ class DataParallelArguments(RankArguments):
         self.overlap = False
         if str(getattr(self.save_strategy, "value", self.save_strategy)) == "best":
             raise ValueError('save_strategy="best" is not supported; save every so many steps, or every epoch')
+        if not self.eval_do_concat_batches or "loss" in (self.include_for_metrics or ()):
+            raise ValueError(
+                'eval_do_concat_batches=False and include_for_metrics=["loss"] are not supported: predictions come '
+                "whole, in data set order, and the loss is a mean"
+            )
+        config = self.accelerator_config or {}
+        if config.get("split_batches") if isinstance(config, dict) else getattr(config, "split_batches", False):
+            raise ValueError(
+                "split_batches has no effect here: per_device_train_batch_size is a rank's; set global_batch_size"
+            )
+
+    @property
+    def parallel_mode(self) -> ParallelMode:  # type: ignore[override]
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_DISTRIBUTED
 
 
 def upgrade_arguments(args: Any) -> DataParallelArguments:

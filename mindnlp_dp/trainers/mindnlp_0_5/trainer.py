@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -12,6 +13,7 @@ from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.trainers.library import Trainer
 from mindnlp_dp.trainers.rank_trainer import RankTrainer
+from mindnlp_dp.trainers.saving import save_checkpoint
 
 from .arguments import DataParallelArguments, upgrade_arguments
 
@@ -38,9 +40,10 @@ class DataParallelTrainerMixin(RankTrainer):
             args = DataParallelArguments(output_dir="tmp_trainer")
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
 
-    def collator(self) -> Optional[Collator]:
+    def _collator(self) -> Optional[Collator]:
         def collate(samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-            return {name: to_host(values) for name, values in self.data_collator(list(samples)).items()}
+            batch = self.data_collator(list(samples))
+            return {name: to_host(values) if hasattr(values, "dtype") else values for name, values in batch.items()}
 
         return collate
 
@@ -55,15 +58,20 @@ class DataParallelTrainerMixin(RankTrainer):
 
         Of a model whose loss is a mean over tokens, the number of labels that count; else the number of samples.
         """
-        if self.model_accepts_loss_kwargs and "labels" in inputs:  # type: ignore[attr-defined]
+        if self._counts_labels(inputs):
             return float(np.count_nonzero(to_host(inputs["labels"]) != _IGNORED))
         return super().loss_weight(inputs)
+
+    def _counts_labels(self, inputs: Any) -> bool:
+        """Whether the loss is a sum over labels by their number, ``num_items_in_batch``."""
+        takes_it = self.model_accepts_loss_kwargs or self.compute_loss_func is not None  # type: ignore[attr-defined]
+        return takes_it and "labels" in inputs
 
     def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
         # By these training_step() would divide once more.
         self.current_gradient_accumulation_steps = 1
         num_items = []
-        if self.model_accepts_loss_kwargs and "labels" in inputs:  # type: ignore[attr-defined]
+        if self._counts_labels(inputs):
             num_items = [torch_like().tensor(self.loss_weight(inputs))]
         loss = self.training_step(self.model, inputs, *num_items)  # type: ignore[attr-defined]
         return float(loss.asnumpy())
@@ -87,7 +95,9 @@ class DataParallelTrainerMixin(RankTrainer):
             ValueError: it cannot be taken up with this data, or by this number of ranks.
             FloatingPointError: a loss or a gradient is no number, and ``logging_nan_inf_filter`` is False.
         """
-        self.choose_run(resume_from_checkpoint)
+        # MindNLP's training_step keeps the model and the parameters that it was called with first.
+        self.__dict__.pop("grad_fn", None)
+        self._choose_run(resume_from_checkpoint)
         return super().train(None, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
     def open_training_data(self) -> Any:
@@ -95,10 +105,29 @@ class DataParallelTrainerMixin(RankTrainer):
 
     def get_train_dataloader(self) -> Any:
         """A loader of this rank's part of ``train_dataset``."""
+        if type(self)._get_train_sampler is not Trainer._get_train_sampler:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{type(self).__name__} has a _get_train_sampler of its own, which is not called: samples are shared "
+                "out in an order that all ranks know; weigh or order them in the data set"
+            )
         dataset = self.train_dataset  # type: ignore[attr-defined]
         if dataset is None:
             raise ValueError("training needs a train_dataset")
-        return self.training_loader(dataset)
+        return self._training_loader(dataset)
+
+    def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
+        self._save_checkpoint(self.model, None)
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Write the run as it stands; one rank writes, the others return when it has, or raise what it raised."""
+        save_checkpoint(self, model, None)
+
+    def note_metrics(self, metrics: dict[str, float]) -> None:
+        self._determine_best_metric(metrics, None)  # type: ignore[attr-defined]
+
+    def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(path)
 
     # Evaluation.
 
@@ -113,7 +142,7 @@ class DataParallelTrainerMixin(RankTrainer):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The same for :meth:`predict`."""
-        return self.evaluation_loader(test_dataset)
+        return self._evaluation_loader(test_dataset)
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):

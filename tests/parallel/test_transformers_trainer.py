@@ -1,0 +1,145 @@
+"""What is Transformers' own in the Trainer of MindNLP 0.5."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from library import Trainer, TrainingArguments, is_0_5, set_seed
+
+import mindnlp_dp as dp
+from models import Rows, alone, tiny_roberta, train, weights
+
+pytestmark = pytest.mark.skipif(not is_0_5, reason="of MindNLP 0.5")
+
+
+def test_a_second_training_is_of_the_new_model(group, tmp_path):
+    args = dp.DataParallelArguments(
+        str(tmp_path), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+
+    def build():
+        # Transformers looks at how many arguments it takes.
+        return tiny_roberta()
+
+    trainer = dp.DataParallelTrainer(model_init=build, args=args, train_dataset=Rows(8 * group.world_size))
+    trainer.train()
+    first = weights(trainer.model)
+    trainer.train()
+    for name, weight in weights(trainer.model).items():
+        np.testing.assert_array_equal(weight, first[name], err_msg=name)
+    start = weights(tiny_roberta())
+    assert any(np.abs(first[name] - start[name]).max() > 1e-3 for name in start)
+
+
+def test_a_loss_function_gets_the_number_of_labels(group, tmp_path):
+    from mindtorch.nn import functional
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        return functional.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+    class OfTheSum(dp.DataParallelTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, compute_loss_func=loss, **kwargs)
+
+    settings = {"trainer_class": OfTheSum, "max_steps": 4, "optim": "sgd", "logging_steps": 1}
+    together = train(tiny_roberta(), Rows(13), tmp_path, per_device_train_batch_size=4 // group.world_size, **settings)
+    with alone():
+        single = train(tiny_roberta(), Rows(13), tmp_path, per_device_train_batch_size=4, **settings)
+    expected = weights(single.model)
+    for name, weight in weights(together.model).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+@dataclasses.dataclass
+class MyArguments(TrainingArguments):
+    mine: int = 3
+
+
+def test_arguments_of_ones_own_are_saved_beside_the_model(group, shared_tmp_path):
+    import mindtorch
+
+    args = MyArguments(
+        str(shared_tmp_path), per_device_train_batch_size=2, max_steps=2, save_steps=2, disable_tqdm=True, mine=5
+    )
+    trainer = dp.DataParallelTrainer(tiny_roberta(), args, train_dataset=Rows(8 * group.world_size))
+    trainer.train()
+    assert trainer.args.parallel_mode.value == ("distributed" if group.world_size > 1 else "not_distributed")
+    if group.is_main:
+        found = mindtorch.load(str(shared_tmp_path / "checkpoint-2" / "training_args.bin"), weights_only=False)
+        assert (type(found), found.mine) == (MyArguments, 5)
+
+
+def test_a_collator_may_return_more_than_tensors(group, tmp_path):
+    from transformers import default_data_collator
+
+    seen = []
+
+    class Watched(dp.DataParallelTrainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            seen.append(inputs.pop("flag"))
+            return super().compute_loss(model, inputs, **kwargs)
+
+    def collate(samples):
+        return {**default_data_collator(samples), "flag": True}
+
+    train(
+        tiny_roberta(), Rows(4 * group.world_size), tmp_path, per_device_train_batch_size=2, trainer_class=Watched,
+        data_collator=collate, remove_unused_columns=False,
+    )  # fmt: skip
+    assert len(seen) == 2
+
+
+def test_random_numbers_follow_their_seed_and_their_probabilities():
+    import mindtorch as torch
+
+    probabilities = torch.tensor([0.0, 0.15, 1.0]).reshape(3, 1) * torch.ones((3, 4000))
+    means = torch.bernoulli(probabilities).asnumpy().mean(1)
+    assert (means[0], means[2]) == (0, 1)
+    assert abs(means[1] - 0.15) < 0.03
+    drawn = []
+    for _ in range(2):
+        set_seed(7)
+        drawn.append([torch.rand(5).asnumpy(), torch.randn(5).asnumpy(), torch.randint(0, 9, (5,)).asnumpy()])
+    for before, after in zip(*drawn):
+        np.testing.assert_array_equal(before, after)
+        assert len(set(before.tolist())) > 1
+
+
+def test_what_would_have_no_effect_is_refused(group, tmp_path):
+    class Weighted(dp.DataParallelTrainer):
+        def _get_train_sampler(self, *args, **kwargs):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="_get_train_sampler of its own, which is not called"):
+        train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Weighted)
+    for settings, message in [
+        ({"bf16": True}, "bf16 has no effect"),
+        ({"eval_on_start": True, "eval_strategy": "epoch"}, "eval_on_start has no effect"),
+        ({"overlap": True}, "overlap=True"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches has no effect"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dp.DataParallelArguments(str(tmp_path), **settings)
+    trainer = dp.DataParallelTrainer(
+        tiny_roberta(), dp.DataParallelArguments(str(tmp_path), max_steps=1), train_dataset=Rows(8)
+    )
+    trainer.loss_weight = 0.3
+    with pytest.raises(TypeError, match="loss_weight of this Trainer is 0.3"):
+        trainer.train()
+
+
+def test_the_stock_trainer_is_refused_in_several_processes(group, tmp_path):
+    trainer = Trainer(tiny_roberta(), TrainingArguments(str(tmp_path), max_steps=1), train_dataset=Rows(8))
+    if group.world_size > 1:
+        with pytest.raises(RuntimeError, match="Transformers' own Trainer would train 2 separate models"):
+            trainer.train()
+
+
+def test_a_backward_that_does_nothing_says_so():
+    import mindtorch as torch
+
+    with pytest.raises(RuntimeError, match="computes no gradients under MindNLP 0.5"):
+        torch.ones(3).sum().backward()
