@@ -123,6 +123,9 @@ class DataParallelTrainerMixin(RankTrainer):
         save_checkpoint(self, model, None)
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
+        if self.args.metric_for_best_model is not None:
+            # An error that says the same in either library.
+            self.args.metric_to_watch(metrics)
         self._determine_best_metric(metrics, None)  # type: ignore[attr-defined]
 
     def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
