@@ -5,6 +5,7 @@ setup.py and scripts/environment.sh read this file as it stands, before anything
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ WORKING_PAIRS = (
 )
 
 
+@functools.cache
 def mindnlp_series() -> str:
     """ "0.4" or "0.5", by the MindNLP that is installed; "0.4" where there is none."""
     try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Optional
 
 from .launchers import card_of_this_process
 
@@ -23,6 +26,18 @@ def obey_device_target() -> str:
     elif device != current:
         mindspore.set_device(device)
     return str(mindspore.get_context("device_target"))
+
+
+@contextmanager
+def device_target_obeyed() -> Iterator[Optional[str]]:
+    """Within it, DEVICE_TARGET, which is yielded, is done with: whoever else looks at it finds nothing to do."""
+    obey_device_target()
+    target = os.environ.pop("DEVICE_TARGET", None)
+    try:
+        yield target
+    finally:
+        if target is not None:
+            os.environ["DEVICE_TARGET"] = target
 
 
 def _has_set_a_device() -> bool:

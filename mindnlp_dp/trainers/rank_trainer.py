@@ -160,6 +160,8 @@ class RankTrainer(abc.ABC):
 
     def _training_loader(self, dataset: Any) -> Any:
         """A loader of this rank's part of a data set, in the order and the batches that the arguments ask for."""
+        if dataset is None:
+            raise ValueError("training needs a train_dataset")
         loader = self._make_loader(
             dataset,
             self._train_batch_size,
@@ -204,6 +206,8 @@ class RankTrainer(abc.ABC):
 
     def _evaluation_loader(self, dataset: Any) -> Any:
         """A loader of this rank's slices of every global evaluation batch, in data set order."""
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset")
         if isinstance(dataset, (IndexedLoader, PipelineLoader)):
             return dataset
         return self._make_loader(dataset, self.args.eval_batch_size)

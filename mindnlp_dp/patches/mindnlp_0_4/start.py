@@ -9,7 +9,7 @@ import types
 import warnings
 from collections.abc import Iterator
 
-from mindnlp_dp.launch.device_target import obey_device_target
+from mindnlp_dp.launch.device_target import device_target_obeyed
 from mindnlp_dp.patches.import_hook import around
 
 
@@ -35,14 +35,10 @@ def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
 # Goes when: MindNLP calls set_device.
 @around("mindnlp")
 def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
-    obey_device_target()
-    target = os.environ.pop("DEVICE_TARGET", None)
-    try:
+    with device_target_obeyed() as target:
         yield
-    finally:
-        if target is not None:
-            os.environ["DEVICE_TARGET"] = target
-            module.DEVICE_TARGET = target  # type: ignore[attr-defined]
+    if target is not None:
+        module.DEVICE_TARGET = target  # type: ignore[attr-defined]
 
 
 # Versions: MindNLP 0.4.1. Cause: with MULTI_NPU=true this module starts communication, draws a random seed

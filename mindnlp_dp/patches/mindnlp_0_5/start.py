@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from mindnlp_dp.launch.device_target import obey_device_target
+from mindnlp_dp.launch.device_target import device_target_obeyed
 from mindnlp_dp.patches.import_hook import around
 
 
@@ -46,13 +46,8 @@ def _generator(module: types.ModuleType) -> Iterator[None]:
 # Goes when: mindtorch leaves a device alone that is set.
 @around("mindtorch")
 def _device_target_is_set_once(module: types.ModuleType) -> Iterator[None]:
-    obey_device_target()
-    target = os.environ.pop("DEVICE_TARGET", None)
-    try:
+    with device_target_obeyed():
         yield
-    finally:
-        if target is not None:
-            os.environ["DEVICE_TARGET"] = target
 
 
 # Versions: MindNLP 0.5.1. Cause: every tensor must say on which device it is; those that MindSpore makes, such as

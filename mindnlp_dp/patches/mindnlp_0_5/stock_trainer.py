@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from mindnlp_dp.launch.launchers import detect_launch
 from mindnlp_dp.patches.import_hook import around
-
+from mindnlp_dp.patches.stock_trainers import refused_in_several_processes
 
 # Versions: MindNLP 0.5.1. Cause: under msrun each process's Trainer takes itself for the only one, and trains a model
 # of its own, silently; under mpirun it fails in Accelerate.
 # Goes when: torch.distributed works under MindNLP.
-@around("transformers.trainer")
-def _refuse_the_stock_trainer_in_several_processes(module: types.ModuleType) -> Iterator[None]:
-    yield
-    stock_train = module.Trainer.train
-
-    @functools.wraps(stock_train)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launch = detect_launch(os.environ)
-        if launch.num_known > 1 and not getattr(self, "is_data_parallel", False):
-            raise RuntimeError(
-                f"{launch.by} started {launch.num_known} processes, and Transformers' own Trainer would train "
-                f"{launch.num_known} separate models; call mindnlp_dp.init_process_group() and use "
-                "mindnlp_dp.DataParallelTrainer (for a Trainer of your own: mindnlp_dp.DataParallelTrainerMixin)"
-            )
-        return stock_train(self, *args, **kwargs)
-
-    module.Trainer.train = train  # type: ignore[attr-defined]
+around("transformers.trainer")(refused_in_several_processes("Transformers'"))
 
 
 # Versions: MindNLP 0.5.1. Cause: loss.backward() does nothing, so that a loop written for PyTorch trains nothing, and

@@ -116,9 +116,9 @@ class DataParallelTrainerMixin(RankTrainer):
     def get_train_dataset(self) -> Any:
         """A loader of this rank's part of ``train_dataset``."""
         dataset = self.train_dataset  # type: ignore[attr-defined]
-        if dataset is None:
-            raise ValueError("training needs a train_dataset")
-        return self._training_loader(mapped(dataset, self.data_map_fn))  # type: ignore[attr-defined]
+        if dataset is not None:
+            dataset = mapped(dataset, self.data_map_fn)  # type: ignore[attr-defined]
+        return self._training_loader(dataset)
 
     def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
         self._save_checkpoint(self.model, metrics=metrics)
@@ -142,8 +142,6 @@ class DataParallelTrainerMixin(RankTrainer):
     def get_eval_dataset(self, eval_dataset: Any = None) -> Any:
         """A loader of this rank's slices of every global evaluation batch, in data set order."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset  # type: ignore[attr-defined]
-        if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset")
         return self.get_test_dataset(dataset)
 
     def get_test_dataset(self, test_dataset: Any) -> Any:

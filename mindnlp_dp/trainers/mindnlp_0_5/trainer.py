@@ -110,10 +110,7 @@ class DataParallelTrainerMixin(RankTrainer):
                 f"{type(self).__name__} has a _get_train_sampler of its own, which is not called: samples are shared "
                 "out in an order that all ranks know; weigh or order them in the data set"
             )
-        dataset = self.train_dataset  # type: ignore[attr-defined]
-        if dataset is None:
-            raise ValueError("training needs a train_dataset")
-        return self._training_loader(dataset)
+        return self._training_loader(self.train_dataset)  # type: ignore[attr-defined]
 
     def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
         self._save_checkpoint(self.model, None)
@@ -139,8 +136,6 @@ class DataParallelTrainerMixin(RankTrainer):
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]  # type: ignore[attr-defined]
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset  # type: ignore[attr-defined]
-        if dataset is None:
-            raise ValueError("evaluation needs an eval_dataset")
         return self.get_test_dataloader(dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
