@@ -14,7 +14,7 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$needed" ]; then
   python=$(_find_python)
   "$python" -m venv "$VENV"
   echo "installing MindNLP 0.5.1 and what it needs (2 GB; a minute or several)"
-  pip "mindspore==$MINDSPORE" --requirement scripts/requirements_mindnlp_0_5.txt
+  pip --requirement scripts/requirements_mindnlp_0_5.txt
   pip --no-deps mindnlp==0.5.1 accelerate==1.10.1 peft==0.17.1
   pip --no-deps --editable .
   echo "$needed" >"$VENV/.installed"
