@@ -52,6 +52,8 @@ _HOME = {
 }
 
 __all__ = list(_HOME)
+# They cut and make layers of MindNLP 0.4's.
+_OF_0_4_ALONE = ("parallelize", "empty_weights")
 
 if TYPE_CHECKING:
     from .communication.collectives import ProcessGroup as ProcessGroup
@@ -87,6 +89,11 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _OF_0_4_ALONE and mindnlp_series() != "0.4":
+            raise ImportError(
+                f"{__name__}.{name} is for models of MindNLP 0.4, and MindNLP {mindnlp_series()} is installed, whose "
+                "models are whole on every rank here"
+            )
         value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
         globals()[name] = value
         return value

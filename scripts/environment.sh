@@ -1,13 +1,20 @@
-# Sourced by the other scripts: makes the virtual environment .venv, or takes the one that is there.
+# Sourced by the other scripts: makes a virtual environment, or takes the one that is there.
 #
 #   ensure_environment EXTRAS      e.g. mpi,quickstart; afterwards its programs are first on PATH
 #
-# PYTHON names the interpreter (default: the first of python3 and its versions that fits), VENV the folder (default: .venv
-# beside setup.py), MINDSPORE the version (default: the one that all suites run on). mindnlp_dp/versions.py says which fit.
+# PYTHON names the interpreter (default: the first of python3 and its versions that fits), MINDNLP the series, 0.4 (the
+# default) or 0.5, VENV the folder (default: .venv beside setup.py; for 0.5 .venv-mindnlp-0.5), MINDSPORE the version
+# (default: the one that all suites run on). mindnlp_dp/versions.py says which fit.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-VENV=${VENV:-$ROOT/.venv}
+MINDNLP=${MINDNLP:-0.4}
+case $MINDNLP in
+  0.4) VENV=${VENV:-$ROOT/.venv} ;;
+  0.5) VENV=${VENV:-$ROOT/.venv-mindnlp-0.5} ;;
+  *) echo "error: MINDNLP must be 0.4 or 0.5, got '$MINDNLP'" >&2; exit 2 ;;
+esac
 MINDSPORE=${MINDSPORE:-$(sed -n 's/^BEST_MINDSPORE = "\(.*\)"$/\1/p' "$ROOT/mindnlp_dp/versions.py")}
+NEEDED_BY_MINDNLP_0_5=$ROOT/scripts/requirements_mindnlp_0_5.txt
 
 # The line of versions.py that says it, as two numbers: from Python 3.FIRST to 3.LAST.
 read -r FIRST_PYTHON LAST_PYTHON < <(
@@ -33,12 +40,32 @@ _find_python() {
 }
 
 _what_is_installed() {
-  echo "MindSpore $MINDSPORE, $(cat "$ROOT/setup.py" <(grep ' = ' "$ROOT/mindnlp_dp/versions.py") | cksum)"
+  echo "MindSpore $MINDSPORE, $(
+    cat "$ROOT/setup.py" "$NEEDED_BY_MINDNLP_0_5" "$ROOT/scripts/environment.sh" \
+      <(grep ' = ' "$ROOT/mindnlp_dp/versions.py") | cksum
+  )"
+}
+
+_pip_install() {
+  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+_install() {
+  if [ "$MINDNLP" = 0.4 ]; then
+    _pip_install --editable "$ROOT[$1]" "mindspore==$MINDSPORE"
+  else
+    # What these ask for themselves brings PyTorch with CUDA, which nothing here uses.
+    _pip_install --requirement "$NEEDED_BY_MINDNLP_0_5" &&
+      _pip_install --no-deps mindnlp==0.5.1 accelerate==1.10.1 peft==0.17.1 &&
+      _pip_install --no-deps --editable "$ROOT"
+  fi
 }
 
 ensure_environment() {
   local extras=$1 stamp python
   stamp=$VENV/.installed-${extras//,/-}
+  # There are no extras of the other: it has what all scripts need.
+  [ "$MINDNLP" = 0.4 ] || stamp=$VENV/.installed
   mkdir -p "$(dirname "$VENV")"
   # One installation at a time, however many scripts were started; the lock ends with the subshell.
   (
@@ -51,9 +78,8 @@ ensure_environment() {
       echo "making a virtual environment in ${VENV#"$PWD"/} with $("$python" --version)"
       "$python" -m venv "$VENV" || exit 1
     fi
-    echo "installing mindnlp_dp[$extras] and what it needs (about 3 GB; a minute or several)"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT[$extras]" \
-      "mindspore==$MINDSPORE" || exit 1
+    echo "installing MindNLP $MINDNLP, mindnlp_dp[$extras] and what they need (2 to 3 GB; a minute or several)"
+    _install "$extras" || exit 1
     _what_is_installed >"$stamp"
   ) 9>"$VENV.lock" || return 1
   export PATH="$VENV/bin:$PATH"

@@ -57,6 +57,8 @@ def main() -> None:
 
 
 def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataParallelArguments:
+    from mindnlp_dp.trainers.library import EVAL_STRATEGY
+
     num_ranks = mesh.data.world_size
     with as_input_error():
         micro_batch_size = config.micro_batch_size
@@ -65,40 +67,39 @@ def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataPa
             micro_batch_size = math.ceil(config.global_batch_size / num_ranks)
             micro_batch_size = for_stages(micro_batch_size, mesh.sizes["pp"])
         accumulation_steps = accumulation_steps_to_keep(config.global_batch_size, micro_batch_size * num_ranks)
-    return dp.DataParallelArguments(
-        output_dir=config.output_dir,
-        per_device_train_batch_size=micro_batch_size,
-        gradient_accumulation_steps=accumulation_steps,
-        global_batch_size=config.global_batch_size,
-        per_device_eval_batch_size=config.eval_batch_size,
-        num_train_epochs=config.num_epochs,
-        max_steps=config.max_steps,
-        learning_rate=config.learning_rate,
-        warmup_ratio=config.warmup_ratio,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        logging_steps=config.logging_steps,
-        evaluation_strategy="epoch",
-        save_strategy="steps" if config.save_steps else "no",
-        save_steps=config.save_steps or None,
-        save_total_limit=2,
-        seed=config.seed,
-        bucket_cap_mb=config.bucket_cap_mb,
-        overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
-        compression=config.compression or None,
-        powersgd_rank=config.powersgd_rank,
-        zero_stage="auto" if config.zero_stage == "auto" else int(config.zero_stage),
-        trace=config.trace or None,
-        sync_stats=config.stats,
-    )
+        return dp.DataParallelArguments(
+            output_dir=config.output_dir,
+            per_device_train_batch_size=micro_batch_size,
+            gradient_accumulation_steps=accumulation_steps,
+            global_batch_size=config.global_batch_size,
+            per_device_eval_batch_size=config.eval_batch_size,
+            num_train_epochs=config.num_epochs,
+            max_steps=config.max_steps,
+            learning_rate=config.learning_rate,
+            warmup_ratio=config.warmup_ratio,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            logging_steps=config.logging_steps,
+            **{EVAL_STRATEGY: "epoch"},
+            save_strategy="steps" if config.save_steps else "no",
+            save_steps=config.save_steps or None,
+            save_total_limit=2,
+            seed=config.seed,
+            bucket_cap_mb=config.bucket_cap_mb,
+            overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
+            compression=config.compression or None,
+            powersgd_rank=config.powersgd_rank,
+            zero_stage="auto" if config.zero_stage == "auto" else int(config.zero_stage),
+            trace=config.trace or None,
+            sync_stats=config.stats,
+        )
 
 
 def train(
     config: FinetuneConfig, args: dp.DataParallelArguments, task: TextClassificationTask, group: dp.ProcessGroup
 ) -> RunReport:
-    from mindnlp.engine.utils import set_seed
-
     from mindnlp_dp.text_classification.recorder import RunRecorder
+    from mindnlp_dp.trainers.library import set_seed
 
     set_seed(config.seed)
     # A pretrained model is downloaded once on each host, and then taken from its cache.
@@ -107,12 +108,15 @@ def train(
         with as_input_error():
             check_model(model, config)
     with as_input_error():
-        model = dp.parallelize(
-            model,
-            schedule=config.pipeline_schedule,
-            recompute=config.pipeline_recompute,
-            layers_per_stage=parse_layers(config.pipeline_layers),
-        )
+        layers_per_stage = parse_layers(config.pipeline_layers)
+    if layers_per_stage or not dp.get_device_mesh().is_data_parallel:
+        with as_input_error(ValueError, ImportError):
+            model = dp.parallelize(
+                model,
+                schedule=config.pipeline_schedule,
+                recompute=config.pipeline_recompute,
+                layers_per_stage=layers_per_stage,
+            )
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
     trainer = dp.DataParallelTrainer(
         model,

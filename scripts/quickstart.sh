@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # From a bare machine to a RoBERTa fine-tuned by two processes, on CPU, without a data download.
 #
-#   bash scripts/quickstart.sh [--nproc N] [--backend mpi|mindspore] [flags of scripts/finetune.py]
+#   bash scripts/quickstart.sh [--nproc N] [--backend mpi|mindspore] [--engine mindnlp-0.4|mindnlp-0.5]
+#                              [flags of scripts/finetune.py]
 #
-# Leaves report.json, training.png and the model in outputs/quickstart.
+# Leaves report.json, training.png and the model in outputs/quickstart; of MindNLP 0.5 in outputs/quickstart-mindnlp-0.5.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 nproc=2
 backend=mpi
-config=$ROOT/configs/quickstart_cpu.yaml
-flags=(--output-dir "$ROOT/outputs/quickstart")
+engine=mindnlp-0.4
+config=""
+flags=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --nproc | --backend | --config)
+    --nproc | --backend | --engine | --config)
       [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
       printf -v "${1#--}" %s "$2"
       shift 2
@@ -24,9 +25,17 @@ while [ $# -gt 0 ]; do
       ;;
   esac
 done
+case $engine in
+  mindnlp-0.4 | mindnlp-0.5) MINDNLP=${engine#mindnlp-} ;;
+  *) echo "error: --engine must be mindnlp-0.4 or mindnlp-0.5, got '$engine'" >&2; exit 2 ;;
+esac
 
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+output_dir=$ROOT/outputs/quickstart
+[ "$MINDNLP" = 0.4 ] || output_dir+=-$engine
 ensure_environment mpi,quickstart
 log_dir=$ROOT/logs/quickstart-$(date +%Y%m%d-%H%M%S)-$$
 export DEVICE_TARGET=CPU
 exec mindnlp-dp run --nproc "$nproc" --backend "$backend" --log-dir "$log_dir" \
-  "$ROOT/scripts/finetune.py" --config "$config" "${flags[@]}"
+  "$ROOT/scripts/finetune.py" --config "${config:-$ROOT/configs/quickstart_cpu.yaml}" --output-dir "$output_dir" \
+  ${flags[@]+"${flags[@]}"}

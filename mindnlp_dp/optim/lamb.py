@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Optional
 
-from mindnlp.core import ops
+from mindnlp_dp.replicas.weights import set_weight
+from mindnlp_dp.runtime.torch_like import torch_like
 
 from .trust_ratio import TrustRatioOptimizer, check_betas
 
@@ -47,14 +48,14 @@ class LAMB(TrustRatioOptimizer):
     def _direction(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> Any:
         if not state:
             state["step"] = 0
-            state["exp_avg"] = ops.zeros_like(parameter)
-            state["exp_avg_sq"] = ops.zeros_like(parameter)
+            state["exp_avg"] = torch_like().zeros_like(parameter)
+            state["exp_avg_sq"] = torch_like().zeros_like(parameter)
         beta1, beta2 = group["betas"]
         state["step"] += 1
         gradient, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        ops.assign(mean, beta1 * mean + (1 - beta1) * gradient)
-        ops.assign(square, beta2 * square + (1 - beta2) * gradient * gradient)
-        adam = (mean / (1 - beta1 ** state["step"])) / (ops.sqrt(square / (1 - beta2 ** state["step"])) + group["eps"])
+        set_weight(mean, beta1 * mean + (1 - beta1) * gradient)
+        set_weight(square, beta2 * square + (1 - beta2) * gradient * gradient)
+        adam = (mean / (1 - beta1 ** state["step"])) / ((square / (1 - beta2 ** state["step"])).sqrt() + group["eps"])
         return adam + group["weight_decay"] * parameter
 
     def _move(
@@ -66,4 +67,4 @@ class LAMB(TrustRatioOptimizer):
         group: dict[str, Any],
     ) -> None:
         ratio = 1.0 if lengths is None else min(lengths[0] / lengths[1], group["max_trust_ratio"])
-        ops.assign(parameter, parameter - group["lr"] * ratio * direction)
+        set_weight(parameter, parameter - group["lr"] * ratio * direction)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Optional
 
-from mindnlp.core import ops
+from mindnlp_dp.replicas.weights import set_weight
+from mindnlp_dp.runtime.torch_like import torch_like
 
 from .trust_ratio import TrustRatioOptimizer
 
@@ -55,12 +56,12 @@ class LARS(TrustRatioOptimizer):
         group: dict[str, Any],
     ) -> None:
         if not state:
-            state["momentum_buffer"] = ops.zeros_like(parameter)
+            state["momentum_buffer"] = torch_like().zeros_like(parameter)
         decay, rate = group["weight_decay"], 1.0
         if lengths is not None:
             weights, gradient = lengths
             rate = group["trust_coefficient"] * weights / (gradient + decay * weights)
         velocity = state["momentum_buffer"]
         step = group["lr"] * rate * (direction + decay * parameter)
-        ops.assign(velocity, group["momentum"] * velocity + step)
-        ops.assign(parameter, parameter - velocity)
+        set_weight(velocity, group["momentum"] * velocity + step)
+        set_weight(parameter, parameter - velocity)

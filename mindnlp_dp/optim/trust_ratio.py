@@ -8,10 +8,11 @@ from typing import Any, Optional
 
 import mindspore
 import numpy as np
-from mindnlp.core.optim import Optimizer
+
+from mindnlp_dp.runtime.torch_like import torch_like
 
 
-class TrustRatioOptimizer(Optimizer, abc.ABC):
+class TrustRatioOptimizer(torch_like().optim.Optimizer, abc.ABC):  # type: ignore[misc]
     """Goes through the parameters that have a gradient; subclasses say where one of them goes, and how far.
 
     All directions come first, then all lengths, so that a device is waited for once. That takes memory for

@@ -11,6 +11,7 @@ stands behind runs after. It says which versions it is for, what the cause is, a
 from mindnlp_dp.versions import mindnlp_series
 
 from . import any_mindnlp as any_mindnlp
+from . import cpu_kernels as cpu_kernels
 
 if mindnlp_series() == "0.5":
     from . import mindnlp_0_5 as mindnlp_0_5

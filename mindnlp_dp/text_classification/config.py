@@ -208,9 +208,13 @@ def read_config_file(path: str, kind: type[TaskConfig] = FinetuneConfig) -> dict
 
 
 @contextlib.contextmanager
-def as_input_error(kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """Tell an error that settings cause (batches that do not divide, too many ranks) as the user's to mend."""
+def as_input_error(*kinds: type[Exception]) -> Iterator[None]:
+    """Tell an error that settings cause (batches that do not divide, too many ranks) as the user's to mend.
+
+    Of these ``kinds``; by default ValueError.
+    """
+    told = kinds or (ValueError,)
     try:
         yield
-    except kind as error:
+    except told as error:
         raise InputError(str(error)) from None

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from mindnlp_dp.runtime.torch_like import transformers_like
+
 from .examples import InputError, first_line
 
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of the model ``name``; InputError when it cannot be had."""
-    from mindnlp.transformers import AutoTokenizer
-
-    return _from_pretrained(AutoTokenizer, name, "tokenizer")
+    return _from_pretrained(transformers_like().AutoTokenizer, name, "tokenizer")
 
 
 def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[str, np.ndarray], int]:
@@ -35,9 +35,8 @@ def load_classifier(name: str, num_labels: int, max_length: int) -> Any:
     Raises:
         InputError: it cannot be had, or takes fewer than ``max_length`` tokens.
     """
-    from mindnlp.transformers import AutoModelForSequenceClassification
-
-    model = _from_pretrained(AutoModelForSequenceClassification, name, "model", num_labels=num_labels)
+    auto_class = transformers_like().AutoModelForSequenceClassification
+    model = _from_pretrained(auto_class, name, "model", num_labels=num_labels)
     positions = getattr(model.config, "max_position_embeddings", max_length)
     # RoBERTa counts positions from behind its padding token's number.
     if "roberta" in model.config.model_type:

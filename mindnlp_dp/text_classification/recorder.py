@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
-from mindnlp.engine import TrainerCallback
 
 from mindnlp_dp.evaluation.metrics import accuracy
+from mindnlp_dp.trainers.library import TrainerCallback
 
 NUM_CONFUSIONS = 10
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from mindnlp_dp.runtime.torch_like import transformers_like
+
 from . import hub, pretrained
 from .cldr import cldr_phrases
 from .config import FinetuneConfig, TaskConfig
@@ -110,20 +112,19 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
 
 def build_optimizer(config: FinetuneConfig, model: Any) -> Any:
     """The optimizer of a job; None stands for the Trainer's own, AdamW."""
+    if config.optimizer == "adamw":
+        return None
     from mindnlp_dp.optim import LAMB, LARS, parameter_groups
 
     kinds: dict[str, Any] = {"lamb": LAMB, "lars": LARS}
-    if config.optimizer not in kinds:
-        return None
     return kinds[config.optimizer](parameter_groups(model, config.weight_decay), lr=config.learning_rate)
 
 
 def build_roberta(config: TaskConfig, vocab_size: int, num_labels: int) -> Any:
     """A RoBERTa classifier from scratch. relu, because MindSpore's gelu is slow on CPU."""
-    from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
-
-    return RobertaForSequenceClassification(
-        RobertaConfig(
+    library = transformers_like()
+    return library.RobertaForSequenceClassification(
+        library.RobertaConfig(
             vocab_size=vocab_size,
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_layers,

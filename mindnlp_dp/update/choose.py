@@ -195,17 +195,13 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
 
     A subclass may do something else, and so may whoever hooks into ``step``.
     """
-    # MindNLP 0.5's optimizers are other ones, which nobody has compared with the rules.
-    is_0_5 = mindnlp_series() == "0.5"
-    if is_0_5 or not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
+    if not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
         return None
-    from mindnlp.core import optim
-
     from mindnlp_dp.optim import LAMB, LARS
 
     from .rules import AdamRule, LAMBRule, LARSRule, SGDRule
 
-    kind, groups = type(optimizer), optimizer.param_groups
+    optim, kind, groups = torch_like().optim, type(optimizer), optimizer.param_groups
     if any(dtype_name(p) != "float32" or hasattr(p, "set_data") for p in window.parameters):
         return None
     if not _does_as_its_class(optimizer):
@@ -213,7 +209,7 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     if any(group.get("maximize") or group.get("amsgrad") for group in groups):
         return None
     if kind in (optim.AdamW, optim.Adam):
-        return AdamRule(decoupled=kind is optim.AdamW)
+        return AdamRule(decoupled=kind is optim.AdamW, epsilon_is_corrected=mindnlp_series() == "0.5")
     if kind is optim.SGD:
         return SGDRule(has_momentum=any(group["momentum"] for group in groups))
     if kind is LAMB:

@@ -10,6 +10,7 @@ at in every update.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -35,7 +36,7 @@ def make_private(parameters: Sequence[Any]) -> None:
 
 
 def _is_in(memory: Optional[np.ndarray], parameter: Any) -> bool:
-    if memory is None or not parameter.size:
+    if memory is None or not math.prod(parameter.shape):
         return False
     return 0 <= parameter.data_ptr() - memory.ctypes.data < memory.nbytes
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,13 +103,18 @@ def _runs(segment: Segment, value_of: Callable[[int], float]) -> Iterator[tuple[
 
 
 class AdamRule(Rule):
-    """AdamW (``decoupled``: weights decay by themselves) and Adam (their decay is part of the gradient)."""
+    """AdamW (``decoupled``: weights decay by themselves) and Adam (their decay is part of the gradient).
+
+    Epsilon is added to the root of the second moment, behind its bias correction (``epsilon_is_corrected``), as PyTorch
+    and MindNLP 0.5 do, or before it, as MindSpore's kernel and MindNLP 0.4 do.
+    """
 
     state_names = ("exp_avg", "exp_avg_sq")
     counts_steps = True
 
-    def __init__(self, *, decoupled: bool) -> None:
+    def __init__(self, *, decoupled: bool, epsilon_is_corrected: bool = False) -> None:
         self._decoupled = decoupled
+        self._epsilon_is_corrected = epsilon_is_corrected
         self._adam = mindspore.ops.Adam()
 
     def key(self, group: Group, step: int) -> Hashable:
@@ -120,6 +126,7 @@ class AdamRule(Rule):
             group, step = update.groups[first], update.steps[first]
             rate, (beta1, beta2) = float(group["lr"]), group["betas"]
             scratch = update.scratch[: len(segment.weights)]
+            epsilon = group["eps"] * (math.sqrt(1 - beta2**step) if self._epsilon_is_corrected else 1.0)
             if not segment.tensors:
                 segment.tensors = {
                     name: mindspore.Tensor.from_numpy(array)
@@ -134,7 +141,7 @@ class AdamRule(Rule):
                     segment.weights[where] *= np.float32(1 - rate * decay)
             self._adam(
                 tensors["w"], tensors["exp_avg"], tensors["exp_avg_sq"], _scalar(beta1**step), _scalar(beta2**step),
-                _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(group["eps"]),
+                _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(epsilon),
                 tensors["g" if gradient is segment.gradient else "scratch"],
             )  # fmt: skip
 
