@@ -15,7 +15,9 @@ Two ranks on this host, medians of ``--rounds`` in turns:
 * waiting: the launcher's own time on a core while ranks work, over the time.
 * reports: what ranks say of their progress in an update, counted, times what one costs, over the update.
 
-msrun waits for its scheduler's time-out, half a minute, in every round: once is taken.
+msrun waits for its scheduler's time-out, half a minute, in every round: once is taken. torchrun starts the same script
+with PyTorch's gloo in place of our group (``--torch-python``), and looks at its ranks every tenth of a second, as its
+newer versions do by themselves.
 """
 
 from __future__ import annotations
@@ -34,15 +36,27 @@ from pathlib import Path
 from typing import Any, Optional
 
 import psutil
-from common import machine, write_json
+from common import TORCH_HINT, has_torch, machine, write_json
 
 HANG_SECONDS = 2.0
+MEET = {
+    "ours": """
+import mindnlp_dp as dp
+group = dp.init_process_group()
+""",
+    "torch": """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+class group:
+    rank = dist.get_rank()
+    all_reduce = staticmethod(lambda x: dist.all_reduce(torch.from_numpy(x)))
+""",
+}
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
 import numpy as np
-import mindnlp_dp as dp
-group = dp.init_process_group()
 x = np.ones(3, np.float32)
 group.all_reduce(x)
 folder, what = Path(sys.argv[1]), sys.argv[2]
@@ -94,9 +108,13 @@ if group.is_main:
 class Round:
     """One job in a folder of its own."""
 
+    torch_python = sys.executable
+
     def __init__(self, script: str, what: str, launcher: str, *flags: str, **environ: str) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
+            if script is SCRIPT:
+                script = MEET["torch" if launcher == "torchrun" else "ours"] + script
             (folder / "script.py").write_text(script)
             arguments = [str(folder / "script.py"), str(folder), what]
             beside = Path(sys.executable).parent
@@ -104,10 +122,20 @@ class Round:
                 "mpi": [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", "mpi"],
                 "mindspore": [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", "mindspore"],
                 "mpirun": [str(beside / "mpirun"), "-n", "2", "--oversubscribe", "--bind-to", "none"],
+                "torchrun": [
+                    self.torch_python,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nproc_per_node=2",
+                    "--master_port=29513",
+                    "--monitor_interval=0.1",
+                ],
                 "msrun": [str(beside / "msrun"), "--worker_num=2", "--local_worker_num=2", "--join=True"],
             }[launcher]
             if launcher in ("mpi", "mindspore"):
                 command += ["--log-dir", str(folder / "logs"), *flags]
+            elif launcher == "torchrun":
+                command += flags
             elif launcher == "mpirun":
                 command += ["--allow-run-as-root"] * (os.geteuid() == 0) + [sys.executable]
             else:
@@ -138,13 +166,22 @@ def _share_of_a_core(pid: int, folder: Path) -> float:
     return (sum(launcher.cpu_times()[:2]) - before) / (time.perf_counter() - began)
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
     parser.add_argument("--without-msrun", action="store_true", help="leave out the one that takes half a minute")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = _arguments()
     rows: list[tuple[str, str, float]] = []
+    Round.torch_python = args.torch_python
+    is_torch_here = has_torch(args.torch_python)
+    if not is_torch_here:
+        print(TORCH_HINT)
 
     def row(what: str, launcher: str, value: float) -> None:
         rows.append((what, launcher, value))
@@ -154,21 +191,21 @@ def main() -> None:
         done = Round(SCRIPT, what, launcher, *flags)
         return done.ended - done.killed
 
-    def first(**environ: str) -> float:
-        done = Round(SCRIPT, "first", "mpi", **environ)
+    def first(launcher: str = "mpi", **environ: str) -> float:
+        done = Round(SCRIPT, "first", launcher, **environ)
         return done.firsts[0] - done.began
 
-    def first_step(**environ: str) -> float:
-        done = Round(STEP, "step", "mpi", **environ)
+    def first_step(launcher: str = "mpi", **environ: str) -> float:
+        done = Round(STEP, "step", launcher, **environ)
         return done.firsts[0] - done.began
 
-    def restart(**environ: str) -> float:
-        done = Round(SCRIPT, "restart", "mpi", "--max-restarts", "1", **environ)
+    def restart(launcher: str = "mpi", **environ: str) -> float:
+        done = Round(SCRIPT, "restart", launcher, "--max-restarts=1", **environ)
         return done.firsts[1] - done.killed
 
     print(machine())
-    for launcher in ("mpi", "mindspore", "mpirun"):
-        name = f"mindnlp-dp run, {launcher}" if launcher != "mpirun" else launcher
+    for launcher in ("mpi", "mindspore", "mpirun", *(["torchrun"] if is_torch_here else [])):
+        name = f"mindnlp-dp run, {launcher}" if launcher in ("mpi", "mindspore") else launcher
         taken = [after_kill(launcher) for _ in range(args.rounds)]
         row("crash to the end of the job, s", name, statistics.median(taken))
     if not args.without_msrun:
@@ -183,6 +220,10 @@ def main() -> None:
         theirs.append(first(OMPI_MCA_btl="^openib"))
     row("command to first all-reduce, s", "mindnlp-dp run, mpi", statistics.median(ours))
     row("command to first all-reduce, s", "with MPI's own choice", statistics.median(theirs))
+    if is_torch_here:
+        for what, measure in (("command to first all-reduce, s", first),
+                              ("killed rank to the next try's all-reduce, s", restart)):  # fmt: skip
+            row(what, "torchrun", statistics.median(measure("torchrun") for _ in range(args.rounds)))
     with _fork_server() as forked:
         for what, measure in (("command to first update, s", first_step),
                               ("killed rank to the next try's all-reduce, s", restart)):  # fmt: skip

@@ -4,7 +4,7 @@
 #
 # PYTHON names the interpreter (default: the first of python3 and its versions that fits), MINDNLP the series, 0.4 (the
 # default) or 0.5, VENV the folder (default: .venv beside setup.py; for 0.5 .venv-mindnlp-0.5), MINDSPORE the version
-# (default: the one that all suites run on). mindnlp_dp/versions.py says which fit.
+# (default: the one that all suites run on, where that Python has it). mindnlp_dp/versions.py says which fit.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MINDNLP=${MINDNLP:-0.4}
@@ -13,7 +13,6 @@ case $MINDNLP in
   0.5) VENV=${VENV:-$ROOT/.venv-mindnlp-0.5} ;;
   *) echo "error: MINDNLP must be 0.4 or 0.5, got '$MINDNLP'" >&2; exit 2 ;;
 esac
-MINDSPORE=${MINDSPORE:-$(sed -n 's/^BEST_MINDSPORE = "\(.*\)"$/\1/p' "$ROOT/mindnlp_dp/versions.py")}
 NEEDED_BY_MINDNLP_0_5=$ROOT/scripts/requirements_mindnlp_0_5.txt
 
 # The line of versions.py that says it, as two numbers: from Python 3.FIRST to 3.LAST.
@@ -37,6 +36,12 @@ _find_python() {
   done
   echo "error: Python 3.$FIRST_PYTHON to 3.$LAST_PYTHON is needed, and ${PYTHON:-python3} is not; set PYTHON=/path/to/one" >&2
   return 1
+}
+
+_best_mindspore() {
+  local name=BEST_MINDSPORE
+  ! "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 9))' || name=BEST_MINDSPORE_ON_PYTHON_3_9
+  sed -n "s/^$name = \"\(.*\)\"\$/\1/p" "$ROOT/mindnlp_dp/versions.py"
 }
 
 _what_is_installed() {
@@ -70,11 +75,13 @@ ensure_environment() {
   # One installation at a time, however many scripts were started; the lock ends with the subshell.
   (
     flock 9
+    python=$VENV/bin/python
+    [ -x "$python" ] || python=$(_find_python) || exit 1
+    MINDSPORE=${MINDSPORE:-$(_best_mindspore "$python")}
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(_what_is_installed)" ] && [ -x "$VENV/bin/mindnlp-dp" ]; then
       exit 0
     fi
     if [ ! -x "$VENV/bin/python" ]; then
-      python=$(_find_python) || exit 1
       echo "making a virtual environment in ${VENV#"$PWD"/} with $("$python" --version)"
       "$python" -m venv "$VENV" || exit 1
     fi

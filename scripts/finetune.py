@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.folders import has_checkpoints
@@ -60,6 +61,7 @@ def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataPa
     from mindnlp_dp.trainers.library import EVAL_STRATEGY
 
     num_ranks = mesh.data.world_size
+    when_to_evaluate: dict[str, Any] = {EVAL_STRATEGY: "epoch"}
     with as_input_error():
         micro_batch_size = config.micro_batch_size
         if not micro_batch_size:
@@ -80,7 +82,7 @@ def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataPa
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             logging_steps=config.logging_steps,
-            **{EVAL_STRATEGY: "epoch"},
+            **when_to_evaluate,
             save_strategy="steps" if config.save_steps else "no",
             save_steps=config.save_steps or None,
             save_total_limit=2,

@@ -196,3 +196,4 @@ if grep -q '^FAILED' "$work/results"; then
   exit 1
 fi
 echo "all suites passed"
+python tests/tried.py note "$($quick && echo quick || echo all)" "$work/results"

@@ -10,9 +10,19 @@ source scripts/environment.sh
 ensure_environment mpi,quickstart,dev
 export DEVICE_TARGET=CPU
 
+results=$(mktemp)
+trap 'rm -f "$results"' EXIT
+# parallel LAUNCHER FILE...: some files of the parallel suite, with two ranks.
+parallel() {
+  python tests/run_parallel.py --launcher "$1" --world-size 2 "${@:2}"
+  printf 'passed\t0\tparallel, %s, 2\n' "$1" >>"$results"
+}
+
 files=()
-for name in trainer equivalence decisions resuming evaluation bad_losses models transformers_trainer; do
+for name in trainer equivalence decisions orders resuming evaluation bad_losses models zero transformers_trainer; do
   files+=("tests/parallel/test_$name.py")
 done
-python tests/run_parallel.py --launcher mpi --world-size 2 "${files[@]}"
-python tests/run_parallel.py --launcher mindspore --world-size 2 tests/parallel/test_equivalence.py
+parallel mpi "${files[@]}"
+parallel mindspore tests/parallel/test_equivalence.py
+python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
+python tests/tried.py note trainer "$results"

@@ -53,3 +53,9 @@ def copy_of(x: Any) -> Any:
     import mindspore
 
     return x.copy() if x.dtype == mindspore.bfloat16 else mindspore.ops.deepcopy(x)
+
+
+def set_weight(weight: Any, value: Any) -> None:
+    """Overwrite a parameter or buffer with a tensor of its own shape and type."""
+    # assign_value, and not ops.assign, for a buffer may be a view (BERT's position_ids is one).
+    weight.set_data(value) if hasattr(weight, "set_data") else weight.assign_value(value)

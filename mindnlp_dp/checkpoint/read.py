@@ -9,9 +9,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.arrays.conversion import from_host, set_weight, to_host
 from mindnlp_dp.arrays.types import dtype_name
-from mindnlp_dp.replicas.weights import all_names, set_weight
+from mindnlp_dp.replicas.weights import all_names
 
 from .manifest import MODEL_FILES, STATE, CheckpointError, check_checkpoint
 from .state_tree import PackedState

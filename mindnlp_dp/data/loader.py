@@ -202,13 +202,15 @@ def make_loader(
     collate: Optional[Collator] = None,
     columns: Optional[Sequence[str]] = None,
     global_batch_size: Optional[int] = None,
+    lengths: Optional[np.ndarray] = None,
 ) -> Loader:
     """Choose how to read ``dataset``, by what it can do. A collective.
 
     ``micro_batch_size`` is a rank's, and ``accumulation_steps`` of them make an update's window; where
     ``global_batch_size`` is given, as many as make up so many samples of all ranks, whatever their number is. A rank's
     micro batches are no larger than said, but may be smaller. ``columns`` names those to keep, None keeps all.
-    ``shuffle``, ``seed`` and ``collate`` are for sources with an index; a pipeline brings its own order and batches.
+    ``shuffle``, ``seed``, ``collate`` and ``lengths`` (of the samples, by which batches are then put together) are for
+    sources with an index; a pipeline brings its own order and batches.
 
     Raises:
         ValueError: the pipeline is already cut by ``num_shards``, or there are no samples, or ``global_batch_size`` is
@@ -223,9 +225,11 @@ def make_loader(
         check_same_samples(source, readers, columns)
         sampler = GlobalBatchSampler(
             len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven,
-            global_batch_size,
+            global_batch_size, lengths,
         )  # fmt: skip
         return IndexedLoader(source, sampler, group, collate, columns)
+    if lengths is not None:
+        raise ValueError(f"a {type(dataset).__name__} has no index, and its batches cannot be put together by length")
     global_micro_batch_size = micro_batch_size * group.world_size
     if global_batch_size is not None:
         global_micro_batch_size = largest_divisor(global_batch_size, global_micro_batch_size)
@@ -276,6 +280,9 @@ def make_loader(
         )
 
     def open_iterable(epoch: int) -> Iterator[Columns]:
+        # A stream of the library datasets is shuffled by it.
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
         rows = iter(dataset)
         while chunk := list(itertools.islice(rows, global_micro_batch_size)):
             if columns is not None:

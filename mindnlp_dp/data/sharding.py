@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional
 
 import numpy as np
@@ -36,6 +36,23 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
+def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -> np.ndarray:
+    """``order`` with samples of about one length behind each other, so that batches hold little padding.
+
+    It is cut into stretches of as many global batches as are a quarter of them, 50 at most; within each the longest
+    come first. The longest of all is the first, so that a batch too large for the memory is known at once.
+
+    >>> grouped_by_length(np.array([2, 0, 1, 3]), np.array([5, 9, 7, 6]), 2)
+    array([1, 2, 3, 0])
+    """
+    stretch = batch_size * max(1, min(50, len(order) // (4 * batch_size)))
+    parts = [order[begin : begin + stretch] for begin in range(0, len(order), stretch)]
+    grouped = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+    longest = int(np.argmax(lengths[grouped]))
+    grouped[[0, longest]] = grouped[[longest, 0]]
+    return grouped
+
+
 @dataclass(frozen=True)
 class GlobalBatchSampler:
     """Cuts every epoch into global batches, and every global batch into ranks and micro steps.
@@ -43,10 +60,11 @@ class GlobalBatchSampler:
     ``uneven`` says what becomes of a last global batch that is not full: ``"keep"``
     splits it as evenly as it goes (some ranks may get nothing), ``"drop"`` leaves it out. ``samples_per_update`` sets
     the global batch whatever the other sizes are: ``accumulation_steps`` are then as many as it takes, and ranks whose
-    number does not divide it get parts that differ by one sample.
+    number does not divide it get parts that differ by one sample. With ``lengths``, one for each sample, batches hold
+    samples of about one length (:func:`grouped_by_length`).
 
     Raises:
-        ValueError: a size is not positive, ``uneven`` is unknown, there are no samples, or
+        ValueError: a size is not positive, ``uneven`` is unknown, there are no samples or not as many lengths, or
             ``"drop"`` would leave nothing.
     """
 
@@ -58,6 +76,7 @@ class GlobalBatchSampler:
     shuffle: bool = True
     uneven: str = "keep"
     samples_per_update: Optional[int] = None
+    lengths: Optional[np.ndarray] = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "world_size", "accumulation_steps", "samples_per_update"):
@@ -65,6 +84,8 @@ class GlobalBatchSampler:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_samples < 1:
             raise ValueError("the data set is empty: there is nothing to train on")
+        if self.lengths is not None and len(self.lengths) != self.num_samples:
+            raise ValueError(f"there are {len(self.lengths)} lengths of {self.num_samples} samples")
         if self.uneven not in ("keep", "drop"):
             raise ValueError(f"uneven must be 'keep' or 'drop', got {self.uneven!r}")
         if self.uneven == "drop" and self.num_samples < self.global_batch_size:
@@ -90,8 +111,9 @@ class GlobalBatchSampler:
         Every rank gets the same number of updates and, in each, of micro batches; those of a
         short last global batch may be smaller than ``micro_batch_size``, or empty.
         """
-        order = epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
-        size = self.global_batch_size
+        order, size = epoch_order(self.num_samples, self.seed, epoch, self.shuffle), self.global_batch_size
+        if self.lengths is not None:
+            order = grouped_by_length(order, self.lengths, size)
         return [
             self._micro_batches(order[update * size : (update + 1) * size], rank)
             for update in range(start, self.num_updates)

@@ -90,3 +90,26 @@ def checked_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
             f"sample {index} is a {type(sample).__name__}, expected a dict of column names and values (rank {rank})"
         )
     return sample
+
+
+def sample_lengths(source: Any, column: str, main_input: str) -> np.ndarray:
+    """How long each sample is, int64: what the data set says in ``column``, else how many ``main_input`` it has.
+
+    Raises:
+        ValueError: samples have neither.
+    """
+    columns = getattr(source, "column_names", None)
+    if columns and column in columns:
+        return np.asarray(source[column], np.int64)
+    if columns and main_input in columns:
+        return np.array([len(tokens) for tokens in source[main_input]], np.int64)
+    lengths = []
+    for index in range(len(source)):
+        sample = checked_row(source[index], index, 0)
+        if column not in sample and main_input not in sample:
+            raise ValueError(
+                f"group_by_length needs a column {column!r} or {main_input!r}, and samples have {', '.join(sample)}; "
+                "set length_column_name"
+            )
+        lengths.append(int(sample[column]) if column in sample else len(sample[main_input]))
+    return np.array(lengths, np.int64)

@@ -22,10 +22,21 @@ from packaging.requirements import Requirement
 
 from mindnlp_dp.launch.devices import count_devices
 from mindnlp_dp.launch.environment import CLUSTER_VARIABLES, find_mpirun, free_port
-from mindnlp_dp.versions import BEST_MINDNLP, BEST_MINDSPORE, PYTHON
+from mindnlp_dp.versions import (
+    BEST_MINDNLP,
+    OTHER_MINDNLP,
+    OTHER_MINDSPORE,
+    PYTHON,
+    best_mindspore,
+    mindnlp_series,
+)
 
 DISTRIBUTION = "mindnlp-dp"
-BEST = {"mindspore": f"mindspore=={BEST_MINDSPORE}", "mindnlp": f"mindnlp=={BEST_MINDNLP}"}
+# What to install, by the series of MindNLP that is there. The newer one brings PyTorch with CUDA if it is let.
+BEST = {
+    "0.4": {"mindspore": f'"mindspore=={best_mindspore()}"', "mindnlp": f'"mindnlp=={BEST_MINDNLP}"'},
+    "0.5": {"mindspore": f'"mindspore{OTHER_MINDSPORE}"', "mindnlp": f'--no-deps "mindnlp{OTHER_MINDNLP}"'},
+}
 MSRUN_PORT = 8118
 IMPORT_SECONDS, JOB_SECONDS = 120, 120
 
@@ -96,14 +107,18 @@ def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
 # Versions: versions.py says which fit, and setup.py asks for them.
 
 
-def requirements() -> list[Requirement]:
-    """What this package asks for, and its extra ``mpi``."""
+def requirements(series: str = "") -> list[Requirement]:
+    """What this package asks for, and its extra ``mpi``, with a MindNLP of ``series``, by default the installed one."""
     try:
         listed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
     parsed = [Requirement(text) for text in listed]
-    return [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": "mpi"})]
+    asked = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": "mpi"})]
+    if (series or mindnlp_series()) == "0.4":
+        return asked
+    others = {"mindnlp": f"mindnlp{OTHER_MINDNLP}", "mindspore": f"mindspore{OTHER_MINDSPORE}"}
+    return [Requirement(others[r.name]) if r.name in others else r for r in asked]
 
 
 def installed_versions(asked: Iterable[Requirement]) -> dict[str, str]:
@@ -122,7 +137,7 @@ def check_installed(asked: Iterable[Requirement], installed: Mapping[str, str]) 
         yield Finding(f"{DISTRIBUTION} itself is not installed", "pip install -e . in its folder")
     for requirement in asked:
         name, version = requirement.name, installed.get(requirement.name)
-        install = f'pip install "{BEST.get(name, name + str(requirement.specifier))}"'
+        install = "pip install " + BEST[mindnlp_series()].get(name, f'"{name}{requirement.specifier}"')
         if version is None:
             optional = " (only the mpi backend needs it)" if requirement.marker is not None else ""
             yield Finding(f"{name} is not installed{optional}", install)
@@ -139,7 +154,7 @@ def check_imports() -> Iterator[Finding]:
     device = 'print(mindspore.get_context("device_target"))'
     for what, code in {
         "MindSpore": f"import mindspore; {device}",
-        "MindNLP": f"import mindnlp_dp, mindnlp.engine, mindspore; {device}",
+        "MindNLP": f"import mindnlp_dp.trainers.library, mindspore; {device}",
     }.items():
         try:
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS)
@@ -150,7 +165,10 @@ def check_imports() -> Iterator[Finding]:
             yield Finding(f"{what} can be imported; device {done.stdout.split()[-1]}")
         else:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            mend = "mend the versions above; where they fit, pip install --force-reinstall " + BEST[what.lower()]
+            mend = (
+                "mend the versions above; where they fit, pip install --force-reinstall "
+                + BEST[mindnlp_series()][what.lower()]
+            )
             yield Finding(f"{what} cannot be imported: {last}", mend)
 
 

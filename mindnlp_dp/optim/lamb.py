@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Optional
 
-from mindnlp_dp.replicas.weights import set_weight
+from mindnlp_dp.arrays.conversion import set_weight
 from mindnlp_dp.runtime.torch_like import torch_like
 
 from .trust_ratio import TrustRatioOptimizer, check_betas
@@ -48,8 +48,8 @@ class LAMB(TrustRatioOptimizer):
     def _direction(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> Any:
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch_like().zeros_like(parameter)
-            state["exp_avg_sq"] = torch_like().zeros_like(parameter)
+            state["exp_avg"] = torch_like().ops.zeros_like(parameter)
+            state["exp_avg_sq"] = torch_like().ops.zeros_like(parameter)
         beta1, beta2 = group["betas"]
         state["step"] += 1
         gradient, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]

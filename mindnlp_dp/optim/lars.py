@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Optional
 
-from mindnlp_dp.replicas.weights import set_weight
+from mindnlp_dp.arrays.conversion import set_weight
 from mindnlp_dp.runtime.torch_like import torch_like
 
 from .trust_ratio import TrustRatioOptimizer
@@ -56,7 +56,7 @@ class LARS(TrustRatioOptimizer):
         group: dict[str, Any],
     ) -> None:
         if not state:
-            state["momentum_buffer"] = torch_like().zeros_like(parameter)
+            state["momentum_buffer"] = torch_like().ops.zeros_like(parameter)
         decay, rate = group["weight_decay"], 1.0
         if lengths is not None:
             weights, gradient = lengths

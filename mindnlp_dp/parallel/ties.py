@@ -13,10 +13,9 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
+from mindnlp_dp.arrays.conversion import from_host, set_weight, to_host
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.replicas.weights import set_weight
 
 from .placement import Placement, Placements
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from typing import Any, Optional
 
+from mindnlp_dp.arrays.conversion import set_weight
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_data_group
 
 from .digests import weight_digest
-from .weights import check_same_structure, named_buffers, named_weights, set_weight
+from .weights import check_same_structure, named_buffers, named_weights
 
 
 def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> None:

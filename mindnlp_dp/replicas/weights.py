@@ -50,12 +50,6 @@ def all_names(model: Any) -> dict[str, Any]:
     return {name: weight for name, weight in pairs if weight is not None}
 
 
-def set_weight(weight: Any, value: Any) -> None:
-    """Overwrite a parameter or buffer with a tensor of its own shape and type."""
-    # assign_value, and not ops.assign, for a buffer may be a view (BERT's position_ids is one).
-    weight.set_data(value) if hasattr(weight, "set_data") else weight.assign_value(value)
-
-
 def check_same_structure(weights: Iterable[tuple[str, Any]], group: ProcessGroup) -> None:
     """Raise on every rank unless all ranks list the same names, shapes and types in the same order."""
     mine = [(name, tuple(weight.shape), dtype_name(weight)) for name, weight in weights]

@@ -107,6 +107,8 @@ class RankArguments(TrainingArguments):
             "data_seed": self.order_seed,
             "dataset_shuffle": self.dataset_shuffle,
             "dataset_drop_last": self.drops_last,
+            # Checkpoints that do not say so were not grouped.
+            "group_by_length": self.group_by_length or None,
         }
 
     def absolute_interval(self, name: str, max_steps: int) -> Optional[int]:

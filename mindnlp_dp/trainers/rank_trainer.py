@@ -22,6 +22,7 @@ from mindnlp_dp.communication.process_group import get_data_group, get_process_g
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors, num_rows
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
+from mindnlp_dp.data.source import indexed_source, sample_lengths
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.launch.environment import began_if_restarted
@@ -170,10 +171,22 @@ class RankTrainer(abc.ABC):
             shuffle=self.args.dataset_shuffle,
             uneven="drop" if self.args.drops_last else "keep",
             global_batch_size=self.global_batch_size,
+            lengths=self._lengths(dataset) if self.args.group_by_length else None,
         )
         if loader.num_samples is not None:
             check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)
         return loader
+
+    def _lengths(self, dataset: Any) -> np.ndarray:
+        """The samples' lengths, as rank 0 reads them: a column of that name, else the number of tokens."""
+        source, names = indexed_source(dataset), [self.args.length_column_name, self._main_input]
+        if source is None:
+            raise ValueError(f"group_by_length needs a data set with an index, and a {type(dataset).__name__} has none")
+        return self.world.call_on_main(lambda: sample_lengths(source, *names), "reading the samples' lengths")
+
+    @property
+    def _main_input(self) -> str:
+        return getattr(self.model, "main_input_name", None) or "input_ids"
 
     def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
         columns = None

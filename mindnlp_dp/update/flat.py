@@ -26,6 +26,8 @@ from mindnlp_dp.arrays.conversion import aligned_zeros, from_host
 from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.versions import mindnlp_series
 
 from .arrangement import SEGMENT_NUMEL, Arrangement
 from .block_sums import BlockSums
@@ -206,7 +208,12 @@ class FlatUpdater(MindNLPUpdater):
                     for name in self._state.arrays:
                         entry[name] = self._state.view(index, name)
                 if self._rule.counts_steps:
-                    entry["step"] = steps
+                    entry["step"] = self._step_of_its_own(steps)
+
+    @staticmethod
+    def _step_of_its_own(steps: int) -> Any:
+        # Optimizers of MindNLP 0.5 count in place.
+        return torch_like().tensor(float(steps)) if mindnlp_series() == "0.5" else steps
 
     def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
         self._take_back()

@@ -17,11 +17,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import copy_of
+from mindnlp_dp.arrays.conversion import copy_of, set_weight
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.gradients.buckets.layout import BucketLayout
 from mindnlp_dp.replicas.digests import weight_digest
-from mindnlp_dp.replicas.weights import ReplicaMismatchError, set_weight
+from mindnlp_dp.replicas.weights import ReplicaMismatchError
 
 # Memory of weights that several ranks write to, for as long as anybody has it.
 _shared: list[weakref.ref[np.ndarray]] = []

@@ -8,7 +8,7 @@ import weakref
 import mindspore
 import numpy as np
 import pytest
-from mindnlp.core import nn, optim
+from library import is_0_5, nn, optim
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state, unpack_state
@@ -152,7 +152,8 @@ def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
         theirs = parameter.asnumpy()
         if theirs.size:
             scale = np.abs(theirs).max()
-            assert np.abs(mine - theirs).max() <= 1e-6 * scale
+            # MindNLP 0.5 does the same in another order.
+            assert np.abs(mine - theirs).max() <= (3e-6 if is_0_5 else 1e-6) * scale
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
@@ -532,6 +533,7 @@ def trained(group, **options):
     return [p.asnumpy() for p in parameters], step.synchronizer.overlap.state
 
 
+@pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 exchanges gradients behind the backward pass")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_exchange_during_the_backward_pass(group, zero_stage):
     expected, _ = trained(group, zero_stage=0, overlap=False)
@@ -623,7 +625,10 @@ def test_a_parameter_that_was_given_another_shape(group):
     job.run(1)
     job.parameters[0].assign_value(mindspore.ops.zeros((310, 77)))
     with pytest.raises(ValueError, match=r"has shape \(310, 77\) now, and had \(300, 77\) .*; change a model before"):
-        job.sync.accumulate([mindspore.ops.ones_like(p) if p.size else None for p in job.parameters], 1.0)
+        job.sync.accumulate([mindspore.Tensor(np.ones(p.shape, np.float32)) for p in job.parameters], 1.0)
+    if is_0_5:
+        # There is no exchange during the backward pass that could begin.
+        return
     with (
         pytest.raises(ValueError, match=r"has shape \(310, 77\) now, and had \(300, 77\)"),
         job.sync.backward(1.0),

@@ -751,7 +751,7 @@ class TestWholeModels:
         asked = []
         stock = choice.apply_to
         monkeypatch.setattr(
-            "mindnlp_dp.patches.mindnlp_0_4.cpu_kernels.apply_to", lambda *xs: asked.append(xs) or stock(*xs)
+            "mindnlp_dp.patches.cpu_kernels.apply_to", lambda *xs: asked.append(xs) or stock(*xs)
         )
         model = make(config)
         model.set_train(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore
 import numpy as np
 import pytest
-from mindnlp.core import nn
+from library import is_0_5, nn
 
 from mindnlp_dp.optim import LAMB, LARS, parameter_groups, scaled_learning_rate, warmup_factor
 from mindnlp_dp.update.updater import MindSporeUpdater
@@ -156,6 +156,7 @@ def test_what_is_out_of_range_is_said(make, said):
 # On a device every read of a value waits for it.
 
 
+@pytest.mark.skipif(is_0_5, reason="on CPU, operators of MindNLP 0.5 read memory of the host themselves")
 @pytest.mark.parametrize("make", [lambda p: LAMB(p, 0.02, weight_decay=0.1), lambda p: LARS(p, 0.5)])
 def test_a_step_on_a_device_waits_for_it_once(monkeypatch, make):
     on_host = run(make)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
-from mindnlp_dp.data.sharding import GlobalBatchSampler, epoch_order, plan_updates, split_evenly
+from mindnlp_dp.data.sharding import GlobalBatchSampler, epoch_order, grouped_by_length, plan_updates, split_evenly
 
 SIZES = {
     "num_samples": st.integers(1, 200),
@@ -150,3 +150,37 @@ def test_the_plan_of_a_run(plan, expected):
 def test_a_stream_needs_an_end():
     with pytest.raises(ValueError, match="has no length, so set max_steps"):
         plan_updates(None, 3)
+
+
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=300), batch_size=st.integers(1, 40))
+def test_grouping_by_length_is_an_order_with_the_longest_first(lengths, batch_size):
+    lengths, order = np.array(lengths), epoch_order(len(lengths), 3, 1)
+    grouped = grouped_by_length(order, lengths, batch_size)
+    assert sorted(grouped) == list(range(len(lengths)))
+    assert lengths[grouped[0]] == lengths.max()
+    # But for the two that changed places, every stretch falls.
+    stretch = batch_size * max(1, min(50, len(lengths) // (4 * batch_size)))
+    rises = [i for i in range(1, len(grouped)) if lengths[grouped[i]] > lengths[grouped[i - 1]] and i % stretch]
+    assert len(rises) <= 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_any_number_of_ranks_reads_the_same_groups(world_size):
+    lengths = np.random.default_rng(0).integers(1, 40, 64)
+    sampler = GlobalBatchSampler(64, 3, world_size, samples_per_update=15, seed=1, lengths=lengths)
+    alone = GlobalBatchSampler(64, 15, seed=1, lengths=lengths)
+    together = [
+        np.concatenate([micro for rank in sampler_of(sampler, update) for micro in rank]) for update in range(5)
+    ]
+    for update, batch in enumerate(together):
+        np.testing.assert_array_equal(batch, alone.shard_indices(0, 0)[update][0])
+    assert not np.array_equal(together[0], GlobalBatchSampler(64, 15, seed=1).shard_indices(0, 0)[0][0])
+
+
+def sampler_of(sampler, update):
+    return [sampler.shard_indices(rank, 0)[update] for rank in range(sampler.world_size)]
+
+
+def test_there_is_a_length_for_every_sample():
+    with pytest.raises(ValueError, match="there are 3 lengths of 4 samples"):
+        GlobalBatchSampler(4, 1, lengths=np.ones(3))

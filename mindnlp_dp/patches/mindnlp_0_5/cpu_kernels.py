@@ -58,8 +58,8 @@ def _sgd_update(parameter: Any, group: dict[str, Any], state: dict[str, Any]) ->
     parameter.copy_(parameter - gradient * float(group["lr"]))
 
 
-# Versions: MindNLP 0.5.1. Cause: without axes, which means all of them, the kernel of the norm fails; clipping
-# gradients calls it so.
+# Versions: MindNLP 0.5.1. Cause: without axes, which means all of them, the kernel of the norm fails, and so it does
+# where a tensor has none; clipping gradients calls it so.
 # Goes when: mindtorch passes all axes.
 @around("mindtorch._apis.cpu")
 def _vector_norm(module: types.ModuleType) -> Iterator[None]:
@@ -68,6 +68,8 @@ def _vector_norm(module: types.ModuleType) -> Iterator[None]:
 
     def linalg_vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
         """The norm over ``dim``, or over all axes."""
+        if not x.ndim:
+            return stock(x.reshape((1,)), ord, (0,), False, dtype)
         return stock(x, ord, tuple(range(x.ndim)) if dim is None else dim, keepdim, dtype)
 
     module.linalg_vector_norm = linalg_vector_norm  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from mindnlp_dp.trainers.arguments import RankArguments, upgrade
 from mindnlp_dp.trainers.library import TrainingArguments
 
 # What MindNLP's TrainingArguments take, and its Trainer never looks at.
-_WITHOUT_EFFECT = ("fp16", "bf16", "group_by_length")
+_WITHOUT_EFFECT = ("fp16", "bf16")
 
 
 @dataclass(repr=False)

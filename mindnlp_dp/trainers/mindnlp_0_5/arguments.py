@@ -13,7 +13,7 @@ from mindnlp_dp.trainers.library import TrainingArguments
 # What Transformers does for these goes through Accelerate, PyTorch or its own loop, whose place is taken here.
 _NOT_HERE = (
     "fp16", "bf16", "deepspeed", "fsdp", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo",
-    "jit_mode_eval", "use_liger_kernel", "group_by_length", "gradient_checkpointing", "eval_on_start",
+    "jit_mode_eval", "use_liger_kernel", "gradient_checkpointing", "eval_on_start",
     "batch_eval_metrics", "use_legacy_prediction_loop", "restore_callback_states_from_checkpoint", "push_to_hub",
     "debug",
 )  # fmt: skip

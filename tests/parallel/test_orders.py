@@ -1,0 +1,127 @@
+"""Orders that data brings, or its lengths: batches of about one length, and streams."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mindnlp_dp as dp
+from models import Rows, alone, tiny_roberta, train, weights
+
+LONGEST = 8
+
+
+class Ragged(Rows):
+    """Samples of one to eight tokens."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.lengths = np.random.default_rng(7).integers(1, LONGEST + 1, num_samples)
+
+    def __getitem__(self, index: int) -> dict:
+        length = self.lengths[index]
+        return {"input_ids": self.input_ids[index, :length], "label": int(self.labels[index])}
+
+
+def pad(samples):
+    """To the longest of the batch."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    ids = [
+        np.pad(sample["input_ids"], (0, longest - len(sample["input_ids"])), constant_values=1) for sample in samples
+    ]
+    return {
+        "input_ids": np.stack(ids),
+        "attention_mask": (np.stack(ids) != 1).astype(np.int64),
+        "labels": np.array([sample["label"] for sample in samples]),
+    }
+
+
+class Watched(dp.DataParallelTrainer):
+    """Notes the widths of the batches that it computes."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.__dict__.setdefault("widths", []).append(int(inputs["input_ids"].shape[1]))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_batches_of_one_length_are_those_of_one_process(group, tmp_path):
+    settings = {
+        "trainer_class": Watched, "group_by_length": True, "data_collator": pad, "optim": "sgd", "num_train_epochs": 2,
+        "remove_unused_columns": False,
+    }  # fmt: skip
+    rows = Ragged(96)
+    together = train(tiny_roberta(), rows, tmp_path, per_device_train_batch_size=12 // group.world_size, **settings)
+    with alone():
+        single = train(tiny_roberta(), Ragged(96), tmp_path, per_device_train_batch_size=12, **settings)
+        mixed = train(
+            tiny_roberta(),
+            Ragged(96),
+            tmp_path,
+            per_device_train_batch_size=12,
+            **{**settings, "group_by_length": False},
+        )
+    expected = weights(single.model)
+    for name, weight in weights(together.model).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
+    # Less padding is what it is for; and the longest sample comes first.
+    assert sum(single.widths) < sum(mixed.widths)
+    assert single.widths[0] == LONGEST
+
+
+def test_lengths_may_be_a_column(group, tmp_path):
+    class Measured(Ragged):
+        def __getitem__(self, index):
+            # The wrong way round, so that it is seen which lengths count.
+            return {**super().__getitem__(index), "size": LONGEST - self.lengths[index]}
+
+    settings = {"trainer_class": Watched, "group_by_length": True, "length_column_name": "size", "data_collator": pad}
+    with alone():
+        trainer = train(
+            tiny_roberta(),
+            Measured(96),
+            tmp_path,
+            per_device_train_batch_size=12,
+            remove_unused_columns=False,
+            **settings,
+        )
+    assert trainer.widths[0] < LONGEST
+
+
+def test_samples_without_a_length_are_refused_on_every_rank(group, tmp_path):
+    with pytest.raises(ValueError, match="needs a column 'length' or 'input_ids', and samples have words"):
+        train(tiny_roberta(), [{"words": 1}] * 48, tmp_path, group_by_length=True, per_device_train_batch_size=2)
+
+
+class Stream:
+    """Rows that come one by one, in another order every epoch."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.rows, self.epoch, self.begun = Rows(num_samples), 0, []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.begun.append(epoch)
+
+    def __iter__(self):
+        for index in np.random.default_rng(self.epoch).permutation(len(self.rows)):
+            row = self.rows[int(index)]
+            yield {name: row[name] for name in ("input_ids", "attention_mask", "label")}
+
+
+@pytest.mark.parametrize("num_samples", [24, 21])
+def test_a_stream_is_read_once_and_shared_out(group, tmp_path, num_samples):
+    settings = {"max_steps": 9, "optim": "sgd", "logging_steps": 3}
+    stream = Stream(num_samples)
+    together = train(tiny_roberta(), stream, tmp_path, per_device_train_batch_size=12 // group.world_size, **settings)
+    with alone():
+        single = train(tiny_roberta(), Stream(num_samples), tmp_path, per_device_train_batch_size=12, **settings)
+    expected = weights(single.model)
+    for name, weight in weights(together.model).items():
+        np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
+    # Rank 0 alone reads, and every epoch is said to it.
+    assert stream.begun == ([0, 1, 2, 3, 4] if group.is_main else [])
+
+
+def test_batches_of_a_stream_cannot_be_put_together_by_length(group, tmp_path):
+    with pytest.raises(ValueError, match="needs a data set with an index, and a Stream has none"):
+        train(tiny_roberta(), Stream(24), tmp_path, max_steps=2, group_by_length=True, per_device_train_batch_size=2)
