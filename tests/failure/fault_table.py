@@ -10,6 +10,9 @@ update, or, where there is none, to the job's end, which contain that time-out w
 which something else came out; the exit code is 1 then. With a fork server (MINDNLP_DP_FORK_SERVER) all tries begin
 fast.
 
+"disk" is one that is full: a small one for checkpoints, mounted for the cell, which needs root. It is the next
+checkpoint that fails, whose time counts, and the next try that finds room again.
+
 A rank that hangs or is stopped before all have met is named two minutes later, which is not waited for here; one that
 is busy when the others have come to their end may be so for good reasons.
 """
@@ -17,12 +20,15 @@ is busy when the others have come to their end may be so for good reasons.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from faulty import FAULTS, MOMENTS
@@ -31,14 +37,24 @@ from conftest import BACKENDS, ROOT, processes_of
 
 # Under MindSpore's cluster ranks import behind their first collective, each for itself, and none is forked.
 HANG_SECONDS = {"mpi": 3, "mindspore": 10}
-NOT_JUDGED = {("stop", "start"), ("hang", "start"), ("hang", "end")}
+NOT_JUDGED = {("stop", "start"), ("hang", "start"), ("hang", "end"), ("disk", "end")}
 # Who fails: rank 0 alone writes checkpoints.
-RANK = {"checkpoint": 0}
-CODES = {"raise": 1, "exit": 3, "kill": 137, "stop": 124, "hang": 124}
+RANK = {"checkpoint": 0, "disk": 0}
+CODES = {"raise": 1, "exit": 3, "kill": 137, "stop": 124, "hang": 124, "disk": 1}
+DISK_MB = 4
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def run(folder: Path, backend: str, *flags: str) -> tuple[int, str]:
-    folder.mkdir()
     job = [str(ROOT / "tests/failure/faulty.py"), str(folder), *flags]
     done = subprocess.run(
         [
@@ -53,7 +69,7 @@ def run(folder: Path, backend: str, *flags: str) -> tuple[int, str]:
 
 def cell(folder: Path, backend: str, fault: str, moment: str, digest: str) -> tuple[float, str]:
     """Seconds until it went on, and what is wrong, if anything."""
-    rank = RANK.get(moment, 1)
+    rank = RANK.get(fault, RANK.get(moment, 1))
     exit_code, said = run(folder, backend, "--fault", fault, "--moment", moment, "--rank", str(rank))
     ended = time.time()
     if exit_code:
@@ -65,9 +81,11 @@ def cell(folder: Path, backend: str, fault: str, moment: str, digest: str) -> tu
         return 0.0, f"failures {[(f['rank'], f['exit_code'], f['what']) for f in failed]}"
     if json.loads((folder / "result.json").read_text())["digest"] != digest:
         return 0.0, "another digest"
-    if left := processes_of(folder):
+    half = [path.name for path in (folder / "checkpoints").iterdir() if not re.fullmatch(r"checkpoint-\d+", path.name)]
+    if left := [*processes_of(folder), *half]:
         return 0.0, f"left: {left}"
-    at = float((folder / "fault").read_text())
+    # Ranks go on with a full disk until there is something to write.
+    at = failed[0]["time"] if fault == "disk" else float((folder / "fault").read_text())
     updates = [float(line.split()[1]) for line in (folder / "updates").read_text().splitlines()]
     return min((when for when in updates if when > at), default=ended) - at, ""
 
@@ -82,6 +100,7 @@ def main() -> int:
     results, wrong = [], []
     with tempfile.TemporaryDirectory() as place:
         for backend in options.backend:
+            Path(place, backend).mkdir()
             assert run(Path(place, backend), backend)[0] == 0, f"the undisturbed job failed under {backend}"
             digest = json.loads(Path(place, backend, "result.json").read_text())["digest"]
             print(f"\n{backend}, {os.cpu_count()} cores; seconds from the fault to the next update")
@@ -90,11 +109,13 @@ def main() -> int:
             for fault in options.fault:
                 shown = []
                 for moment in options.moment:
-                    if (fault, moment) in NOT_JUDGED:
+                    if (fault, moment) in NOT_JUDGED or (fault == "disk" and os.geteuid() != 0):
                         shown.append("")
                         continue
                     folder = Path(place, f"{backend}_{fault}_{moment}")
-                    seconds, problem = cell(folder, backend, fault, moment, digest)
+                    folder.mkdir()
+                    with small_disk(folder / "checkpoints") if fault == "disk" else contextlib.nullcontext():
+                        seconds, problem = cell(folder, backend, fault, moment, digest)
                     shown.append("!" if problem else f"{seconds:.1f}")
                     results.append({"backend": backend, "fault": fault, "moment": moment, "seconds": seconds,
                                     "problem": problem})  # fmt: skip

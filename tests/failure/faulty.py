@@ -3,12 +3,14 @@
     mindnlp-dp run --nproc 2 --max-restarts 2 tests/failure/faulty.py FOLDER [--fault HOW --moment WHEN --rank R]
 
 HOW is one of FAULTS, WHEN one of MOMENTS. At its end rank 0 writes the digest of the weights to FOLDER/result.json;
-FOLDER/fault has the time of the fault, FOLDER/updates that of every update.
+FOLDER/fault has the time of the fault, FOLDER/updates that of every update. Checkpoints go to FOLDER/checkpoints;
+"disk" fills it up, so that it has to be a small one of its own, and the job's next try finds it emptied.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -16,10 +18,18 @@ import time
 from pathlib import Path
 
 MOMENTS = ("start", "broadcast", "backward", "collective", "checkpoint", "evaluation", "end")
-FAULTS = ("raise", "exit", "kill", "stop", "hang")
+FAULTS = ("raise", "exit", "kill", "stop", "hang", "disk")
 NUM_STEPS = 12
 # Behind the checkpoint of update 3.
 STEP = 5
+FILLER = "filler"
+
+
+def fill(path: Path) -> None:
+    """Leave no byte of the disk that this file is on."""
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
 
 
 def main() -> None:
@@ -29,6 +39,8 @@ def main() -> None:
     parser.add_argument("--moment", choices=MOMENTS)
     parser.add_argument("--rank", type=int, default=1)
     options = parser.parse_args()
+    checkpoints = options.folder / "checkpoints"
+    checkpoints.mkdir(exist_ok=True)
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("MS_NODE_ID", "0")))
 
     def now_is(moment: str) -> None:
@@ -39,6 +51,9 @@ def main() -> None:
                 file.write(repr(time.time()))
         except FileExistsError:
             return
+        if options.fault == "disk":
+            fill(checkpoints / FILLER)
+            return
         if options.fault == "raise":
             raise RuntimeError("a fault")
         if options.fault == "exit":
@@ -47,6 +62,9 @@ def main() -> None:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL if options.fault == "kill" else signal.SIGSTOP)
 
+    if rank == options.rank:
+        # As somebody does who was told that the disk is full.
+        (checkpoints / FILLER).unlink(missing_ok=True)
     now_is("start")
     import mindnlp_dp as dp
 
@@ -97,7 +115,7 @@ def main() -> None:
     set_seed(1)
     model = RobertaForSequenceClassification(tiny_config(num_layers=2, dropout=0.1))
     args = dp.DataParallelArguments(
-        str(options.folder), per_device_train_batch_size=4, max_steps=NUM_STEPS, learning_rate=1e-2, logging_steps=3,
+        str(checkpoints), per_device_train_batch_size=4, max_steps=NUM_STEPS, learning_rate=1e-2, logging_steps=3,
         save_strategy="steps", save_steps=3, evaluation_strategy="steps", eval_steps=4, disable_tqdm=True,
     )  # fmt: skip
     now_is("broadcast")

@@ -750,9 +750,7 @@ class TestWholeModels:
     def test_models_of_mindnlp(self, make, config, monkeypatch):
         asked = []
         stock = choice.apply_to
-        monkeypatch.setattr(
-            "mindnlp_dp.patches.cpu_kernels.apply_to", lambda *xs: asked.append(xs) or stock(*xs)
-        )
+        monkeypatch.setattr("mindnlp_dp.patches.cpu_kernels.apply_to", lambda *xs: asked.append(xs) or stock(*xs))
         model = make(config)
         model.set_train(False)
         ids = Tensor(np.arange(12).reshape(2, 6))
