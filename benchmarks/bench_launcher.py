@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -178,7 +179,9 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     args = _arguments()
     rows: list[tuple[str, str, float]] = []
-    Round.torch_python = args.torch_python
+    # The jobs run in folders of their own.
+    Round.torch_python = shutil.which(args.torch_python) or args.torch_python
+    Round.torch_python = os.path.abspath(Round.torch_python)
     is_torch_here = has_torch(args.torch_python)
     if not is_torch_here:
         print(TORCH_HINT)

@@ -41,10 +41,10 @@ def settings(python: str, cores: list[int]) -> dict[str, tuple[list[str], int, l
 
 def libraries(python: str) -> str:
     """The versions that an interpreter has, in a line."""
-    ask = (
-        "import importlib.metadata as m; print('MindNLP', m.version('mindnlp') + ', MindSpore', m.version('mindspore'))"
-    )
-    return subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    ask = "import platform; from importlib.metadata import version; print(version('mindnlp'), version('mindspore'), "
+    ask += "platform.python_version())"
+    found = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    return "MindNLP {}, MindSpore {}, {}".format(*found)
 
 
 def measure(command: list[str], ranks: int, flags: list[str], batch: int, steps: int) -> dict[str, Any]:
@@ -75,6 +75,8 @@ def main() -> None:
 
     cores = sorted(os.sched_getaffinity(0))
     pythons = {libraries(python): os.path.abspath(python) for python in args.python}
+    if len(pythons) < len(args.python):
+        parser.error(f"environments have the same versions: {', '.join(pythons)}")
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in pythons}
     for _ in range(args.repeats):
         for name, python in pythons.items():

@@ -51,9 +51,9 @@ _HOME = {
     "DataParallelTrainer": f"{_TRAINER}.trainer",
 }
 
-__all__ = list(_HOME)
 # They cut and make layers of MindNLP 0.4's.
 _OF_0_4_ALONE = ("parallelize", "empty_weights")
+__all__ = [name for name in _HOME if mindnlp_series() == "0.4" or name not in _OF_0_4_ALONE]
 
 if TYPE_CHECKING:
     from .communication.collectives import ProcessGroup as ProcessGroup
@@ -89,8 +89,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name in _OF_0_4_ALONE and mindnlp_series() != "0.4":
-            raise ImportError(
+        if name in _OF_0_4_ALONE and name not in __all__:
+            raise AttributeError(
                 f"{__name__}.{name} is for models of MindNLP 0.4, and MindNLP {mindnlp_series()} is installed, whose "
                 "models are whole on every rank here"
             )
@@ -100,4 +100,4 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME))
+    return sorted(set(globals()) | set(__all__))

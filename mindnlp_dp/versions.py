@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import sys
 
 __version__ = "0.1.0"
 
@@ -17,9 +16,10 @@ MINDSPORE = ">=2.5.0,<2.11.0"
 MINDNLP = "==0.4.1"
 # The other MindNLP, whose Trainer is that of Transformers, and the MindSpore on which it was tried.
 OTHER_MINDNLP, OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0"
-# Of these, the ones to install: all suites run on them. For Python 3.9 there is no newer MindSpore than 2.9.
-BEST_MINDSPORE = "2.10.0"
-BEST_MINDSPORE_ON_PYTHON_3_9 = "2.9.0"
+# What else breaks the other MindNLP, and is not asked for by this package.
+BESIDE_OTHER_MINDNLP = ("transformers>=4.55,<4.56", "accelerate==1.10.1", "safetensors<0.8")
+# Of these, the ones to install: all suites run on them. MindSpore 2.10 is as fast, and has no wheels for Python 3.9.
+BEST_MINDSPORE = "2.8.0"
 BEST_MINDNLP = "0.4.1"
 
 WORKING_PAIRS = (
@@ -27,11 +27,6 @@ WORKING_PAIRS = (
     f'(not tried here); pip install "mindspore=={BEST_MINDSPORE}" "mindnlp=={BEST_MINDNLP}". '
     "The Trainer of MindNLP 0.5.1 works with MindSpore 2.8 (docs/mindnlp_0_5.md)"
 )
-
-
-def best_mindspore(python: tuple[int, ...] = sys.version_info[:2]) -> str:
-    """The MindSpore to install beside :data:`BEST_MINDNLP`."""
-    return BEST_MINDSPORE_ON_PYTHON_3_9 if python[:2] == (3, 9) else BEST_MINDSPORE
 
 
 @functools.cache

@@ -4,7 +4,7 @@
 #
 # PYTHON names the interpreter (default: the first of python3 and its versions that fits), MINDNLP the series, 0.4 (the
 # default) or 0.5, VENV the folder (default: .venv beside setup.py; for 0.5 .venv-mindnlp-0.5), MINDSPORE the version
-# (default: the one that all suites run on, where that Python has it). mindnlp_dp/versions.py says which fit.
+# (for 0.4; default: the one that all suites run on). mindnlp_dp/versions.py says which fit.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MINDNLP=${MINDNLP:-0.4}
@@ -13,6 +13,10 @@ case $MINDNLP in
   0.5) VENV=${VENV:-$ROOT/.venv-mindnlp-0.5} ;;
   *) echo "error: MINDNLP must be 0.4 or 0.5, got '$MINDNLP'" >&2; exit 2 ;;
 esac
+if [ "$MINDNLP" = 0.5 ] && [ -n "${MINDSPORE:-}" ]; then
+  echo "error: MINDSPORE=$MINDSPORE is for MindNLP 0.4; for 0.5 scripts/requirements_mindnlp_0_5.txt says which; unset it" >&2
+  exit 2
+fi
 NEEDED_BY_MINDNLP_0_5=$ROOT/scripts/requirements_mindnlp_0_5.txt
 
 # The line of versions.py that says it, as two numbers: from Python 3.FIRST to 3.LAST.
@@ -38,14 +42,17 @@ _find_python() {
   return 1
 }
 
-_best_mindspore() {
-  local name=BEST_MINDSPORE
-  ! "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 9))' || name=BEST_MINDSPORE_ON_PYTHON_3_9
-  sed -n "s/^$name = \"\(.*\)\"\$/\1/p" "$ROOT/mindnlp_dp/versions.py"
+# The version to install.
+_mindspore() {
+  if [ "$MINDNLP" = 0.5 ]; then
+    sed -n 's/^mindspore==//p' "$NEEDED_BY_MINDNLP_0_5"
+  else
+    echo "${MINDSPORE:-$(sed -n 's/^BEST_MINDSPORE = "\(.*\)"$/\1/p' "$ROOT/mindnlp_dp/versions.py")}"
+  fi
 }
 
 _what_is_installed() {
-  echo "MindSpore $MINDSPORE, $(
+  echo "MindNLP $MINDNLP, MindSpore $(_mindspore), $(
     cat "$ROOT/setup.py" "$NEEDED_BY_MINDNLP_0_5" "$ROOT/scripts/environment.sh" \
       <(grep ' = ' "$ROOT/mindnlp_dp/versions.py") | cksum
   )"
@@ -57,7 +64,7 @@ _pip_install() {
 
 _install() {
   if [ "$MINDNLP" = 0.4 ]; then
-    _pip_install --editable "$ROOT[$1]" "mindspore==$MINDSPORE"
+    _pip_install --editable "$ROOT[$1]" "mindspore==$(_mindspore)"
   else
     # What these ask for themselves brings PyTorch with CUDA, which nothing here uses.
     _pip_install --requirement "$NEEDED_BY_MINDNLP_0_5" &&
@@ -67,7 +74,7 @@ _install() {
 }
 
 ensure_environment() {
-  local extras=$1 stamp python
+  local extras=$1 stamp python wanted
   stamp=$VENV/.installed-${extras//,/-}
   # There are no extras of the other: it has what all scripts need.
   [ "$MINDNLP" = 0.4 ] || stamp=$VENV/.installed
@@ -75,19 +82,20 @@ ensure_environment() {
   # One installation at a time, however many scripts were started; the lock ends with the subshell.
   (
     flock 9
-    python=$VENV/bin/python
-    [ -x "$python" ] || python=$(_find_python) || exit 1
-    MINDSPORE=${MINDSPORE:-$(_best_mindspore "$python")}
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(_what_is_installed)" ] && [ -x "$VENV/bin/mindnlp-dp" ]; then
+    wanted=$(_what_is_installed) || exit 1
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$VENV/bin/mindnlp-dp" ]; then
       exit 0
     fi
     if [ ! -x "$VENV/bin/python" ]; then
+      python=$(_find_python) || exit 1
       echo "making a virtual environment in ${VENV#"$PWD"/} with $("$python" --version)"
       "$python" -m venv "$VENV" || exit 1
     fi
     echo "installing MindNLP $MINDNLP, mindnlp_dp[$extras] and what they need (2 to 3 GB; a minute or several)"
+    # What else was installed there may not be so any more.
+    grep --files-without-match --fixed-strings --line-regexp "$wanted" "$VENV"/.installed* 2>/dev/null | xargs --no-run-if-empty rm --
     _install "$extras" || exit 1
-    _what_is_installed >"$stamp"
+    echo "$wanted" >"$stamp"
   ) 9>"$VENV.lock" || return 1
   export PATH="$VENV/bin:$PATH"
 }

@@ -37,6 +37,7 @@ from mindnlp_dp.text_classification.task import (
     prepare_task,
     save_tokenizer,
 )
+from mindnlp_dp.versions import mindnlp_series
 
 
 def main() -> None:
@@ -112,7 +113,9 @@ def train(
     with as_input_error():
         layers_per_stage = parse_layers(config.pipeline_layers)
     if layers_per_stage or not dp.get_device_mesh().is_data_parallel:
-        with as_input_error(ValueError, ImportError):
+        if mindnlp_series() != "0.4":
+            raise InputError("a model is cut among ranks (--mesh) with MindNLP 0.4 only; leave it out")
+        with as_input_error():
             model = dp.parallelize(
                 model,
                 schedule=config.pipeline_schedule,

@@ -9,7 +9,7 @@ set -euo pipefail
 
 nproc=2
 backend=mpi
-engine=mindnlp-0.4
+engine=mindnlp-${MINDNLP:-0.4}
 config=""
 flags=()
 while [ $# -gt 0 ]; do

@@ -15,7 +15,7 @@ trap 'rm -f "$results"' EXIT
 # parallel LAUNCHER FILE...: some files of the parallel suite, with two ranks.
 parallel() {
   python tests/run_parallel.py --launcher "$1" --world-size 2 "${@:2}"
-  printf 'passed\t0\tparallel, %s, 2\n' "$1" >>"$results"
+  printf 'passed\t%d\tparallel, %s, 2\n' "$SECONDS" "$1" >>"$results"
 }
 
 files=()
@@ -23,6 +23,6 @@ for name in trainer equivalence decisions orders resuming evaluation bad_losses 
   files+=("tests/parallel/test_$name.py")
 done
 parallel mpi "${files[@]}"
-parallel mindspore tests/parallel/test_equivalence.py
+parallel mindspore tests/parallel/test_{equivalence,trainer,orders}.py
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
 python tests/tried.py note trainer "$results"

@@ -91,12 +91,7 @@ def table(notes: Iterable[dict[str, Any]]) -> str:
     ]
     for _, one in sorted(rows, key=lambda row: row[0]):
         if "suites" in one:
-            cells = [
-                f"{SUITES[one['suites']]}: {_listed(one['ranks'][launcher])}"
-                if launcher in one["ranks"]
-                else "not tried"
-                for launcher in LAUNCHERS
-            ]
+            cells = [_cell(one, launcher) for launcher in LAUNCHERS]
             lines.append(
                 f"| {one['mindnlp']} | {one['mindspore']} | {one['python']} | {' | '.join(cells)} | {one['on']} |"
             )
@@ -104,6 +99,14 @@ def table(notes: Iterable[dict[str, Any]]) -> str:
             cell = "not tried" if _is_accepted(one["mindnlp"], one["mindspore"]) else "refused"
             lines.append(f"| {one['mindnlp']} | {one['mindspore']} | any | " + f"{cell} | " * len(LAUNCHERS) + " |")
     return "\n".join(lines)
+
+
+def _cell(one: dict[str, Any], launcher: str) -> str:
+    if launcher not in one["ranks"]:
+        return "not tried"
+    whole, part = one["ranks"][launcher], one.get("in_part", {}).get(launcher, [])
+    said = [f"{SUITES[one['suites']]}: {_listed(whole)}"] if whole else []
+    return "; ".join([*said, *([f"some of it: {_listed(part)}"] if part else [])])
 
 
 def _listed(numbers: list[int]) -> str:

@@ -37,6 +37,11 @@ def from_host(x: np.ndarray, dtype: str) -> Any:
     return tensor if dtype_name(tensor) == dtype else tensor.astype(getattr(mindspore, dtype))
 
 
+def number_of(x: Any) -> float:
+    """A number, or a tensor of one, which ``float`` of MindNLP 0.5's rounds."""
+    return float(to_host(x)) if hasattr(x, "asnumpy") or isinstance(x, np.ndarray) else float(x)
+
+
 def aligned_zeros(numel: int, dtype: Any) -> np.ndarray:
     """A flat array of zeros that begins at a cache line, as MindSpore's own memory does."""
     item_bytes = np.dtype(dtype).itemsize

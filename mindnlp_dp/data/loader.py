@@ -5,7 +5,7 @@ out: for every update a window, the list of this rank's micro batches, each a di
 of NumPy arrays (:class:`~mindnlp_dp.data.batches.Batch`), or None where the rank has no rows. Every rank gets the same
 number of windows, with the same number of micro batches.
 
-There are two ways to cut data, by what a source can do:
+There are two ways to cut data:
 
 * **By index.** ``datasets.Dataset``, MindSpore's generator data sets over a source
   with an index, and any object with ``__len__`` and ``__getitem__``: each rank reads the
@@ -30,7 +30,7 @@ from mindnlp_dp.communication.process_group import get_data_group, get_process_g
 
 from .batch_sizes import accumulation_steps_to_keep, largest_divisor
 from .batches import Batch, Collator, Columns, as_arrays, default_collate, num_rows
-from .same_samples import check_same_samples
+from .same_samples import check_same_lengths, check_same_samples, digest_of_lengths
 from .sharding import GlobalBatchSampler, split_evenly
 from .source import brings_batches, checked_row, indexed_source, is_mindspore_dataset, seeded_iterator
 
@@ -59,9 +59,13 @@ class IndexedLoader:
     @property
     def order(self) -> dict[str, Any]:
         """What the order of the samples is a function of: a run that is taken up must have the same."""
-        sampler = self.sampler
-        return {"num_samples": self.num_samples, "seed": sampler.seed, "shuffle": sampler.shuffle,
-                "uneven": sampler.uneven}  # fmt: skip
+        own = {name: getattr(self.sampler, name) for name in ("num_samples", "seed", "shuffle", "uneven")}
+        return {**own, "lengths": self.digest_of_lengths}
+
+    @property
+    def digest_of_lengths(self) -> Optional[str]:
+        """Of the samples' lengths, by which batches are put together; None where they are not."""
+        return digest_of_lengths(self.sampler.lengths)
 
     @property
     def global_batch_size(self) -> int:
@@ -71,8 +75,9 @@ class IndexedLoader:
     @property
     def micro_steps(self) -> int:
         """Micro batches of a rank in a full update."""
-        sampler = self.sampler
-        return accumulation_steps_to_keep(self.global_batch_size, sampler.micro_batch_size * sampler.world_size)
+        return accumulation_steps_to_keep(
+            self.global_batch_size, self.sampler.micro_batch_size * self._group.world_size
+        )
 
     def __len__(self) -> int:
         """Windows in an epoch."""
@@ -147,6 +152,8 @@ class PipelineLoader:
     def order(self) -> dict[str, Any]:
         """What this loader adds to the pipeline's own order: a run that is taken up must have the same."""
         return {"num_samples": self.num_samples, "seed": self._seed, "uneven": self._uneven}
+
+    digest_of_lengths = None  # A pipeline brings its batches.
 
     def __len__(self) -> int:
         """Windows in an epoch; TypeError for a stream of unknown length, as ``len`` of any iterator."""
@@ -223,6 +230,7 @@ def make_loader(
     source = indexed_source(dataset)
     if source is not None:
         check_same_samples(source, readers, columns)
+        check_same_lengths(lengths, readers)
         sampler = GlobalBatchSampler(
             len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven,
             global_batch_size, lengths,
@@ -280,8 +288,7 @@ def make_loader(
         )
 
     def open_iterable(epoch: int) -> Iterator[Columns]:
-        # A stream of the library datasets is shuffled by it.
-        if hasattr(dataset, "set_epoch"):
+        if hasattr(dataset, "set_epoch"):  # One of the library datasets is shuffled by it.
             dataset.set_epoch(epoch)
         rows = iter(dataset)
         while chunk := list(itertools.islice(rows, global_micro_batch_size)):

@@ -12,6 +12,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.arrays.inspection import fingerprint
 from mindnlp_dp.communication.collectives import ProcessGroup
 
 from .source import checked_row
@@ -132,3 +133,15 @@ def _text(value: Any) -> str:
     else:
         values = f"of hash {hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()}"
     return f"{array.dtype} {array.shape} {values}"
+
+
+def digest_of_lengths(lengths: Optional[np.ndarray]) -> Optional[str]:
+    """Of the samples' lengths, by which batches are put together; None where they are not."""
+    return None if lengths is None else fingerprint(np.asarray(lengths, np.int64)).hex()
+
+
+def check_same_lengths(lengths: Optional[np.ndarray], group: ProcessGroup) -> None:
+    """Raise ValueError on every rank when ranks have other lengths, and so would cut other batches. A collective."""
+    digests = group.all_gather_object(digest_of_lengths(lengths))
+    if len(set(digests)) > 1:
+        raise ValueError(f"ranks have other lengths of the same samples: their digests, by rank, are {digests}")

@@ -11,6 +11,8 @@ from typing import Any, Optional
 
 import numpy as np
 
+_ROWS_AT_A_TIME = 1000
+
 
 def is_mindspore_dataset(dataset: Any) -> bool:
     import mindspore.dataset
@@ -102,7 +104,11 @@ def sample_lengths(source: Any, column: str, main_input: str) -> np.ndarray:
     if columns and column in columns:
         return np.asarray(source[column], np.int64)
     if columns and main_input in columns:
-        return np.array([len(tokens) for tokens in source[main_input]], np.int64)
+        # A whole column of tokens may be more than the memory.
+        parts = (
+            source[begin : begin + _ROWS_AT_A_TIME][main_input] for begin in range(0, len(source), _ROWS_AT_A_TIME)
+        )
+        return np.array([len(tokens) for part in parts for tokens in part], np.int64)
     lengths = []
     for index in range(len(source)):
         sample = checked_row(source[index], index, 0)

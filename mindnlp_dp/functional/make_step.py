@@ -21,14 +21,14 @@ from mindnlp_dp.data.batches import num_rows_of
 from mindnlp_dp.gradients.reducer import ReducerWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
-from mindnlp_dp.parallel.parallelize import parallel_of
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
+from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.seeds import step_seed
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.update.choose import make_updater
 
-from .passes import Passes
+from .passes import Passes, parallel_of
 
 
 def make_train_step(
@@ -97,9 +97,7 @@ def make_train_step(
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
         gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
     else:
-        from mindnlp.core.autograd import value_and_grad
-
-        gradient_fn = value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
+        gradient_fn = torch_like().autograd.value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
     parallel = parallel_of(parameters)
     window: GradientWindow
     if reducer is not None:

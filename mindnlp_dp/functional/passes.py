@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.parallel.micro_batch import MicroBatch
-from mindnlp_dp.parallel.parallelize import ParallelModel
 from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
+
+if TYPE_CHECKING:
+    # Its layers are those of MindNLP 0.4.
+    from mindnlp_dp.parallel.parallelize import ParallelModel
 
 
 class Passes:
@@ -81,3 +84,8 @@ class Passes:
             value = float(loss.asnumpy()) if weight > 0 else 0.0
             is_spoilt = parallel is not None and parallel.is_spoilt(value)
             yield MicroStep(value, gradients, weight, getattr(batch, "indices", None), is_spoilt)
+
+
+def parallel_of(parameters: Sequence[Any]) -> Optional[ParallelModel]:
+    """The cut model that parameters belong to, if they do."""
+    return next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)

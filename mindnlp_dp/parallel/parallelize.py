@@ -193,11 +193,6 @@ def parallelize(
     return model
 
 
-def parallel_of(parameters: Sequence[Any]) -> Optional[ParallelModel]:
-    """The cut model that parameters belong to, if they do."""
-    return next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)
-
-
 def _open(
     weights: Optional[Union[str, Path]], placements: Placements, world: ProcessGroup
 ) -> Optional[tuple[Optional[WeightFiles], list[str]]]:

@@ -208,13 +208,9 @@ def read_config_file(path: str, kind: type[TaskConfig] = FinetuneConfig) -> dict
 
 
 @contextlib.contextmanager
-def as_input_error(*kinds: type[Exception]) -> Iterator[None]:
-    """Tell an error that settings cause (batches that do not divide, too many ranks) as the user's to mend.
-
-    Of these ``kinds``; by default ValueError.
-    """
-    told = kinds or (ValueError,)
+def as_input_error(kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """Tell an error that settings cause (batches that do not divide, too many ranks) as the user's to mend."""
     try:
         yield
-    except told as error:
+    except kind as error:
         raise InputError(str(error)) from None

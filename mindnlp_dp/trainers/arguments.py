@@ -99,16 +99,15 @@ class RankArguments(TrainingArguments):
     def order_seed(self) -> int:
         return self.seed if self.data_seed is None else self.data_seed
 
-    def data_order(self, num_samples: Optional[int]) -> dict[str, Any]:
-        """What the order of ``num_samples`` is a function of, and dropout: a run that is resumed must have the same."""
+    def data_order(self, loader: Any) -> dict[str, Any]:
+        """What a loader's order, and dropout, are functions of: a run that is resumed must have the same."""
         return {
-            "num_samples": num_samples,
+            "num_samples": loader.num_samples,
             "seed": self.seed,
             "data_seed": self.order_seed,
             "dataset_shuffle": self.dataset_shuffle,
             "dataset_drop_last": self.drops_last,
-            # Checkpoints that do not say so were not grouped.
-            "group_by_length": self.group_by_length or None,
+            "lengths": loader.digest_of_lengths,
         }
 
     def absolute_interval(self, name: str, max_steps: int) -> Optional[int]:

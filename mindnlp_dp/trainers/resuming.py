@@ -30,7 +30,7 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
     loader = trainer.open_training_data()
     if saved is not None:
         way_out = "begin the epoch anew with ignore_data_skip=True"
-        check_same_data(trainer.args.data_order(loader.num_samples), saved["data"], way_out)
+        check_same_data(trainer.args.data_order(loader), saved["data"], way_out)
     if trainer.global_batch_size is not None and loader.micro_steps != trainer.args.gradient_accumulation_steps:
         trainer.args = copy.copy(trainer.args)
         trainer.args.gradient_accumulation_steps = loader.micro_steps
@@ -71,7 +71,7 @@ class ResumableLoop:
         return {
             **self.parts.state(keep=self.args.should_save),
             "callbacks": callback_states(trainer.callback_handler.callbacks),
-            "data": self.args.data_order(self.loader.num_samples),
+            "data": self.args.data_order(self.loader),
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
             "flags": dict(self.agree.agreed),

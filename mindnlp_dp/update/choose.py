@@ -204,12 +204,15 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     optim, kind, groups = torch_like().optim, type(optimizer), optimizer.param_groups
     if any(dtype_name(p) != "float32" or hasattr(p, "set_data") for p in window.parameters):
         return None
-    if not _does_as_its_class(optimizer):
-        return None
-    if any(group.get("maximize") or group.get("amsgrad") for group in groups):
+    if not _does_as_its_class(optimizer) or any(group.get("maximize") or group.get("amsgrad") for group in groups):
         return None
     if kind in (optim.AdamW, optim.Adam):
-        return AdamRule(decoupled=kind is optim.AdamW, epsilon_is_corrected=mindnlp_series() == "0.5")
+        # MindNLP 0.5's groups say it for themselves.
+        decoupled = {bool(group.get("decoupled_weight_decay", kind is optim.AdamW)) for group in groups}
+        betas = [beta for group in groups for beta in group["betas"]]
+        if len(decoupled) > 1 or not all(isinstance(beta, (int, float)) for beta in betas):
+            return None
+        return AdamRule(decoupled=decoupled.pop(), epsilon_is_corrected=mindnlp_series() == "0.5")
     if kind is optim.SGD:
         return SGDRule(has_momentum=any(group["momentum"] for group in groups))
     if kind is LAMB:

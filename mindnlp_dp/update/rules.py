@@ -19,6 +19,8 @@ from typing import Any
 import mindspore
 import numpy as np
 
+from mindnlp_dp.arrays.conversion import number_of
+
 from .block_sums import BlockSums
 from .state_shards import Piece
 
@@ -118,13 +120,13 @@ class AdamRule(Rule):
         self._adam = mindspore.ops.Adam()
 
     def key(self, group: Group, step: int) -> Hashable:
-        return (float(group["lr"]), *group["betas"], group["eps"], step)
+        return (number_of(group["lr"]), *group["betas"], group["eps"], step)
 
     def apply(self, segments: Sequence[Segment], update: Update) -> None:
         for segment in segments:
             first = segment.parts[0].index
             group, step = update.groups[first], update.steps[first]
-            rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+            rate, (beta1, beta2) = number_of(group["lr"]), group["betas"]
             scratch = update.scratch[: len(segment.weights)]
             epsilon = group["eps"] * (math.sqrt(1 - beta2**step) if self._epsilon_is_corrected else 1.0)
             if not segment.tensors:
@@ -172,7 +174,7 @@ class SGDRule(Rule):
                 f"SGD was given momentum {group['momentum']}, and had none when its train step was made; make a new one"
             )
         # The first velocity is the gradient itself.
-        return (float(group["lr"]), group["momentum"], group["dampening"], bool(group["nesterov"]), step == 1)
+        return (number_of(group["lr"]), group["momentum"], group["dampening"], bool(group["nesterov"]), step == 1)
 
     def apply(self, segments: Sequence[Segment], update: Update) -> None:
         for segment in segments:
@@ -187,7 +189,7 @@ class SGDRule(Rule):
                     velocity *= momentum
                     velocity += np.float32(1 - group["dampening"]) * direction
                 direction = direction + momentum * velocity if group["nesterov"] else velocity
-            segment.weights -= np.float32(group["lr"]) * direction
+            segment.weights -= np.float32(number_of(group["lr"])) * direction
 
 
 class TrustRatioRule(Rule):

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import aligned_zeros, to_host
+from mindnlp_dp.arrays.conversion import aligned_zeros, number_of, to_host
 from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.collectives import ProcessGroup
 
@@ -115,7 +115,7 @@ class StateShards:
             self.clear(index)
         for name, array in found.items():
             self.put(index, name, to_host(fetch_all(array)))
-        self.steps[index] = int(state.get("step", 1)) if found else 0
+        self.steps[index] = int(number_of(fetch_all(state.get("step", 1)))) if found else 0
 
     def clear(self, index: int) -> None:
         self.steps[index] = 0

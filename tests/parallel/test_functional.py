@@ -7,7 +7,7 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from mindnlp.core import optim
+from library import optim
 from mindspore import nn as cells
 
 import mindnlp_dp as dp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mindspore
 import numpy as np
 import pytest
-from mindnlp.core import optim
+from library import optim
 from mindspore import nn as cells
 from mindspore import ops
 

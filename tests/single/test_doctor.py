@@ -6,11 +6,10 @@ import sys
 
 import pytest
 from packaging.requirements import Requirement
-from run_parallel import ROOT
 
 from mindnlp_dp.doctor import findings as doctor
 from mindnlp_dp.launch.devices import count_devices, too_many_workers
-from mindnlp_dp.versions import BEST_MINDSPORE, MINDNLP, OTHER_MINDNLP, best_mindspore
+from mindnlp_dp.versions import BEST_MINDSPORE, MINDNLP, OTHER_MINDNLP
 
 ASKED = [Requirement("mindspore>=2.5.0,<2.9.0"), Requirement("numpy<2"), Requirement('mpi4py>=4; extra == "mpi"')]
 FITTING = {"mindspore": "2.8.0", "numpy": "1.26.4", "mpi4py": "4.1.2"}
@@ -33,9 +32,9 @@ def test_versions_that_fit():
         (
             {"mindspore": "2.10.0"},
             "mindspore 2.10.0 does not fit, <2.9.0,>=2.5.0 does",
-            f'pip install "mindspore=={best_mindspore()}"',
+            f'pip install "mindspore=={BEST_MINDSPORE}"',
         ),
-        ({"mindspore": None}, "mindspore is not installed", f'pip install "mindspore=={best_mindspore()}"'),
+        ({"mindspore": None}, "mindspore is not installed", f'pip install "mindspore=={BEST_MINDSPORE}"'),
         ({"mpi4py": None}, "mpi4py is not installed (only the mpi backend needs it)", 'pip install "mpi4py>=4"'),
     ],
 )  # fmt: skip
@@ -113,19 +112,3 @@ def test_the_newer_mindnlp_has_requirements_of_its_own():
         asked = {requirement.name: requirement for requirement in doctor.requirements(series)}
         assert str(asked["mindnlp"].specifier) == specifier
         assert "numpy" in asked
-
-
-@pytest.mark.parametrize(
-    ("python", "expected"), [((3, 9), "2.9.0"), ((3, 10), BEST_MINDSPORE), ((3, 12), BEST_MINDSPORE)]
-)
-def test_the_mindspore_to_install_is_one_that_the_python_has(tmp_path, python, expected):
-    assert best_mindspore(python) == expected
-    # The scripts ask an interpreter.
-    other = tmp_path / "python"
-    other.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = {(*python, 1)}; $2"\n')
-    other.chmod(0o755)
-    asked = subprocess.run(
-        ["bash", "-c", f"source scripts/environment.sh; _best_mindspore {other}"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert asked.stdout.strip() == expected

@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.arrays.conversion import number_of
 from mindnlp_dp.patches.import_hook import around
 
 
@@ -55,7 +56,7 @@ def _sgd_update(parameter: Any, group: dict[str, Any], state: dict[str, Any]) ->
         momentum = gradient if before is None else before * group["momentum"] + gradient * (1 - group["dampening"])
         state["momentum_buffer"] = momentum
         gradient = gradient + momentum * group["momentum"] if group["nesterov"] else momentum
-    parameter.copy_(parameter - gradient * float(group["lr"]))
+    parameter.copy_(parameter - gradient * number_of(group["lr"]))
 
 
 # Versions: MindNLP 0.5.1. Cause: without axes, which means all of them, the kernel of the norm fails, and so it does
