@@ -1,9 +1,8 @@
 """From a data set to this rank's micro batches.
 
-Goes in: a data set of any kind that MindNLP's users have, and the sizes. Comes
-out: for every update a window, the list of this rank's micro batches, each a dict
-of NumPy arrays (:class:`~mindnlp_dp.data.batches.Batch`), or None where the rank has no rows. Every rank gets the same
-number of windows, with the same number of micro batches.
+Goes in: a data set of any kind that MindNLP's users have, and the sizes. Comes out: for every update a window, the list
+of this rank's micro batches, each a dict of NumPy arrays (:class:`~mindnlp_dp.data.batches.Batch`), or None where the
+rank has no rows. Every rank gets the same number of windows, with the same number of micro batches.
 
 There are two ways to cut data:
 
@@ -75,9 +74,8 @@ class IndexedLoader:
     @property
     def micro_steps(self) -> int:
         """Micro batches of a rank in a full update."""
-        return accumulation_steps_to_keep(
-            self.global_batch_size, self.sampler.micro_batch_size * self._group.world_size
-        )
+        sampler = self.sampler
+        return accumulation_steps_to_keep(self.global_batch_size, sampler.micro_batch_size * sampler.world_size)
 
     def __len__(self) -> int:
         """Windows in an epoch."""
