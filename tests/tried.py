@@ -33,7 +33,10 @@ LAUNCHERS = {
     "msrun": "`msrun`",
 }
 # Neighbours of what was tried, of which users ask.
-ASKED_FOR = {"0.4.1": ("2.4.1", "2.5.0", "2.6.0", "2.11.0"), "0.5.1": ("2.7.0", "2.9.0", "2.10.0")}
+ASKED_FOR = {
+    "0.4.1": ("2.4.1", "2.5.0", "2.6.0", "2.7.0", "2.8.0", "2.9.0", "2.10.0", "2.11.0"),
+    "0.5.1": ("2.7.0", "2.8.0", "2.9.0", "2.10.0"),
+}
 
 
 def note(suites: str, results: Path) -> dict[str, Any]:
@@ -46,16 +49,20 @@ def note(suites: str, results: Path) -> dict[str, Any]:
     failed = [name for verdict, _, name in steps if verdict != "passed"]
     if failed or not steps:
         raise ValueError(f"failed: {', '.join(failed)}" if failed else f"{results} names no steps")
-    ranks: dict[str, set[int]] = {}
+    # Behind a colon stands what part of the parallel suite a step was.
+    whole: dict[str, set[int]] = {}
+    part: dict[str, set[int]] = {}
     for _, _, name in steps:
         kind, *rest = name.split(", ")
         if kind == "parallel":
-            ranks.setdefault(rest[0], set()).add(int(rest[1].split(":")[0]))
+            found = part if ":" in name and suites == "all" else whole
+            found.setdefault(rest[0], set()).add(int(rest[1].split(":")[0]))
     return {
         **{name: importlib.metadata.version(name) for name in ("mindnlp", "mindspore")},
         "python": ".".join(platform.python_version_tuple()[:2]),
         "suites": suites,
-        "ranks": {launcher: sorted(ranks[launcher]) for launcher in LAUNCHERS if launcher in ranks},
+        "ranks": {launcher: sorted(whole.get(launcher, ())) for launcher in LAUNCHERS if launcher in {**whole, **part}},
+        "in_part": {launcher: sorted(numbers - whole.get(launcher, set())) for launcher, numbers in part.items()},
         "on": datetime.date.today().isoformat(),
     }
 

@@ -26,7 +26,7 @@ def test_a_note_says_which_launchers_ran_with_how_many_ranks(tmp_path):
     results = tmp_path / "results"
     results.write_text(STEPS)
     found = tried.note("all", results)
-    assert found["ranks"] == {"mpi": [2, 8], "msrun": [4]}
+    assert (found["ranks"], found["in_part"]) == ({"mpi": [2], "msrun": []}, {"mpi": [8], "msrun": [4]})
     assert (found["suites"], found["python"].count(".")) == ("all", 1)
 
 
@@ -51,6 +51,8 @@ def test_a_newer_note_replaces_one_of_as_many_suites():
 
 
 def test_a_cell_is_tried_refused_or_not_tried():
+    in_part = {**NEW, "ranks": {"mpi": [2], "msrun": []}, "in_part": {"mpi": [8], "msrun": [4]}}
+    assert "| all suites: 2 ranks; some of it: 8 ranks | not tried | some of it: 4 ranks |" in tried.table([in_part])
     rows = {tuple(row.split(" | ")[1:3]): row for row in tried.table([NEW]).splitlines()}
     assert rows["2.10.0", "3.11"] == (
         "| 0.4.1 | 2.10.0 | 3.11 | all suites: 1 and 2 ranks | not tried | not tried | 2026-11-23 |"
