@@ -89,7 +89,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name in _OF_0_4_ALONE and name not in __all__:
+        if name not in __all__:
             raise AttributeError(
                 f"{__name__}.{name} is for models of MindNLP 0.4, and MindNLP {mindnlp_series()} is installed, whose "
                 "models are whole on every rank here"

@@ -34,7 +34,7 @@ def run_evaluation(
     # As MindNLP 0.4 and Transformers call it.
     handler.eval_dataset = handler.eval_dataloader = dataset
     sees_inputs = args.include_inputs_for_metrics or "inputs" in getattr(args, "include_for_metrics", ())
-    main_input = getattr(model, "main_input_name", "input_ids")
+    main_input = trainer.main_input
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     for (mine,) in dataset.windows():
         batch, is_lent = trainer.passes.to_run(mine), mine is None

@@ -179,13 +179,14 @@ class RankTrainer(abc.ABC):
 
     def _lengths(self, dataset: Any) -> np.ndarray:
         """The samples' lengths, as rank 0 reads them: a column of that name, else the number of tokens."""
-        source, names = indexed_source(dataset), [self.args.length_column_name, self._main_input]
+        source, names = indexed_source(dataset), [self.args.length_column_name, self.main_input]
         if source is None:
             raise ValueError(f"group_by_length needs a data set with an index, and a {type(dataset).__name__} has none")
         return self.world.call_on_main(lambda: sample_lengths(source, *names), "reading the samples' lengths")
 
     @property
-    def _main_input(self) -> str:
+    def main_input(self) -> str:
+        """The column that the model reads first."""
         return getattr(self.model, "main_input_name", None) or "input_ids"
 
     def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:

@@ -168,7 +168,7 @@ class TrainingLoop(ResumableLoop):
         self.samples_seen += len(batch.indices)
         trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.num_sharers
         if args.include_num_input_tokens_seen or args.include_tokens_per_second:
-            trainer.current_tokens += batch[getattr(trainer.model, "main_input_name", "input_ids")].size
+            trainer.current_tokens += batch[trainer.main_input].size
 
     def _check_parameters(self) -> None:
         """Raise RuntimeError when the model trains others than those that the optimizer and the exchange know."""

@@ -126,3 +126,22 @@ def test_a_stream_is_read_once_and_shared_out(group, tmp_path, num_samples):
 def test_batches_of_a_stream_cannot_be_put_together_by_length(group, tmp_path):
     with pytest.raises(ValueError, match="needs a data set with an index, and a Stream has none"):
         train(tiny_roberta(), Stream(24), tmp_path, max_steps=2, group_by_length=True, per_device_train_batch_size=2)
+
+
+def test_ranks_with_other_lengths_are_refused(group):
+    lengths = np.arange(12) + (group.rank == group.world_size - 1)
+    if group.world_size == 1:
+        assert dp.make_loader(Rows(12), 2, group=group, lengths=lengths).digest_of_lengths is not None
+        return
+    with pytest.raises(ValueError, match="ranks have other lengths of the same samples"):
+        dp.make_loader(Rows(12), 2, group=group, lengths=lengths)
+
+
+def test_a_run_is_not_taken_up_with_other_lengths(group, shared_tmp_path):
+    settings = {"group_by_length": True, "data_collator": pad, "per_device_train_batch_size": 2, "save_steps": 1,
+                "save_strategy": "steps", "remove_unused_columns": False}  # fmt: skip
+    train(tiny_roberta(), Ragged(48), shared_tmp_path, max_steps=2, **settings)
+    other = Ragged(48)
+    other.lengths = other.lengths[::-1]
+    with pytest.raises(ValueError, match="lengths was .* and is"):
+        train(tiny_roberta(), other, shared_tmp_path, max_steps=4, resume=True, **settings)
