@@ -31,7 +31,7 @@ def _warn(message: str) -> None:
 
 
 def choose_checkpoint(
-    folder: Path, wanted: Union[str, bool, None], saves: bool = True, *, began: Optional[float] = None
+    folder: Path, wanted: Union[str, Path, bool, None], saves: bool = True, *, began: Optional[float] = None
 ) -> Optional[Path]:
     """What to resume from: a path as it is, the newest complete checkpoint in ``folder`` for True, else nothing.
 

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar, cast
 
-from mindnlp_dp.runtime.progress import reporter
+from mindnlp_dp.runtime import progress
 
 from .checks import check_agreement, check_rank, describe, raise_reported, report_of
 from .transports.transport import Transport
@@ -25,7 +25,7 @@ def waits(method: F) -> F:
 
     @functools.wraps(method)
     def call(self: RankGroup, *args: Any, **kwargs: Any) -> Any:
-        report = reporter()
+        report = progress.reporter()
         if report is None:
             return method(self, *args, **kwargs)
         report.begin_to_wait(f"{method.__name__} of {self.world_size} ranks")
@@ -72,6 +72,20 @@ class RankGroup:
         transport = self._transport.split(ranks)
         transport.labels = labels
         return type(self)(transport, self.backend_kind, checks=self._checks)
+
+    def tells_of_a_loss(self, error: BaseException) -> bool:
+        """Whether ``error`` says that a rank was lost, and the others can go on without it (MPI's ULFM)."""
+        return self._transport.tells_of_a_loss(error)
+
+    def go_on_without_lost(self) -> None:
+        """Become the group of those that are left. Ranks are numbered anew, in their order.
+
+        A collective of those that are left, to which each comes by an error that tells of a loss. What belongs to the
+        larger group, such as an exchange of gradients, is of no use any more.
+        """
+        with progress.waiting("going on without a lost rank"):
+            self._transport = self._transport.of_those_left()
+        progress.note_members(self.world_size)
 
     def name_ranks(self, labels: Sequence[str]) -> None:
         """Say how messages name the ranks, in rank order."""

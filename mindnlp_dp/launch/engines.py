@@ -57,6 +57,7 @@ def start_mpi(
     *,
     scratch: Path,
     remote_shell: Sequence[str],
+    in_place: bool = False,
 ) -> list[Process]:
     """mpirun on the first host, for all of them.
 
@@ -64,6 +65,7 @@ def start_mpi(
         counts: ranks on each host by its address; of one host the address does not matter.
         scratch: a folder of this host for what MPI keeps while it runs.
         remote_shell: with several hosts, a command that is called as ssh is.
+        in_place: a rank that is lost is not the end of the others, which are told of it.
     """
     mpirun = find_mpirun()
     if mpirun is None:
@@ -72,6 +74,8 @@ def start_mpi(
     options = ["-n", str(sum(counts.values())), "--bind-to", "none"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
+    if in_place:
+        options += ["--with-ft", "ulfm"]
     environment = clean_environment(environ)
     environment.setdefault("PRTE_MCA_prte_local_tmpdir_base", str(scratch))
     if len(counts) > 1:

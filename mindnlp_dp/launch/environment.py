@@ -49,16 +49,19 @@ _RESTART_COUNT, _JOB_BEGAN = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB_BEGAN"
 _HOST_RANKS = "MINDNLP_DP_HOST_RANKS"
 # How many ranks an elastic job has when all are there: so many make up its global batch.
 _FULL_SIZE = "MINDNLP_DP_FULL_SIZE"
+_IN_PLACE = "MINDNLP_DP_IN_PLACE"
 
 
-def try_environment(number: int, began: float, full_size: Optional[int]) -> dict[str, str]:
+def try_environment(number: int, began: float, full_size: Optional[int], *, in_place: bool = False) -> dict[str, str]:
     """What ranks of try ``number``, from 0 on, of a job that began then (seconds since 1970) find in their environment.
 
     Args:
         full_size: the most ranks that an elastic job may have; None where it is not elastic.
+        in_place: whether they go on without one that is lost.
     """
     sizes = {} if full_size is None else {_FULL_SIZE: str(full_size)}
-    return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes}
+    goes_on = {_IN_PLACE: "1"} if in_place else {}
+    return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes, **goes_on}
 
 
 def full_size(environ: Mapping[str, str]) -> Optional[int]:
@@ -66,11 +69,19 @@ def full_size(environ: Mapping[str, str]) -> Optional[int]:
     return int(environ[_FULL_SIZE]) if _FULL_SIZE in environ else None
 
 
+def goes_on_in_place(environ: Mapping[str, str]) -> bool:
+    """Whether this process's job goes on with the other ranks, in their processes, when one is lost."""
+    return _IN_PLACE in environ
+
+
+def job_began(environ: Mapping[str, str]) -> Optional[float]:
+    """When this process's job was started first; None where our launcher did not."""
+    return float(environ[_JOB_BEGAN]) if _JOB_BEGAN in environ else None
+
+
 def began_if_restarted(environ: Mapping[str, str]) -> Optional[float]:
-    """When this process's job was started first, where this is not its first try."""
-    if environ.get(_RESTART_COUNT, "0") == "0":
-        return None
-    return float(environ[_JOB_BEGAN])
+    """The same, where this is not its first try."""
+    return None if environ.get(_RESTART_COUNT, "0") == "0" else job_began(environ)
 
 
 def host_environment(ranks: range) -> dict[str, str]:

@@ -66,7 +66,7 @@ class LocalHost:
         self._fork_server: Optional[ForkServer] = None
         self._scratch: Optional[Scratch] = None
         self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
-        self._so_far, self._stopped = dict[int, Progress](), list[int]()
+        self._so_far, self._states = dict[int, Progress](), dict[int, str]()
         self._has_ended = True
 
     @property
@@ -118,8 +118,9 @@ class LocalHost:
             counts = dict(zip(this.addresses or ["localhost"], this.counts))
             self._scratch = self._scratch or Scratch()
             self._processes = start_mpi(
-                counts, worker, environ, self._log, scratch=self._scratch.path, remote_shell=this.remote_shell
-            )
+                counts, worker, environ, self._log,
+                scratch=self._scratch.path, remote_shell=this.remote_shell, in_place=this.in_place,
+            )  # fmt: skip
             return
         cluster = Cluster(this.num_ranks, (this.addresses[0] if this.addresses else "127.0.0.1", this.port))
         self._processes = start_cluster(cluster, this.ranks, worker, environ, self._log)
@@ -173,12 +174,14 @@ class LocalHost:
             changed = 0
         if changed != self._changed or now - self._looked >= _LOOK_SECONDS or not self._looked:
             self._looked, self._changed = now, changed
-            self._statuses = read_statuses(log_dir, this.ranks)
             self._so_far = self._ranks()
-            self._stopped = [n for n, rank in self._so_far.items() if rank.pid and state_of(rank.pid) == "T"]
+            self._states = {n: state_of(rank.pid) for n, rank in self._so_far.items() if rank.pid}
+            # Behind that: of one that is gone it is known by now whether it has said so.
+            self._statuses = read_statuses(log_dir, this.ranks)
         working = [process for process in self._processes if not process.serves]
         ended = [Ended(p.rank, p.popen.returncode) for p in working if p.popen.poll() is not None]
-        return Report(self._so_far, self._statuses, ended, len(ended) == len(working), self._stopped)
+        stopped, gone = ([n for n, state in self._states.items() if state == which] for which in ("T", ""))
+        return Report(self._so_far, self._statuses, ended, len(ended) == len(working), stopped, gone)
 
     def _ranks(self) -> dict[int, Progress]:
         assert self._try is not None

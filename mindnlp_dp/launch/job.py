@@ -11,62 +11,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
-from mindnlp_dp.runtime.progress import Progress
-
 from .engines import POLL_SECONDS
 from .environment import free_port, try_environment
-from .hangs import HangWatch, name_hang
 from .head import RemoteHost
-from .log_file import DEFAULT_MB
 from .log_file import VARIABLE as LOG_MB
 from .restarts import Restarts
-from .screen import Screen
 from .sizes import Host, Members
-from .tries import Report, Try
-from .verdict import Failure, Status, find_failure, report_failure
+from .tries import Try
+from .verdict import Failure, find_failure, report_failure
+from .watch import JobOptions, Seen, Watch, first_lost, look
 
-# How long some ranks may have finished before the others' silence is worth a word.
-PATIENCE_SECONDS = 30.0
-# How often it is looked whether ranks get any further.
-_LOOK_SECONDS = 0.5
-# How long the word of a rank on another host may be under way when its job has ended.
-_LAST_WORD_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """How a job is watched.
-
-    Attributes:
-        hang_timeout: seconds without progress of any rank after which the job is ended; 0: never.
-        max_restarts: how many times it is started again after a failure.
-        tee: whose output is shown: "0", "all" or "none".
-        grow_after: seconds after which an elastic job takes the place of a rank that was lost again.
-        log_mb: MiB at which a rank's log begins anew; 0: never.
-    """
-
-    hang_timeout: float = 1800.0
-    max_restarts: int = 0
-    tee: str = "0"
-    grow_after: float = 60.0
-    log_mb: int = DEFAULT_MB
-
-
-@dataclass
-class _Seen:
-    """What all hosts report."""
-
-    ranks: list[Progress]
-    statuses: dict[int, Status] = field(default_factory=dict)
-    reports: list[Report] = field(default_factory=list)
-
-    @property
-    def update(self) -> int:
-        return max((rank.update for rank in self.ranks), default=0)
+__all__ = ["Job", "JobOptions"]
 
 
 class Job:
@@ -89,7 +48,7 @@ class Job:
         self._restarts = Restarts(options.max_restarts, log_dir)
         self._began = time.time()
         self._number = 0
-        self._seen = _Seen([])
+        self._seen = Seen([])
 
     def run(self) -> int:
         """Its exit code.
@@ -135,10 +94,13 @@ class Job:
         addresses = [others[0].address_of_head, *(host.address for host in others)] if others else []
         this = Try(
             self._number, self._backend, self._command, str(self._log_dir.absolute()), members.counts(hosts), addresses,
-            port=free_port(), remote_shell=self._remote_shell,
+            port=free_port(), in_place=self._options.in_place, remote_shell=self._remote_shell,
             variables={
                 LOG_MB: str(self._options.log_mb),
-                **try_environment(self._number, self._began, members.full_size if members.is_elastic else None),
+                **try_environment(
+                    self._number, self._began, members.full_size if members.is_elastic else None,
+                    in_place=self._options.in_place,
+                ),
             },
         )  # fmt: skip
         if members.is_elastic and self._number:
@@ -151,20 +113,24 @@ class Job:
         for host in hosts:
             host.clear(this.log_dir, this.number)
         for attempt in range(2):
+            watch = Watch(hosts, this, self._members, self._restarts, log_dir=self._log_dir, options=self._options)
             try:
                 # The first host's mpirun asks the others for its daemons: they have to know the try by then.
                 for index, host in reversed(list(enumerate(hosts))):
                     host.start(replace(this, index=index))
-                hang, grows = self._watch(hosts, this)
+                watch.until_it_is_over(self._sleep)
             finally:
                 for host in hosts:
                     host.end()
             # Those that had to be ended may have had their say by then.
-            after = self._look(hosts, this)
-            statuses, self._seen.ranks = after.statuses, after.ranks
-            if grows and [status.exit_code for status in statuses.values()] != [0] * this.num_ranks:
+            after = look(hosts, this)
+            self._seen = replace(watch.seen, ranks=after.ranks, statuses=after.statuses)
+            left = watch.losses.left
+            if watch.grows and [after.statuses[rank].exit_code for rank in left if rank in after.statuses] != [0] * len(
+                left
+            ):
                 return None, True
-            failure = hang or self._verdict(hosts, this, replace(self._seen, statuses=statuses))
+            failure = watch.hang or watch.losses.failure() or self._verdict(hosts, this, left)
             # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
             # to start").
             began = any(self._log_dir.glob("worker_*.log"))
@@ -173,79 +139,17 @@ class Job:
             print("mpirun ended before any rank had begun; it is started once more", file=sys.stderr)
         return failure, False
 
-    def _watch(self, hosts: Sequence[Host], this: Try) -> tuple[Optional[Failure], bool]:
-        """Show logs until all have ended, or one has failed, or the job hangs (how), or is to grow."""
-        screen = Screen(self._log_dir, this.num_ranks, self._options.tee, self._restarts.count)
-        hangs = HangWatch(self._options.hang_timeout)
-        finished, patient, looked, over = dict[int, float](), True, 0.0, 0.0
-        asked, prepared = False, False
-        while True:
-            seen = self._seen = self._look(hosts, this)
-            now = time.monotonic()
-            for rank in [*seen.statuses, *(e.rank for r in seen.reports for e in r.ended if e.rank is not None)]:
-                finished.setdefault(rank, now)
-            if patient and finished and now - min(finished.values()) > PATIENCE_SECONDS:
-                patient = False
-                _mention_stragglers(sorted(finished), this.num_ranks)
-            failed, ended, lost = _has_failed(seen), all(r.all_ended for r in seen.reports), _first_lost(hosts)
-            hang = None
-            if not failed and now - looked >= _LOOK_SECONDS:
-                looked = now
-                screen.say(seen.ranks, len(finished))
-                stopped = [rank for report in seen.reports for rank in report.stopped]
-                if hangs.look(seen.ranks, bool(stopped)):
-                    stacks = {rank: text for host in hosts for rank, text in host.stacks().items()}
-                    hang = name_hang(
-                        seen.ranks, sorted(finished), stacks, stopped, log_dir=self._log_dir, timeout=hangs.timeout
-                    )
-                if not prepared and self._may_start_again and all(rank.has_met for rank in seen.ranks):
-                    prepared = True
-                    for host in hosts:
-                        host.prepare_restart()
-                if not asked and seen.update and self._members.could_grow(this.counts):
-                    asked = True
-                    self._members.local.ask_for_checkpoint(1)
-            screen.show()
-            grows = asked and seen.ranks[0].saved > 0
-            if ended and len(hosts) > 1 and len(seen.statuses) < this.num_ranks and not (failed or lost):
-                # What ranks on other hosts have said is under way.
-                over = over or now
-                ended = now - over > _LAST_WORD_SECONDS
-            if not (hang or failed or lost or ended or grows):
-                self._sleep(POLL_SECONDS)
-                continue
-            if failed:
-                # Ranks that fail together all get to say so, and one that is leaving is seen to have left.
-                for _ in range(2):
-                    self._sleep(POLL_SECONDS)
-                self._seen = self._look(hosts, this)
-            screen.close()
-            return hang, grows and not (failed or hang or lost)
-
-    @property
-    def _may_start_again(self) -> bool:
-        return self._members.is_elastic or self._options.max_restarts > self._restarts.count
-
-    def _look(self, hosts: Sequence[Host], this: Try) -> _Seen:
-        seen = _Seen([Progress()] * this.num_ranks)
-        for host in hosts:
-            report = host.look()
-            seen.reports.append(report)
-            seen.statuses.update(report.statuses)
-            for rank, so_far in report.ranks.items():
-                if rank < this.num_ranks:
-                    seen.ranks[rank] = so_far
-        return seen
-
-    def _verdict(self, hosts: Sequence[Host], this: Try, seen: _Seen) -> Optional[Failure]:
-        ended = [process for report in seen.reports for process in report.ended]
-        lost = _first_lost(hosts)
-        if lost is not None and not any(status.exit_code and not status.waited for status in seen.statuses.values()):
+    def _verdict(self, hosts: Sequence[Host], this: Try, left: Sequence[int]) -> Optional[Failure]:
+        """How a try failed, of whose ranks these were ``left``; None where it did not."""
+        ended = [process for report in self._seen.reports for process in report.ended]
+        statuses = {rank: status for rank, status in self._seen.statuses.items() if rank in left}
+        lost = first_lost(hosts)
+        if lost is not None and not any(status.exit_code and not status.waited for status in statuses.values()):
             rank = replace(this, index=hosts.index(lost)).ranks.start
             return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
-        failure = find_failure(ended, seen.statuses, self._log_dir, this.num_ranks)
-        missing = [rank for rank in range(this.num_ranks) if rank not in seen.statuses]
-        if failure is None and missing and len(hosts) > 1:
+        failure = find_failure(ended, statuses, self._log_dir, len(left))
+        missing = [rank for rank in left if rank not in statuses]
+        if failure is None and missing and (len(hosts) > 1 or len(left) < this.num_ranks):
             return Failure(missing[0], 1, "ended without a word")
         return failure
 
@@ -258,32 +162,8 @@ class Job:
         )
 
 
-def _has_failed(seen: _Seen) -> bool:
-    # A status tells better than the exit code of a process, which a library may have changed.
-    return any(status.exit_code != 0 for status in seen.statuses.values()) or any(
-        process.rank is not None and process.rank not in seen.statuses and process.returncode != 0
-        for report in seen.reports
-        for process in report.ended
-    )
-
-
-def _first_lost(hosts: Sequence[Host]) -> Optional[Host]:
-    return next((host for host in hosts if host.lost), None)
-
-
 def _host_of(rank: Optional[int], hosts: Sequence[Host], this: Try) -> Optional[Host]:
     for index, host in enumerate(hosts):
         if rank is not None and rank in replace(this, index=index).ranks:
             return host
     return None
-
-
-def _mention_stragglers(finished: list[int], nproc: int) -> None:
-    """Some ranks are done and others are not: they may be writing files, or waiting for ever."""
-    running = [rank for rank in range(nproc) if rank not in finished]
-    if running:
-        print(
-            f"ranks {finished} finished {PATIENCE_SECONDS:.0f} s ago, ranks {running} have not. If they wait for the "
-            "others they wait for ever: every rank must make the same collective calls. Ctrl-C ends the job",
-            file=sys.stderr,
-        )

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from .verdict import Failure
 
@@ -76,17 +76,28 @@ class Restarts:
             again = self._in_a_row - 1 if update else self._in_a_row
             wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2 ** (again - 1)) if again else 0.0
             self.count += 1
+        self._record(failure, update, seconds, {"restart": None if wait is None else self.count, "waits": wait})
+        return wait
+
+    def go_on_in_place(self, failure: Failure, *, update: int, seconds: float) -> bool:
+        """Whether the other ranks may go on without one that was lost; that counts as a restart."""
+        if self.count >= self._most or not update:
+            return False
+        self.count += 1
+        self._in_a_row = 0
+        self._record(failure, update, seconds, {"restart": self.count, "waits": 0.0, "in_place": True})
+        return True
+
+    def _record(self, failure: Failure, update: int, seconds: float, then: dict[str, Any]) -> None:
         entry = {
             "time": time.time(), "rank": failure.rank, "exit_code": failure.exit_code, "what": failure.what,
-            "update": update, "seconds": round(seconds, 3), "restart": None if wait is None else self.count,
-            "waits": wait,
+            "update": update, "seconds": round(seconds, 3), **then,
         }  # fmt: skip
         try:
             with open(self._log_dir / RECORD, "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
             print(f"this failure is not in {self._log_dir / RECORD}: {error}", file=sys.stderr)
-        return wait
 
     def got_on(self) -> None:
         """A try was ended for another reason, behind an update."""

@@ -55,6 +55,11 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         "--grow-after", type=_seconds, default=JobOptions.grow_after, metavar="SECONDS",
         help="an elastic job takes the place of a lost rank again after so long (default: 60)",
     )  # fmt: skip
+    add(
+        "--in-place", action="store_true",
+        help="an elastic job of one host under MPI goes on without a lost rank in the same processes (ULFM), where "
+        "dp.DataParallelTrainer trains",
+    )  # fmt: skip
     add = _Adder(run.add_argument_group("several hosts; the same line on each"))
     add("--nnodes", type=_size, default=Size(1, 1), metavar="N", help="hosts; MIN:MAX of an elastic job (default: 1)")
     add(

@@ -30,10 +30,19 @@ class Screen:
 
     def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int) -> None:
         ranks = {"0": [0], "all": range(nproc), "none": []}[tee]
-        self._logs = [_Log(log_dir / f"worker_{rank}.log", f"[{rank}] " if tee == "all" else "") for rank in ranks]
+        self._log_dir = log_dir
+        self._logs = [_Log(log_dir, rank, f"[{rank}] " if tee == "all" else "") for rank in ranks]
         self._num_restarts = num_restarts
         self._is_terminal = sys.stderr.isatty()
         self._line, self._status, self._said = "", StatusLine(), 0.0
+
+    def follow(self, rank: int, instead_of: int) -> None:
+        """Show what a rank writes from now on, where another one's output was shown, which was lost."""
+        if [log.rank for log in self._logs] == [instead_of]:
+            self.show(at_end=True)
+            self._logs[0].close()
+            self._logs = [_Log(self._log_dir, rank, "")]
+            self._logs[0].new(at_end=False)
 
     def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
         """A line of how far they are, at most one a second, in the place of the one before."""
@@ -71,8 +80,9 @@ class Screen:
 class _Log:
     """One rank's, as it grows; with a prefix, line by line."""
 
-    def __init__(self, path: Path, prefix: str) -> None:
-        self._path, self._prefix = path, prefix.encode()
+    def __init__(self, log_dir: Path, rank: int, prefix: str) -> None:
+        self.rank = rank
+        self._path, self._prefix = log_dir / f"worker_{rank}.log", prefix.encode()
         self._file: Optional[BinaryIO] = None
         self._rest = b""
 

@@ -134,6 +134,6 @@ class Members:
         if self.nproc.is_elastic:
             self._lost.setdefault(_place(host), []).append(time.monotonic())
 
-    def could_grow(self, counts: Sequence[int]) -> bool:
-        """Whether a try with these ranks on each host would have more, were it started now."""
-        return sum(self.counts(self._there())) > sum(counts)
+    def could_grow(self, num_ranks: int) -> bool:
+        """Whether a try with so many ranks would have more, were it started now."""
+        return sum(self.counts(self._there())) > num_ranks

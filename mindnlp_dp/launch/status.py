@@ -142,5 +142,6 @@ def status_text(status: dict[str, Any]) -> str:
         what = failure["what"] or "before its ranks started"
         what = what if failure["rank"] is None else f"rank {failure['rank']} {what}"
         then = "not restarted" if failure["restart"] is None else f"restart {failure['restart']}"
+        then += ", in place" if failure.get("in_place") else ""
         lines.append(f"  failed in update {failure['update']}: {what}; {then}")
     return "\n".join(lines)

@@ -26,6 +26,7 @@ class Try:
         index: of this host among them.
         port: of the scheduler of MindSpore's cluster, which is on the first host.
         variables: what ranks find in their environment besides the host's own.
+        in_place: whether ranks go on without one that is lost.
         remote_shell: by which the first host's mpirun starts something on another host; called as ssh is.
     """
 
@@ -38,6 +39,7 @@ class Try:
     index: int = 0
     port: int = 0
     variables: dict[str, str] = field(default_factory=dict)
+    in_place: bool = False
     remote_shell: list[str] = field(default_factory=list)
 
     @property
@@ -61,6 +63,7 @@ class Report:
         ended: processes that have ended.
         all_ended: whether no process that works is left.
         stopped: ranks whose process is stopped (SIGSTOP).
+        gone: ranks whose process has ended.
     """
 
     ranks: dict[int, Progress] = field(default_factory=dict)
@@ -68,6 +71,7 @@ class Report:
     ended: list[Ended] = field(default_factory=list)
     all_ended: bool = False
     stopped: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """For another host, whose clock is another one: ages in the place of times."""
@@ -78,6 +82,7 @@ class Report:
             "ended": [asdict(ended) for ended in self.ended],
             "all_ended": self.all_ended,
             "stopped": self.stopped,
+            "gone": self.gone,
         }
 
     @classmethod
@@ -89,6 +94,7 @@ class Report:
             [Ended(**ended) for ended in data["ended"]],
             bool(data["all_ended"]),
             [int(n) for n in data["stopped"]],
+            [int(n) for n in data["gone"]],
         )
 
 

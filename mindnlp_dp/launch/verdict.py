@@ -78,14 +78,14 @@ def find_failure(
         rank = min(failed, key=lambda r: (failed[r].waited, failed[r].time))
         if failed[rank].waited:
             return _find_missing(rank, statuses, silent, nproc)
-        return Failure(rank, failed[rank].exit_code, _how(failed[rank].exit_code))
+        return Failure(rank, failed[rank].exit_code, how_it_ended(failed[rank].exit_code))
     if len(statuses) == nproc or all(process.returncode == 0 for process in ended):
         return None
     if silent:
         return _find_silent(silent)
     code = next((process.returncode for process in ended if process.returncode), 1)
     if code < 0:
-        return Failure(None, 128 - code, f"mpirun {_how(128 - code)}")
+        return Failure(None, 128 - code, f"mpirun {how_it_ended(128 - code)}")
     return _read_mpirun((log_dir / "launcher.log").read_text(errors="replace")) or Failure(None, code, "")
 
 
@@ -101,7 +101,7 @@ def _find_missing(waiting: int, statuses: Mapping[int, Status], silent: dict[int
         return Failure(rank, code, f"came to its end, and rank {waiting} waited {before:.0f} s longer for it,")
     rank = next((rank for rank in range(nproc) if rank not in statuses), waiting)
     if rank == waiting:
-        return Failure(waiting, code, _how(code))
+        return Failure(waiting, code, how_it_ended(code))
     return Failure(rank, code, f"was still busy elsewhere when rank {waiting} gave up waiting for it,")
 
 
@@ -109,14 +109,14 @@ def _find_silent(silent: dict[int, int]) -> Failure:
     """Of ranks whose processes ended without a word, the one that left; a library that misses it kills the others."""
     rank = next((rank for rank, code in silent.items() if code == 0), next(iter(silent)))
     code = silent[rank]
-    return Failure(rank, 128 - code if code < 0 else code or 1, _how(128 - code) if code < 0 else _left(code))
+    return Failure(rank, 128 - code if code < 0 else code or 1, how_it_ended(128 - code) if code < 0 else _left(code))
 
 
 def _read_mpirun(said: str) -> Optional[Failure]:
     """mpirun, of whose ranks we see none, names in what it prints the one that was killed or left."""
     if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
         code = 128 + int(killed[2])
-        return Failure(int(killed[1]), code, _how(code))
+        return Failure(int(killed[1]), code, how_it_ended(code))
     if left := re.search(r"Process name: \[[^\]]*,(\d+)\]\s+Exit code:\s+(\d+)", said):
         return Failure(int(left[1]), int(left[2]), _left(int(left[2])))
     if left := re.search(r"process rank (\d+) with PID \d+[^,]*?exiting\s+improperly", said):
@@ -124,7 +124,7 @@ def _read_mpirun(said: str) -> Optional[Failure]:
     return None
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
     return f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
 
 

@@ -26,7 +26,7 @@ from typing import Optional
 from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.cores import split_cores
 
-from .environment import ranks_of_this_host
+from .environment import goes_on_in_place, ranks_of_this_host
 from .fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
 from .launchers import launched_rank
 from .log_file import LogFile
@@ -72,6 +72,9 @@ def run() -> None:
         time.sleep(OTHERS_WAIT_SECONDS)
     write_status(log_dir, rank, Status(code, time.time(), waited))
     if code != 0:
+        if goes_on_in_place(os.environ):
+            # mpirun takes no notice of a rank that leaves by itself, and the others are not told.
+            os.kill(os.getpid(), signal.SIGKILL)
         os._exit(code)
     if nproc > 1 and not _met_the_others():
         print(
@@ -125,6 +128,9 @@ def _run(command: list[str]) -> tuple[int, bool]:
 def _waited_in_vain(error: Optional[BaseException]) -> bool:
     """Whether an error comes of a rank that did not come; that rank is to be named, and not this one."""
     late_ranks = sys.modules.get("mindnlp_dp.communication.transports.late_ranks")
+    mpi_faults = sys.modules.get("mindnlp_dp.communication.transports.mpi_faults")
+    if mpi_faults is not None and mpi_faults.tells_of_a_loss(error):
+        return True
     while late_ranks is not None and error is not None:
         if isinstance(error, late_ranks.LateRankError):
             return True

@@ -19,8 +19,8 @@ from .digests import weight_digest
 from .weights import check_same_structure, named_buffers, named_weights
 
 
-def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> None:
-    """Give every rank rank 0's parameters and buffers, in place.
+def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None, *, src: int = 0) -> None:
+    """Give every rank rank ``src``'s parameters and buffers, in place.
 
     Raises:
         ReplicaMismatchError: on every rank, before anything is sent, when ranks disagree
@@ -33,7 +33,7 @@ def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None) -> No
         return
     for _, weight in weights:
         if math.prod(weight.shape):
-            set_weight(weight, group.broadcast(weight, src=0))
+            set_weight(weight, group.broadcast(weight, src=src))
 
 
 def broadcast_buffers(model: Any, group: Optional[ProcessGroup] = None) -> None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-# changes, pid, id of the main thread, updates done, whether the rank has met the others, requests for checkpoints that
-# it has met; when something changed last, since when it waits, loss, samples so far; what it waits in.
-_FORMAT = struct.Struct("<QQQq?7xQ4d96s")
+# changes, pid, id of the main thread, updates done, whether the rank has met the others, how many are left, requests for
+# checkpoints that it has met; when something changed last, since when it waits, loss, samples so far; what it waits in.
+_FORMAT = struct.Struct("<QQQq?3xIQ4d96s")
 RECORD_BYTES = 256
 # Behind the ranks' records, one of the job's: the number of the last checkpoint that was asked for.
 _REQUEST = struct.Struct("<Q")
@@ -41,6 +41,7 @@ class Progress:
         thread: of its main thread, as :mod:`faulthandler` names it.
         update: the update that is next.
         has_met: whether it has joined the others, so that it reports from then on.
+        members: how many ranks there were, it among them, when some had been lost; 0 before.
         saved: the number of the last request for a checkpoint when one was written.
         changed: when it reported last, by the monotonic clock.
         since: when it began to wait for others; 0 where it does not.
@@ -54,6 +55,7 @@ class Progress:
     thread: int = 0
     update: int = 0
     has_met: bool = False
+    members: int = 0
     saved: int = 0
     changed: float = 0.0
     since: float = 0.0
@@ -77,6 +79,7 @@ class Reporter:
         self._thread = threading.get_ident()
         self._pid = os.getpid()
         self._changes, self._update, self._has_met, self._saved = 0, 0, False, 0
+        self._members = 0
         self._since, self._loss, self._samples, self._waits_in = 0.0, float("nan"), 0.0, b""
         self._write()
 
@@ -84,11 +87,15 @@ class Reporter:
         self._changes += 1
         _FORMAT.pack_into(
             self._memory, self._begin, self._changes, self._pid, self._thread, self._update, self._has_met,
-            self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
+            self._members, self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
         )  # fmt: skip
 
     def meet(self) -> None:
         self._has_met = True
+        self._write()
+
+    def note_members(self, number: int) -> None:
+        self._members = number
         self._write()
 
     def step(self) -> None:
@@ -155,6 +162,12 @@ def meet() -> None:
     """This rank has joined the others."""
     if _reporter is not None:
         _reporter.meet()
+
+
+def note_members(number: int) -> None:
+    """This rank goes on with so many, of which it is one, for others were lost."""
+    if _reporter is not None:
+        _reporter.note_members(number)
 
 
 def step() -> None:

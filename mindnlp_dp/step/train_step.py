@@ -68,6 +68,8 @@ class TrainStep:
         self.leave_out_bad_losses = leave_out_bad_losses
         self.timeline = timeline or Timeline(synchronizer.group)
         self._settle = settle
+        # Whether weights or the optimizer are those of no update: an error within would leave them so.
+        self.is_updating = False
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; returns the norm of the averaged gradient, if it is clipped."""
@@ -97,6 +99,7 @@ class TrainStep:
             self.timeline.add(name, began, ended, "exchange", step=step)
         if sync.num_skipped:
             settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses)
+        self.is_updating = True
         norm = None
         if sync.total_weight > 0:
             if self.max_grad_norm and self.max_grad_norm > 0:
@@ -112,6 +115,7 @@ class TrainStep:
                         self._settle()
         self.updater.finish()
         sync.settle()
+        self.is_updating = False
         progress.finish_update(step + 1, losses, sync.total_weight)
         return norm
 

@@ -29,6 +29,7 @@ from mindnlp_dp.launch.environment import began_if_restarted
 
 from .arguments import RankArguments
 from .evaluation_loop import run_evaluation
+from .in_place import can_go_on_without_lost, state_without_lost
 from .library import EvalLoopOutput, PreTrainedModel
 from .passes import Passes
 from .training_loop import TrainingLoop
@@ -125,8 +126,13 @@ class RankTrainer(abc.ABC):
 
     # Training.
 
-    def _choose_run(self, resume_from_checkpoint: Union[str, bool, None]) -> None:
-        """Decide what :meth:`train` begins with: a checkpoint, or nothing. A collective."""
+    def choose_run(
+        self, resume_from_checkpoint: Union[str, Path, bool, None], *, began: Optional[float] = None
+    ) -> None:
+        """Decide what training begins with: ``resumed_from``, a checkpoint, or nothing. A collective.
+
+        ``began`` is when the job did, of which the newest checkpoint of its own comes first.
+        """
         if not callable(self.loss_weight):
             raise TypeError(
                 f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro batch "
@@ -138,8 +144,10 @@ class RankTrainer(abc.ABC):
         self.world.call_where(
             self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"
         )
-        self._resume_from = self.world.call_on_main(
-            lambda: choose_checkpoint(folder, resume_from_checkpoint, saves, began=began_if_restarted(os.environ)),
+        self.resumed_from: Optional[Path] = self.world.call_on_main(
+            lambda: choose_checkpoint(
+                folder, resume_from_checkpoint, saves, began=began or began_if_restarted(os.environ)
+            ),
             "looking for a checkpoint",
         )
 
@@ -154,10 +162,27 @@ class RankTrainer(abc.ABC):
         if batch_size is not None:
             self._train_batch_size = batch_size
         checkpoint = None
-        if self._resume_from is not None:
-            checkpoint = load_checkpoint(self._resume_from, self.whole)
-        self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
-        return self.training_loop.run()
+        if self.resumed_from is not None:
+            checkpoint = load_checkpoint(self.resumed_from, self.whole)
+        while True:
+            try:
+                self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
+                return self.training_loop.run()
+            except Exception as error:  # noqa: BLE001
+                # Looked at behind this handler, where other errors do not count as its consequences.
+                caught = error
+            checkpoint = self._state_without_lost(caught)
+
+    def _state_without_lost(self, error: Exception) -> dict[str, Any]:
+        """What to go on with where ``error`` tells of a lost rank; else it is raised. More may be lost meanwhile."""
+        while can_go_on_without_lost(self, error):
+            self._synchronizer = None
+            try:
+                return state_without_lost(self)
+            except Exception as another:  # noqa: BLE001
+                caught = another
+            error = caught
+        raise error
 
     def _training_loader(self, dataset: Any) -> Any:
         """A loader of this rank's part of a data set, in the order and the batches that the arguments ask for."""

@@ -10,6 +10,7 @@ from typing import Any, Optional
 from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
 from mindnlp_dp.data.source import brings_batches
 from mindnlp_dp.launch.environment import full_size
+from mindnlp_dp.step.train_step import TrainStep
 from mindnlp_dp.trainers.control import ControlAgreement
 
 from .arguments import RankArguments
@@ -60,16 +61,40 @@ class ResumableLoop:
     args: RankArguments
     loader: Any
     parts: Run
+    train_step: TrainStep
+    # Whether trainer.state and the training step are this loop's.
+    is_set_up = False
+    # The state that it goes on with, until an update is done.
+    taken_up: Optional[dict[str, Any]]
     agree: ControlAgreement
     position: Position
     grad_norm: Optional[float]
     checkpoint: Optional[dict[str, Any]]
 
-    def state(self) -> dict[str, Any]:
-        """All that this run consists of, besides the model's weights; the same on every rank."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank by itself has the state of the last update that it has finished, to go on from."""
+        if self.begins_anew or not self.is_set_up:
+            return self.begins_anew
+        return not self.train_step.is_updating and not self.train_step.updater.is_divided
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether it goes on behind the loss of a rank, and has done nothing yet: ``taken_up`` is its state."""
+        return self.taken_up is not None and "pending" in self.taken_up
+
+    def give_up(self) -> None:
+        """Its weights are no state any more."""
+        self.taken_up, self.is_set_up = None, False
+
+    def state(self, *, keep: Optional[bool] = None) -> dict[str, Any]:
+        """All that this run consists of, besides the model's weights; the same on every rank.
+
+        Ranks that do not save do not ``keep`` the optimizer's arrays, unless it is said.
+        """
         trainer = self.trainer
         return {
-            **self.parts.state(keep=self.args.should_save),
+            **self.parts.state(keep=self.args.should_save if keep is None else keep),
             "callbacks": callback_states(trainer.callback_handler.callbacks),
             "data": self.args.data_order(self.loader),
             "global_batch_size": self.loader.global_batch_size,

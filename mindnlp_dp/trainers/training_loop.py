@@ -50,7 +50,7 @@ class TrainingLoop(ResumableLoop):
     ) -> None:
         self.trainer = trainer
         self.group, self.world = trainer.group, trainer.world
-        self.checkpoint = checkpoint
+        self.checkpoint = self.taken_up = checkpoint
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self.loader = open_data(trainer, checkpoint)
         # Opening the data may have set other accumulation steps.
@@ -88,6 +88,7 @@ class TrainingLoop(ResumableLoop):
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
         is_over = self.checkpoint is not None and self.restore(self.checkpoint, max_steps)
+        self.is_set_up = True
         state = trainer.state
         state.train_batch_size = trainer._train_batch_size
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
@@ -107,11 +108,17 @@ class TrainingLoop(ResumableLoop):
         self.tokens_before = state.num_input_tokens_seen
         self.timer.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
+        if self.checkpoint is not None and "pending" in self.checkpoint:
+            # A rank was lost before all of them had done it.
+            for flag, value in self.checkpoint["pending"].items():
+                setattr(trainer.control, flag, value)
+            self._log_evaluate_save()
         self.agree(trainer.control)
         while not is_over and self.position.epoch < num_epochs:
             self._run_epoch()
             is_over = self.agree.agreed["should_training_stop"]
-            self.position = Position(self.position.epoch + 1)
+            if not is_over:
+                self.position = Position(self.position.epoch + 1)
         self.timer.stop()
         return self._finish(began, self.synchronizer.seconds - sync_seconds_before)
 
@@ -136,6 +143,7 @@ class TrainingLoop(ResumableLoop):
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
             self.updates_done += 1
+            self.taken_up = None
             position.update += 1
             trainer.state.global_step += 1
             trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)

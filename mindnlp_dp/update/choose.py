@@ -6,6 +6,7 @@ Goes in: an optimizer, and the exchange of its gradients. Comes out: its updater
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, Optional, Union
 
 import mindspore
@@ -15,6 +16,7 @@ from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.gradients.joint import JointWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.launch.environment import goes_on_in_place
 from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.versions import mindnlp_series
 
@@ -159,6 +161,7 @@ def _stage(zero_stage: Union[int, str], window: GradientWindow, *, has_rule: boo
     group = window.group
     reasons = (
         (group.world_size == 1, "there is one rank"),
+        (goes_on_in_place(os.environ), "so that a rank that is lost takes nothing of the optimizer's state with it"),
         (group.on_device, "on devices a divided update saves memory; whether it saves time was not measured"),
         (not has_rule, "this optimizer's own code updates whole parameters"),
         (not window.channel.shares_memory, "ranks share no memory, and new weights would have to be sent"),

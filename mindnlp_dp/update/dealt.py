@@ -46,6 +46,7 @@ class DealtUpdater(MindNLPUpdater):
         scope: Optional[ModelScope] = None,
     ) -> None:
         super().__init__(optimizer, parameters, scheduler, scope)
+        self.is_divided = True
         self._group = group
         owners = dealt_out([math.prod(p.shape) for p in parameters], group.world_size)
         self._owners = {id(p): owner for p, owner in zip(parameters, owners)}

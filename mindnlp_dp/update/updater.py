@@ -28,9 +28,11 @@ class Updater(abc.ABC):
 
     Attributes:
         scheduler: steps after every update; None where there is none, or the optimizer has a schedule of its own.
+        is_divided: whether a rank has no more than a part of the optimizer's state.
     """
 
     scheduler: Any = None
+    is_divided = False
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         self.optimizer = optimizer

@@ -14,7 +14,8 @@ from typing import Any, Optional
 import numpy as np
 
 from .channel import HostChannel
-from .mpi_exit import end_together
+from .mpi_exit import end_together, end_with
+from .mpi_faults import tells_of_a_loss, those_left
 from .patience import Patience, all_reduce_in_place
 from .reductions import REDUCTIONS, reduce_arrays
 from .shared_memory import STAGE_BYTES, HostExchange, HostMemory, why_no_memory_is_shared
@@ -45,24 +46,25 @@ class MPIChannel(HostChannel):
     It has communicators of its own, for another thread may exchange on it while collectives are called.
 
     Attributes:
+        comms: by which it talks: of all ranks, of this host's, and of those of this local rank on every host.
         exchange: sums rows of shared memory.
         memory: where these rows come from.
     """
 
     def __init__(self, mpi: Any, comms: Sequence[Any], memory: HostMemory, cannot_overlap: str) -> None:
         self._mpi = mpi
-        self._comms = [comm.Dup() for comm in comms]
-        self.world_size = self._comms[0].Get_size()
-        self.exchange = HostExchange(*self._comms[1:])
+        self.comms = [comm.Dup() for comm in comms]
+        self.world_size = self.comms[0].Get_size()
+        self.exchange = HostExchange(*self.comms[1:])
         self.memory = memory
         self.cannot_overlap = cannot_overlap
         # Slices of each local rank, on whatever host, are one behind the other: those go round one ring. It stays so
         # when no more memory can be shared later on.
-        everybody, host, peers = self._comms
+        everybody, host, peers = self.comms
         self.slice_index = host.rank * peers.size + peers.rank if memory.is_available else everybody.rank
 
     def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
-        all_reduce_in_place(self._comms[0], buffer, self._mpi.SUM, patience)
+        all_reduce_in_place(self.comms[0], buffer, self._mpi.SUM, patience)
 
     @property
     def shares_memory(self) -> bool:  # type: ignore[override]
@@ -70,7 +72,7 @@ class MPIChannel(HostChannel):
 
     @property
     def num_hosts(self) -> int:  # type: ignore[override]
-        return self._comms[2].Get_size()
+        return self.comms[2].Get_size()
 
     @property
     def is_first_of_host(self) -> bool:  # type: ignore[override]
@@ -90,7 +92,7 @@ class MPIChannel(HostChannel):
         return self.exchange.bytes_sent
 
     def close(self) -> None:
-        for comm in self._comms:
+        for comm in self.comms:
             comm.Free()
 
 
@@ -109,6 +111,7 @@ class MPITransport(HostTransport):
         self._exchange = HostExchange(self._host, self._peers)
         why_not = why_no_memory_is_shared(self._comm.allgather(self.local_world_size))
         self._memory = HostMemory(self._comm, self._host, is_available=self.world_size > 1 and not why_not)
+        self._channels: list[MPIChannel] = []
         self.channel = self._new_channel()
         self._pair, self._largest = np.zeros(2, np.int64), np.zeros(2, np.int64)
         if comm is None:
@@ -130,7 +133,26 @@ class MPITransport(HostTransport):
             cannot_overlap = "there is one rank"
         elif self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             cannot_overlap = "this MPI was started without MPI_THREAD_MULTIPLE"
-        return MPIChannel(self._mpi, (self._comm, self._host, self._peers), self._memory, cannot_overlap)
+        channel = MPIChannel(self._mpi, (self._comm, self._host, self._peers), self._memory, cannot_overlap)
+        self._channels.append(channel)
+        return channel
+
+    def tells_of_a_loss(self, error: BaseException) -> bool:
+        return tells_of_a_loss(error)
+
+    def of_those_left(self) -> MPITransport:
+        comm, others = self._comm, [self._host, self._peers, *(comm for c in self._channels for comm in c.comms)]
+        while True:
+            comm, others = those_left(comm, others), []
+            try:
+                transport = MPITransport(comm)
+            except self._mpi.Exception as error:
+                # Another one, meanwhile.
+                if not tells_of_a_loss(error):
+                    raise
+            else:
+                end_with(comm)
+                return transport
 
     def all_reduce(self, x: np.ndarray, op: str) -> np.ndarray:
         wide = x.astype(np.float32) if x.dtype == np.float16 else x

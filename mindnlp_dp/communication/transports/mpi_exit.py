@@ -21,17 +21,27 @@ import time
 import types
 from typing import Any, NoReturn, Optional
 
+from .mpi_faults import tells_of_a_loss
+
 # How long the others may take to come to their end before it is worth a word.
 PATIENCE_SECONDS = 10.0
 POLL_SECONDS = 0.02
 
 _Trace = Optional[types.TracebackType]
+# Whose ranks leave together.
+_everybody: Any = None
+
+
+def end_with(comm: Any) -> None:
+    """From now on this rank leaves together with those of ``comm`` alone. A collective of theirs."""
+    global _everybody
+    _everybody = comm.Dup()
 
 
 def end_together(mpi: Any) -> None:
     """From now on a failure of this rank ends all ranks of the job. A collective; ``mpi`` is ``mpi4py.MPI``."""
-    comm = mpi.COMM_WORLD.Dup()
-    if comm.Get_size() == 1:
+    end_with(mpi.COMM_WORLD)
+    if _everybody.Get_size() == 1:
         return
     exits = _Exits()
     previous = sys.excepthook
@@ -50,7 +60,12 @@ def end_together(mpi: Any) -> None:
             return
         if code := exits.final_code():
             abort(code)
-        _wait_for_the_others(comm)
+        try:
+            _wait_for_the_others(_everybody)
+        except mpi.Exception as error:
+            # There is nobody to wait for any more.
+            if not tells_of_a_loss(error):
+                raise
 
     sys.excepthook = excepthook
     # mpi4py ends MPI behind all of Python's own handlers.

@@ -100,6 +100,19 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def _new_channel(self) -> Channel: ...
 
+    # What only some libraries can.
+
+    def tells_of_a_loss(self, error: BaseException) -> bool:
+        """Whether an error says that a rank was lost, and the others can go on without it."""
+        return False
+
+    def of_those_left(self) -> Transport:
+        """A transport of the ranks that are left when some were lost, in their order; this one is of no use any more.
+
+        A collective of theirs, to which each comes by an error that tells of a loss.
+        """
+        raise NotImplementedError(f"{self.name} cannot go on without a rank")
+
     # What follows from them.
 
     def label(self, rank: int) -> str:

@@ -107,7 +107,7 @@ class DataParallelTrainerMixin(RankTrainer):
             ValueError: it cannot be taken up with this data, or by this number of ranks.
             FloatingPointError: a loss or a gradient is no number, and ``logging_nan_inf_filter`` is False.
         """
-        self._choose_run(resume_from_checkpoint)
+        self.choose_run(resume_from_checkpoint)
         return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
     def open_training_data(self) -> Any:

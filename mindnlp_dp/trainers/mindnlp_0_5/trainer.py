@@ -97,7 +97,7 @@ class DataParallelTrainerMixin(RankTrainer):
         """
         # MindNLP's training_step keeps the model and the parameters that it was called with first.
         self.__dict__.pop("grad_fn", None)
-        self._choose_run(resume_from_checkpoint)
+        self.choose_run(resume_from_checkpoint)
         return super().train(None, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
     def open_training_data(self) -> Any:

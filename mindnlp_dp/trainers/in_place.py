@@ -1,0 +1,87 @@
+"""Training that goes on in the same processes when a rank was lost (``mindnlp-dp run --in-place``).
+
+Goes in: the error that the loop ended with, on each rank that is left. Comes out: the state that the next loop goes on
+with, the same on every rank, as :func:`mindnlp_dp.checkpoint.load.load_checkpoint` gives it: that of the last update
+that is finished on any of them, where a rank by itself has all of it (``zero_stage=0``); else the newest checkpoint's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.run_state import random_state
+from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
+from mindnlp_dp.launch.environment import job_began
+from mindnlp_dp.replicas.broadcast import broadcast_parameters
+
+from .control import FLAGS, STOPS
+
+# What is each rank's own in a run's state.
+_OWN = ("world_size", "ranks", "losses")
+
+
+def can_go_on_without_lost(trainer: Any, error: BaseException) -> bool:
+    """Whether ``error`` tells of a rank that was lost, and every rank has the whole model."""
+    return trainer.world.tells_of_a_loss(error) and trainer.group is trainer.world and not trainer.whole.is_parted
+
+
+def state_without_lost(trainer: Any) -> dict[str, Any]:
+    """Become a smaller group, and return what to go on with.
+
+    A collective of those that are left, to which each comes by an error of its own that tells of a loss.
+
+    Raises:
+        RuntimeError: there is nothing to go on from.
+    """
+    world = trainer.world
+    before = world.world_size
+    world.go_on_without_lost()
+    loop = trainer.training_loop
+    steps = world.all_gather_object(_step_of(trainer, loop))
+    newest = max(steps)
+    where = f"in update {newest}" if newest >= 0 else "from the newest checkpoint"
+    if world.is_main:
+        print(f"{before - world.world_size} of {before} ranks lost; the others go on in place, {where}", flush=True)
+    return _newest_checkpoint(trainer) if newest < 0 else _state_of(trainer, loop, steps.index(newest), steps)
+
+
+def _step_of(trainer: Any, loop: Any) -> int:
+    """The last update that is finished here, of which this rank has all; -1 where it has not."""
+    if loop.begins_anew:
+        return loop.taken_up["trainer_state"]["global_step"]
+    return trainer.state.global_step if loop.is_whole else -1
+
+
+def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[str, Any]:
+    """What rank ``source`` has, which has got furthest, on every rank."""
+    world = trainer.world
+    all_have_it = min(steps) == steps[source]
+    if not all_have_it:
+        if steps[world.rank] < steps[source]:
+            loop.give_up()
+        broadcast_parameters(trainer.model, world, src=source)
+    if all(world.all_gather_object(loop.begins_anew)):
+        # Another rank was lost before they had gone on.
+        state = {**loop.taken_up, "world_size": world.world_size}
+        state["ranks"] = world.all_gather_object({"random": random_state()})
+    else:
+        state = loop.state(keep=True)
+        # What was to be done when the rank was lost: one may have done it, when another has not.
+        state["pending"] = {flag: bool(getattr(trainer.control, flag)) for flag in FLAGS}
+        for flag in STOPS:
+            state["flags"][flag] |= state["pending"][flag]
+    kept = (*_OWN, "optimizer") if all_have_it else _OWN
+    sent = pack_state({name: value for name, value in state.items() if name not in kept})
+    return {**unpack_state(world.broadcast_object(sent, source)), **{name: state[name] for name in kept}}
+
+
+def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
+    trainer.choose_run(trainer.resumed_from, began=job_began(os.environ))
+    if trainer.resumed_from is None:
+        raise RuntimeError(
+            "a rank was lost, and with it a part of the optimizer's state, which is divided; there is no checkpoint to "
+            "go on from. Save more often, or use zero_stage=0"
+        )
+    return load_checkpoint(trainer.resumed_from, trainer.whole)
