@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import sys
 
 __version__ = "0.1.0"
 
@@ -18,8 +19,9 @@ MINDNLP = "==0.4.1"
 OTHER_MINDNLP, OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0"
 # What else breaks the other MindNLP, and is not asked for by this package.
 BESIDE_OTHER_MINDNLP = ("transformers>=4.55,<4.56", "accelerate==1.10.1", "safetensors<0.8")
-# Of these, the ones to install: all suites run on them. MindSpore 2.10 is as fast, and has no wheels for Python 3.9.
-BEST_MINDSPORE = "2.8.0"
+# Of these, the ones to install: the newest on which all suites run, as fast as those before it. MindSpore 2.10 has no
+# wheels for Python 3.9.
+BEST_MINDSPORE = "2.10.0" if sys.version_info >= (3, 10) else "2.9.0"
 BEST_MINDNLP = "0.4.1"
 
 WORKING_PAIRS = (

@@ -42,17 +42,18 @@ _find_python() {
   return 1
 }
 
-# The version to install.
+# _mindspore PYTHON: the version to install for it.
 _mindspore() {
   if [ "$MINDNLP" = 0.5 ]; then
     sed -n 's/^mindspore==//p' "$NEEDED_BY_MINDNLP_0_5"
   else
-    echo "${MINDSPORE:-$(sed -n 's/^BEST_MINDSPORE = "\(.*\)"$/\1/p' "$ROOT/mindnlp_dp/versions.py")}"
+    echo "${MINDSPORE:-$("$1" -c 'import runpy, sys; print(runpy.run_path(sys.argv[1])["BEST_MINDSPORE"])' \
+      "$ROOT/mindnlp_dp/versions.py")}"
   fi
 }
 
 _what_is_installed() {
-  echo "MindNLP $MINDNLP, MindSpore $(_mindspore), $(
+  echo "MindNLP $MINDNLP, MindSpore $(_mindspore "$1"), $(
     cat "$ROOT/setup.py" "$NEEDED_BY_MINDNLP_0_5" "$ROOT/scripts/environment.sh" \
       <(grep ' = ' "$ROOT/mindnlp_dp/versions.py") | cksum
   )"
@@ -64,7 +65,7 @@ _pip_install() {
 
 _install() {
   if [ "$MINDNLP" = 0.4 ]; then
-    _pip_install --editable "$ROOT[$1]" "mindspore==$(_mindspore)"
+    _pip_install --editable "$ROOT[$1]" "mindspore==$(_mindspore "$VENV/bin/python")"
   else
     # What these ask for themselves brings PyTorch with CUDA, which nothing here uses.
     _pip_install --requirement "$NEEDED_BY_MINDNLP_0_5" &&
@@ -82,12 +83,13 @@ ensure_environment() {
   # One installation at a time, however many scripts were started; the lock ends with the subshell.
   (
     flock 9
-    wanted=$(_what_is_installed) || exit 1
+    python=$VENV/bin/python
+    [ -x "$python" ] || python=$(_find_python) || exit 1
+    wanted=$(_what_is_installed "$python") || exit 1
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$VENV/bin/mindnlp-dp" ]; then
       exit 0
     fi
     if [ ! -x "$VENV/bin/python" ]; then
-      python=$(_find_python) || exit 1
       echo "making a virtual environment in ${VENV#"$PWD"/} with $("$python" --version)"
       "$python" -m venv "$VENV" || exit 1
     fi

@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --quick) quick=true ;;
     --mindspore)
-      [ $# -gt 1 ] || { echo "error: --mindspore takes a version, such as 2.10.0" >&2; exit 2; }
+      [ $# -gt 1 ] || { echo "error: --mindspore takes a version, such as 2.8.0" >&2; exit 2; }
       # For the scripts that tests run, too.
       export MINDSPORE=$2 VENV=$PWD/.venv-mindspore-$2
       shift

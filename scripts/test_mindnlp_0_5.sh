@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The suites of the Trainer on MindNLP 0.5.1, with two ranks under MPI, and a few of them under MindSpore's own transport.
+# The suites of the Trainer on MindNLP 0.5.1 with two ranks under MPI, and a few of them with other numbers, under
+# MindSpore's own transport, and under msrun.
 # Makes or reuses .venv-mindnlp-0.5 (2 GB, without PyTorch).
 #
 #   bash scripts/test_mindnlp_0_5.sh
@@ -12,17 +13,23 @@ export DEVICE_TARGET=CPU
 
 results=$(mktemp)
 trap 'rm -f "$results"' EXIT
-# parallel LAUNCHER FILE...: some files of the parallel suite, with two ranks.
+# parallel LAUNCHER RANKS [NAME...]: those files of the parallel suite that are the Trainer's, or some of them.
 parallel() {
-  python tests/run_parallel.py --launcher "$1" --world-size 2 "${@:2}"
-  printf 'passed\t%d\tparallel, %s, 2\n' "$SECONDS" "$1" >>"$results"
+  local names=(trainer equivalence decisions orders resuming evaluation bad_losses models zero transformers_trainer)
+  local some=""
+  if [ $# -gt 2 ]; then
+    names=("${@:3}") some=": $(($# - 2)) files"
+  fi
+  local files=("${names[@]/#/tests/parallel/test_}") began=$SECONDS
+  python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}"
+  printf 'passed\t%d\tparallel, %s, %d%s\n' "$((SECONDS - began))" "$1" "$2" "$some" >>"$results"
 }
 
-files=()
-for name in trainer equivalence decisions orders resuming evaluation bad_losses models zero transformers_trainer; do
-  files+=("tests/parallel/test_$name.py")
-done
-parallel mpi "${files[@]}"
-parallel mindspore tests/parallel/test_{equivalence,trainer,orders}.py
+parallel mpi 2
+parallel mpi 1 equivalence
+parallel mpi 3 equivalence orders
+parallel mpi 4 equivalence evaluation
+parallel mindspore 2 equivalence trainer orders
+parallel msrun 2 equivalence
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
 python tests/tried.py note trainer "$results"

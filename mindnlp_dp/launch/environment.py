@@ -60,8 +60,7 @@ def try_environment(number: int, began: float, full_size: Optional[int], *, in_p
         in_place: whether they go on without one that is lost.
     """
     sizes = {} if full_size is None else {_FULL_SIZE: str(full_size)}
-    goes_on = {_IN_PLACE: "1"} if in_place else {}
-    return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes, **goes_on}
+    return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes, _IN_PLACE: str(int(in_place))}
 
 
 def full_size(environ: Mapping[str, str]) -> Optional[int]:
@@ -71,7 +70,7 @@ def full_size(environ: Mapping[str, str]) -> Optional[int]:
 
 def goes_on_in_place(environ: Mapping[str, str]) -> bool:
     """Whether this process's job goes on with the other ranks, in their processes, when one is lost."""
-    return _IN_PLACE in environ
+    return environ.get(_IN_PLACE) == "1"
 
 
 def job_began(environ: Mapping[str, str]) -> Optional[float]:

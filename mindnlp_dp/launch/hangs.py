@@ -66,6 +66,7 @@ def name_hang(
     stacks: Mapping[int, str],
     stopped: Collection[int],
     *,
+    lost: Collection[int] = (),
     log_dir: Path,
     timeout: float,
 ) -> Failure:
@@ -75,9 +76,10 @@ def name_hang(
         finished: ranks that have come to their end.
         stacks: of those that have answered (:func:`stacks_of`).
         stopped: ranks whose processes are stopped.
+        lost: ranks that the others have gone on without.
     """
     now = time.monotonic()
-    running = [number for number in range(len(ranks)) if number not in finished]
+    running = [number for number in range(len(ranks)) if number not in finished and number not in lost]
     waiting = [number for number in running if ranks[number].waits_in and number not in stopped]
     others = [number for number in running if number not in waiting]
     said = [f"the job hangs: no rank has got any further for {timeout:.0f} s."]

@@ -26,22 +26,19 @@ class Losses:
 
     Attributes:
         ranks: those that were lost, and how.
-        new: how many of them the others have yet to go on without.
+        new: those of them that the others have yet to go on without; the last ones, when they have gone on.
     """
 
     def __init__(self, num_ranks: int, least: int) -> None:
         self._num_ranks, self._least = num_ranks, least
         self.ranks: dict[int, Failure] = {}
-        self.new = 0
+        self.new: list[Failure] = []
+        self._has_new = False
         self._stuck_since = 0.0
 
     @property
     def left(self) -> list[int]:
         return [rank for rank in range(self._num_ranks) if rank not in self.ranks]
-
-    @property
-    def last(self) -> Failure:
-        return list(self.ranks.values())[-1]
 
     def look(self, ranks: Sequence[Progress], statuses: Mapping[int, Status], gone: Collection[int], now: float) -> str:
         """What has become of the try: "" where nothing is new, "went on" without lost ranks, once, or "failed"."""
@@ -55,12 +52,12 @@ class Losses:
         # Such as one that has tried to go on, and could not.
         if any(statuses[number].exit_code for number in left if number in statuses):
             return "failed"
-        if not self.new:
+        if not self._has_new:
             return ""
         if len(left) < self._least or not all(ranks[number].has_met for number in left):
             return "failed"
         if all(ranks[number].members == len(left) for number in left):
-            self.new = 0
+            self._has_new = False
             return "went on"
         if any(number in statuses for number in left):
             return "failed"
@@ -70,9 +67,15 @@ class Losses:
 
     def _lose(self, number: int, failure: Failure) -> None:
         self.ranks[number] = failure
-        self.new += 1
+        self.new = [*(self.new if self._has_new else []), failure]
+        self._has_new = True
         self._stuck_since = 0.0
 
+    def end(self) -> None:
+        """The others are not to go on, though they could."""
+        self._has_new = True
+
+    @property
     def failure(self) -> Optional[Failure]:
-        """The first of those that the others have not gone on without."""
-        return list(self.ranks.values())[-self.new] if self.new else None
+        """The first of those that the others do not go on without."""
+        return self.new[0] if self._has_new else None

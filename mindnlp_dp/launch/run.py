@@ -62,6 +62,8 @@ def run_job(
         if backend == "mindspore" and "DEVICE_TARGET" not in environ:
             environ["DEVICE_TARGET"] = device
             print(f"this host has {device} cards: --backend mindspore, with them; DEVICE_TARGET=CPU does without")
+    if options.in_place and (backend != "mpi" or rendezvous is not None or not nproc.is_elastic):
+        raise LaunchError("--in-place is for an elastic job, --nproc MIN:MAX, of one host under MPI")
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
     with _interruptible():

@@ -36,12 +36,12 @@ class Screen:
         self._is_terminal = sys.stderr.isatty()
         self._line, self._status, self._said = "", StatusLine(), 0.0
 
-    def follow(self, rank: int, instead_of: int) -> None:
-        """Show what a rank writes from now on, where another one's output was shown, which was lost."""
-        if [log.rank for log in self._logs] == [instead_of]:
+    def stay_with(self, left: Sequence[int]) -> None:
+        """Where one rank's output is shown, and that one was lost: show what the first of those left writes now."""
+        if len(self._logs) == 1 and self._logs[0].rank not in left:
             self.show(at_end=True)
             self._logs[0].close()
-            self._logs = [_Log(self._log_dir, rank, "")]
+            self._logs = [_Log(self._log_dir, left[0], "")]
             self._logs[0].new(at_end=False)
 
     def say(self, ranks: Sequence[Progress], num_ended: int) -> None:

@@ -39,7 +39,8 @@ class StatusLine:
 
     def text(self, ranks: Sequence[Progress], num_ended: int, num_restarts: int) -> str:
         """Update, loss, samples a second, ranks alive, restarts; what is not known is left out."""
-        now, first = time.monotonic(), ranks[0]
+        # Rank 0 may have been lost.
+        now, first = time.monotonic(), max(ranks, key=lambda rank: rank.samples)
         self._seen.append((now, first.samples))
         while now - self._seen[0][0] > _WINDOW_SECONDS and len(self._seen) > 2:
             self._seen.popleft()

@@ -165,19 +165,19 @@ class Watch:
 
     def _note_those_left(self, now: float) -> bool:
         """They have gone on; False where the job is to be started again instead, or has been too often."""
-        losses, failure, seconds = self.losses, self.losses.last, now - self._began
-        if not self._restarts.go_on_in_place(failure, update=self.seen.update, seconds=seconds):
-            losses.new = 1
-            return False
-        assert failure.rank is not None, "a rank is what was lost"
-        self._members.lose_a_rank(self._hosts[0])
-        self._screen.follow(losses.left[0], instead_of=failure.rank)
-        print(
-            f"rank {failure.rank} of {self._try.num_ranks} {failure.what} after {seconds:.1f} s; the job goes on in "
-            f"place with {len(losses.left)} of {self._members.full_size} ranks; its log: "
-            f"{self._log_dir}/worker_{failure.rank}.log",
-            file=sys.stderr,
-        )
+        losses, seconds = self.losses, now - self._began
+        self._screen.stay_with(losses.left)
+        for failure in losses.new:
+            if not self._restarts.go_on_in_place(failure, update=self.seen.update, seconds=seconds):
+                losses.end()
+                return False
+            self._members.lose_a_rank(self._hosts[0])
+            print(
+                f"rank {failure.rank} of {self._try.num_ranks} {failure.what} after {seconds:.1f} s; the job goes on "
+                f"in place with {len(losses.left)} of {self._members.full_size} ranks; its log: "
+                f"{self._log_dir}/worker_{failure.rank}.log",
+                file=sys.stderr,
+            )
         return True
 
     def _note_finished(self, now: float) -> None:
@@ -198,14 +198,14 @@ class Watch:
         if self._hangs.look(seen.ranks, bool(stopped)):
             stacks = {rank: text for host in self._hosts for rank, text in host.stacks().items()}
             self.hang = name_hang(
-                seen.ranks, sorted({*self._finished, *losses.ranks}), stacks, stopped,
-                log_dir=self._log_dir, timeout=self._hangs.timeout,
+                seen.ranks, sorted(self._finished), stacks, stopped,
+                lost=losses.ranks, log_dir=self._log_dir, timeout=self._hangs.timeout,
             )  # fmt: skip
         if not self._has_prepared and self._may_start_again and all(rank.has_met for rank in seen.ranks):
             self._has_prepared = True
             for host in self._hosts:
                 host.prepare_restart()
-        may_grow = not self._has_asked and not losses.new and seen.update > 0
+        may_grow = not self._has_asked and losses.failure is None and seen.update > 0
         if may_grow and self._members.could_grow(len(losses.left)):
             self._has_asked = True
             self._members.local.ask_for_checkpoint(1)

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-# changes, pid, id of the main thread, updates done, whether the rank has met the others, how many are left, requests for
-# checkpoints that it has met; when something changed last, since when it waits, loss, samples so far; what it waits in.
+# changes, pid, id of the main thread, updates done, whether the rank has met the others, how many are left, how many
+# requests for checkpoints it has met; when something changed last, since when it waits, loss, samples so far; what it
+# waits in.
 _FORMAT = struct.Struct("<QQQq?3xIQ4d96s")
 RECORD_BYTES = 256
 # Behind the ranks' records, one of the job's: the number of the last checkpoint that was asked for.

@@ -141,14 +141,19 @@ class RankTrainer(abc.ABC):
         # An earlier call may have failed with an exchange under way, on some ranks further than on others.
         self._synchronizer = None
         folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
-        self.world.call_where(
-            self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"
-        )
+        self.remove_unfinished_checkpoints()
         self.resumed_from: Optional[Path] = self.world.call_on_main(
             lambda: choose_checkpoint(
                 folder, resume_from_checkpoint, saves, began=began or began_if_restarted(os.environ)
             ),
             "looking for a checkpoint",
+        )
+
+    def remove_unfinished_checkpoints(self) -> None:
+        """What ranks that are gone have left half written. A collective."""
+        folder = Path(self.args.output_dir)
+        self.world.call_where(
+            self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"
         )
 
     def _inner_training_loop(

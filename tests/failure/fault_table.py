@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every fault at every moment of a job, under both engines: ended, named, started again, and right in the end?
 
-    python tests/failure/fault_table.py [--backend mpi mindspore] [--fault ...] [--moment ...] [--json FILE]
+    python tests/failure/fault_table.py [--backend mpi mindspore in-place] [--fault ...] [--moment ...] [--json FILE]
 
 For each cell a job of two ranks is started with one fault in it (faulty.py), ``--max-restarts 2`` and a
 ``--hang-timeout`` of 3 s under MPI, 10 s under MindSpore. It must name the rank and what became of it, be started again
@@ -12,6 +12,9 @@ fast.
 
 "disk" is one that is full: a small one for checkpoints, mounted for the cell, which needs root. It is the next
 checkpoint that fails, whose time counts, and the next try that finds room again.
+
+"in-place" is MPI with three ranks, of which one is lost and two go on in their processes (``--in-place``), where there
+are updates to go on from: nothing is started again, and no update is made twice.
 
 A rank that hangs or is stopped before all have met is named two minutes later, which is not waited for here; one that
 is busy when the others have come to their end may be so for good reasons.
@@ -31,7 +34,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from faulty import FAULTS, MOMENTS
+from faulty import FAULTS, MOMENTS, NUM_STEPS
 
 from conftest import BACKENDS, ROOT, processes_of
 
@@ -40,6 +43,8 @@ HANG_SECONDS = {"mpi": 3, "mindspore": 10}
 NOT_JUDGED = {("stop", "start"), ("hang", "start"), ("hang", "end"), ("disk", "end")}
 # Who fails: rank 0 alone writes checkpoints.
 RANK = {"checkpoint": 0, "disk": 0}
+# In place, ranks that hang or stop are no loss, and one that leaves by os._exit is not noticed by the others.
+IN_PLACE = {(fault, moment) for fault in ("raise", "kill") for moment in MOMENTS[2:6]}
 CODES = {"raise": 1, "exit": 3, "kill": 137, "stop": 124, "hang": 124, "disk": 1}
 DISK_MB = 4
 
@@ -56,10 +61,14 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 def run(folder: Path, backend: str, *flags: str) -> tuple[int, str]:
     job = [str(ROOT / "tests/failure/faulty.py"), str(folder), *flags]
+    size = ["--nproc", "2", "--backend", backend]
+    if backend == "in-place":
+        size = ["--nproc", "2:3", "--grow-after", "600", "--in-place"]
     done = subprocess.run(
         [
-            sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend, "--max-restarts", "2",
-            "--hang-timeout", str(HANG_SECONDS[backend]), "--tee", "none", "--log-dir", str(folder / "logs"), *job,
+            sys.executable, "-m", "mindnlp_dp", "run", *size, "--max-restarts", "2",
+            "--hang-timeout", str(HANG_SECONDS.get(backend, 3)), "--tee", "none", "--log-dir", str(folder / "logs"),
+            *job,
         ],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
@@ -77,9 +86,16 @@ def cell(folder: Path, backend: str, fault: str, moment: str, digest: str) -> tu
     failed = [json.loads(line) for line in (folder / "logs/failures.jsonl").read_text().splitlines()]
     # In a collective that all have come to, nobody can tell who keeps it from ending.
     blamed = (0, 1) if (fault, moment) == ("hang", "collective") else (rank,)
-    if len(failed) != 1 or failed[0]["rank"] not in blamed or failed[0]["exit_code"] != CODES[fault]:
+    in_place = backend == "in-place"
+    # Of one that was killed nobody but mpirun knows the signal.
+    code = 1 if in_place else CODES[fault]
+    if len(failed) != 1 or failed[0]["rank"] not in blamed or failed[0]["exit_code"] != code:
         return 0.0, f"failures {[(f['rank'], f['exit_code'], f['what']) for f in failed]}"
-    if json.loads((folder / "result.json").read_text())["digest"] != digest:
+    steps = [int(line.split()[0]) for line in (folder / "updates").read_text().splitlines()]
+    if in_place and (not failed[0].get("in_place") or steps != list(range(1, NUM_STEPS + 1))):
+        return 0.0, f"not in place: {failed[0]}, updates {steps}"
+    # Two ranks draw other dropout than three.
+    if not in_place and json.loads((folder / "result.json").read_text())["digest"] != digest:
         return 0.0, "another digest"
     half = [path.name for path in (folder / "checkpoints").iterdir() if not re.fullmatch(r"checkpoint-\d+", path.name)]
     if left := [*processes_of(folder), *half]:
@@ -92,7 +108,8 @@ def cell(folder: Path, backend: str, fault: str, moment: str, digest: str) -> tu
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
+    engines = (*BACKENDS, "in-place")
+    parser.add_argument("--backend", nargs="+", choices=engines, default=engines)
     parser.add_argument("--fault", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--moment", nargs="+", choices=MOMENTS, default=MOMENTS)
     parser.add_argument("--json", type=Path)
@@ -109,7 +126,8 @@ def main() -> int:
             for fault in options.fault:
                 shown = []
                 for moment in options.moment:
-                    if (fault, moment) in NOT_JUDGED or (fault == "disk" and os.geteuid() != 0):
+                    left_out = (fault, moment) in NOT_JUDGED or (fault == "disk" and os.geteuid() != 0)
+                    if left_out or (backend == "in-place" and (fault, moment) not in IN_PLACE):
                         shown.append("")
                         continue
                     folder = Path(place, f"{backend}_{fault}_{moment}")

@@ -89,7 +89,7 @@ def main() -> None:
 
                 updater.average = average_late
             elif state.global_step == STEP + 1:
-                del trainer.training_loop.train_step.updater.average
+                vars(trainer.training_loop.train_step.updater).pop("average", None)
 
         def on_step_end(self, args, state, control, **kwargs):
             if group.is_main:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The quickstart with faults at random moments, many of them, in one elastic job of 1 to 3 ranks.
 
-    python tests/failure/soak.py [--faults 200] [--backend mpi] [--seed 0] [--json FILE]
+    python tests/failure/soak.py [--faults 200] [--backend mpi] [--in-place] [--seed 0] [--json FILE]
 
 Each fault hits a rank of the job that has made an update since the last one: SIGKILL, SIGTERM, SIGSTOP (which the job
 must find out as a hang), SIGINT, or SIGKILL to mpirun. When all have happened the job comes to its end undisturbed. It
@@ -28,6 +28,8 @@ from pathlib import Path
 import psutil
 
 from conftest import BACKENDS, ROOT, processes_of
+from mindnlp_dp.launch.engines import state_of
+from mindnlp_dp.launch.restarts import RECORD
 from mindnlp_dp.launch.status import read_of_all_hosts
 
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
@@ -37,10 +39,11 @@ HANG_SECONDS = 8
 FAULTS_AN_EPOCH = 40
 
 
-def command(place: Path, backend: str, num_epochs: int) -> list[str]:
+def command(place: Path, backend: str, num_epochs: int, *, in_place: bool) -> list[str]:
     return [
         sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "1:3", "--grow-after", "4", "--max-restarts", "100000",
         "--hang-timeout", str(HANG_SECONDS), "--backend", backend, "--tee", "none", "--log-dir", str(place / "logs"),
+        *(["--in-place"] if in_place else []),
         str(ROOT / "scripts/finetune.py"), "--config", str(ROOT / "configs/quickstart_cpu.yaml"), "--output-dir",
         str(place / "out"), "--save-steps", "5", "--num-epochs", str(num_epochs),
     ]  # fmt: skip
@@ -53,31 +56,43 @@ def left_over() -> set[str]:
 class Job:
     """The job, and what happens to it."""
 
-    def __init__(self, place: Path, backend: str, num_epochs: int, chance: random.Random) -> None:
+    def __init__(self, place: Path, options: argparse.Namespace, chance: random.Random) -> None:
+        backend, num_epochs = options.backend, 1 + options.faults // FAULTS_AN_EPOCH
         self._logs, self._chance = place / "logs", chance
         with open(place / "launcher.out", "w") as out:
-            self.launcher = subprocess.Popen(command(place, backend, num_epochs), stdout=out, stderr=out, cwd=place)
+            job = command(place, backend, num_epochs, in_place=options.in_place)
+            self.launcher = subprocess.Popen(job, stdout=out, stderr=out, cwd=place)
         self._faults = [*FAULTS, *(["mpirun"] if backend == "mpi" else [])]
         self.happened: collections.Counter[str] = collections.Counter()
         self.sizes: collections.Counter[int] = collections.Counter()
         self.seconds: list[float] = []
 
-    def wait_for_updates(self, pids: set[int]) -> list:
-        """Until ranks, none of them of those processes, have made an update; they."""
+    def ranks(self) -> list:
+        """Those that live. One that has not begun has no process to be hit; 0 would be this one."""
+        return [rank for rank in read_of_all_hosts(self._logs) if rank.pid and state_of(rank.pid)]
+
+    def num_failures(self) -> int:
+        try:
+            return len((self._logs / RECORD).read_text().splitlines())
+        except OSError:
+            return 0
+
+    def wait_for_an_update(self) -> bool:
+        """Of ranks that have all met; False: the job has ended."""
+        before = {rank.pid: rank.samples for rank in self.ranks()}
         while self.launcher.poll() is None:
-            ranks = read_of_all_hosts(self._logs)
-            are_new = all(rank.has_met and rank.pid and rank.pid not in pids for rank in ranks)
-            if ranks and are_new and ranks[0].samples > 0:
-                return ranks
+            ranks = self.ranks()
+            have_met = bool(ranks) and all(rank.has_met for rank in ranks)
+            if have_met and any(rank.samples > before.get(rank.pid, 0) for rank in ranks):
+                return True
             time.sleep(0.02)
-        return []
+        return False
 
     def disturb(self) -> bool:
         """One fault; False: the job has ended."""
-        ranks = self.wait_for_updates(set())
+        self.wait_for_an_update()
         time.sleep(self._chance.uniform(0, 0.5))
-        # One that has not begun has no process to be hit; 0 would be this one.
-        ranks = [rank for rank in read_of_all_hosts(self._logs) if rank.pid]
+        ranks, num_failures = self.ranks(), self.num_failures()
         how, rank = self._chance.choice(self._faults), self._chance.choice(ranks) if ranks else None
         if rank is None or self.launcher.poll() is not None:
             return False
@@ -93,7 +108,13 @@ class Job:
         at = time.monotonic()
         self.happened[how] += 1
         self.sizes[len(ranks)] += 1
-        if not self.wait_for_updates({other.pid for other in ranks}):
+        pids = {other.pid for other in ranks}
+        # Of a try that was ended in order to grow nobody records the fault.
+        while self.num_failures() == num_failures and pids & {other.pid for other in self.ranks()}:
+            if self.launcher.poll() is not None:
+                return False
+            time.sleep(0.02)
+        if not self.wait_for_an_update():
             return False
         self.seconds.append(time.monotonic() - at - HANG_SECONDS * (how == "stop"))
         return True
@@ -103,6 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--backend", choices=BACKENDS, default="mpi")
+    parser.add_argument("--in-place", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -111,7 +133,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         place, before, began = Path(folder), left_over(), time.monotonic()
-        job = Job(place, options.backend, 1 + options.faults // FAULTS_AN_EPOCH, random.Random(options.seed))
+        job = Job(place, options, random.Random(options.seed))
         while sum(job.happened.values()) < options.faults and job.disturb():
             print(f"{sum(job.happened.values())} faults in {time.monotonic() - began:.0f} s", file=sys.stderr)
         exit_code = job.launcher.wait()
@@ -131,7 +153,8 @@ def main() -> int:
         failures = [json.loads(line) for line in (place / "logs/failures.jsonl").read_text().splitlines()]
     summary = {
         "backend": options.backend, "faults": dict(job.happened), "ranks_when_it_happened": dict(job.sizes),
-        "failures_recorded": len(failures), "grown": said.count("the job goes on with") - len(failures),
+        "failures_recorded": len(failures), "in_place": sum(bool(failure.get("in_place")) for failure in failures),
+        "grown": said.count("the job goes on with") - said.count("\nrestart "),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "seconds_to_the_next_update": {
             "median": round(statistics.median(job.seconds or [0]), 2), "most": round(max(job.seconds, default=0), 2),

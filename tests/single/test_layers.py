@@ -18,6 +18,7 @@ OPERATORS = {"AllReduce", "AllGather", "AlltoAll", "Broadcast", "ReduceScatter",
 NAMED_FROM_BELOW = {
     "mindnlp_dp.communication.process_group",
     "mindnlp_dp.communication.transports.late_ranks",
+    "mindnlp_dp.communication.transports.mpi_faults",
     "mindnlp_dp.communication.transports.mindspore_scheduler",
     "mindnlp_dp.launch.fork_server",
     "mindnlp_dp.launch.remote_shell",

@@ -146,12 +146,12 @@ class MPITransport(HostTransport):
             comm, others = those_left(comm, others), []
             try:
                 transport = MPITransport(comm)
+                end_with(comm)
             except self._mpi.Exception as error:
                 # Another one, meanwhile.
                 if not tells_of_a_loss(error):
                     raise
             else:
-                end_with(comm)
                 return transport
 
     def all_reduce(self, x: np.ndarray, op: str) -> np.ndarray:

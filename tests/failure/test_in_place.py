@@ -1,0 +1,146 @@
+"""Elastic jobs that go on in the same processes when a rank is lost (``mindnlp-dp run --in-place``)."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from test_elastic import ELASTIC, results, run
+
+from conftest import ROOT
+
+UPDATES = 20
+IN_PLACE = ("--nproc", "1:3", "--grow-after", 600, "--in-place")
+
+
+def failures(folder):
+    return [json.loads(line) for line in (folder / "logs/failures.jsonl").read_text().splitlines()]
+
+
+def steps(folder):
+    """The updates that were made, in the order in which they were."""
+    return [int(line.split()[0]) for line in (folder / "sizes").read_text().splitlines()]
+
+
+def elastic(folder, *flags, size=IN_PLACE):
+    return run(folder, *size, ELASTIC, folder, "--updates", UPDATES, "--seconds", 0.05, *flags)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """By three ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    exit_code, output = elastic(folder, size=("--nproc", 3))
+    assert exit_code == 0, output
+    return results(folder)
+
+
+def assert_same_model(folder, undisturbed):
+    for name, weight in undisturbed[1].items():
+        # AdamW makes more of roundings, update by update.
+        np.testing.assert_allclose(results(folder)[1][name], weight, rtol=0, atol=2e-3, err_msg=name)
+
+
+def test_the_others_go_on_and_no_update_is_made_twice(tmp_path, undisturbed):
+    """One that is killed, then rank 0 by an exception: the next one is rank 0 then."""
+    exit_code, output = elastic(tmp_path, "--fault", "kill@7:2", "--fault", "raise@12:0", "--save-steps", 1000)
+    assert exit_code == 0, output
+    assert results(tmp_path)[0]["sizes"] == [3] * 7 + [2] * 5 + [1] * 8
+    assert steps(tmp_path) == list(range(1, UPDATES + 1))
+    assert_same_model(tmp_path, undisturbed)
+    assert [(f["rank"], f["in_place"], f["restart"]) for f in failures(tmp_path)] == [(2, True, 1), (0, True, 2)]
+    assert not (tmp_path / "logs/try_1").exists()
+    assert "the job goes on in place with 2 of 3 ranks" in output
+    # Of the rank that is shown from then on.
+    assert "RuntimeError: a fault" in output
+    assert output.count("'train_loss'") == 1
+
+
+def test_what_is_divided_is_taken_up_from_the_newest_checkpoint(tmp_path, undisturbed):
+    exit_code, output = elastic(tmp_path, "--zero-stage", 1, "--fault", "kill@12:1")
+    assert exit_code == 0, output
+    assert "1 of 3 ranks lost; the others go on in place, from the newest checkpoint" in output
+    assert not (tmp_path / "logs/try_1").exists()
+    assert steps(tmp_path) == [*range(1, 13), *range(11, UPDATES + 1)]
+    assert_same_model(tmp_path, undisturbed)
+
+
+def test_without_a_checkpoint_the_job_begins_anew(tmp_path, undisturbed):
+    exit_code, output = elastic(tmp_path, "--zero-stage", 1, "--fault", "kill@7:2", "--save-steps", 1000)
+    assert exit_code == 0, output
+    assert "there is no checkpoint to go on from" in (tmp_path / "logs/try_1/worker_0.log").read_text()
+    assert failures(tmp_path)[0]["rank"] == 2
+    assert steps(tmp_path) == [*range(1, 8), *range(1, UPDATES + 1)]
+    assert_same_model(tmp_path, undisturbed)
+
+
+def test_one_that_mpi_does_not_tell_of_costs_a_restart(tmp_path, undisturbed):
+    exit_code, output = elastic(tmp_path, "--fault", "exit@7:1")
+    assert exit_code == 0, output
+    assert [(f["rank"], f.get("in_place")) for f in failures(tmp_path)] == [(1, None)]
+    assert (tmp_path / "logs/try_1").exists()
+    assert_same_model(tmp_path, undisturbed)
+
+
+def test_below_the_smallest_size_it_is_started_again(tmp_path, undisturbed):
+    size = ("--nproc", "2:3", "--grow-after", 600, "--in-place")
+    exit_code, output = elastic(tmp_path, "--fault", "kill@7:0", "--fault", "kill@12:0", size=size)
+    assert exit_code == 0, output
+    assert [(f["rank"], f.get("in_place")) for f in failures(tmp_path)] == [(0, True), (1, None)]
+    assert min(results(tmp_path)[0]["sizes"]) == 2
+    assert_same_model(tmp_path, undisturbed)
+
+
+def test_it_grows_again(tmp_path, undisturbed):
+    size = ("--nproc", "1:3", "--grow-after", 1, "--in-place")
+    exit_code, output = elastic(tmp_path, "--fault", "kill@5:0", "--seconds", 0.3, size=size)
+    assert exit_code == 0, output
+    sizes = results(tmp_path)[0]["sizes"]
+    assert sizes[0] == 3
+    assert min(sizes) == 2
+    assert sizes[-1] == 3
+    assert steps(tmp_path) == list(range(1, UPDATES + 1))
+    assert_same_model(tmp_path, undisturbed)
+
+
+def test_restarts_are_counted_and_limited(tmp_path):
+    exit_code, output = elastic(
+        tmp_path, "--fault", "raise@5:2", "--fault", "raise@8:1", size=(*IN_PLACE, "--max-restarts", 1)
+    )
+    assert exit_code == 1
+    assert "it was restarted 1 times, as --max-restarts says" in output
+    assert [f["restart"] for f in failures(tmp_path)] == [1, None]
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_ranks_that_are_an_update_apart_go_on_with_the_later_one(tmp_path, behind):
+    script = ROOT / "tests/failure/late_in_place.py"
+    exit_code, output = run(tmp_path, *IN_PLACE, script, tmp_path, behind)
+    assert exit_code == 0, output
+    assert "the others go on in place, in update 5" in output
+    first, second = json.loads((tmp_path / "result.json").read_text())
+    assert first == second
+    assert first["step"] == 8
+    assert first["logged"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    made = {r: [tuple(map(int, line.split())) for line in (tmp_path / f"steps_{r}").read_text().splitlines()]
+            for r in (0, 1)}  # fmt: skip
+    full = [(step, 3) for step in (1, 2, 3, 4)] + [(step, 2) for step in (6, 7, 8)]
+    # Update 5 is the other one's alone, which did not come to its end: it made it, and heard of the loss.
+    assert made[behind] == full
+    assert made[1 - behind] in (full, [*full[:4], (5, 3), *full[4:]])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--nproc", 2), ("--nproc", "1:2", "--backend", "mindspore"),
+        ("--nproc", "1:2", "--nnodes", 2, "--rdzv-endpoint", "127.0.0.1:29499"),
+    ],
+)  # fmt: skip
+def test_it_is_refused_where_it_cannot_be(tmp_path, flags, monkeypatch):
+    monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", "0" * 64)
+    (tmp_path / "script.py").write_text("raise SystemExit(9)\n")
+    exit_code, output = run(tmp_path, *flags, "--in-place", "script.py")
+    assert exit_code == 2
+    assert "--in-place is for an elastic job, --nproc MIN:MAX, of one host under MPI" in output
