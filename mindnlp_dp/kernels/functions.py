@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
-from mindspore.common.api import _pynative_executor
+
+from mindnlp_dp.runtime.executor import pynative_executor
 
 from . import activations
 from . import cross_entropy as cross_entropy_of_arrays
@@ -96,7 +97,7 @@ def _once(backward: Any) -> Any:
         # A gradient that overflows is told by its norm.
         with np.errstate(all="ignore"):
             results = backward(ctx, gradient)
-        if not _pynative_executor.grad_flag():
+        if not pynative_executor.grad_flag():
             return results
         depends_on = [gradient, *(x for x in ctx.saved_tensors if x is not None)]
         wrapped = [x if x is None else _Underivable.apply(x, *depends_on) for x in _as_tuple(results)]

@@ -120,7 +120,7 @@ class Pipeline:
         Gradients are in the order of ``parameters``. Of those that stages have in common, the sum over these stages and
         the window comes with its last micro step.
         """
-        from mindspore.common.api import _pynative_executor
+        from mindnlp_dp.runtime.executor import pynative_executor
 
         self.messages.wire.begin()
         make_leaves(parameters)
@@ -157,15 +157,15 @@ class Pipeline:
                         yield kept
                     mine = ties.take(gradients, batch.weight / num_sharers)
                     kept = MicroStep(loss, mine, batch.weight, batch.indices, num_sharers=num_sharers)
-            _pynative_executor.set_grad_flag(False)
+            pynative_executor.set_grad_flag(False)
             if kept is not None:
                 yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
             self.messages.wire.wait()
         except BaseException as error:
             self._call_off(order, batches, waits=not isinstance(error, (KeyboardInterrupt, SystemExit)))
             self.messages.wire.forget()
-            _pynative_executor.set_grad_flag(False)
-            _pynative_executor.clear_res()
+            pynative_executor.set_grad_flag(False)
+            pynative_executor.clear_res()
             raise
 
     def _actions(self, num_micro_batches: int) -> deque[Action]:
@@ -212,14 +212,14 @@ class Pipeline:
         return received, None if self.recompute else output
 
     def _compute(self, received: Any, share: Share, *, records: bool) -> tuple[Any, Any]:
-        from mindspore.common.api import _pynative_executor
+        from mindnlp_dp.runtime.executor import pynative_executor
 
         if received is not None:
             # A leaf of its graph, whose gradient goes to the stage before.
             received = Parameter(received) if records else received
             self._inbox.put(received)
         self._is_training = True
-        _pynative_executor.set_grad_flag(records)
+        pynative_executor.set_grad_flag(records)
         try:
             with seeded(share.micro.seed):
                 output = share.micro.forward(share.batch)

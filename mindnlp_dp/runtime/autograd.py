@@ -16,12 +16,12 @@ def autograd_cleared_on_error(function: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from mindspore.common.api import _pynative_executor
+        from .executor import pynative_executor
 
         try:
             return function(*args, **kwargs)
         except BaseException:
-            _pynative_executor.clear_res()
+            pynative_executor.clear_res()
             raise
 
     return call
@@ -34,11 +34,11 @@ def make_leaves(parameters: Sequence[Any]) -> None:
     parameter which no graph has ever had, such as an expert's that got no token; 2.8 says that there is none. To be
     removed when 2.10 is not supported any more, or returns None.
     """
-    from mindspore.common.api import _pynative_executor
+    from .executor import pynative_executor
 
     new = [p for p in parameters if not getattr(p, "is_leaf_of_autograd", False)]
-    _pynative_executor.set_grad_flag(bool(new))
+    pynative_executor.set_grad_flag(bool(new))
     for parameter in new:
         parameter.reshape(-1)
         parameter.is_leaf_of_autograd = True
-    _pynative_executor.set_grad_flag(False)
+    pynative_executor.set_grad_flag(False)

@@ -28,9 +28,9 @@ def _backward_says_that_it_does_nothing(module: types.ModuleType) -> Iterator[No
 
     @functools.wraps(stock)
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from mindspore.common.api import _pynative_executor
+        from mindnlp_dp.runtime.executor import pynative_executor
 
-        if not _pynative_executor.grad_flag():
+        if not pynative_executor.grad_flag():
             raise RuntimeError(
                 "loss.backward() computes no gradients under MindNLP 0.5: use mindtorch.autograd.value_and_grad, a "
                 "Trainer, or mindnlp_dp.make_train_step"
