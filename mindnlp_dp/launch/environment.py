@@ -52,15 +52,15 @@ _FULL_SIZE = "MINDNLP_DP_FULL_SIZE"
 _IN_PLACE = "MINDNLP_DP_IN_PLACE"
 
 
-def try_environment(number: int, began: float, full_size: Optional[int], *, in_place: bool = False) -> dict[str, str]:
+def try_environment(number: int, began: float, full_size: Optional[int], *, in_place: int = 0) -> dict[str, str]:
     """What ranks of try ``number``, from 0 on, of a job that began then (seconds since 1970) find in their environment.
 
     Args:
         full_size: the most ranks that an elastic job may have; None where it is not elastic.
-        in_place: whether they go on without one that is lost.
+        in_place: with how many they go on, at least, in their processes, when one is lost; 0: they do not.
     """
     sizes = {} if full_size is None else {_FULL_SIZE: str(full_size)}
-    return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes, _IN_PLACE: str(int(in_place))}
+    return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes, _IN_PLACE: str(in_place)}
 
 
 def full_size(environ: Mapping[str, str]) -> Optional[int]:
@@ -70,7 +70,13 @@ def full_size(environ: Mapping[str, str]) -> Optional[int]:
 
 def goes_on_in_place(environ: Mapping[str, str]) -> bool:
     """Whether this process's job goes on with the other ranks, in their processes, when one is lost."""
-    return environ.get(_IN_PLACE) == "1"
+    return least_ranks(environ) > 0
+
+
+def least_ranks(environ: Mapping[str, str]) -> int:
+    """How many ranks such a job is to have at least; 0 where it does not go on in place, or our launcher did not start
+    it."""
+    return int(environ.get(_IN_PLACE, "0"))
 
 
 def job_began(environ: Mapping[str, str]) -> Optional[float]:

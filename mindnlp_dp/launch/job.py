@@ -99,7 +99,7 @@ class Job:
                 LOG_MB: str(self._options.log_mb),
                 **try_environment(
                     self._number, self._began, members.full_size if members.is_elastic else None,
-                    in_place=self._options.in_place,
+                    in_place=members.nproc.least if self._options.in_place else 0,
                 ),
             },
         )  # fmt: skip

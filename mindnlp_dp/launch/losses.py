@@ -42,12 +42,14 @@ class Losses:
 
     def look(self, ranks: Sequence[Progress], statuses: Mapping[int, Status], gone: Collection[int], now: float) -> str:
         """What has become of the try: "" where nothing is new, "went on" without lost ranks, once, or "failed"."""
-        for number in self.left:
-            status = statuses.get(number)
-            if status is None and number in gone:
-                self._lose(number, Failure(number, 1, "was killed, or left past the end of the script,"))
-            elif status is not None and status.exit_code and not status.waited:
-                self._lose(number, Failure(number, status.exit_code, how_it_ended(status.exit_code)))
+        # One that says nothing any more comes before those that say why they ended: it may be why.
+        for number in [rank for rank in self.left if rank in gone and rank not in statuses]:
+            self._lose(number, Failure(number, 1, "was killed, or left past the end of the script,"))
+        failed = [rank for rank in self.left if rank in statuses and statuses[rank].exit_code]
+        for number in sorted(failed, key=lambda rank: statuses[rank].time):
+            if not statuses[number].waited:
+                code = statuses[number].exit_code
+                self._lose(number, Failure(number, code, how_it_ended(code)))
         left = self.left
         # Such as one that has tried to go on, and could not.
         if any(statuses[number].exit_code for number in left if number in statuses):

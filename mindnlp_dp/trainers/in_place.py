@@ -13,7 +13,7 @@ from typing import Any
 from mindnlp_dp.checkpoint.load import load_checkpoint
 from mindnlp_dp.checkpoint.run_state import random_state
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
-from mindnlp_dp.launch.environment import job_began
+from mindnlp_dp.launch.environment import job_began, least_ranks
 from mindnlp_dp.replicas.broadcast import broadcast_parameters
 
 from .control import FLAGS, STOPS
@@ -33,11 +33,14 @@ def state_without_lost(trainer: Any) -> dict[str, Any]:
     A collective of those that are left, to which each comes by an error of its own that tells of a loss.
 
     Raises:
-        RuntimeError: there is nothing to go on from.
+        RuntimeError: there are too few, or nothing to go on from.
     """
     world = trainer.world
     before = world.world_size
     world.go_on_without_lost()
+    if world.world_size < (least := least_ranks(os.environ)):
+        left = f"{world.world_size} rank{' is' if world.world_size == 1 else 's are'}"
+        raise RuntimeError(f"{left} left of this job, which is to have {least} at least")
     loop = trainer.training_loop
     steps = world.all_gather_object(_step_of(trainer, loop))
     newest = max(steps)

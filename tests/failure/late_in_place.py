@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import mindnlp_dp as dp
@@ -46,6 +47,8 @@ def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if rank == behind:
                     trainer.training_loop.train_step.is_updating = False
+                    # The other one has made its update by then.
+                    time.sleep(0.5)
                     raise MPI.Exception(MPI.ERR_PROC_FAILED)
                 update(gradients)
 

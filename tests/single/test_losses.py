@@ -63,6 +63,12 @@ def test_one_that_tried_to_go_on_and_could_not(losses):
     assert losses.failure.rank == 2
 
 
+def test_of_several_the_one_that_was_first_is_named(losses):
+    later = Status(1, 2.0)
+    assert losses.look([WORKS] * 3, {0: later, 1: FAILED}, [0, 1, 2], 0.0) == "failed"
+    assert [failure.rank for failure in losses.new] == [2, 1, 0]
+
+
 def test_one_is_lost_before_all_have_met(losses):
     assert losses.look([Progress(pid=1), WORKS, WORKS], {}, [2], 0.0) == "failed"
 
