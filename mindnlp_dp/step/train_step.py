@@ -68,7 +68,8 @@ class TrainStep:
         self.leave_out_bad_losses = leave_out_bad_losses
         self.timeline = timeline or Timeline(synchronizer.group)
         self._settle = settle
-        # Whether weights or the optimizer are those of no update: an error within would leave them so.
+        # Updates that are finished here, and whether weights or the optimizer are those of none: an error leaves it so.
+        self.num_updates = 0
         self.is_updating = False
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
@@ -99,7 +100,6 @@ class TrainStep:
             self.timeline.add(name, began, ended, "exchange", step=step)
         if sync.num_skipped:
             settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses)
-        self.is_updating = True
         norm = None
         if sync.total_weight > 0:
             if self.max_grad_norm and self.max_grad_norm > 0:
@@ -109,13 +109,18 @@ class TrainStep:
             if problem:
                 settle_bad_gradient(problem, step, go_on=self.leave_out_bad_losses)
             else:
+                self.is_updating = True
                 with self.timeline.span("update", step=step), progress.waiting("the update"):
                     self.updater.update(gradients)
                     if self._settle is not None:
                         self._settle()
+        self.is_updating = True
         self.updater.finish()
-        sync.settle()
         self.is_updating = False
+        self.num_updates += 1
+        with progress.waiting("the update"):
+            self.updater.release()
+        sync.settle()
         progress.finish_update(step + 1, losses, sync.total_weight)
         return norm
 

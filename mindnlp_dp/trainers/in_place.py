@@ -52,6 +52,9 @@ def state_without_lost(trainer: Any) -> dict[str, Any]:
 
 def _step_of(trainer: Any, loop: Any) -> int:
     """The last update that is finished here, of which this rank has all; -1 where it has not."""
+    if loop.is_set_up and loop.train_step.num_updates > loop.updates_done:
+        # It heard of the loss before it could say so.
+        loop.count_update()
     if loop.begins_anew:
         return loop.taken_up["trainer_state"]["global_step"]
     return trainer.state.global_step if loop.is_whole else -1

@@ -142,12 +142,7 @@ class TrainingLoop(ResumableLoop):
             if args.sync_stats and self.world.is_main:
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
-            self.updates_done += 1
-            self.taken_up = None
-            position.update += 1
-            trainer.state.global_step += 1
-            trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
-            trainer.control = trainer.callback_handler.on_step_end(args, trainer.state, trainer.control)
+            self.count_update()
             self._log_evaluate_save()
         if position.epoch_done and position.update == 0:
             if self.world.is_main:
@@ -157,6 +152,16 @@ class TrainingLoop(ResumableLoop):
         position.epoch_done |= self.agree.agreed["should_epoch_stop"] or position.update == self.updates_per_epoch
         trainer.control = trainer.callback_handler.on_epoch_end(args, trainer.state, trainer.control)
         self._log_evaluate_save()
+
+    def count_update(self) -> None:
+        """An update has been made."""
+        trainer, position = self.trainer, self.position
+        self.updates_done += 1
+        self.taken_up = None
+        position.update += 1
+        trainer.state.global_step += 1
+        trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
+        trainer.control = trainer.callback_handler.on_step_end(self.args, trainer.state, trainer.control)
 
     def _stops(self) -> bool:
         agreed, state = self.agree.agreed, self.trainer.state

@@ -162,8 +162,12 @@ class Arrangement:
                     self._channel.gather_from_hosts(flat, bounds)
                 else:
                     _gather(flat, bounds, self._slices, self._channel.slice_index, gather)
-        # Of gradients, too: who does not divide the update reads all rows of the host.
         self._channel.wait_for_host()
+
+    def release(self) -> None:
+        """Let the ranks of this host write to their rows of gradients: who does not divide the update reads all."""
+        if self._among == "nobody":
+            self._channel.wait_for_host()
 
 
 def _within(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:

@@ -145,11 +145,16 @@ class FlatUpdater(MindNLPUpdater):
         segments = self._segments(gradients)
         update = Update(self._scale, self._scratch, self._groups(), steps, self._blocks, self._add)
         self._rule.apply(segments, update)
-        self.place.publish(self._group.all_gather)
+        if self.zero_stage:
+            self.place.publish(self._group.all_gather)
         self.place.weights.hand_out_scalars()
         self._show_state()
         # What a scheduler asks for.
         self.optimizer._opt_called = True
+
+    def release(self) -> None:
+        # Behind the update, not within it: by then a rank that goes on in place without another has all of its state.
+        self.place.release()
 
     def _groups(self) -> list[Any]:
         """The optimizer's group of every parameter; None of one that it does not update."""

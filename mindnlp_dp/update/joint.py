@@ -45,6 +45,10 @@ class JointUpdater(Updater):
         for updater in self._updaters:
             updater.finish()
 
+    def release(self) -> None:
+        for updater in self._updaters:
+            updater.release()
+
     def parameter_names(self, model: Any) -> list[list[str]]:
         return self._updaters[0].parameter_names(model)
 

@@ -69,6 +69,9 @@ class Updater(abc.ABC):
     def finish(self) -> None:
         """An update is over, be it made or left out: nothing holds on to its gradients, and the schedule goes on."""
 
+    def release(self) -> None:  # noqa: B027 -- most read nothing that others write to
+        """Behind :meth:`finish`: let the others write to what this rank has read for its update. A collective."""
+
     @abc.abstractmethod
     def parameter_names(self, model: Any) -> list[list[str]]:
         """What the optimizer updates, by group, by the names in ``model``."""

@@ -44,11 +44,13 @@ def main() -> None:
             def update_or_not(gradients):
                 group.barrier()
                 if rank == LOST:
+                    # The others are out of the barrier by then.
+                    time.sleep(0.3)
                     os.kill(os.getpid(), signal.SIGKILL)
                 if rank == behind:
                     trainer.training_loop.train_step.is_updating = False
                     # The other one has made its update by then.
-                    time.sleep(0.5)
+                    time.sleep(0.8)
                     raise MPI.Exception(MPI.ERR_PROC_FAILED)
                 update(gradients)
 
