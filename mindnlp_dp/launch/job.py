@@ -130,7 +130,7 @@ class Job:
                 left
             ):
                 return None, True
-            failure = watch.hang or watch.losses.failure or self._verdict(hosts, this, left)
+            failure = watch.losses.failure or watch.hang or self._verdict(hosts, this, left)
             # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
             # to start").
             began = any(self._log_dir.glob("worker_*.log"))

@@ -35,8 +35,9 @@ from mindnlp_dp.launch.status import read_of_all_hosts
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 # More than rank 0 takes to prepare the data, while the others wait.
 HANG_SECONDS = 8
-# Between one fault and the next two updates are made, or a few more, of 233 an epoch: the job has to outlast them all.
-FAULTS_AN_EPOCH = 40
+# Between one fault and the next two updates are made, or a few more, of 233 an epoch: the job has to outlast them all. In
+# place it goes on while the launcher still looks.
+FAULTS_AN_EPOCH, FAULTS_AN_EPOCH_IN_PLACE = 40, 6
 
 
 def command(place: Path, backend: str, num_epochs: int, *, in_place: bool) -> list[str]:
@@ -57,7 +58,9 @@ class Job:
     """The job, and what happens to it."""
 
     def __init__(self, place: Path, options: argparse.Namespace, chance: random.Random) -> None:
-        backend, num_epochs = options.backend, 1 + options.faults // FAULTS_AN_EPOCH
+        backend = options.backend
+        faults_an_epoch = FAULTS_AN_EPOCH_IN_PLACE if options.in_place else FAULTS_AN_EPOCH
+        num_epochs = 1 + options.faults // faults_an_epoch
         self._logs, self._chance = place / "logs", chance
         with open(place / "launcher.out", "w") as out:
             job = command(place, backend, num_epochs, in_place=options.in_place)
