@@ -149,7 +149,8 @@ class Job:
             return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
         failure = find_failure(ended, statuses, self._log_dir, len(left))
         missing = [rank for rank in left if rank not in statuses]
-        if failure is None and missing and (len(hosts) > 1 or len(left) < this.num_ranks):
+        # mpirun says 0 when it has lost a host, and when ranks may go on without one.
+        if failure is None and missing and (len(hosts) > 1 or this.in_place):
             return Failure(missing[0], 1, "ended without a word")
         return failure
 

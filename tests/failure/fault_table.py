@@ -43,8 +43,8 @@ HANG_SECONDS = {"mpi": 3, "mindspore": 10}
 NOT_JUDGED = {("stop", "start"), ("hang", "start"), ("hang", "end"), ("disk", "end")}
 # Who fails: rank 0 alone writes checkpoints.
 RANK = {"checkpoint": 0, "disk": 0}
-# In place, ranks that hang or stop are no loss, one that leaves by os._exit is not noticed, and an error of the rank that
-# saves is one of all ranks.
+# In place, ranks that hang or stop are no loss, one that leaves by os._exit is not noticed, and an error of rank 0, who
+# saves, is one of all ranks.
 IN_PLACE = {(fault, moment) for fault in ("raise", "kill") for moment in MOMENTS[2:6]}
 IN_PLACE -= {("raise", "checkpoint")}
 CODES = {"raise": 1, "exit": 3, "kill": 137, "stop": 124, "hang": 124, "disk": 1}

@@ -35,8 +35,8 @@ from mindnlp_dp.launch.status import read_of_all_hosts
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 # More than rank 0 takes to prepare the data, while the others wait.
 HANG_SECONDS = 8
-# Between one fault and the next two updates are made, or a few more, of 233 an epoch: the job has to outlast them all. In
-# place it goes on while the launcher still looks.
+# Between one fault and the next two updates are made, or a few more, of 233 an epoch: the job has to outlast them all.
+# In place it goes on while the launcher still looks.
 FAULTS_AN_EPOCH, FAULTS_AN_EPOCH_IN_PLACE = 40, 6
 
 

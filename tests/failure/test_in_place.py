@@ -14,6 +14,21 @@ UPDATES = 20
 IN_PLACE = ("--nproc", "1:3", "--grow-after", 600, "--in-place")
 
 
+# Nobody is left of the first try, nor of the second, which has one rank.
+ONLY = """
+import os
+from pathlib import Path
+import mindnlp_dp as dp
+group = dp.init_process_group()
+group.barrier()
+count = int(os.environ["MINDNLP_DP_RESTART_COUNT"])
+if count < 2:
+    os.kill(os.getpid(), 9)
+assert group.world_size == 1, group
+Path("done").touch()
+"""
+
+
 def failures(folder):
     return [json.loads(line) for line in (folder / "logs/failures.jsonl").read_text().splitlines()]
 
@@ -93,6 +108,15 @@ def test_below_the_smallest_size_it_is_started_again(tmp_path, undisturbed):
         "1 rank is left of this job, which is to have 2 at least" in (tmp_path / "logs/try_1/worker_2.log").read_text()
     )
     assert_same_model(tmp_path, undisturbed)
+
+
+def test_the_only_rank_of_a_try_is_lost(tmp_path):
+    """mpirun ends with 0 then."""
+    (tmp_path / "script.py").write_text(ONLY)
+    exit_code, output = run(tmp_path, "--nproc", "1:2", *IN_PLACE[2:], "script.py")
+    assert exit_code == 0, output
+    assert [(f["rank"], f.get("in_place")) for f in failures(tmp_path)] == [(0, None)] * 2
+    assert (tmp_path / "done").exists()
 
 
 def test_it_grows_again(tmp_path, undisturbed):
