@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -79,13 +80,14 @@ class Restarts:
         self._record(failure, update, seconds, {"restart": None if wait is None else self.count, "waits": wait})
         return wait
 
-    def go_on_in_place(self, failure: Failure, *, update: int, seconds: float) -> bool:
-        """Whether the other ranks may go on without one that was lost; that counts as a restart."""
-        if self.count >= self._most or not update:
+    def go_on_in_place(self, failures: Sequence[Failure], *, update: int, seconds: float) -> bool:
+        """Whether the other ranks may go on without those that were lost; each counts as a restart."""
+        if self.count + len(failures) > self._most or not update:
             return False
-        self.count += 1
         self._in_a_row = 0
-        self._record(failure, update, seconds, {"restart": self.count, "waits": 0.0, "in_place": True})
+        for failure in failures:
+            self.count += 1
+            self._record(failure, update, seconds, {"restart": self.count, "waits": 0.0, "in_place": True})
         return True
 
     def _record(self, failure: Failure, update: int, seconds: float, then: dict[str, Any]) -> None:

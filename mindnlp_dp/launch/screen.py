@@ -37,12 +37,11 @@ class Screen:
         self._line, self._status, self._said = "", StatusLine(), 0.0
 
     def stay_with(self, left: Sequence[int]) -> None:
-        """Where one rank's output is shown, and that one was lost: show what the first of those left writes now."""
+        """Where one rank's output is shown, and that one was lost: show that of the first of those left."""
         if len(self._logs) == 1 and self._logs[0].rank not in left:
             self.show(at_end=True)
             self._logs[0].close()
             self._logs = [_Log(self._log_dir, left[0], "")]
-            self._logs[0].new(at_end=False)
 
     def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
         """A line of how far they are, at most one a second, in the place of the one before."""

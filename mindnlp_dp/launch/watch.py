@@ -32,7 +32,7 @@ _LOOK_SECONDS = 0.5
 # How long the word of a rank on another host may be under way when its job has ended.
 _LAST_WORD_SECONDS = 5.0
 # How long ranks that have come to their end without others may take to leave.
-_LEAVE_SECONDS = 2.0
+_LEAVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Watch:
                 self._look_closer()
             self._screen.show()
             lost = first_lost(self._hosts) is not None
-            has_saved = self._has_asked and any(seen.ranks[rank].saved for rank in self.losses.left)
+            has_saved = self._has_asked and any(seen.ranks[rank].saved for rank in self.losses.left[:1])
             if self.hang or failed or lost or has_saved or self._has_ended(now):
                 break
             sleep(POLL_SECONDS)
@@ -166,11 +166,11 @@ class Watch:
     def _note_those_left(self, now: float) -> bool:
         """They have gone on; False where the job is to be started again instead, or has been too often."""
         losses, seconds = self.losses, now - self._began
+        if not self._restarts.go_on_in_place(losses.new, update=self.seen.update, seconds=seconds):
+            losses.end()
+            return False
         self._screen.stay_with(losses.left)
         for failure in losses.new:
-            if not self._restarts.go_on_in_place(failure, update=self.seen.update, seconds=seconds):
-                losses.end()
-                return False
             self._members.lose_a_rank(self._hosts[0])
             print(
                 f"rank {failure.rank} of {self._try.num_ranks} {failure.what} after {seconds:.1f} s; the job goes on "
@@ -218,7 +218,8 @@ class Watch:
         seen, losses = self.seen, self.losses
         if losses.ranks and len(self._finished) == len(losses.left):
             # mpirun may wait for those that were lost.
-            return now - max(self._finished.values()) > _LEAVE_SECONDS
+            gone = {rank for report in seen.reports for rank in report.gone}
+            return gone.issuperset(losses.left) or now - max(self._finished.values()) > _LEAVE_SECONDS
         ended = all(report.all_ended for report in seen.reports)
         if ended and len(self._hosts) > 1 and len(seen.statuses) < self._try.num_ranks:
             # What ranks on other hosts have said is under way.

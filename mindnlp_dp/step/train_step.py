@@ -94,8 +94,6 @@ class TrainStep:
             raise
         with self.timeline.span("wait for gradients", step=step), progress.waiting("the exchange of gradients"):
             gradients = self.updater.average(sync)
-        for loss, weight in losses:
-            self.losses.add(loss, weight)
         for name, began, ended in sync.last_window.spans:
             self.timeline.add(name, began, ended, "exchange", step=step)
         if sync.num_skipped:
@@ -118,6 +116,8 @@ class TrainStep:
         self.updater.finish()
         self.is_updating = False
         self.num_updates += 1
+        for loss, weight in losses:
+            self.losses.add(loss, weight)
         with progress.waiting("the update"):
             self.updater.release()
         sync.settle()

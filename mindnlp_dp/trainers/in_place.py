@@ -41,17 +41,20 @@ def state_without_lost(trainer: Any) -> dict[str, Any]:
     if world.world_size < (least := least_ranks(os.environ)):
         left = f"{world.world_size} rank{' is' if world.world_size == 1 else 's are'}"
         raise RuntimeError(f"{left} left of this job, which is to have {least} at least")
-    loop = trainer.training_loop
+    loop = vars(trainer).get("training_loop")
     steps = world.all_gather_object(_step_of(trainer, loop))
     newest = max(steps)
     where = f"in update {newest}" if newest >= 0 else "from the newest checkpoint"
     if world.is_main:
         print(f"{before - world.world_size} of {before} ranks lost; the others go on in place, {where}", flush=True)
-    return _newest_checkpoint(trainer) if newest < 0 else _state_of(trainer, loop, steps.index(newest), steps)
+    state = _newest_checkpoint(trainer) if newest < 0 else _state_of(trainer, loop, steps.index(newest), steps)
+    return {**state, "in_place": True}
 
 
 def _step_of(trainer: Any, loop: Any) -> int:
     """The last update that is finished here, of which this rank has all; -1 where it has not."""
+    if loop is None:
+        return -1
     if loop.is_set_up and loop.train_step.num_updates > loop.updates_done:
         # It heard of the loss before it could say so.
         loop.count_update()
@@ -73,10 +76,14 @@ def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[st
         # Another rank was lost before they had gone on.
         state = {**loop.taken_up, "world_size": world.world_size}
         state["ranks"] = world.all_gather_object({"random": random_state()})
+        # Forward passes may have changed them.
+        trainer.whole.broadcast_buffers()
+        state["digest"] = trainer.whole.assert_in_sync()
     else:
         state = loop.state(keep=True)
         # What was to be done when the rank was lost: one may have done it, when another has not.
         state["pending"] = {flag: bool(getattr(trainer.control, flag)) for flag in FLAGS}
+        state["metrics"] = loop.metrics
         for flag in STOPS:
             state["flags"][flag] |= state["pending"][flag]
     kept = (*_OWN, "optimizer") if all_have_it else _OWN

@@ -126,9 +126,7 @@ class RankTrainer(abc.ABC):
 
     # Training.
 
-    def choose_run(
-        self, resume_from_checkpoint: Union[str, Path, bool, None], *, began: Optional[float] = None
-    ) -> None:
+    def choose_run(self, resume_from: Union[str, Path, bool, None], *, began: Optional[float] = None) -> None:
         """Decide what training begins with: ``resumed_from``, a checkpoint, or nothing. A collective.
 
         ``began`` is when the job did, of which the newest checkpoint of its own comes first.
@@ -143,9 +141,7 @@ class RankTrainer(abc.ABC):
         folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
         self.remove_unfinished_checkpoints()
         self.resumed_from: Optional[Path] = self.world.call_on_main(
-            lambda: choose_checkpoint(
-                folder, resume_from_checkpoint, saves, began=began or began_if_restarted(os.environ)
-            ),
+            lambda: choose_checkpoint(folder, resume_from, saves, began=began or began_if_restarted(os.environ)),
             "looking for a checkpoint",
         )
 
@@ -169,14 +165,19 @@ class RankTrainer(abc.ABC):
         checkpoint = None
         if self.resumed_from is not None:
             checkpoint = load_checkpoint(self.resumed_from, self.whole)
+        # That of an earlier call is not this one's.
+        vars(self).pop("training_loop", None)
         while True:
             try:
                 self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
+                checkpoint = None
                 return self.training_loop.run()
             except Exception as error:  # noqa: BLE001
                 # Looked at behind this handler, where other errors do not count as its consequences.
                 caught = error
             checkpoint = self._state_without_lost(caught)
+            # With it goes the loop that it came from, and all that belongs to it.
+            del caught
 
     def _state_without_lost(self, error: Exception) -> dict[str, Any]:
         """What to go on with where ``error`` tells of a lost rank; else it is raised. More may be lost meanwhile."""

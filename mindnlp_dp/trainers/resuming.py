@@ -25,7 +25,7 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
     ``trainer.args``. Raises ValueError when the data is not the run's, or a pipeline's own batches do not make up that
     global batch. A collective.
     """
-    if trainer.args.ignore_data_skip:
+    if _begins_its_epoch_anew(trainer.args, saved):
         saved = None
     trainer.global_batch_size = _global_batch(trainer) if saved is None else saved["global_batch_size"]
     loader = trainer.open_training_data()
@@ -42,6 +42,11 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
                 f"gradient_accumulation_steps is {loader.micro_steps}"
             )
     return loader
+
+
+def _begins_its_epoch_anew(args: RankArguments, saved: Optional[dict[str, Any]]) -> bool:
+    """As who resumes a run may want it; one that goes on without a lost rank does not."""
+    return args.ignore_data_skip and not (saved or {}).get("in_place", False)
 
 
 def _global_batch(trainer: Any) -> Optional[int]:
@@ -110,12 +115,12 @@ class ResumableLoop:
         trainer = self.trainer
         self.parts.restore(saved)
         load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
-        trainer.state = TrainerState(**saved["trainer_state"])
+        trainer.state = TrainerState(**copy.deepcopy(saved["trainer_state"]))
         trainer._globalstep_last_logged = saved["last_logged"]
         self.grad_norm = saved["grad_norm"]
         position, step = Position(**saved["position"]), trainer.state.global_step
         self.position = position.where_to_go_on()
-        if self.args.ignore_data_skip:
+        if _begins_its_epoch_anew(self.args, saved):
             self.position.update = 0
         # Whoever gives a finished run more steps wants it to go on; a stop before its last step stands.
         saved["flags"]["should_training_stop"] &= step < trainer.state.max_steps

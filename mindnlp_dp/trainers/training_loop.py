@@ -31,7 +31,7 @@ from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
 from mindnlp_dp.step.timeline import Timeline
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
-from mindnlp_dp.trainers.control import ControlAgreement
+from mindnlp_dp.trainers.control import STOPS, ControlAgreement
 from mindnlp_dp.update.choose import make_updater
 
 from .library import TrainerState, TrainOutput, has_length
@@ -63,6 +63,8 @@ class TrainingLoop(ResumableLoop):
         self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
+        # Of an evaluation since the last update.
+        self.metrics: Optional[dict[str, float]] = None
 
     # Before.
 
@@ -108,11 +110,8 @@ class TrainingLoop(ResumableLoop):
         self.tokens_before = state.num_input_tokens_seen
         self.timer.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
-        if self.checkpoint is not None and "pending" in self.checkpoint:
-            # A rank was lost before all of them had done it.
-            for flag, value in self.checkpoint["pending"].items():
-                setattr(trainer.control, flag, value)
-            self._log_evaluate_save()
+        if self.begins_anew:
+            is_over |= self._do_what_is_pending()
         self.agree(trainer.control)
         while not is_over and self.position.epoch < num_epochs:
             self._run_epoch()
@@ -121,6 +120,18 @@ class TrainingLoop(ResumableLoop):
                 self.position = Position(self.position.epoch + 1)
         self.timer.stop()
         return self._finish(began, self.synchronizer.seconds - sync_seconds_before)
+
+    def _do_what_is_pending(self) -> bool:
+        """What was to be done between two updates when a rank was lost; whether the run is over then."""
+        saved, control = self.checkpoint, self.trainer.control
+        assert saved is not None, "a run that begins anew behind a loss has its state"
+        for flag, value in saved["pending"].items():
+            setattr(control, flag, value)
+        self.metrics = saved["metrics"]
+        self._log_evaluate_save()
+        # Whoever stops it by what came out does so for good.
+        saved["flags"].update({flag: self.agree.agreed[flag] for flag in STOPS})
+        return saved["position"]["ending_epoch"] and self.agree.agreed["should_training_stop"]
 
     # An epoch.
 
@@ -157,7 +168,7 @@ class TrainingLoop(ResumableLoop):
         """An update has been made."""
         trainer, position = self.trainer, self.position
         self.updates_done += 1
-        self.taken_up = None
+        self.taken_up = self.metrics = None
         position.update += 1
         trainer.state.global_step += 1
         trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
@@ -204,10 +215,9 @@ class TrainingLoop(ResumableLoop):
             self._log_loss()
             # Callbacks that saw the log may want something.
             agreed = self.agree(trainer.control)
-        metrics = None
         with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
             if agreed["should_evaluate"]:
-                metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
+                metrics = self.metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
                 trainer.note_metrics(metrics)
                 if isinstance(trainer.lr_scheduler, torch_like().optim.lr_scheduler.ReduceLROnPlateau):
                     trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
@@ -216,7 +226,7 @@ class TrainingLoop(ResumableLoop):
                 # What a resumed run cannot know of, this one forgets as well.
                 self.synchronizer.forget_errors()
                 request = progress.checkpoint_request()
-                trainer.write_checkpoint(metrics)
+                trainer.write_checkpoint(self.metrics)
                 progress.has_saved(request)
                 trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
                 self.agree(trainer.control)

@@ -160,6 +160,56 @@ def test_ranks_that_are_an_update_apart_go_on_with_the_later_one(tmp_path, behin
     assert made[1 - behind] == [*full[:4], (5, 2), *full[4:]]
 
 
+# Rank 0 is lost in an evaluation, by which whoever it is decides to stop: between two updates, or at an epoch's end.
+STOPPED = """
+import json, os, signal, sys
+from pathlib import Path
+import mindnlp_dp as dp
+group = dp.init_process_group()
+first = group.rank == 0
+from mindnlp.engine import TrainerCallback
+from mindnlp.engine.utils import set_seed
+from mindnlp.transformers import RobertaForSequenceClassification
+from models import Rows, tiny_config
+
+class Stop(TrainerCallback):
+    ends = 0
+    def on_evaluate(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.ends += 1
+
+class Trainer(dp.DataParallelTrainer):
+    def prediction_step(self, *args, **kwargs):
+        if first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().prediction_step(*args, **kwargs)
+
+set_seed(1)
+when = sys.argv[1]
+args = dp.DataParallelArguments(
+    "out", per_device_train_batch_size=4, num_train_epochs=5, evaluation_strategy=when, eval_steps=2, logging_steps=1,
+    save_strategy="no", disable_tqdm=True,
+)
+stop = Stop()
+model = RobertaForSequenceClassification(tiny_config(num_layers=1, dropout=0.0))
+trainer = Trainer(model, args, train_dataset=Rows(48), eval_dataset=Rows(9, seed=1), callbacks=[stop])
+output = trainer.train()
+if group.is_main:
+    history = [[name for name in ("loss", "eval_loss") if name in entry] for entry in trainer.state.log_history]
+    Path("result.json").write_text(json.dumps([output.global_step, sum(history, []), stop.ends, group.world_size]))
+"""
+
+
+@pytest.mark.parametrize(("when", "steps", "ends"), [("steps", 2, 1), ("epoch", 4, 1)])
+def test_a_stop_that_an_interrupted_evaluation_leads_to(tmp_path, when, steps, ends):
+    (tmp_path / "script.py").write_text(STOPPED)
+    exit_code, output = run(tmp_path, *IN_PLACE, "script.py", when)
+    assert exit_code == 0, output
+    found, entries, ended, world_size = json.loads((tmp_path / "result.json").read_text())
+    assert (found, entries, ended, world_size) == (steps, ["loss"] * steps + ["eval_loss"], ends, 2)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
