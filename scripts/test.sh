@@ -165,7 +165,8 @@ else
 
   # Jobs that mostly start, wait for each other and end: several beside each other keep the cores busy.
   ranks() {
-    step "failure: ranks" python -m pytest tests/failure/test_ranks_that_fail.py tests/failure/test_mistakes.py
+    step "failure: ranks" python -m pytest tests/failure/test_ranks_that_fail.py tests/failure/test_mistakes.py \
+      tests/failure/test_in_place.py
     # A number of ranks that is no power of two.
     parallel mpi 3 types
   }
@@ -173,7 +174,7 @@ else
     # Whatever no other step names.
     step "failure: rest" python -m pytest tests/failure --ignore tests/failure/test_ranks_that_fail.py \
       --ignore tests/failure/test_mistakes.py --ignore tests/failure/test_interruptions.py \
-      --ignore tests/failure/test_large_arrays.py
+      --ignore tests/failure/test_large_arrays.py --ignore tests/failure/test_in_place.py
   }
   others() {
     parallel msrun 4 $four
