@@ -177,9 +177,9 @@ def test_sizes():
     for expected in (2, 1, 1):
         members.lose_a_rank(local)
         assert members.counts([local]) == [expected]
-    assert not members.could_grow([1])
+    assert not members.could_grow(1)
     time.sleep(0.6)
-    assert members.could_grow([1])
+    assert members.could_grow(1)
     fixed = Members(local, None, None, nnodes=Size(1, 1), nproc=Size(2, 2), grow_after=0.5)
     fixed.lose_a_rank(local)
     assert (fixed.counts([local]), fixed.is_elastic) == ([2], False)
