@@ -212,9 +212,9 @@ def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
 
 
 def test_a_rank_that_others_may_wait_for_in_vain_is_mentioned(tmp_path, monkeypatch, capsys):
-    from mindnlp_dp.launch import job, run
+    from mindnlp_dp.launch import run, watch
 
-    monkeypatch.setattr(job, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "PATIENCE_SECONDS", 1.0)
     script = tmp_path / "script.py"
     script.write_text(HEAD + MPI_ALONE + "if group.rank == 0: time.sleep(3)\n")
     assert run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs") == 0
