@@ -27,7 +27,7 @@ parallel() {
 
 parallel mpi 2
 parallel mpi 1 equivalence
-parallel mpi 3 equivalence orders
+parallel mpi 3 orders
 parallel mpi 4 equivalence evaluation
 parallel mindspore 2 equivalence trainer orders
 parallel msrun 2 equivalence
