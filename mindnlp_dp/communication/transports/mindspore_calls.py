@@ -12,7 +12,18 @@ import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from packaging.version import Version
+
 from mindnlp_dp.arrays.conversion import copy_of
+
+
+# Versions: MindSpore 2.7. Cause: mint.empty and mint.empty_like, called without a device, make a tensor on Ascend,
+# whatever the device is. Goes when: 2.7 is not supported any more.
+def _options_of_empty() -> dict[str, str]:
+    import mindspore
+
+    is_2_7 = Version(mindspore.__version__) < Version("2.8")
+    return {"device": "CPU"} if is_2_7 and mindspore.get_context("device_target") == "CPU" else {}
 
 
 class DeviceCalls(abc.ABC):
@@ -66,6 +77,7 @@ class MintCalls(DeviceCalls):
         from mindspore.mint import distributed
 
         self._mint = mint
+        self._here = _options_of_empty()
         self._distributed = distributed
         self._group = group
         self._ranks = ranks
@@ -82,12 +94,12 @@ class MintCalls(DeviceCalls):
         return x, self._distributed.all_reduce(x, op="sum", group=self._group, async_op=True)
 
     def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
-        out = self._mint.empty(x.shape[0] // world_size, dtype=x.dtype)
+        out = self._mint.empty(x.shape[0] // world_size, dtype=x.dtype, **self._here)
         handle = self._distributed.reduce_scatter_tensor(out, x, op="sum", group=self._group, async_op=True)
         return out, handle
 
     def gather_slices(self, x: Any, world_size: int) -> Any:
-        out = self._mint.empty(x.shape[0] * world_size, dtype=x.dtype)
+        out = self._mint.empty(x.shape[0] * world_size, dtype=x.dtype, **self._here)
         self._distributed.all_gather_into_tensor(out, x, group=self._group)
         return out
 
@@ -97,12 +109,12 @@ class MintCalls(DeviceCalls):
         return out
 
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
-        out = [self._mint.empty_like(x) for _ in range(world_size)]
+        out = [self._mint.empty_like(x, **self._here) for _ in range(world_size)]
         self._distributed.all_gather(out, x.contiguous(), group=self._group)
         return out
 
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        out = self._mint.empty((sum(recv_counts), *x.shape[1:]), dtype=x.dtype)
+        out = self._mint.empty((sum(recv_counts), *x.shape[1:]), dtype=x.dtype, **self._here)
         self._distributed.all_to_all_single(out, x, list(recv_counts), list(send_counts), group=self._group)
         return out
 
@@ -113,7 +125,7 @@ class MintCalls(DeviceCalls):
         return self._distributed.isend(x, dst=self._in_job(dst), group=self._group, tag=tag)
 
     def recv(self, like: Any, src: int, tag: int = 0) -> Any:
-        out = self._mint.empty_like(like)
+        out = self._mint.empty_like(like, **self._here)
         self._distributed.recv(out, src=self._in_job(src), group=self._group, tag=tag)
         return out
 
