@@ -126,9 +126,8 @@ class Job:
             after = look(hosts, this)
             self._seen = replace(watch.seen, ranks=after.ranks, statuses=after.statuses)
             left = watch.losses.left
-            if watch.grows and [after.statuses[rank].exit_code for rank in left if rank in after.statuses] != [0] * len(
-                left
-            ):
+            finished = [rank for rank in left if rank in after.statuses and not after.statuses[rank].exit_code]
+            if watch.grows and finished != left:
                 return None, True
             failure = watch.losses.failure or watch.hang or self._verdict(hosts, this, left)
             # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
@@ -147,7 +146,7 @@ class Job:
         if lost is not None and not any(status.exit_code and not status.waited for status in statuses.values()):
             rank = replace(this, index=hosts.index(lost)).ranks.start
             return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
-        failure = find_failure(ended, statuses, self._log_dir, len(left))
+        failure = find_failure(ended, statuses, self._log_dir, left)
         missing = [rank for rank in left if rank not in statuses]
         # mpirun says 0 when it has lost a host, and when ranks may go on without one.
         if failure is None and missing and (len(hosts) > 1 or this.in_place):

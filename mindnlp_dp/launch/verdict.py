@@ -68,18 +68,18 @@ def read_statuses(log_dir: Path, ranks: Iterable[int]) -> dict[int, Status]:
 
 
 def find_failure(
-    ended: Sequence[Ended], statuses: Mapping[int, Status], log_dir: Path, nproc: int
+    ended: Sequence[Ended], statuses: Mapping[int, Status], log_dir: Path, ranks: Sequence[int]
 ) -> Optional[Failure]:
-    """The rank that ended the job; None when it went well."""
+    """Which of these ranks ended the job; None when it went well."""
     gone = {process.rank: process.returncode for process in ended if process.rank is not None}
     silent = {rank: code for rank, code in gone.items() if rank not in statuses}
     failed = {rank: status for rank, status in statuses.items() if status.exit_code != 0}
     if failed:
         rank = min(failed, key=lambda r: (failed[r].waited, failed[r].time))
         if failed[rank].waited:
-            return _find_missing(rank, statuses, silent, nproc)
+            return _find_missing(rank, statuses, silent, ranks)
         return Failure(rank, failed[rank].exit_code, how_it_ended(failed[rank].exit_code))
-    if len(statuses) == nproc or all(process.returncode == 0 for process in ended):
+    if len(statuses) == len(ranks) or all(process.returncode == 0 for process in ended):
         return None
     if silent:
         return _find_silent(silent)
@@ -89,7 +89,9 @@ def find_failure(
     return _read_mpirun((log_dir / "launcher.log").read_text(errors="replace")) or Failure(None, code, "")
 
 
-def _find_missing(waiting: int, statuses: Mapping[int, Status], silent: dict[int, int], nproc: int) -> Failure:
+def _find_missing(
+    waiting: int, statuses: Mapping[int, Status], silent: dict[int, int], ranks: Sequence[int]
+) -> Failure:
     """The rank that ``waiting`` and others that gave up have waited for: gone, or at its end, or still under way."""
     code = statuses[waiting].exit_code
     if silent:
@@ -99,7 +101,7 @@ def _find_missing(waiting: int, statuses: Mapping[int, Status], silent: dict[int
         rank = min(left, key=lambda r: left[r].time)
         before = statuses[waiting].time - left[rank].time
         return Failure(rank, code, f"came to its end, and rank {waiting} waited {before:.0f} s longer for it,")
-    rank = next((rank for rank in range(nproc) if rank not in statuses), waiting)
+    rank = next((rank for rank in ranks if rank not in statuses), waiting)
     if rank == waiting:
         return Failure(waiting, code, how_it_ended(code))
     return Failure(rank, code, f"was still busy elsewhere when rank {waiting} gave up waiting for it,")

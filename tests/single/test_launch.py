@@ -82,7 +82,7 @@ def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
         write_status(tmp_path, index, status)
     (tmp_path / "launcher.log").write_text(printed)
     rank, code, what = verdict
-    failure = find_failure(ended, read_statuses(tmp_path, range(2)), tmp_path, nproc=2)
+    failure = find_failure(ended, read_statuses(tmp_path, range(2)), tmp_path, ranks=range(2))
     assert (failure.rank, failure.exit_code) == (rank, code)
     assert failure.what.startswith(what)
 
@@ -92,7 +92,8 @@ def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
     for rank in range(2):
         write_status(tmp_path, rank, Status(0, 1.0))
     assert (
-        find_failure([Ended(0, returncode), Ended(1, 0)], read_statuses(tmp_path, range(2)), tmp_path, nproc=2) is None
+        find_failure([Ended(0, returncode), Ended(1, 0)], read_statuses(tmp_path, range(2)), tmp_path, ranks=range(2))
+        is None
     )
 
 
@@ -188,3 +189,11 @@ def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
     monkeypatch.setattr(os, "environ", environ)
     assert obey_device_target() == "Ascend"
     assert set_to == ([] if card is None or chosen else [("Ascend", card)])
+
+
+def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
+    """Rank 0 was lost long ago, and the job has gone on without it."""
+    waited = {rank: Status(1, 9.0, waited=True) for rank in (1, 2)}
+    failure = find_failure([Ended(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
+    assert failure.rank == 3
+    assert "was still busy elsewhere when rank 1 gave up" in failure.what
