@@ -57,6 +57,10 @@ def run_job(folder: Path, script, *args, nproc=2, backend="mpi", **environ) -> J
         env={**os.environ, **environ},
         timeout=TIMEOUT_SECONDS,
     )
+    # Seen where a test fails: what the job printed, and what each of its ranks did.
+    print(done.stdout)
+    for log in sorted(log_dir.glob("*.log")):
+        print(f"--- {log.name}", log.read_text(errors="replace")[-5000:], sep="\n")
     left = processes_of(log_dir)
     assert not left, f"still running: {left}"
     return Job(done.returncode, done.stdout, log_dir)
