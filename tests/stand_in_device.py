@@ -7,6 +7,7 @@ its documentation does not name the device. Rank 1 has the same tensors as rank 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import threading
@@ -76,6 +77,9 @@ class StandInDevice:
         for name, number in (("rank", 0), ("group_size", 2), ("local_rank", 0), ("local_rank_size", 2)):
             real = getattr(communication, f"get_{name}")
             monkeypatch.setattr(communication, f"get_{name}", self._stand_in(real, lambda group, n=number: n))
+        # They would be made on the device whose name MindSpore is told: always in 2.7, which thinks of Ascend then.
+        for name in ("empty", "empty_like"):
+            monkeypatch.setattr(mindspore.mint, name, functools.partial(getattr(mindspore.mint, name), device="CPU"))
         for name in ("init", "release"):
             monkeypatch.setattr(communication, name, self._stand_in(getattr(communication, name), lambda **_: None))
         for name in (
