@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 
 ITEM_BYTES = 4
 # Smaller ones malloc keeps by itself; larger ones it gives back to the system, which makes every page anew.
@@ -35,8 +37,23 @@ def array_of(tensor: Any) -> np.ndarray:
 
     A transposed tensor becomes a transposed array: ``asnumpy()`` would copy it, element by element.
     """
-    address = tensor.data_ptr()
+    address = _address_of(tensor)
     return np.asarray(_Memory(tensor, address)) if address else tensor.asnumpy()
+
+
+def _address_of(tensor: Any) -> int:
+    """Of its first element; 0 where MindSpore has not given it memory yet."""
+    address = tensor.data_ptr()
+    return address + tensor.storage_offset() * ITEM_BYTES if address and _tells_the_storages_address() else address
+
+
+# Versions: MindSpore 2.7. Cause: data_ptr() is where a tensor's storage begins, and not where the tensor does, which may
+# be a slice of it. Goes when: 2.7 is not supported any more.
+@functools.cache
+def _tells_the_storages_address() -> bool:
+    import mindspore
+
+    return Version(mindspore.__version__) < Version("2.8")
 
 
 def tensor_of(array: np.ndarray) -> Any:

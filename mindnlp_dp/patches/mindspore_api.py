@@ -64,3 +64,25 @@ def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
 
         mindspore.Tensor.data_sync = data_sync
     yield
+
+
+# Versions: MindSpore 2.7. Cause: the default generator never gets on: every draw behind one seed is the same, and so are
+# the masks of all dropout layers of one size.
+# Goes when: 2.7 is not supported any more.
+@around("mindnlp")
+def _generator_that_gets_on(module: types.ModuleType) -> Iterator[None]:
+    import mindspore
+    from mindspore.common.generator import Generator
+
+    step_by = Generator._step
+
+    def _step(self: Any, step: Any) -> Any:
+        """The generator's seed and offset, which is larger by ``step`` at the next call."""
+        seed, offset = step_by(self, step)
+        behind = int(offset.asnumpy().flat[0]) + int(step.asnumpy().flat[0])
+        self._offset.set_data(mindspore.Tensor(behind, mindspore.int64))
+        return seed, offset
+
+    if Version(mindspore.__version__) < Version("2.8"):
+        Generator._step = _step
+    yield
