@@ -152,7 +152,9 @@ def _run(args: argparse.Namespace) -> int:
         most = args.max_restarts
         if most is None:
             most = RESTARTS_OF_ELASTIC_JOBS if args.nproc.is_elastic or args.nnodes.is_elastic else 0
-        options = JobOptions(args.hang_timeout, most, args.tee, args.grow_after, args.log_mb, args.in_place)
+        options = JobOptions(
+            args.hang_timeout, most, args.tee, args.grow_after, args.log_mb, args.in_place, args.scale_batch
+        )
         return run_job(
             args.nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
             rendezvous=rendezvous_of(args), node_rank=args.node_rank,

@@ -24,20 +24,22 @@ from .whole_model import WholeModel
 class Position:
     """How far the data has been read, and what is being done.
 
-    ``update`` counts the updates of ``epoch`` that are done. ``epoch_done`` says that the epoch was read to its end,
-    or is to be left; ``ending_epoch`` that its last evaluation and checkpoint have begun.
+    ``update`` counts the updates of ``epoch`` that are done; the next one begins ``offset`` samples later than usual,
+    where some had another size. ``epoch_done`` says that the epoch was read to its end, or is to be left;
+    ``ending_epoch`` that its last evaluation and checkpoint have begun.
     """
 
     epoch: int = 0
     update: int = 0
     epoch_done: bool = False
     ending_epoch: bool = False
+    offset: int = 0
 
     def where_to_go_on(self) -> Position:
         """Where a run begins that was saved here: behind an epoch whose end was saved, else in the midst of it."""
         if self.ending_epoch and self.epoch_done:
             return Position(self.epoch + 1)
-        return Position(self.epoch, self.update)
+        return Position(self.epoch, self.update, offset=self.offset)
 
 
 @dataclass

@@ -81,9 +81,9 @@ class IndexedLoader:
         """Windows in an epoch."""
         return self.sampler.num_updates
 
-    def windows(self, epoch: int = 0, start: int = 0) -> Iterator[list[Optional[Batch]]]:
-        """This rank's windows of ``epoch``, from update ``start`` on."""
-        for window in self.sampler.shard_indices(self._group.rank, epoch, start):
+    def windows(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
+        """This rank's windows of ``epoch``, from update ``start`` on, each ``offset`` samples later than usual."""
+        for window in self.sampler.shard_indices(self._group.rank, epoch, start, offset):
             yield [self._read(indices) if len(indices) else None for indices in window]
 
     def _read(self, indices: np.ndarray) -> Batch:
@@ -160,8 +160,9 @@ class PipelineLoader:
         full, rest = divmod(self._num_batches, self._accumulation_steps)
         return full + (rest > 0 and self._uneven == "keep")
 
-    def windows(self, epoch: int = 0, start: int = 0) -> Iterator[list[Optional[Batch]]]:
+    def windows(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
         """This rank's windows of ``epoch``; the first ``start`` ones are read, now, and left out."""
+        assert offset == 0, "a pipeline has its batches"
         windows = self._windows(epoch)
         for _ in itertools.islice(windows, start):
             pass
@@ -222,8 +223,7 @@ def make_loader(
             no multiple of the batches that a pipeline has.
         TypeError: the data set can neither be indexed nor iterated, or its samples are no dicts.
     """
-    # Where models are cut, several ranks get the same samples: all of them have to have the same ones.
-    readers = group or get_process_group()
+    readers = group or get_process_group()  # Of cut models several get the same samples.
     group = group or get_data_group()
     source = indexed_source(dataset)
     if source is not None:

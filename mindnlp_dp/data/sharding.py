@@ -105,18 +105,30 @@ class GlobalBatchSampler:
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full + (rest > 0 and self.uneven == "keep")
 
-    def shard_indices(self, rank: int, epoch: int, start: int = 0) -> list[list[np.ndarray]]:
+    def place_of(self, samples_read: int) -> tuple[int, int]:
+        """Where the rest of an epoch begins whose first samples were read in batches of another size.
+
+        Returns:
+            The update, counted so that the epoch ends with update ``num_updates``, and how many samples later than
+            usual it begins.
+        """
+        full, rest = divmod(max(0, self.num_samples - samples_read), self.global_batch_size)
+        update = self.num_updates - full - (rest > 0 and self.uneven == "keep")
+        return update, samples_read - update * self.global_batch_size
+
+    def shard_indices(self, rank: int, epoch: int, start: int = 0, offset: int = 0) -> list[list[np.ndarray]]:
         """What ``rank`` reads in ``epoch``, from update ``start`` on: one list of micro batches an update.
 
         Every rank gets the same number of updates and, in each, of micro batches; those of a
-        short last global batch may be smaller than ``micro_batch_size``, or empty.
+        short last global batch may be smaller than ``micro_batch_size``, or empty. All begin ``offset`` samples later
+        than usual (:meth:`place_of`).
         """
         order, size = epoch_order(self.num_samples, self.seed, epoch, self.shuffle), self.global_batch_size
         if self.lengths is not None:
             order = grouped_by_length(order, self.lengths, size)
         return [
-            self._micro_batches(order[update * size : (update + 1) * size], rank)
-            for update in range(start, self.num_updates)
+            self._micro_batches(order[first : first + size], rank)
+            for first in range(start * size + offset, self.num_updates * size + offset, size)
         ]
 
     def _micro_batches(self, batch: np.ndarray, rank: int) -> list[np.ndarray]:

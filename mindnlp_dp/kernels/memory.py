@@ -47,7 +47,7 @@ def _address_of(tensor: Any) -> int:
     return address + tensor.storage_offset() * ITEM_BYTES if address and _tells_the_storages_address() else address
 
 
-# Versions: MindSpore 2.7. Cause: data_ptr() is where a tensor's storage begins, and not where the tensor does, which may
+# Versions: MindSpore 2.7. Cause: data_ptr() is where a tensor's storage begins, not where the tensor does, which may
 # be a slice of it. Goes when: 2.7 is not supported any more.
 @functools.cache
 def _tells_the_storages_address() -> bool:

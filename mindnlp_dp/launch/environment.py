@@ -49,23 +49,33 @@ _RESTART_COUNT, _JOB_BEGAN = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB_BEGAN"
 _HOST_RANKS = "MINDNLP_DP_HOST_RANKS"
 # How many ranks an elastic job has when all are there: so many make up its global batch.
 _FULL_SIZE = "MINDNLP_DP_FULL_SIZE"
+# Whether that batch is smaller while some are missing.
+_SCALE_BATCH = "MINDNLP_DP_SCALE_BATCH"
 _IN_PLACE = "MINDNLP_DP_IN_PLACE"
 
 
-def try_environment(number: int, began: float, full_size: Optional[int], *, in_place: int = 0) -> dict[str, str]:
+def try_environment(
+    number: int, began: float, full_size: Optional[int], *, in_place: int = 0, scale_batch: bool = False
+) -> dict[str, str]:
     """What ranks of try ``number``, from 0 on, of a job that began then (seconds since 1970) find in their environment.
 
     Args:
         full_size: the most ranks that an elastic job may have; None where it is not elastic.
         in_place: with how many they go on, at least, in their processes, when one is lost; 0: they do not.
+        scale_batch: whether global batches of an elastic job are in proportion to its ranks.
     """
-    sizes = {} if full_size is None else {_FULL_SIZE: str(full_size)}
+    sizes = {} if full_size is None else {_FULL_SIZE: str(full_size), _SCALE_BATCH: str(int(scale_batch))}
     return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes, _IN_PLACE: str(in_place)}
 
 
 def full_size(environ: Mapping[str, str]) -> Optional[int]:
     """The most ranks that this process's job may have, where it is elastic: its global batch is theirs."""
     return int(environ[_FULL_SIZE]) if _FULL_SIZE in environ else None
+
+
+def scales_batch(environ: Mapping[str, str]) -> bool:
+    """Whether global batches of this process's job, which is elastic, are in proportion to the ranks that it has."""
+    return _FULL_SIZE in environ and environ.get(_SCALE_BATCH) == "1"
 
 
 def goes_on_in_place(environ: Mapping[str, str]) -> bool:

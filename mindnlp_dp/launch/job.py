@@ -100,6 +100,7 @@ class Job:
                 **try_environment(
                     self._number, self._began, members.full_size if members.is_elastic else None,
                     in_place=members.nproc.least if self._options.in_place else 0,
+                    scale_batch=self._options.scale_batch,
                 ),
             },
         )  # fmt: skip

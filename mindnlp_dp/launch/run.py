@@ -64,6 +64,8 @@ def run_job(
             print(f"this host has {device} cards: --backend mindspore, with them; DEVICE_TARGET=CPU does without")
     if options.in_place and (backend != "mpi" or rendezvous is not None or not nproc.is_elastic):
         raise LaunchError("--in-place is for an elastic job, --nproc MIN:MAX, of one host under MPI")
+    if options.scale_batch and not (nproc.is_elastic or (nnodes is not None and nnodes.is_elastic)):
+        raise LaunchError("--scale-batch is for an elastic job, --nproc MIN:MAX or --nnodes MIN:MAX")
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
     with _interruptible():

@@ -60,6 +60,11 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         help="an elastic job of one host under MPI goes on without a lost rank in the same processes (ULFM), where "
         "dp.DataParallelTrainer trains",
     )  # fmt: skip
+    add(
+        "--scale-batch", action="store_true",
+        help="an elastic job that has lost ranks makes smaller global batches, and learns at a smaller rate, where "
+        "dp.DataParallelTrainer trains; without it ranks take more micro steps",
+    )  # fmt: skip
     add = _Adder(run.add_argument_group("several hosts; the same line on each"))
     add("--nnodes", type=_size, default=Size(1, 1), metavar="N", help="hosts; MIN:MAX of an elastic job (default: 1)")
     add(

@@ -46,6 +46,7 @@ class JobOptions:
         grow_after: seconds after which an elastic job takes the place of a rank that was lost again.
         log_mb: MiB at which a rank's log begins anew; 0: never.
         in_place: whether ranks go on without one that is lost (MPI, on one host).
+        scale_batch: whether global batches of an elastic job are in proportion to its ranks.
     """
 
     hang_timeout: float = 1800.0
@@ -54,6 +55,7 @@ class JobOptions:
     grow_after: float = 60.0
     log_mb: int = DEFAULT_MB
     in_place: bool = False
+    scale_batch: bool = False
 
 
 @dataclass

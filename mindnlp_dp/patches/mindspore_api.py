@@ -66,8 +66,8 @@ def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
     yield
 
 
-# Versions: MindSpore 2.7. Cause: the default generator never gets on: every draw behind one seed is the same, and so are
-# the masks of all dropout layers of one size.
+# Versions: MindSpore 2.7. Cause: the default generator never gets on: every draw behind one seed is the same, and so
+# are the masks of all dropout layers of one size.
 # Goes when: 2.7 is not supported any more.
 @around("mindnlp")
 def _generator_that_gets_on(module: types.ModuleType) -> Iterator[None]:

@@ -14,34 +14,40 @@ from mindnlp_dp.step.train_step import TrainStep
 from mindnlp_dp.trainers.control import ControlAgreement
 
 from .arguments import RankArguments
+from .batch_scaling import Pace, batch_of
 from .callbacks import callback_states, load_callback_states
 from .library import TrainerState
 
 
-def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> Any:
+def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, Pace]:
     """The loader; when the run ``saved`` is taken up, with its global batch, whatever the number of ranks is now.
 
-    So has an elastic job the one that all of its ranks would have. That may set other accumulation steps in
-    ``trainer.args``. Raises ValueError when the data is not the run's, or a pipeline's own batches do not make up that
-    global batch. A collective.
+    So has an elastic job the one that all of its ranks would have, unless it scales that with their number. That may
+    set other accumulation steps in ``trainer.args``. Raises ValueError when the data is not the run's, or a pipeline's
+    own batches do not make up that global batch. A collective.
     """
     if _begins_its_epoch_anew(trainer.args, saved):
         saved = None
-    trainer.global_batch_size = _global_batch(trainer) if saved is None else saved["global_batch_size"]
+    # Older checkpoints know of one size only.
+    planned = _global_batch(trainer) if saved is None else saved.get("planned_batch_size", saved["global_batch_size"])
+    trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
+    pace = Pace(loader, planned, saved)
     if saved is not None:
         way_out = "begin the epoch anew with ignore_data_skip=True"
         check_same_data(trainer.args.data_order(loader), saved["data"], way_out)
     if trainer.global_batch_size is not None and loader.micro_steps != trainer.args.gradient_accumulation_steps:
         trainer.args = copy.copy(trainer.args)
         trainer.args.gradient_accumulation_steps = loader.micro_steps
-        if trainer.world.is_main and trainer.args.global_batch_size is None:
+        if trainer.world.is_main and trainer.args.global_batch_size is None and not pace.is_slower:
             whose = "this job's" if saved is None else "the checkpoint's"
             print(
                 f"training with {whose} global batch of {loader.global_batch_size} samples: "
                 f"gradient_accumulation_steps is {loader.micro_steps}"
             )
-    return loader
+    if trainer.world.is_main and pace.is_slower:
+        print(f"not all ranks of this job are there: training with {pace}")
+    return loader, pace
 
 
 def _begins_its_epoch_anew(args: RankArguments, saved: Optional[dict[str, Any]]) -> bool:
@@ -65,6 +71,7 @@ class ResumableLoop:
     trainer: Any
     args: RankArguments
     loader: Any
+    pace: Pace
     parts: Run
     train_step: TrainStep
     # Whether trainer.state and the training step are this loop's.
@@ -103,6 +110,8 @@ class ResumableLoop:
             "callbacks": callback_states(trainer.callback_handler.callbacks),
             "data": self.args.data_order(self.loader),
             "global_batch_size": self.loader.global_batch_size,
+            "planned_batch_size": self.pace.planned,
+            "ahead": self.pace.ahead,
             "position": asdict(self.position),
             "flags": dict(self.agree.agreed),
             "trainer_state": asdict(trainer.state),
@@ -110,7 +119,7 @@ class ResumableLoop:
             "grad_norm": self.grad_norm,
         }
 
-    def restore(self, saved: dict[str, Any], max_steps: int) -> bool:
+    def restore(self, saved: dict[str, Any], planned_updates: int) -> bool:
         """Take a run up; True when it had come to its end. What a begin would undo waits for its end."""
         trainer = self.trainer
         self.parts.restore(saved)
@@ -121,10 +130,13 @@ class ResumableLoop:
         position, step = Position(**saved["position"]), trainer.state.global_step
         self.position = position.where_to_go_on()
         if _begins_its_epoch_anew(self.args, saved):
-            self.position.update = 0
+            self.position.update = self.position.offset = 0
+        else:
+            self.position = self.pace.take_up(self.position, saved, step)
         # Whoever gives a finished run more steps wants it to go on; a stop before its last step stands.
         saved["flags"]["should_training_stop"] &= step < trainer.state.max_steps
-        return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= max_steps)
+        is_done = step >= self.pace.total(planned_updates)
+        return position.ending_epoch and (saved["flags"]["should_training_stop"] or is_done)
 
     def restore_what_begins_undo(self) -> None:
         """Random states and stops: callbacks that begin, and reading up to the position, change them."""

@@ -52,7 +52,7 @@ class TrainingLoop(ResumableLoop):
         self.group, self.world = trainer.group, trainer.world
         self.checkpoint = self.taken_up = checkpoint
         self.ignore_keys_for_eval = ignore_keys_for_eval
-        self.loader = open_data(trainer, checkpoint)
+        self.loader, self.pace = open_data(trainer, checkpoint)
         # Opening the data may have set other accumulation steps.
         self.args = trainer.args
         self.position = Position()
@@ -71,12 +71,12 @@ class TrainingLoop(ResumableLoop):
     def run(self) -> TrainOutput:
         trainer, args = self.trainer, self.args
         self.updates_per_epoch = len(self.loader) if has_length(self.loader) else None
-        max_steps, num_epochs = plan_updates(self.updates_per_epoch, args.num_train_epochs, args.max_steps)
+        planned, num_epochs = plan_updates(self.pace.planned_per_epoch, args.num_train_epochs, args.max_steps)
         trainer.whole.broadcast_weights()
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler = None
             trainer._created_lr_scheduler = False
-        trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        trainer.create_optimizer_and_scheduler(num_training_steps=planned)
         self.synchronizer = trainer.synchronizer(trainer.model)
         passes = trainer.passes
         scope = passes.scope(trainer.optimizer, self.synchronizer.parameters)
@@ -89,9 +89,11 @@ class TrainingLoop(ResumableLoop):
         self.parts = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
-        is_over = self.checkpoint is not None and self.restore(self.checkpoint, max_steps)
+        is_over = self.checkpoint is not None and self.restore(self.checkpoint, planned)
         self.is_set_up = True
         state = trainer.state
+        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, self.position)
+        max_steps = self.pace.total(planned)
         state.train_batch_size = trainer._train_batch_size
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
         state.is_local_process_zero = trainer.is_local_process_zero()
@@ -140,7 +142,7 @@ class TrainingLoop(ResumableLoop):
         if args.past_index >= 0:
             trainer._past = None
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
-        windows = self.loader.windows(position.epoch, position.update)
+        windows = self.loader.windows(position.epoch, position.update, position.offset)
         self.restore_what_begins_undo()
         self.agree(trainer.control)
         while not self._stops():
@@ -172,6 +174,7 @@ class TrainingLoop(ResumableLoop):
         position.update += 1
         trainer.state.global_step += 1
         trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
+        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
         trainer.control = trainer.callback_handler.on_step_end(self.args, trainer.state, trainer.control)
 
     def _stops(self) -> bool:

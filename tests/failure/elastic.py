@@ -3,7 +3,7 @@
     mindnlp-dp run --nproc MIN:MAX tests/failure/elastic.py FOLDER [--updates N] [--seconds S] [--zero-stage Z]
         [--fault HOW@STEP:RANK ...]
 
-Each fault happens once, on the first try that gets there: ``kill``, ``raise``, ``exit``, ``stop``, ``hang``. At its end
+With all ranks it makes ``--updates`` updates of four samples a rank, of 48 in an epoch. Each fault happens once, on the first try that gets there: ``kill``, ``raise``, ``exit``, ``stop``, ``hang``. At its end
 rank 0 writes the weights to FOLDER/weights.npz, and to FOLDER/result.json their digest and the number of ranks that
 every update was made by; every update takes ``--seconds`` longer.
 """
@@ -44,11 +44,8 @@ def main() -> None:
     options = parser.parse_args()
     group = dp.init_process_group()
 
-    from mindnlp.engine import TrainerCallback
-    from mindnlp.engine.utils import set_seed
-    from mindnlp.transformers import RobertaForSequenceClassification
-
-    from models import Rows, tiny_config
+    from library import TrainerCallback, settings_here
+    from models import Rows, tiny_roberta
 
     def happens_now(step: int) -> str:
         for fault in options.fault:
@@ -72,21 +69,21 @@ def main() -> None:
                 with open(options.folder / "sizes", "a") as file:
                     file.write(f"{state.global_step} {group.world_size}\n")
 
-    set_seed(1)
-    model = RobertaForSequenceClassification(tiny_config(num_layers=2, dropout=0.0))
-    args = dp.DataParallelArguments(
-        str(options.folder), per_device_train_batch_size=4, max_steps=options.updates, learning_rate=1e-2,
-        logging_steps=5, save_strategy="steps", save_steps=options.save_steps, save_total_limit=2, disable_tqdm=True,
-        zero_stage=options.zero_stage if options.zero_stage == "auto" else int(options.zero_stage),
-    )  # fmt: skip
+    model = tiny_roberta(seed=1, num_layers=2, dropout=0.0)
+    settings = {
+        "per_device_train_batch_size": 4, "max_steps": options.updates, "learning_rate": 1e-2, "logging_steps": 5,
+        "save_strategy": "steps", "save_steps": options.save_steps, "save_total_limit": 2, "disable_tqdm": True,
+        "zero_stage": options.zero_stage if options.zero_stage == "auto" else int(options.zero_stage),
+    }  # fmt: skip
+    args = dp.DataParallelArguments(str(options.folder), **settings_here(**settings))
     trainer = dp.DataParallelTrainer(model, args, train_dataset=Rows(48), callbacks=[Watched()])
     output = trainer.train()
-    assert output.global_step == options.updates
+    assert output.global_step == trainer.state.max_steps
     if group.is_main:
         weights = {name: parameter.asnumpy() for name, parameter in trainer.model.named_parameters()}
         np.savez(options.folder / "weights.npz", **weights)
         sizes = dict(map(int, line.split()) for line in (options.folder / "sizes").read_text().splitlines())
-        result = {"digest": trainer.replica_digest, "sizes": [sizes[step + 1] for step in range(options.updates)]}
+        result = {"digest": trainer.replica_digest, "sizes": [sizes[step + 1] for step in range(output.global_step)]}
         (options.folder / "result.json").write_text(json.dumps(result))
 
 

@@ -56,6 +56,7 @@ def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed
     assert exit_code == 0, output
     found, weights = results(tmp_path)
     expected, whole = undisturbed
+    assert len(found["sizes"]) == UPDATES
     assert found["sizes"][:5] == [3] * 5
     assert min(found["sizes"][5:]) < 3
     assert found["sizes"][-1] == 3
@@ -71,6 +72,25 @@ def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed
         # Up to the first fault.
         assert "training with the checkpoint's global batch of 12 samples" in output
     assert expected["sizes"] == [3] * UPDATES
+
+
+def test_batches_that_are_in_proportion_to_the_ranks(tmp_path):
+    """Every epoch reads every sample once, in smaller batches while a rank is missing."""
+    exit_code, output = run(
+        tmp_path, "--nproc", "2:3", "--grow-after", 1, "--scale-batch", ELASTIC, tmp_path, "--updates", UPDATES,
+        "--seconds", 0.2, "--fault", "kill@7:2",
+    )  # fmt: skip
+    assert exit_code == 0, output
+    assert "training with global batches of 8 samples, and 0.667 times the learning rate" in output
+    sizes = results(tmp_path)[0]["sizes"]
+    assert len(sizes) > UPDATES
+    assert sizes[0] == sizes[-1] == 3
+    epochs = read = 0
+    for size in sizes:
+        read += 4 * size
+        if read >= 48:
+            epochs, read = epochs + 1, 0
+    assert (epochs, read) == (UPDATES * 12 // 48, 0)
 
 
 def test_the_smallest_size_is_kept_and_a_fault_that_returns_ends_the_job(tmp_path):

@@ -72,6 +72,17 @@ def test_the_others_go_on_and_no_update_is_made_twice(tmp_path, undisturbed):
     assert output.count("'train_loss'") == 1
 
 
+def test_batches_become_smaller_in_the_midst_of_an_epoch(tmp_path):
+    """Behind three of its four updates; a fifth and a sixth of two ranks then read the rest."""
+    size = (*IN_PLACE, "--scale-batch")
+    exit_code, output = elastic(tmp_path, "--fault", "kill@7:2", "--save-steps", 1000, size=size)
+    assert exit_code == 0, output
+    assert results(tmp_path)[0]["sizes"] == [3] * 7 + [2] * (2 + 3 * 6)
+    assert steps(tmp_path) == list(range(1, 28))
+    log = (tmp_path / "logs/worker_0.log").read_text()
+    assert "training with global batches of 8 samples, and 0.667 times the learning rate" in log
+
+
 def test_what_is_divided_is_taken_up_from_the_newest_checkpoint(tmp_path, undisturbed):
     exit_code, output = elastic(tmp_path, "--zero-stage", 1, "--fault", "kill@12:1")
     assert exit_code == 0, output

@@ -369,6 +369,7 @@ def test_save_only_model_leaves_a_model_and_nothing_to_resume_from(tmp_path):
 def test_the_manifest_is_json_that_anyone_can_read(tmp_path):
     train(tiny_roberta(), Rows(8), tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     manifest = json.loads(Path(tmp_path / "checkpoint-2" / "checkpoint.json").read_text())
-    assert manifest["state"]["position"] == {"epoch": 1, "update": 1, "epoch_done": False, "ending_epoch": False}
+    position = {"epoch": 1, "update": 1, "epoch_done": False, "ending_epoch": False, "offset": 0}
+    assert manifest["state"]["position"] == position
     assert manifest["state"]["global_batch_size"] == 8
     assert set(manifest["files"]) == {"config.json", "model.safetensors", "state.safetensors", "trainer_state.json"}

@@ -93,6 +93,29 @@ def test_a_later_start_reads_the_rest_of_the_same_sequence(num_samples, start):
         assert resumed == rank[start:]
 
 
+@given(
+    num_samples=st.integers(20, 100), sizes=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    updates=st.integers(0, 3), uneven=st.sampled_from(["keep", "drop"]),
+)  # fmt: skip
+def test_batches_of_other_sizes_read_the_rest_of_the_same_sequence(num_samples, sizes, updates, uneven):
+    """So many updates of each size, then all that is left in batches of the last."""
+    order, read = epoch_order(num_samples, 0, 1), []
+    for size in sizes:
+        sampler = GlobalBatchSampler(num_samples, 3, 2, samples_per_update=size, uneven=uneven)
+        update, offset = sampler.place_of(len(read))
+        assert (offset == 0) == (len(read) == update * size)
+        ranks = [sampler.shard_indices(rank, 1, update, offset) for rank in range(2)]
+        # It ends as an epoch does that had this size from its beginning.
+        assert len(ranks[0]) == sampler.num_updates - update
+        windows = [[int(i) for window in parts for micro in window for i in micro] for parts in zip(*ranks)]
+        last = size == sizes[-1]
+        for window in windows if last else windows[:updates]:
+            assert len(window) == size or (uneven == "keep" and len(read) + len(window) == num_samples)
+            read += window
+    assert read == order[: len(read)].tolist()
+    assert num_samples - len(read) < (1 if uneven == "keep" else sizes[-1])
+
+
 def test_order_is_a_function_of_seed_and_epoch():
     orders = {(seed, epoch): tuple(epoch_order(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(set(orders.values())) == 4

@@ -1,0 +1,140 @@
+"""Global batches in proportion to the ranks that are there: every sample once an epoch, the rate in proportion."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from library import TrainerCallback
+from mindspore.dataset import NumpySlicesDataset
+
+import mindnlp_dp as dp
+from mindnlp_dp.data.sharding import epoch_order
+from mindnlp_dp.launch.environment import try_environment
+from models import Rows, tiny_roberta, train, weights
+
+NUM_SAMPLES = 37
+# Updates of twelve samples, planned: four an epoch.
+SETTINGS = {
+    "global_batch_size": 12, "per_device_train_batch_size": 5, "num_train_epochs": 3, "learning_rate": 1e-2,
+    "warmup_steps": 3, "lr_scheduler_type": "cosine", "logging_steps": 1, "save_strategy": "steps", "save_steps": 1,
+}  # fmt: skip
+PLANNED = 12
+NUMBERS = {tuple(row): number for number, row in enumerate(Rows(NUM_SAMPLES).input_ids.tolist())}
+
+
+class Stop(TrainerCallback):
+    """Behind so many updates, and the checkpoint of the last."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+class Notes(dp.DataParallelTrainer):
+    """Notes which samples every update is made of, on all ranks."""
+
+    updates: list
+
+    def training_step(self, model, inputs, *args):
+        numbers = [NUMBERS[tuple(row)] for row in inputs["input_ids"].asnumpy().tolist()]
+        self.updates.append((self.state.global_step, numbers))
+        return super().training_step(model, inputs, *args)
+
+
+@pytest.fixture
+def missing(group, monkeypatch):
+    """As if so many times as many ranks as there are could be in this job, which scales its batches."""
+
+    def tell(times):
+        for name, value in try_environment(0, 0.0, times * group.world_size, scale_batch=True).items():
+            if name.endswith(("FULL_SIZE", "SCALE_BATCH")):
+                monkeypatch.setenv(name, value)
+
+    return tell
+
+
+def run(folder, *, stop_at=None, kind=Notes, rows=None, **more):
+    callbacks = [Stop(stop_at)] if stop_at else []
+    settings = {**SETTINGS, **more}
+    return train(tiny_roberta(dropout=0.0), rows or Rows(NUM_SAMPLES), folder, kind, callbacks=callbacks, **settings)
+
+
+def read_by_all(group, updates):
+    """What each update read, of all ranks."""
+    read = {}
+    for ranks in group.all_gather_object(updates):
+        for step, mine in ranks:
+            read.setdefault(step, []).extend(mine)
+    return [sorted(read[step]) for step in sorted(read)]
+
+
+def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatch):
+    """Two updates of all, three with a third of the ranks, then all again."""
+    monkeypatch.setattr(Notes, "updates", [], raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        run(shared_tmp_path, stop_at=2)
+    missing(3)
+    with pytest.raises(KeyboardInterrupt):
+        run(shared_tmp_path, stop_at=5, resume=True)
+    missing(1)
+    trainer = run(shared_tmp_path, resume=True)
+
+    sizes = [12, 12, 4, 4, 4, 1, *[12, 12, 12, 1] * 2]
+    order = np.concatenate([epoch_order(NUM_SAMPLES, 42, epoch) for epoch in range(3)])
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(order)
+    expected = [sorted(order[end - size : end].tolist()) for end, size in zip(ends, sizes)]
+    assert read_by_all(group, Notes.updates) == expected
+
+    state = trainer.state
+    assert (state.global_step, state.max_steps, state.epoch) == (len(sizes), len(sizes), 3.0)
+    # The rate that a log shows is the next update's: of a third of a batch a third, as far along as the samples are.
+    behind = [0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    share = [1, 1, *[1 / 3] * 3, *[1] * 9]
+
+    def planned_rate(updates):
+        if updates < 3:
+            return 1e-2 * updates / 3
+        return 1e-2 * 0.5 * (1 + math.cos(math.pi * (updates - 3) / (12 - 3)))
+
+    logged = [row["learning_rate"] for row in state.log_history if "learning_rate" in row and "loss" in row]
+    rates = [share[step - 1] * planned_rate(behind[step]) for step in range(1, len(sizes) + 1)]
+    assert logged == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("steps", [{"num_train_epochs": 2}, {"max_steps": 7}])
+def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shared_tmp_path, missing, steps):
+    common = {**steps, "lr_scheduler_type": "constant", "warmup_steps": 0, "kind": dp.DataParallelTrainer}
+    if "max_steps" in steps:
+        # As far in the data as the planned updates get: an epoch has four of them, and seven of half the size.
+        plain = {**common, "max_steps": 13}
+    else:
+        plain = common
+    half = run(shared_tmp_path / "half", **{**plain, "global_batch_size": 6, "learning_rate": 5e-3})
+    missing(2)
+    scaled = run(shared_tmp_path / "scaled", **common)
+    assert scaled.state.global_step == half.state.global_step == (13 if "max_steps" in steps else 14)
+    for name, weight in weights(half.model).items():
+        np.testing.assert_array_equal(weights(scaled.model)[name], weight, err_msg=name)
+    # A script of its own takes it up with all that it was planned with.
+    missing(1)
+    again = run(shared_tmp_path / "scaled", resume=True, **common)
+    assert again.state.global_step == scaled.state.global_step
+    assert again.training_loop.loader.global_batch_size == PLANNED
+
+
+def test_what_cannot_be_scaled_is_refused(group, shared_tmp_path, missing):
+    columns = {"input_ids": np.stack([Rows(8)[i]["input_ids"] for i in range(8)]), "labels": np.zeros(8, np.int32)}
+    missing(2)
+    settings = {"kind": dp.DataParallelTrainer, "max_steps": 1}
+    with pytest.raises(ValueError, match="cut from the order of a data set with an index"):
+        run(shared_tmp_path, rows=NumpySlicesDataset(columns, shuffle=False).batch(3), **settings)
+    with pytest.raises(ValueError, match="not of one that is grouped by length"):
+        run(shared_tmp_path, group_by_length=True, **settings)
+    with pytest.raises(ValueError, match="a ReduceLROnPlateau does not say what it is at another step"):
+        run(shared_tmp_path, lr_scheduler_type="reduce_lr_on_plateau", **settings)
