@@ -15,7 +15,7 @@ results=$(mktemp)
 trap 'rm -f "$results"' EXIT
 # parallel LAUNCHER RANKS [NAME...]: those files of the parallel suite that are the Trainer's, or some of them.
 parallel() {
-  local names=(trainer equivalence decisions orders resuming evaluation bad_losses models zero transformers_trainer)
+  local names=(trainer equivalence decisions orders resuming batch_scaling evaluation bad_losses models zero transformers_trainer)
   local some=""
   if [ $# -gt 2 ]; then
     names=("${@:3}") some=": $(($# - 2)) files"
@@ -32,4 +32,6 @@ parallel mpi 4 equivalence evaluation
 parallel mindspore 2 equivalence trainer orders
 parallel msrun 2 equivalence
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
+# A job that loses ranks, and goes on in place.
+python -m pytest tests/failure/test_in_place.py -k "no_update_is_made_twice or become_smaller"
 python tests/tried.py note trainer "$results"

@@ -64,18 +64,19 @@ def try_environment(
         in_place: with how many they go on, at least, in their processes, when one is lost; 0: they do not.
         scale_batch: whether global batches of an elastic job are in proportion to its ranks.
     """
-    sizes = {} if full_size is None else {_FULL_SIZE: str(full_size), _SCALE_BATCH: str(int(scale_batch))}
+    # None of these is to be inherited from a job that this one is started in.
+    sizes = {_FULL_SIZE: str(full_size or ""), _SCALE_BATCH: str(int(scale_batch))}
     return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes, _IN_PLACE: str(in_place)}
 
 
 def full_size(environ: Mapping[str, str]) -> Optional[int]:
     """The most ranks that this process's job may have, where it is elastic: its global batch is theirs."""
-    return int(environ[_FULL_SIZE]) if _FULL_SIZE in environ else None
+    return int(environ[_FULL_SIZE]) if environ.get(_FULL_SIZE) else None
 
 
 def scales_batch(environ: Mapping[str, str]) -> bool:
     """Whether global batches of this process's job, which is elastic, are in proportion to the ranks that it has."""
-    return _FULL_SIZE in environ and environ.get(_SCALE_BATCH) == "1"
+    return full_size(environ) is not None and environ.get(_SCALE_BATCH) == "1"
 
 
 def goes_on_in_place(environ: Mapping[str, str]) -> bool:

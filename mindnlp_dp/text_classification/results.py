@@ -44,7 +44,7 @@ def make_report(
     backend, global_batch_size = "single", args.per_device_train_batch_size * args.gradient_accumulation_steps
     if hasattr(trainer, "whole"):
         # Of a model that is cut, every rank has the digest of the whole.
-        backend, global_batch_size = trainer.world.backend, args.global_train_batch_size
+        backend, global_batch_size = trainer.world.backend, trainer.training_loop.loader.global_batch_size
         digests = trainer.world.all_gather_object(trainer.whole.digest())
     else:
         digests = [replica_digest(trainer.model)]

@@ -30,26 +30,38 @@ def batch_of(planned: int, num_ranks: int) -> int:
 class Pace:
     """How far an update gets a run.
 
+    Args:
+        loader: of the batches that updates have now.
+        planned: samples that they were planned to have; None: those of the loader.
+        size: samples that the loader was asked for; None: it was free.
+        saved: the run that is taken up.
+
     Attributes:
-        planned: samples that its updates were planned to have.
-        ahead: updates that it has made besides those that it would have, had its batches always been those of now.
+        planned: as above; what batches have, where they do not change.
+        is_scaled: whether batches change with the number of ranks, or did so earlier in this run.
 
     Raises:
-        ValueError: batches may be others than planned, and the data cannot be cut so.
+        ValueError: they do, and the data cannot be cut so.
     """
 
-    def __init__(self, loader: Any, planned: Optional[int], saved: Optional[Mapping[str, Any]] = None) -> None:
+    def __init__(
+        self, loader: Any, planned: Optional[int], size: Optional[int], saved: Optional[Mapping[str, Any]]
+    ) -> None:
         self._loader = loader
-        size = loader.global_batch_size
-        self.planned = planned or size
-        self.ahead = 0
-        before = size if saved is None else saved["global_batch_size"]
-        self._is_scaled = scales_batch(os.environ) or not size == before == self.planned
-        if self._is_scaled and (not isinstance(loader, IndexedLoader) or loader.digest_of_lengths is not None):
+        self.is_scaled = scales_batch(os.environ) or (saved is not None and saved.get("is_scaled", False))
+        self.planned = planned if planned is not None and self.is_scaled else loader.global_batch_size
+        if not self.is_scaled:
+            return
+        if not isinstance(loader, IndexedLoader) or loader.digest_of_lengths is not None:
             raise ValueError(
-                f"updates of {size} samples that were planned with {self.planned} (--scale-batch) are cut from the "
-                "order of a data set with an index, and not of one that is grouped by length or has batches of its "
-                "own; leave the option out"
+                f"updates that were planned with {self.planned} samples, and whose size changes with the number of "
+                "ranks (--scale-batch), are cut from the order of a data set with an index, and not of one that is "
+                "grouped by length or has batches of its own"
+            )
+        if size is not None and loader.global_batch_size != size:
+            raise ValueError(
+                f"this Trainer's own loader has updates of {loader.global_batch_size} samples, and with --scale-batch "
+                f"they have {size} now; let it take global_batch_size=trainer.global_batch_size"
             )
 
     def __str__(self) -> str:
@@ -64,26 +76,35 @@ class Pace:
     @property
     def planned_per_epoch(self) -> Optional[int]:
         """Updates in an epoch, as it was planned; None for a stream."""
-        if self._is_scaled:
+        if self.is_scaled:
             return replace(self._loader.sampler, samples_per_update=self.planned).num_updates
         return len(self._loader) if has_length(self._loader) else None
 
-    def total(self, planned_updates: int) -> int:
-        """How many updates a run will have made at its end that was planned with so many."""
-        if not self._is_scaled:
-            return planned_updates + self.ahead
-        return -(-planned_updates * len(self._loader) // (self.planned_per_epoch or 1)) + self.ahead
-
-    def take_up(self, position: Position, saved: Mapping[str, Any], step: int) -> Position:
-        """Where updates go on behind ``position`` of a saved run, which has made ``step`` of them."""
-        loader, before = self._loader, saved["global_batch_size"]
-        if before == loader.global_batch_size:
-            self.ahead = saved.get("ahead", 0)
+    def take_up(self, position: Position, saved: Mapping[str, Any]) -> Position:
+        """Where updates go on behind a saved run's ``position``."""
+        if not self.is_scaled:
             return position
-        samples_read = min(position.update * before + position.offset, loader.num_samples)
-        update, offset = loader.sampler.place_of(samples_read)
-        self.ahead = step - (position.epoch * len(loader) + update)
+        samples_read = min(position.update * saved["global_batch_size"] + position.offset, self._loader.num_samples)
+        update, offset = self._loader.sampler.place_of(samples_read)
         return replace(position, update=update, offset=offset)
+
+    def total(self, planned_updates: int, step: int, position: Position) -> int:
+        """How many updates a run makes that was planned with so many, and is there behind ``step`` of them."""
+        if not self.is_scaled:
+            return planned_updates
+        loader, size = self._loader, self._loader.global_batch_size
+        epochs, rest = divmod(planned_updates, self.planned_per_epoch or 1)
+        samples_of_rest = min(rest * self.planned, loader.num_samples)
+        if position.epoch > epochs:
+            return step
+        if position.epoch == epochs:
+            return step + max(0, -(-(samples_of_rest - self._samples_read(position)) // size))
+        whole = len(loader) - position.update + (epochs - position.epoch - 1) * len(loader)
+        return step + whole - (-samples_of_rest // size)
+
+    def _samples_read(self, position: Position) -> int:
+        read = position.update * self._loader.global_batch_size + position.offset
+        return min(read, self._loader.num_samples)
 
     def set_rate(self, optimizer: Any, scheduler: Any, position: Position) -> None:
         """The schedule's behind as many planned updates as have read what was read, in proportion to the batch.
@@ -91,17 +112,18 @@ class Pace:
         Raises:
             ValueError: nobody knows the schedule's rate at another step.
         """
-        if not (self._is_scaled or self.ahead):
+        if not self.is_scaled:
             return
-        if not isinstance(scheduler, torch_like().optim.lr_scheduler.LambdaLR):
+        kind = torch_like().optim.lr_scheduler.LambdaLR
+        if not isinstance(scheduler, kind) or type(scheduler).get_lr is not kind.get_lr:
             raise ValueError(
                 f"with --scale-batch the learning rate follows the batch, and a {type(scheduler).__name__} does not "
-                "say what it is at another step; use one of lr_scheduler_type's schedules, or leave the option out"
+                "say what it is at another step; use a LambdaLR, such as lr_scheduler_type's schedules"
             )
-        size, per_epoch = self._loader.global_batch_size, self.planned_per_epoch or 0
+        per_epoch = self.planned_per_epoch or 0
         is_read = position.update >= len(self._loader)
-        in_epoch = per_epoch if is_read else (position.update * size + position.offset) // self.planned
-        count, share = position.epoch * per_epoch + in_epoch, size / self.planned
+        count = position.epoch * per_epoch + (per_epoch if is_read else self._samples_read(position) // self.planned)
+        share = self._loader.global_batch_size / self.planned
         rates = [base * share * factor(count) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate

@@ -51,6 +51,8 @@ class RankTrainer(abc.ABC):
         self.current_tokens = 0
         # Samples in an update, where the number of ranks is not to change it.
         self.global_batch_size: Optional[int] = None
+        # How many micro steps that has made of how many.
+        self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         self.whole.broadcast_weights()
 

@@ -26,19 +26,23 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, Pace]
     set other accumulation steps in ``trainer.args``. Raises ValueError when the data is not the run's, or a pipeline's
     own batches do not make up that global batch. A collective.
     """
-    if _begins_its_epoch_anew(trainer.args, saved):
-        saved = None
+    whole, saved = saved, None if _begins_its_epoch_anew(trainer.args, saved) else saved
+    if trainer.args.gradient_accumulation_steps == trainer.accumulation_steps_set:
+        # By an earlier call.
+        trainer.args = copy.copy(trainer.args)
+        trainer.args.gradient_accumulation_steps = trainer.accumulation_steps_asked
     # Older checkpoints know of one size only.
     planned = _global_batch(trainer) if saved is None else saved.get("planned_batch_size", saved["global_batch_size"])
     trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
-    pace = Pace(loader, planned, saved)
+    pace = Pace(loader, planned, trainer.global_batch_size, whole)
     if saved is not None:
         way_out = "begin the epoch anew with ignore_data_skip=True"
         check_same_data(trainer.args.data_order(loader), saved["data"], way_out)
     if trainer.global_batch_size is not None and loader.micro_steps != trainer.args.gradient_accumulation_steps:
+        trainer.accumulation_steps_asked = trainer.args.gradient_accumulation_steps
         trainer.args = copy.copy(trainer.args)
-        trainer.args.gradient_accumulation_steps = loader.micro_steps
+        trainer.args.gradient_accumulation_steps = trainer.accumulation_steps_set = loader.micro_steps
         if trainer.world.is_main and trainer.args.global_batch_size is None and not pace.is_slower:
             whose = "this job's" if saved is None else "the checkpoint's"
             print(
@@ -111,7 +115,7 @@ class ResumableLoop:
             "data": self.args.data_order(self.loader),
             "global_batch_size": self.loader.global_batch_size,
             "planned_batch_size": self.pace.planned,
-            "ahead": self.pace.ahead,
+            "is_scaled": self.pace.is_scaled,
             "position": asdict(self.position),
             "flags": dict(self.agree.agreed),
             "trainer_state": asdict(trainer.state),
@@ -132,10 +136,10 @@ class ResumableLoop:
         if _begins_its_epoch_anew(self.args, saved):
             self.position.update = self.position.offset = 0
         else:
-            self.position = self.pace.take_up(self.position, saved, step)
+            self.position = self.pace.take_up(self.position, saved)
         # Whoever gives a finished run more steps wants it to go on; a stop before its last step stands.
         saved["flags"]["should_training_stop"] &= step < trainer.state.max_steps
-        is_done = step >= self.pace.total(planned_updates)
+        is_done = step >= self.pace.total(planned_updates, step, self.position)
         return position.ending_epoch and (saved["flags"]["should_training_stop"] or is_done)
 
     def restore_what_begins_undo(self) -> None:

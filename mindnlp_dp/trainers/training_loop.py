@@ -92,8 +92,7 @@ class TrainingLoop(ResumableLoop):
         is_over = self.checkpoint is not None and self.restore(self.checkpoint, planned)
         self.is_set_up = True
         state = trainer.state
-        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, self.position)
-        max_steps = self.pace.total(planned)
+        max_steps = self.pace.total(planned, state.global_step, self.position)
         state.train_batch_size = trainer._train_batch_size
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
         state.is_local_process_zero = trainer.is_local_process_zero()
@@ -139,6 +138,7 @@ class TrainingLoop(ResumableLoop):
 
     def _run_epoch(self) -> None:
         trainer, args, position = self.trainer, self.args, self.position
+        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
         if args.past_index >= 0:
             trainer._past = None
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)

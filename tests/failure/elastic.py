@@ -3,9 +3,10 @@
     mindnlp-dp run --nproc MIN:MAX tests/failure/elastic.py FOLDER [--updates N] [--seconds S] [--zero-stage Z]
         [--fault HOW@STEP:RANK ...]
 
-With all ranks it makes ``--updates`` updates of four samples a rank, of 48 in an epoch. Each fault happens once, on the first try that gets there: ``kill``, ``raise``, ``exit``, ``stop``, ``hang``. At its end
-rank 0 writes the weights to FOLDER/weights.npz, and to FOLDER/result.json their digest and the number of ranks that
-every update was made by; every update takes ``--seconds`` longer.
+It makes ``--updates`` updates of four samples a rank, of 48 in an epoch. Each fault happens once, on the first try that
+gets there: ``kill``, ``raise``, ``exit``, ``stop``, ``hang``. At its end rank 0 writes the weights to
+FOLDER/weights.npz, and to FOLDER/result.json their digest and the number of ranks that every update was made by; every
+update takes ``--seconds`` longer.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     group = dp.init_process_group()
 
     from library import TrainerCallback, settings_here
+
     from models import Rows, tiny_roberta
 
     def happens_now(step: int) -> str:

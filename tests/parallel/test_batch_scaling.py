@@ -110,11 +110,8 @@ def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatc
 @pytest.mark.parametrize("steps", [{"num_train_epochs": 2}, {"max_steps": 7}])
 def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shared_tmp_path, missing, steps):
     common = {**steps, "lr_scheduler_type": "constant", "warmup_steps": 0, "kind": dp.DataParallelTrainer}
-    if "max_steps" in steps:
-        # As far in the data as the planned updates get: an epoch has four of them, and seven of half the size.
-        plain = {**common, "max_steps": 13}
-    else:
-        plain = common
+    # Seven planned updates are two epochs less one sample, and one of half the size is an epoch's last.
+    plain = {**common, "max_steps": 13} if "max_steps" in steps else common
     half = run(shared_tmp_path / "half", **{**plain, "global_batch_size": 6, "learning_rate": 5e-3})
     missing(2)
     scaled = run(shared_tmp_path / "scaled", **common)

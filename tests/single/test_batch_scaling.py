@@ -1,0 +1,70 @@
+"""How far updates get a run whose batches change their size: every planned sample is read, and none besides."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindnlp_dp.checkpoint.run_state import Position
+from mindnlp_dp.data.loader import IndexedLoader
+from mindnlp_dp.data.sharding import GlobalBatchSampler
+from mindnlp_dp.launch.environment import full_size, scales_batch, try_environment
+from mindnlp_dp.trainers.batch_scaling import Pace, batch_of
+
+
+def pace_of(num_samples, size, planned, saved):
+    loader = IndexedLoader(range(num_samples), GlobalBatchSampler(num_samples, 4, samples_per_update=size), None)
+    return loader, Pace(loader, planned, size, saved)
+
+
+@given(
+    num_samples=st.integers(1, 60), planned=st.integers(1, 16), planned_updates=st.integers(1, 30),
+    tries=st.lists(st.tuples(st.integers(1, 16), st.integers(0, 9)), max_size=4), last=st.integers(1, 16),
+)  # fmt: skip
+def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned, planned_updates, tries, last):
+    """So many updates of each size, then to the end with those of the last; and once more, when it is finished."""
+    saved, position, step, read = {"is_scaled": True}, Position(), 0, 0
+    for size, most in [*tries, (last, 10_000)]:
+        loader, pace = pace_of(num_samples, size, planned, saved)
+        position = pace.take_up(position, {"global_batch_size": size, **saved})
+        total = pace.total(planned_updates, step, position)
+        assert total >= step
+        for _ in range(min(most, total - step)):
+            if position.update == len(loader):
+                position = Position(position.epoch + 1)
+            begin = position.update * size + position.offset
+            assert begin < num_samples
+            read += min(begin + size, num_samples) - begin
+            position.update, step = position.update + 1, step + 1
+            assert pace.total(planned_updates, step, position) == total
+        saved = {"is_scaled": True, "global_batch_size": size}
+    _, pace = pace_of(num_samples, planned, planned, saved)
+    assert pace.total(planned_updates, step, pace.take_up(position, saved)) == step
+    per_epoch = -(-num_samples // planned)
+    epochs, rest = divmod(planned_updates, per_epoch)
+    wanted = epochs * num_samples + min(rest * planned, num_samples)
+    # An update is whole, or ends its epoch: it may read beyond the last planned sample, by less than itself.
+    assert wanted <= read < wanted + max(size for size, _ in [*tries, (last, 0)])
+
+
+def test_batches_in_proportion(monkeypatch):
+    for name, value in try_environment(0, 0.0, 3, scale_batch=True).items():
+        monkeypatch.setenv(name, value)
+    assert [batch_of(32, ranks) for ranks in (3, 2, 1)] == [32, 21, 11]
+    assert batch_of(1, 1) == 1
+
+
+def test_a_job_within_a_job_has_its_own_size():
+    outer = try_environment(0, 0.0, 8, scale_batch=True)
+    assert (full_size(outer), scales_batch(outer)) == (8, True)
+    inner = {**outer, **try_environment(0, 0.0, None)}
+    assert (full_size(inner), scales_batch(inner)) == (None, False)
+
+
+def test_a_loader_of_another_size_is_refused_only_where_batches_change():
+    _, pace = pace_of(20, 5, 8, None)
+    assert (pace.planned, pace.is_slower) == (5, False)
+    loader, _ = pace_of(20, 5, 8, None)
+    with pytest.raises(ValueError, match="own loader has updates of 5 samples, and with --scale-batch they have 4 now"):
+        Pace(loader, 8, 4, {"is_scaled": True})
