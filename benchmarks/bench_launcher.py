@@ -46,9 +46,13 @@ import mindnlp_dp as dp
 group = dp.init_process_group()
 """,
     "torch": """
+import os
 import torch
 import torch.distributed as dist
-dist.init_process_group("gloo")
+# What ranks of an earlier try have left in torchrun's store is not for this one.
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
 class group:
     rank = dist.get_rank()
     all_reduce = staticmethod(lambda x: dist.all_reduce(torch.from_numpy(x)))
@@ -127,8 +131,8 @@ class Round:
                     self.torch_python,
                     "-m",
                     "torch.distributed.run",
+                    "--standalone",
                     "--nproc_per_node=2",
-                    "--master_port=29513",
                     "--monitor_interval=0.1",
                 ],
                 "msrun": [str(beside / "msrun"), "--worker_num=2", "--local_worker_num=2", "--join=True"],
