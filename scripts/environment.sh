@@ -24,6 +24,10 @@ read -r FIRST_PYTHON LAST_PYTHON < <(
   sed -n 's/^PYTHON = ((3, \([0-9]*\)), (3, \([0-9]*\)))$/\1 \2/p' "$ROOT/mindnlp_dp/versions.py"
 )
 
+_version_of() {
+  "$1" -c 'import sys; print("Python", ".".join(map(str, sys.version_info[:2])))'
+}
+
 _python_fits() {
   local minor
   minor=$("$1" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null) &&
@@ -85,6 +89,10 @@ ensure_environment() {
     flock 9
     python=$VENV/bin/python
     [ -x "$python" ] || python=$(_find_python) || exit 1
+    if [ -n "${PYTHON:-}" ] && [ "$(_version_of "$PYTHON")" != "$(_version_of "$python")" ]; then
+      echo "error: PYTHON=$PYTHON is not that of ${VENV#"$PWD"/}, which has $(_version_of "$python"); take another folder, as VENV=\$PWD/.venv-2, or remove it" >&2
+      exit 1
+    fi
     wanted=$(_what_is_installed "$python") || exit 1
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$VENV/bin/mindnlp-dp" ]; then
       exit 0
@@ -95,7 +103,8 @@ ensure_environment() {
     fi
     echo "installing MindNLP $MINDNLP, mindnlp_dp[$extras] and what they need (2 to 3 GB; a minute or several)"
     # What else was installed there may not be so any more.
-    grep --files-without-match --fixed-strings --line-regexp "$wanted" "$VENV"/.installed* 2>/dev/null | xargs --no-run-if-empty rm --
+    grep --null --files-without-match --fixed-strings --line-regexp "$wanted" "$VENV"/.installed* 2>/dev/null |
+      xargs --null --no-run-if-empty rm --
     _install "$extras" || exit 1
     echo "$wanted" >"$stamp"
   ) 9>"$VENV.lock" || return 1

@@ -9,6 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 MINDNLP=0.5
 source scripts/environment.sh
 ensure_environment mpi,quickstart,dev
+# The tests are about the jobs that they start, not about what an outer job left in this shell.
+unset MINDNLP_DP_KERNELS MULTI_NPU MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT OMP_NUM_THREADS
 export DEVICE_TARGET=CPU
 
 results=$(mktemp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -66,23 +67,32 @@ def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
     yield
 
 
-# Versions: MindSpore 2.7. Cause: the default generator never gets on: every draw behind one seed is the same, and so
-# are the masks of all dropout layers of one size.
+# Versions: MindSpore 2.7 on CPU. Cause: the default generator never gets on: all draws behind one seed are the same, so
+# that dropout layers of one size have the same mask.
 # Goes when: 2.7 is not supported any more.
-@around("mindnlp")
-def _generator_that_gets_on(module: types.ModuleType) -> Iterator[None]:
+@functools.cache
+def let_the_generator_get_on() -> None:
+    """From now on; for MindSpore's own layers as well."""
     import mindspore
     from mindspore.common.generator import Generator
 
-    step_by = Generator._step
+    if Version(mindspore.__version__).release[:2] != (2, 7):
+        return
+    stock = Generator._step
 
+    @functools.wraps(stock)
     def _step(self: Any, step: Any) -> Any:
         """The generator's seed and offset, which is larger by ``step`` at the next call."""
-        seed, offset = step_by(self, step)
-        behind = int(offset.asnumpy().flat[0]) + int(step.asnumpy().flat[0])
-        self._offset.set_data(mindspore.Tensor(behind, mindspore.int64))
+        seed, offset = stock(self, step)
+        if mindspore.get_context("device_target") == "CPU":
+            behind = int(offset.asnumpy().flat[0]) + int(step.asnumpy().flat[0])
+            self._offset.set_data(mindspore.Tensor(behind, mindspore.int64))
         return seed, offset
 
-    if Version(mindspore.__version__) < Version("2.8"):
-        Generator._step = _step
+    Generator._step = _step
+
+
+@around("mindnlp")
+def _generator_that_gets_on(module: types.ModuleType) -> Iterator[None]:
+    let_the_generator_get_on()
     yield

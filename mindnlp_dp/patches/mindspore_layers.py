@@ -8,6 +8,7 @@ from typing import Any
 from mindnlp_dp.kernels.choice import apply_to, given
 
 from .in_place_of import in_place_of
+from .mindspore_api import let_the_generator_get_on
 
 
 # Versions: MindSpore 2.7+ on CPU. Cause: its kernels of these operators take 2 to 35 times as long as they have to on a
@@ -20,6 +21,7 @@ def use_kernels_in_layers() -> None:
 
     from mindnlp_dp.kernels import functions
 
+    let_the_generator_get_on()
     nn = mindspore.nn
 
     @in_place_of(nn.Dense, "construct")

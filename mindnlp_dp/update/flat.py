@@ -210,7 +210,8 @@ class FlatUpdater(MindNLPUpdater):
         for index, steps in enumerate(self._state.steps):
             if steps and groups[index] is not None:
                 entry = self.optimizer.state[self.parameters[index]]
-                if not entry:
+                # What has no dimension may be a copy (MindSpore 2.7).
+                if not entry or not self._state.shapes[index]:
                     for name in self._state.arrays:
                         entry[name] = self._state.view(index, name)
                 if self._rule.counts_steps:

@@ -10,12 +10,14 @@ at in every update.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
+from packaging.version import Version
 
 from mindnlp_dp.arrays.conversion import copy_of, set_weight
 from mindnlp_dp.communication.collectives import ProcessGroup
@@ -33,6 +35,15 @@ def make_private(parameters: Sequence[Any]) -> None:
     for parameter in parameters:
         if any(_is_in(array(), parameter) for array in _shared):
             set_weight(parameter, copy_of(parameter))
+
+
+# Versions: MindSpore 2.7. Cause: a tensor over an array has no address before an operator has read it, and moves to
+# memory of its own when the first to read it takes a slice. Goes when: 2.7 is not supported any more.
+@functools.cache
+def _has_no_address_yet() -> bool:
+    import mindspore
+
+    return Version(mindspore.__version__) < Version("2.8")
 
 
 def _is_in(memory: Optional[np.ndarray], parameter: Any) -> bool:
@@ -90,12 +101,16 @@ class FlatWeights:
         view = self._views[index]
         if view.size and view.ndim:
             set_weight(self._parameters[index], mindspore.Tensor.from_numpy(view))
+            if _has_no_address_yet():
+                (-self._parameters[index]).asnumpy()
 
     def hand_out_scalars(self) -> None:
         """What has no dimension cannot point anywhere: its parameter gets a copy behind every update."""
+        import mindspore
+
         for index, view in self._views.items():
             if not view.ndim:
-                np.copyto(self._parameters[index].asnumpy(), view)
+                set_weight(self._parameters[index], mindspore.Tensor(view.copy()))
 
     def moved(self) -> list[int]:
         """The parameters that are not in their places any more, on this rank."""

@@ -106,7 +106,11 @@ class StateShards:
         pieces = self._pieces.get(index, [])
         begin = pieces[0].offset if pieces else 0
         flat = self.arrays[name][begin : begin + math.prod(self.shapes[index])]
-        return mindspore.Tensor.from_numpy(flat).reshape(self.shapes[index]) if len(flat) else mindspore.Tensor(flat)
+        if not len(flat):
+            return mindspore.Tensor(flat)
+        if shape := self.shapes[index]:
+            return mindspore.Tensor.from_numpy(flat.reshape(shape))
+        return mindspore.Tensor.from_numpy(flat).reshape(())
 
     def reset(self, index: int, state: Mapping[str, Any]) -> None:
         """To what an optimizer's ``state`` says of a parameter; to nothing where it is empty. A collective."""

@@ -53,7 +53,11 @@ def _sgd_update(parameter: Any, group: dict[str, Any], state: dict[str, Any]) ->
         gradient = gradient + parameter * group["weight_decay"]
     if group["momentum"]:
         before = state.get("momentum_buffer")
-        momentum = gradient if before is None else before * group["momentum"] + gradient * (1 - group["dampening"])
+        if before is None:
+            # Not the gradient itself, which its owner may change.
+            momentum = gradient.clone()
+        else:
+            momentum = before * group["momentum"] + gradient * (1 - group["dampening"])
         state["momentum_buffer"] = momentum
         gradient = gradient + momentum * group["momentum"] if group["nesterov"] else momentum
     parameter.copy_(parameter - gradient * number_of(group["lr"]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,12 @@ _NOT_HERE = (
     "fp16", "bf16", "deepspeed", "fsdp", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo",
     "jit_mode_eval", "use_liger_kernel", "gradient_checkpointing", "eval_on_start",
     "batch_eval_metrics", "use_legacy_prediction_loop", "restore_callback_states_from_checkpoint", "push_to_hub",
-    "debug",
+    "debug", "neftune_noise_alpha",
+)  # fmt: skip
+# What it would take otherwise than by default changes nothing here.
+_WITHOUT_EFFECT = (
+    "dataloader_num_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps", "average_tokens_across_devices",
+    "use_ipex", "ddp_bucket_cap_mb",
 )  # fmt: skip
 
 
@@ -30,8 +37,8 @@ class DataParallelArguments(RankArguments):
     the report (False).
 
     Raises:
-        ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or a setting that has no effect
-            here, such as ``bf16``.
+        ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or a setting that is not supported,
+            such as ``bf16``.
     """
 
     @property
@@ -41,7 +48,13 @@ class DataParallelArguments(RankArguments):
     def check_library(self) -> None:
         for name in _NOT_HERE:
             if getattr(self, name):
-                raise ValueError(f"{name} has no effect with MindNLP 0.5 here; leave it out")
+                raise ValueError(f"{name} is not supported with MindNLP 0.5; leave it out")
+        if not self.skip_memory_metrics:
+            raise ValueError("skip_memory_metrics=False: memory is not measured with MindNLP 0.5 here; leave it out")
+        defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+        for name in _WITHOUT_EFFECT:
+            if name in defaults and getattr(self, name) != defaults[name]:
+                warnings.warn(f"{name} has no effect with MindNLP 0.5 here", RuntimeWarning, stacklevel=5)
         if self.overlap is True:
             raise ValueError("overlap=True: MindNLP 0.5's parameters cannot say when their gradient is there")
         self.overlap = False

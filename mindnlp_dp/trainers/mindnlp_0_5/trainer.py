@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy as np
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.data.batches import Collator
@@ -56,10 +57,15 @@ class DataParallelTrainerMixin(RankTrainer):
     def loss_weight(self, inputs: Any) -> float:
         """What this micro batch's loss weighs in the mean over ranks and micro steps.
 
-        Of a model whose loss is a mean over tokens, the number of labels that count; else the number of samples.
+        Of a model whose loss is a mean over tokens, the number of labels that count; else the number of samples. With
+        smoothed labels it is a mean over those, too, and a causal model's leaves out each row's first.
         """
-        if self._counts_labels(inputs):
-            return float(np.count_nonzero(to_host(inputs["labels"]) != _IGNORED))
+        is_smoothed = self.label_smoother is not None and self.compute_loss_func is None  # type: ignore[attr-defined]
+        if "labels" in inputs and (is_smoothed or self._counts_labels(inputs)):
+            labels = to_host(inputs["labels"])
+            if is_smoothed and _is_causal(self.model):
+                labels = labels[..., 1:]
+            return float(np.count_nonzero(labels != _IGNORED))
         return super().loss_weight(inputs)
 
     def _counts_labels(self, inputs: Any) -> bool:
@@ -105,11 +111,7 @@ class DataParallelTrainerMixin(RankTrainer):
 
     def get_train_dataloader(self) -> Any:
         """A loader of this rank's part of ``train_dataset``."""
-        if type(self)._get_train_sampler is not Trainer._get_train_sampler:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"{type(self).__name__} has a _get_train_sampler of its own, which is not called: samples are shared "
-                "out in an order that all ranks know; weigh or order them in the data set"
-            )
+        self._check_sampler("_get_train_sampler")
         return self._training_loader(self.train_dataset)  # type: ignore[attr-defined]
 
     def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
@@ -140,7 +142,21 @@ class DataParallelTrainerMixin(RankTrainer):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The same for :meth:`predict`."""
+        self._check_sampler("_get_eval_sampler")
         return self._evaluation_loader(test_dataset)
+
+    def _check_sampler(self, name: str) -> None:
+        if getattr(type(self), name) is not getattr(Trainer, name):
+            raise ValueError(
+                f"{type(self).__name__} has a {name} of its own, which is not called: samples are shared out in an "
+                "order that all ranks know; choose, weigh or order them in the data set"
+            )
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether Transformers' Trainer takes a model for one that predicts each next token."""
+    of_peft = getattr(model, "get_base_model", None)
+    return type(of_peft() if of_peft else model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):
