@@ -121,7 +121,7 @@ if $quick; then
     single
   }
   two_ranks() {
-    parallel mpi 2 collectives gradient_sync equivalence loader evaluation trainer overlap overlap_gone_wrong
+    parallel mpi 2 collectives gradient_sync equivalence loader evaluation trainer overlap overlap_gone_wrong zero
     parallel msrun 2 collectives gradient_sync equivalence
   }
   side_by_side static_and_single two_ranks

@@ -108,16 +108,51 @@ def test_random_numbers_follow_their_seed_and_their_probabilities():
         assert len(set(before.tolist())) > 1
 
 
+def test_smoothed_labels_of_a_causal_model_weigh_by_what_they_are_a_mean_of(group, shared_tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Texts:
+        """Of different lengths; what is behind them has no label."""
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            ids = np.arange(3 + index, 11 + index)
+            return {"input_ids": ids, "labels": np.where(np.arange(8) < 3 + index % 5, ids, -100)}
+
+    def model():
+        set_seed(5)
+        return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0,
+                                          embd_pdrop=0, attn_pdrop=0))  # fmt: skip
+
+    common = {"max_steps": 3, "label_smoothing_factor": 0.1, "optim": "sgd", "learning_rate": 0.1}
+    ours = train(model(), Texts(), shared_tmp_path / "all", global_batch_size=12, **common)
+    with alone():
+        whole = train(model(), Texts(), shared_tmp_path / f"{group.rank}", per_device_train_batch_size=12, **common)
+    for name, weight in weights(whole.model).items():
+        np.testing.assert_allclose(weights(ours.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
 def test_what_would_have_no_effect_is_refused(group, tmp_path):
     class Weighted(dp.DataParallelTrainer):
         def _get_train_sampler(self, *args, **kwargs):
             raise AssertionError
 
+    class Chosen(dp.DataParallelTrainer):
+        def _get_eval_sampler(self, *args, **kwargs):
+            raise AssertionError
+
     with pytest.raises(ValueError, match="_get_train_sampler of its own, which is not called"):
         train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Weighted)
+    with pytest.raises(ValueError, match="_get_eval_sampler of its own, which is not called"):
+        train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Chosen, eval_dataset=Rows(8), eval_strategy="epoch")
+    with pytest.warns(RuntimeWarning, match="dataloader_num_workers has no effect"):
+        dp.DataParallelArguments(str(tmp_path), dataloader_num_workers=2)
     for settings, message in [
-        ({"bf16": True}, "bf16 has no effect"),
-        ({"eval_on_start": True, "eval_strategy": "epoch"}, "eval_on_start has no effect"),
+        ({"bf16": True}, "bf16 is not supported"),
+        ({"eval_on_start": True, "eval_strategy": "epoch"}, "eval_on_start is not supported"),
+        ({"skip_memory_metrics": False}, "skip_memory_metrics=False: memory is not measured"),
         ({"overlap": True}, "overlap=True"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches has no effect"),
     ]:
