@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy as np
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.data.batches import Collator
@@ -155,6 +154,9 @@ class DataParallelTrainerMixin(RankTrainer):
 
 def _is_causal(model: Any) -> bool:
     """Whether Transformers' Trainer takes a model for one that predicts each next token."""
+    # Not before MindNLP, with which comes what Transformers takes for PyTorch.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     of_peft = getattr(model, "get_base_model", None)
     return type(of_peft() if of_peft else model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
