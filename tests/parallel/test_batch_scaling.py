@@ -125,6 +125,19 @@ def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shar
     assert again.training_loop.loader.global_batch_size == PLANNED
 
 
+def test_a_second_training_has_the_batch_of_the_first(group, shared_tmp_path, monkeypatch):
+    """Of a job with a third of its ranks, which take three times as many micro steps, and not nine times."""
+    for name, value in try_environment(0, 0.0, 3 * group.world_size).items():
+        if name.endswith("FULL_SIZE"):
+            monkeypatch.setenv(name, value)
+    settings = {"global_batch_size": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer = run(shared_tmp_path, kind=dp.DataParallelTrainer, max_steps=1, save_strategy="no", **settings)
+    for _ in range(2):
+        assert trainer.training_loop.loader.global_batch_size == 12 * group.world_size
+        assert trainer.args.gradient_accumulation_steps == 6
+        trainer.train()
+
+
 def test_what_cannot_be_scaled_is_refused(group, shared_tmp_path, missing):
     columns = {"input_ids": np.stack([Rows(8)[i]["input_ids"] for i in range(8)]), "labels": np.zeros(8, np.int32)}
     missing(2)
