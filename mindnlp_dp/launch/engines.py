@@ -156,6 +156,10 @@ def end(processes: list[Process], grace: float, sleep: Callable[[float], None] =
         deadline = time.monotonic() + grace
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
             sleep(POLL_SECONDS)
+    for process in processes:
+        # What one that failed has started may have survived it.
+        if process.popen.returncode:
+            _signal_session(process.popen.pid, signal.SIGKILL)
 
 
 def end_ranks(pids: Sequence[int], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -189,5 +193,6 @@ def _is_a_rank(pid: int) -> bool:
 def _signal_session(pid: int, number: int) -> None:
     try:
         os.killpg(pid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
+        # There is none of ours any more.
         pass

@@ -18,12 +18,10 @@ import json
 import os
 import random
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +30,7 @@ from typing import Any, Optional
 from .engines import end_with_the_parent
 from .environment import CLUSTER_VARIABLES, clean_environment
 from .fork_client import ENVIRON_CHANGES, FORKED, NUM_STREAMS, PRELOADED, VARIABLE, WorkerCall, changes_of
+from .scratch import Scratch
 from .worker import run
 
 # Less than what launchers grant to ranks.
@@ -164,8 +163,9 @@ class ForkServer:
     """Of a launcher: a server that starts while the job's first try runs, for those that follow."""
 
     def __init__(self, environ: Mapping[str, str], log_dir: Path) -> None:
-        self._folder = tempfile.mkdtemp(prefix="mindnlp-dp-")
-        self._socket = os.path.join(self._folder, "fork_server")
+        # Should this launcher be killed, the next one removes it.
+        self._scratch = Scratch()
+        self._socket = str(self._scratch.path / "fork_server")
         with open(log_dir / "fork_server.log", "wb") as log:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "mindnlp_dp.launch.fork_server", self._socket, str(log_dir)],
@@ -182,7 +182,7 @@ class ForkServer:
     def end(self) -> None:
         self._popen.kill()
         self._popen.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
 
 
 def _others_changes(log_dir: Path, of_imports: set[str]) -> list[str]:

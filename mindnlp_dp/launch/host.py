@@ -80,7 +80,7 @@ class LocalHost:
         On all hosts before any begins, for they may share the folder.
 
         Raises:
-            LaunchError: the folder cannot be written to.
+            LaunchError: the folder cannot be written to, before the first.
         """
         folder = Path(log_dir)
         try:
@@ -90,6 +90,10 @@ class LocalHost:
             else:
                 forget_earlier_jobs(folder)
         except OSError as error:
+            if number:
+                # Its disk is full; there are jobs that go on without logs.
+                print(f"the logs of try {number} in {log_dir} are not put aside: {error}", file=sys.stderr)
+                return
             raise LaunchError(f"the log folder {log_dir} of {self.name} cannot be written to: {error}") from None
 
     def start(self, this: Try) -> None:

@@ -143,6 +143,9 @@ class Job:
         """How a try failed, of whose ranks these were ``left``; None where it did not."""
         ended = [process for report in self._seen.reports for process in report.ended]
         statuses = {rank: status for rank, status in self._seen.statuses.items() if rank in left}
+        if all(rank in statuses and not statuses[rank].exit_code for rank in left):
+            # Whatever becomes of their hosts now.
+            return None
         lost = first_lost(hosts)
         if lost is not None and not any(status.exit_code and not status.waited for status in statuses.values()):
             rank = replace(this, index=hosts.index(lost)).ranks.start

@@ -6,6 +6,7 @@ Goes in: failures, and how far the job had got. Comes out: seconds to wait, or t
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,15 +20,18 @@ MOST_IN_A_ROW = 3
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 RECORD = "failures.jsonl"
-_WRITTEN = ("worker_*.log*", "worker_*.status", "worker_*.stacks", "launcher*.log", "scheduler.log")
+# What ranks and their engine write into a log folder.
+_WRITTEN = re.compile(r"worker_\d+\.(log|log\.\d+|status|stacks)|launcher(_\d+)?\.log|scheduler\.log")
+_OF_THE_JOB = re.compile(rf"{re.escape(RECORD)}|progress(_\d+)?|fork_server\.log|environ_changes\.json")
+_TRY = re.compile(r"try_\d+")
 
 
 def put_logs_aside(log_dir: Path, number: int) -> None:
     """What the try before number ``number`` has written, into a folder of its own."""
     folder = log_dir / f"try_{number}"
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in _WRITTEN:
-        for path in log_dir.glob(pattern):
+    for path in log_dir.iterdir():
+        if _WRITTEN.fullmatch(path.name):
             try:
                 path.replace(folder / path.name)
             except FileNotFoundError:
@@ -37,9 +41,10 @@ def put_logs_aside(log_dir: Path, number: int) -> None:
 
 def forget_earlier_jobs(log_dir: Path) -> None:
     """Remove what earlier jobs have left in the log folder, and nothing else: their ranks' ends are not this job's."""
-    for folder in [log_dir, *filter(Path.is_dir, log_dir.glob("try_*"))]:
-        for pattern in (*_WRITTEN, RECORD, "progress*", "fork_server.log", "environ_changes.json"):
-            for path in folder.glob(pattern):
+    tries = [path for path in log_dir.iterdir() if _TRY.fullmatch(path.name) and path.is_dir()]
+    for folder in [log_dir, *tries]:
+        for path in folder.iterdir():
+            if (_WRITTEN.fullmatch(path.name) or _OF_THE_JOB.fullmatch(path.name)) and not path.is_dir():
                 path.unlink(missing_ok=True)
         if folder != log_dir and not any(folder.iterdir()):
             folder.rmdir()
@@ -66,7 +71,7 @@ class Restarts:
             update: that this try has reached; 0: it has finished none.
             seconds: how long it ran.
         """
-        self._in_a_row = 1 if update else self._in_a_row + 1
+        self._in_a_row = 0 if update else self._in_a_row + 1
         wait: Optional[float] = None
         if self.count >= self._most:
             self.why_not = f"it was restarted {self.count} times, as --max-restarts says" if self._most else ""
@@ -74,8 +79,8 @@ class Restarts:
             self.why_not = f"{self._in_a_row} tries in a row have not finished a single update"
         else:
             # One that got on is taken up at once.
-            again = self._in_a_row - 1 if update else self._in_a_row
-            wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2 ** (again - 1)) if again else 0.0
+            longer = 2 ** (self._in_a_row - 1)
+            wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * longer) if self._in_a_row else 0.0
             self.count += 1
         self._record(failure, update, seconds, {"restart": None if wait is None else self.count, "waits": wait})
         return wait

@@ -1,4 +1,4 @@
-"""A folder in memory for what MPI keeps on a host while a job runs: sockets, and memory that ranks share.
+"""A folder in memory for what a job keeps on a host while it runs: sockets, and memory that ranks share under MPI.
 
 Goes in: nothing. Comes out: a folder that goes with the job. OpenMPI removes its files itself when it ends well; an
 mpirun that was killed leaves them, megabytes in memory for each rank. Where the launcher was killed, too, the next one

@@ -57,9 +57,15 @@ class Screen:
             return
         if self._line:
             self._write(_CLEAR)
-        for _, text in new:
-            sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
+        try:
+            for _, text in new:
+                sys.stdout.buffer.write(text)
+            sys.stdout.buffer.flush()
+        except OSError as error:
+            # Who read it has gone (a pager, head), or its disk is full. The job goes on; all of it is in the logs.
+            self._logs = []
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"nothing more is shown, for the output cannot be written to: {error}", file=sys.stderr)
         if self._line:
             self._write(self._line)
 

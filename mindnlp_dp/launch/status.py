@@ -61,6 +61,8 @@ def read_of_all_hosts(log_dir: Path) -> list[Progress]:
     """Ranks of hosts that do not share this folder have not begun, as far as can be seen from here."""
     ranks = read(log_dir / PROGRESS)
     for path in log_dir.glob(progress_file(1).replace("1", "*")):
+        if not path.name.rpartition("_")[2].isdecimal():
+            continue
         for number, rank in enumerate(read(path)):
             if rank.pid and number < len(ranks):
                 ranks[number] = rank

@@ -78,7 +78,7 @@ class Report:
         now = time.monotonic()
         return {
             "ranks": {n: asdict(_shifted(rank, -now)) for n, rank in self.ranks.items()},
-            "statuses": {n: asdict(status) for n, status in self.statuses.items()},
+            "statuses": {n: asdict(_since(status, time.time())) for n, status in self.statuses.items()},
             "ended": [asdict(ended) for ended in self.ended],
             "all_ended": self.all_ended,
             "stopped": self.stopped,
@@ -90,12 +90,17 @@ class Report:
         now = time.monotonic()
         return cls(
             {int(n): _shifted(Progress(**rank), now) for n, rank in data["ranks"].items()},
-            {int(n): Status(**status) for n, status in data["statuses"].items()},
+            {int(n): _since(Status(**status), time.time()) for n, status in data["statuses"].items()},
             [Ended(**ended) for ended in data["ended"]],
             bool(data["all_ended"]),
             [int(n) for n in data["stopped"]],
             [int(n) for n in data["gone"]],
         )
+
+
+def _since(status: Status, now: float) -> Status:
+    """With its age in the place of its time, and the other way round."""
+    return replace(status, time=now - status.time)
 
 
 def _shifted(rank: Progress, seconds: float) -> Progress:

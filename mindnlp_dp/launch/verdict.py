@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Optional
 
 TAIL_LINES = 15
+# How a process ends that is ended for another's failure.
+_BY_OTHERS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM, 14)
 # Of a log whose lines are long.
 _TAIL_BYTES = 1 << 15
 
@@ -62,7 +65,7 @@ def read_statuses(log_dir: Path, ranks: Iterable[int]) -> dict[int, Status]:
     for rank in ranks:
         try:
             statuses[rank] = Status(**json.loads((log_dir / f"worker_{rank}.status").read_text()))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             pass
     return statuses
 
@@ -86,7 +89,12 @@ def find_failure(
     code = next((process.returncode for process in ended if process.returncode), 1)
     if code < 0:
         return Failure(None, 128 - code, f"mpirun {how_it_ended(128 - code)}")
-    return _read_mpirun((log_dir / "launcher.log").read_text(errors="replace")) or Failure(None, code, "")
+    try:
+        said = (log_dir / "launcher.log").read_text(errors="replace")
+    except OSError:
+        # Somebody has removed it.
+        said = ""
+    return _read_mpirun(said) or Failure(None, code, "")
 
 
 def _find_missing(
@@ -109,7 +117,7 @@ def _find_missing(
 
 def _find_silent(silent: dict[int, int]) -> Failure:
     """Of ranks whose processes ended without a word, the one that left; a library that misses it kills the others."""
-    rank = next((rank for rank, code in silent.items() if code == 0), next(iter(silent)))
+    rank = min(silent, key=lambda rank: (silent[rank] != 0, silent[rank] in _BY_OTHERS))
     code = silent[rank]
     return Failure(rank, 128 - code if code < 0 else code or 1, how_it_ended(128 - code) if code < 0 else _left(code))
 

@@ -27,6 +27,8 @@ from .verdict import Failure, Status
 
 # How long some ranks may have finished before the others' silence is worth a word.
 PATIENCE_SECONDS = 30.0
+# How long the cause of a failure may take to show behind its consequences.
+_CAUSE_SECONDS = 0.5
 # How often it is looked whether ranks get any further.
 _LOOK_SECONDS = 0.5
 # How long the word of a rank on another host may be under way when its job has ended.
@@ -69,6 +71,17 @@ class Seen:
     @property
     def update(self) -> int:
         return max((rank.update for rank in self.ranks), default=0)
+
+    @property
+    def has_only_echoes(self) -> bool:
+        """Whether all that failed did so for want of another rank, of which nothing is known."""
+        failed = [status for status in self.statuses.values() if status.exit_code != 0]
+        silent = any(
+            process.rank is not None and process.rank not in self.statuses
+            for report in self.reports
+            for process in report.ended
+        )
+        return bool(failed) and all(status.waited for status in failed) and not silent
 
     @property
     def has_failed(self) -> bool:
@@ -149,12 +162,22 @@ class Watch:
                 break
             sleep(POLL_SECONDS)
         if failed:
-            # Ranks that fail together all get to say so, and one that is leaving is seen to have left.
-            for _ in range(2):
-                sleep(POLL_SECONDS)
-            self.seen = look(self._hosts, self._try)
+            self._hear_the_others(sleep)
         self._screen.close()
         self.grows = has_saved and not (failed or self.hang or lost)
+
+    def _hear_the_others(self, sleep: Callable[[float], None]) -> None:
+        """Ranks that fail together all get to say so, and one that is leaving is seen to have left.
+
+        Where all there is are ranks that have lost another, that one gets longer to say why.
+        """
+        began = time.monotonic()
+        while True:
+            sleep(POLL_SECONDS)
+            self.seen = look(self._hosts, self._try)
+            passed = time.monotonic() - began
+            if passed >= (_CAUSE_SECONDS if self.seen.has_only_echoes else 2 * POLL_SECONDS):
+                break
 
     def _goes_wrong(self, now: float) -> bool:
         """Whether a rank has failed, and the others do not go on without it."""
@@ -197,7 +220,8 @@ class Watch:
         num_ended = len(self._finished) + len(losses.ranks)
         self._screen.say(seen.ranks, num_ended)
         stopped = [rank for report in seen.reports for rank in report.stopped]
-        if self._hangs.look(seen.ranks, bool(stopped)):
+        # What those that were lost were doing stays in their records.
+        if self._hangs.look([seen.ranks[rank] for rank in losses.left], bool(stopped)):
             stacks = {rank: text for host in self._hosts for rank, text in host.stacks().items()}
             self.hang = name_hang(
                 seen.ranks, sorted(self._finished), stacks, stopped,

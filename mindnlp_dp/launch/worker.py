@@ -68,9 +68,13 @@ def run() -> None:
     code, waited = _run(command)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code != 0 and rank != 0:
+    if code != 0 and rank != 0 and not waited:
         time.sleep(OTHERS_WAIT_SECONDS)
-    write_status(log_dir, rank, Status(code, time.time(), waited))
+    try:
+        write_status(log_dir, rank, Status(code, time.time(), waited))
+    except OSError as error:
+        # The disk is full, or the folder gone: no reason to end otherwise than the script did.
+        print(f"how rank {rank} ended is not in {log_dir}: {error}", file=sys.stderr)
     if code != 0:
         if goes_on_in_place(os.environ):
             # mpirun takes no notice of a rank that leaves by itself, and the others are not told.

@@ -5,6 +5,7 @@ import pytest
 import mindnlp_dp as dp
 from mindnlp_dp.communication import process_group
 from mindnlp_dp.communication.rendezvous import check_world_size, choose_backend
+from mindnlp_dp.communication.transports.late_ranks import LateRankError, WatchedCollectives
 from mindnlp_dp.launch.launchers import Launch, detect_launch
 
 ALONE, MPIRUN, MSRUN = Launch("none", 1), Launch("mpirun", 2), Launch("msrun", 2)
@@ -125,3 +126,24 @@ def test_without_init_under_a_launcher_the_error_names_it(no_group, monkeypatch)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="no process group, though mpirun started 2 processes"):
         dp.get_process_group()
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "message"),
+    [
+        (
+            "AllGather failed.\n\n---- C++ Call Stack",
+            LateRankError,
+            "rank 1 lost a rank that it exchanges with, 0 s after",
+        ),
+        ("Allocate memory failed", RuntimeError, "Allocate memory failed"),
+    ],
+)
+def test_a_collective_that_fails_for_want_of_a_neighbour_says_so(said, kind, message):
+    class Collectives:
+        def all_gather(self, x):
+            raise RuntimeError(said)
+
+    with pytest.raises(kind, match=message) as caught:
+        WatchedCollectives(Collectives(), 1).all_gather(0)
+    assert isinstance(caught.value, LateRankError) == (kind is LateRankError)

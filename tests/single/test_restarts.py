@@ -1,0 +1,123 @@
+"""Whether a job is started again, what becomes of an earlier one's files, and who is to blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from mindnlp_dp.launch.restarts import RECORD, Restarts, forget_earlier_jobs, put_logs_aside
+from mindnlp_dp.launch.screen import Screen
+from mindnlp_dp.launch.tries import Report
+from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure
+from mindnlp_dp.launch.watch import Seen
+
+FAILURE = Failure(1, 9, "failed")
+
+
+def waits(tmp_path, updates, most=100):
+    restarts = Restarts(most, tmp_path)
+    return [restarts.after(FAILURE, update=update, seconds=1.0) for update in updates], restarts
+
+
+def test_three_in_a_row_that_got_nowhere_are_one_too_many(tmp_path):
+    found, restarts = waits(tmp_path, [0, 0, 0])
+    assert found == [1.0, 2.0, None]
+    assert restarts.why_not == "3 tries in a row have not finished a single update"
+    assert [json.loads(line)["waits"] for line in (tmp_path / RECORD).read_text().splitlines()] == found
+
+
+def test_one_that_got_on_is_none_of_them(tmp_path):
+    found, restarts = waits(tmp_path, [1000, 0, 0, 5, 0, 0, 0])
+    assert found == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0, None]
+    assert restarts.count == 6
+    assert waits(tmp_path, [7, 7], most=1)[0] == [0.0, None]
+
+
+OURS = ("worker_0.log", "worker_12.log.1", "worker_0.status", "worker_1.stacks", "launcher.log", "launcher_1.log",
+        "scheduler.log", "progress", "progress_3", "fork_server.log", "environ_changes.json", RECORD)  # fmt: skip
+THEIRS = (
+    "progress.py",
+    "progress_notes.md",
+    "worker_notes.log",
+    "launcher_of_mine.log",
+    "worker_0.log.old",
+    "train.py",
+)
+
+
+def test_an_earlier_jobs_files_go_and_nobody_elses(tmp_path):
+    for folder in (tmp_path, tmp_path / "try_1", tmp_path / "try_lr_1e-3"):
+        folder.mkdir(exist_ok=True)
+        for name in (*OURS, *THEIRS):
+            (folder / name).write_text("")
+    (tmp_path / "try_2").mkdir()
+    (tmp_path / "progress_4").mkdir()
+    forget_earlier_jobs(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([*THEIRS, "try_1", "try_lr_1e-3", "progress_4"])
+    assert sorted(os.listdir(tmp_path / "try_1")) == sorted(THEIRS)
+    assert sorted(os.listdir(tmp_path / "try_lr_1e-3")) == sorted([*OURS, *THEIRS])
+
+
+def test_a_trys_logs_are_put_aside(tmp_path):
+    for name in ("worker_0.log", "worker_0.status", "progress", "train.py"):
+        (tmp_path / name).write_text(name)
+    put_logs_aside(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == ["progress", "train.py", "try_1"]
+    assert sorted(os.listdir(tmp_path / "try_1")) == ["worker_0.log", "worker_0.status"]
+
+
+def test_another_hosts_clock_does_not_say_who_failed_first(monkeypatch):
+    """It is an hour ahead: its rank failed two seconds ago, as this host has it."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    sent = json.loads(json.dumps(Report(statuses={3: Status(1, now + 3600 - 2.0)}).to_json()))
+    monkeypatch.setattr(time, "time", lambda: now + 0.5)
+    assert Report.from_json(sent).statuses[3].time == pytest.approx(now + 0.5 - 2.0)
+
+
+def test_a_rank_that_was_ended_for_anothers_failure_is_not_to_blame(tmp_path):
+    failure = find_failure([Ended(0, -15), Ended(1, -9)], {}, tmp_path, ranks=range(2))
+    assert (failure.rank, failure.exit_code) == (1, 137)
+
+
+def test_without_a_log_folder_there_is_a_verdict(tmp_path):
+    failure = find_failure([Ended(None, 3)], {}, tmp_path / "gone", ranks=range(2))
+    assert (failure.rank, failure.exit_code) == (None, 3)
+
+
+def test_echoes_wait_for_their_cause():
+    def has_only_echoes(statuses, *ended):
+        return Seen([], statuses, [Report(ended=list(ended))]).has_only_echoes
+
+    echo, cause = Status(1, 1.0, waited=True), Status(1, 1.0)
+    assert has_only_echoes({0: echo})
+    assert has_only_echoes({0: echo, 2: Status(0, 1.0)}, Ended(0, 1))
+    assert not has_only_echoes({0: echo, 1: cause})
+    assert not has_only_echoes({0: echo}, Ended(1, -9))
+    assert not has_only_echoes({})
+
+
+def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    before, out = os.dup(1), sys.stdout
+    try:
+        os.dup2(writing, 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        screen = Screen(tmp_path, 1, "0", 0)
+        (tmp_path / "worker_0.log").write_text("a line\n")
+        screen.show()
+        (tmp_path / "worker_0.log").write_text("a line\nanother\n")
+        screen.show()
+        screen.close()
+        sys.stdout.flush()
+    finally:
+        sys.stdout = out
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(writing)
+    assert capsys.readouterr().err.count("nothing more is shown") == 1
