@@ -156,9 +156,9 @@ def test_a_report_comes_over_with_times_of_the_readers_clock():
     again = Report.from_json(json.loads(json.dumps(report.to_json())))
     assert again.ranks[3].changed == pytest.approx(now - 2, abs=0.5)
     assert again.ranks[3].since == pytest.approx(now - 1, abs=0.5)
-    assert (again.statuses, again.ended, again.all_ended, again.stopped) == (
-        report.statuses, report.ended, True, [3],
-    )  # fmt: skip
+    assert again.statuses[3].time == pytest.approx(5.0, abs=0.5)
+    assert (again.statuses[3].exit_code, again.statuses[3].waited) == (1, True)
+    assert (again.ended, again.all_ended, again.stopped) == (report.ended, True, [3])
     assert Report.from_json(json.loads(json.dumps(Report({0: Progress()}).to_json()))).ranks[0].since == 0
 
 
