@@ -35,11 +35,19 @@ class WorkerCall:
     environ: dict[str, str]
     folder: str
     cores: list[int]
+    umask: int
     streams: tuple[int, ...] = ()
 
     @classmethod
     def of_this_process(cls) -> WorkerCall:
-        return cls(sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)))
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return cls(sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)), umask)
+
+    @property
+    def interpreter(self) -> dict[str, str]:
+        """What Python reads when it begins, as PYTHONPATH: behind that nobody can change it."""
+        return {name: value for name, value in self.environ.items() if name.startswith("PYTHON")}
 
     def take_over(self) -> None:
         """Make this process look as the one that was called."""
@@ -50,6 +58,7 @@ class WorkerCall:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
+        os.umask(self.umask)
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environ)

@@ -80,6 +80,12 @@ class _Server:
         except (OSError, ValueError, TypeError):
             connection.close()
             return None
+        if call.interpreter != WorkerCall.of_this_process().interpreter:
+            # For one that Python starts otherwise; its stand-in works itself.
+            for stream in call.streams:
+                os.close(stream)
+            connection.close()
+            return None
         server, pid = os.getpid(), os.fork()
         if pid:
             for stream in call.streams:
@@ -197,7 +203,10 @@ def _others_changes(log_dir: Path, of_imports: set[str]) -> list[str]:
 
 def main() -> None:
     """Import, serve; a child then is the worker that was called."""
-    path = sys.argv[1]
+    path, wanted = sys.argv[1], clean_environment(os.environ)
+    if wanted != dict(os.environ):
+        # As ranks have it that begin by themselves; Python has read its part of it by now.
+        os.execve(sys.executable, [sys.executable, "-m", "mindnlp_dp.launch.fork_server", *sys.argv[1:]], wanted)
     # What stands in this folder is the user's, and not what is meant.
     del sys.path[0]
     before = dict(os.environ)

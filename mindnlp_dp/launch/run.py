@@ -26,6 +26,7 @@ from .host import LocalHost
 from .job import Job, JobOptions
 from .launchers import node_rank_of
 from .messages import TOKEN_VARIABLE, is_this_host
+from .output import Unhurried
 from .remote_shell import ENDPOINT_VARIABLE
 from .sizes import Members, Size
 
@@ -68,7 +69,7 @@ def run_job(
         raise LaunchError("--scale-batch is for an elastic job, --nproc MIN:MAX or --nnodes MIN:MAX")
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
-    with _interruptible():
+    with _interruptible(), Unhurried() as unhurried:
         try:
             if rendezvous is not None:
                 # For the remote shell of mpirun.
@@ -92,6 +93,7 @@ def run_job(
             )  # fmt: skip
             return _lead(job, local, head)
         except KeyboardInterrupt:
+            unhurried.was_interrupted()
             print("interrupted: all ranks were ended", file=sys.stderr)
             return 128 + signal.SIGINT
 

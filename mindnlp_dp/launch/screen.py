@@ -1,6 +1,7 @@
 """What a job shows where it was started: ranks' output as it comes, and, on a terminal, a line of how it goes.
 
-Goes in: logs as they grow, how far the ranks are. Comes out: text on standard output and standard error.
+Goes in: logs as they grow, how far the ranks are. Comes out: text on standard output and standard error, no faster than
+somebody takes it (:mod:`.output`).
 """
 
 from __future__ import annotations
@@ -8,17 +9,24 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Optional
 
 from mindnlp_dp.runtime.progress import Progress
 
+from .engines import POLL_SECONDS
+from .output import is_behind, why_unread
 from .status import StatusLine
 
 _CLEAR = "\r\x1b[K"
 _LINE_SECONDS = 1.0
 _WIDTH = 100
+# Of one log, read at once, and how often before something else is looked at.
+_MOST_BYTES, _MOST_READS = 1 << 20, 16
+# When a try is over, for output whose reader does not keep up, or that comes without an end.
+_REST_SECONDS = 1.0
 
 
 class Screen:
@@ -39,43 +47,61 @@ class Screen:
     def stay_with(self, left: Sequence[int]) -> None:
         """Where one rank's output is shown, and that one was lost: show that of the first of those left."""
         if len(self._logs) == 1 and self._logs[0].rank not in left:
-            self.show(at_end=True)
+            self._show_the_rest()
             self._logs[0].close()
             self._logs = [_Log(self._log_dir, left[0], "")]
 
     def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
         """A line of how far they are, at most one a second, in the place of the one before."""
-        if self._is_terminal and any(rank.has_met for rank in ranks) and time.monotonic() - self._said >= _LINE_SECONDS:
+        is_time = time.monotonic() - self._said >= _LINE_SECONDS
+        if self._is_terminal and is_time and any(rank.has_met for rank in ranks) and not is_behind():
             self._said = time.monotonic()
             self._line = self._status.text(ranks, num_ended, self._num_restarts)[:_WIDTH]
             self._write(_CLEAR + self._line)
 
-    def show(self, *, at_end: bool = False) -> None:
-        """What ranks have written since."""
-        new = [(log, text) for log in self._logs if (text := log.new(at_end=at_end))]
-        if not new:
-            return
-        if self._line:
-            self._write(_CLEAR)
-        try:
-            for _, text in new:
+    def show(self, *, at_end: bool = False) -> bool:
+        """What ranks have written since, where who reads this keeps up; whether there was something."""
+        if self._logs and (error := why_unread()):
+            # Who read it has gone (a pager, head), or its disk is full.
+            self._logs = []
+            print(f"nothing more is shown, but written to {self._log_dir}: {error}", file=sys.stderr)
+        was_new = False
+        for _ in range(_MOST_READS):
+            new = [] if is_behind() else [text for log in self._logs if (text := log.new(at_end=at_end))]
+            if not new:
+                break
+            if self._line and not was_new:
+                self._write(_CLEAR)
+            was_new = True
+            for text in new:
                 sys.stdout.buffer.write(text)
             sys.stdout.buffer.flush()
-        except OSError as error:
-            # Who read it has gone (a pager, head), or its disk is full. The job goes on; all of it is in the logs.
-            self._logs = []
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            print(f"nothing more is shown, for the output cannot be written to: {error}", file=sys.stderr)
-        if self._line:
+        if self._line and was_new:
             self._write(self._line)
+        return was_new
+
+    def show_all(self, sleep: Callable[[float], None]) -> None:
+        """What ranks that have come to their end have written, however long it takes until it is read, or Ctrl-C."""
+        with suppress(KeyboardInterrupt):
+            while self.show() or is_behind():
+                sleep(POLL_SECONDS if is_behind() else 0)
 
     def close(self) -> None:
         if self._line:
             self._write(_CLEAR)
             self._line = ""
-        self.show(at_end=True)
+        self._show_the_rest()
         for log in self._logs:
             log.close()
+
+    def _show_the_rest(self) -> None:
+        """As far as it is read at once: others wait to be ended, or started."""
+        deadline = time.monotonic() + _REST_SECONDS
+        while (self.show(at_end=True) or is_behind()) and time.monotonic() < deadline:
+            if is_behind():
+                time.sleep(_REST_SECONDS / 100)
+        if self._logs and is_behind():
+            print(f"the rest of what ranks have written is in {self._log_dir}: nobody reads it here", file=sys.stderr)
 
     def _write(self, text: str) -> None:
         sys.stderr.write(text)
@@ -96,24 +122,28 @@ class _Log:
         if not self._prefix:
             return text
         lines = (self._rest + text).splitlines(keepends=True)
-        self._rest = b"" if at_end or not lines or lines[-1].endswith(b"\n") else lines.pop()
+        is_all = at_end and not text
+        self._rest = b"" if is_all or not lines or lines[-1].endswith(b"\n") else lines.pop()
         return b"".join(self._prefix + (line if line.endswith(b"\n") else line + b"\n") for line in lines)
 
     def _read(self) -> bytes:
-        """What was written since; where the log has begun anew (log_file.py), the old one's end, and the new one."""
-        text = b"" if self._file is None else self._file.read()
+        """Some of what was written since; when the log has begun anew (log_file.py), the old one's end comes first."""
+        text = b"" if self._file is None else self._file.read(_MOST_BYTES)
+        if text:
+            return text
         try:
             there = os.stat(self._path)
-            if self._file is not None and os.path.samestat(there, os.fstat(self._file.fileno())):
-                return text
-            new = open(self._path, "rb")  # noqa: SIM115 -- read for as long as the rank writes
+            if self._file is not None:
+                if os.path.samestat(there, os.fstat(self._file.fileno())):
+                    return b""
+                # Written since it was asked.
+                if text := self._file.read(_MOST_BYTES):
+                    return text
+                self._file.close()
+            self._file = open(self._path, "rb")  # noqa: SIM115 -- read for as long as the rank writes
         except FileNotFoundError:
-            return text
-        if self._file is not None:
-            text += self._file.read()
-            self._file.close()
-        self._file = new
-        return text + new.read()
+            return b""
+        return self._file.read(_MOST_BYTES)
 
     def close(self) -> None:
         if self._file is not None:

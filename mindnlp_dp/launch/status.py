@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.runtime.progress import Progress, read
+from mindnlp_dp.runtime.progress import Progress, is_of_this_system, read
 
 from .engines import state_of
 from .restarts import RECORD
@@ -59,52 +59,62 @@ class StatusLine:
 
 def read_of_all_hosts(log_dir: Path) -> list[Progress]:
     """Ranks of hosts that do not share this folder have not begun, as far as can be seen from here."""
-    ranks = read(log_dir / PROGRESS)
-    for path in log_dir.glob(progress_file(1).replace("1", "*")):
-        if not path.name.rpartition("_")[2].isdecimal():
-            continue
+    return [rank for rank, _ in _read_of_all_hosts(log_dir)]
+
+
+def _read_of_all_hosts(log_dir: Path) -> list[tuple[Progress, bool]]:
+    """And whether each of them is here, so that its process can be looked at, and its times mean something."""
+    others = log_dir.glob(progress_file(1).replace("1", "*"))
+    paths = [log_dir / PROGRESS, *(path for path in others if path.name.rpartition("_")[2].isdecimal())]
+    ranks = [(rank, True) for rank in read(paths[0])]
+    for path in paths:
+        is_here = is_of_this_system(path)
         for number, rank in enumerate(read(path)):
             if rank.pid and number < len(ranks):
-                ranks[number] = rank
+                ranks[number] = rank, is_here
     return ranks
 
 
 def status_of(log_dir: Path) -> dict[str, Any]:
-    """What is known of a job on this host, ready for JSON; times in seconds.
+    """What is known of a job from this host, ready for JSON; times in seconds.
+
+    Of ranks on other hosts, which write to the same folder, it is known what they were doing when they last said so.
 
     Raises:
         ValueError: the folder is not one that ``mindnlp-dp run`` writes to.
     """
-    ranks = read_of_all_hosts(log_dir)
-    if not ranks:
+    found = _read_of_all_hosts(log_dir)
+    if not found:
         raise ValueError(f"{log_dir} is no log folder of mindnlp-dp run: it has no file {PROGRESS!r}")
-    now, statuses = time.monotonic(), read_statuses(log_dir, range(len(ranks)))
+    now, statuses = time.monotonic(), read_statuses(log_dir, range(len(found)))
     shown = []
-    for number, rank in enumerate(ranks):
+    for number, (rank, is_here) in enumerate(found):
         ended = statuses.get(number)
         entry: dict[str, Any] = {"rank": number, "pid": rank.pid or None, "update": rank.update}
-        entry["state"] = _state(rank, None if ended is None else ended.exit_code)
+        entry["state"] = _state(rank, None if ended is None else ended.exit_code, is_here=is_here)
+        entry["here"] = is_here
         entry["loss"] = None if math.isnan(rank.loss) else rank.loss
         if entry["state"] == "waits":
-            entry["waits_in"], entry["waits_since"] = rank.waits_in, round(now - rank.since, 3)
-        if entry["state"] in ("waits", "works"):
+            entry["waits_in"] = rank.waits_in
+            entry["waits_since"] = round(now - rank.since, 3) if is_here else None
+        if entry["state"] in ("waits", "works") and is_here:
             entry["last_progress"] = round(now - rank.changed, 3)
         shown.append(entry)
     return {
         "log_dir": str(log_dir),
-        "update": max(rank.update for rank in ranks),
+        "update": max(rank.update for rank, _ in found),
         "alive": sum(entry["state"] in ("waits", "works") for entry in shown),
         "failures": _failures(log_dir),
         "ranks": shown,
     }
 
 
-def _state(rank: Progress, exit_code: Optional[int]) -> str:
+def _state(rank: Progress, exit_code: Optional[int], *, is_here: bool) -> str:
     if exit_code is not None:
         return "done" if exit_code == 0 else f"failed with exit code {exit_code}"
     if not rank.pid:
         return "not begun"
-    if not state_of(rank.pid):
+    if is_here and not state_of(rank.pid):
         return "gone"
     return "waits" if rank.waits_in else "works"
 
@@ -137,10 +147,11 @@ def status_text(status: dict[str, Any]) -> str:
     for entry in status["ranks"]:
         line = f"  rank {entry['rank']:<4} update {entry['update']:<7} {entry['state']}"
         if "waits_in" in entry:
-            line += f" in {entry['waits_in']} since {entry['waits_since']:.1f} s"
+            line += f" in {entry['waits_in']}"
+            line += "" if entry["waits_since"] is None else f" since {entry['waits_since']:.1f} s"
         elif "last_progress" in entry:
             line += f"; last heard of {entry['last_progress']:.1f} s ago"
-        lines.append(line)
+        lines.append(line + ("" if entry["here"] else ", on another host, when it was last heard"))
     for failure in status["failures"]:
         what = failure["what"] or "before its ranks started"
         what = what if failure["rank"] is None else f"rank {failure['rank']} {what}"

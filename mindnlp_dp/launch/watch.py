@@ -163,6 +163,8 @@ class Watch:
             sleep(POLL_SECONDS)
         if failed:
             self._hear_the_others(sleep)
+        elif not (self.hang or lost or has_saved):
+            self._screen.show_all(sleep)
         self._screen.close()
         self.grows = has_saved and not (failed or self.hang or lost)
 

@@ -26,8 +26,10 @@ from typing import Optional
 # waits in.
 _FORMAT = struct.Struct("<QQQq?3xIQ4d96s")
 RECORD_BYTES = 256
-# Behind the ranks' records, one of the job's: the number of the last checkpoint that was asked for.
+# Behind the ranks' records, one of the job's: the number of the last checkpoint that was asked for; where they are.
 _REQUEST = struct.Struct("<Q")
+_SYSTEM = struct.Struct("<128s")
+_SYSTEM_BEGIN = 64 - RECORD_BYTES
 # The name of the file in the job's log folder, where it is not "progress".
 VARIABLE = "MINDNLP_DP_PROGRESS"
 
@@ -218,8 +220,26 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def create(path: Path, num_ranks: int) -> None:
-    """A file for so many ranks, none of which has begun."""
-    path.write_bytes(bytes((num_ranks + 1) * RECORD_BYTES))
+    """A file for so many ranks of this system, none of which has begun."""
+    data = bytearray((num_ranks + 1) * RECORD_BYTES)
+    _SYSTEM.pack_into(data, len(data) + _SYSTEM_BEGIN, _this_system())
+    path.write_bytes(data)
+
+
+def is_of_this_system(path: Path) -> bool:
+    """Whether the ranks of a file have their process ids and their clock where this process has its own."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    is_whole = len(data) >= 2 * RECORD_BYTES
+    return is_whole and _SYSTEM.unpack_from(data, len(data) + _SYSTEM_BEGIN)[0].rstrip(b"\0") == _this_system()
+
+
+def _this_system() -> bytes:
+    """Another one on each host, and in each container that has process ids of its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode()
 
 
 def ask_for_checkpoint(path: Path, number: int) -> None:

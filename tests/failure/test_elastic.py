@@ -145,6 +145,36 @@ def test_forked_ranks_train_to_the_bit_and_leave_with_0(tmp_path, undisturbed):
     assert results(tmp_path)[0]["digest"] == undisturbed[0]["digest"]
 
 
+def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
+    """With the caller's umask and unbuffered output; not for who wants another PYTHONPATH than the server has read."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/of_the_user.py").write_text("")
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nprint('imported before:', 'mindnlp.engine' in sys.modules)\n"
+        "open(sys.argv[1], 'w').close()\n__import__(sys.argv[2])\nos.kill(os.getpid(), 9)\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mindnlp_dp.launch.fork_server", str(tmp_path / "ranks")], env=environ,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    environ["MINDNLP_DP_FORK_SERVER"] = str(tmp_path / "ranks")
+    path = os.pathsep.join([str(tmp_path / "modules"), os.environ.get("PYTHONPATH", "")])
+    try:
+        assert "ready" in server.stdout.readline()
+        for name, module, other in (("as it is", "json", {}), ("elsewhere", "of_the_user", {"PYTHONPATH": path})):
+            job = subprocess.run(
+                [*command(tmp_path, "--nproc", 1, "script.py"), name, module], cwd=tmp_path, env={**environ, **other},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=0o027, timeout=TIMEOUT_SECONDS,
+            )  # fmt: skip
+            assert job.returncode == 137, job.stdout
+            assert f"imported before: {not other}" in job.stdout
+            assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+    finally:
+        server.kill()
+        server.wait()
+
+
 @pytest.mark.parametrize("victim", ["stand-in", "server", "launcher"])
 def test_nothing_is_left_of_forked_ranks(tmp_path, victim):
     (tmp_path / "script.py").write_text(

@@ -152,14 +152,53 @@ def test_status_from_another_shell(tmp_path):
     assert (wrong.returncode, "is no log folder of mindnlp-dp run" in wrong.stderr) == (2, True)
 
 
+FAILS_WHILE_NOBODY_READS = """
+import sys
+from mpi4py import MPI
+print(300_000 * "a line that nobody reads\\n", flush=True)
+MPI.COMM_WORLD.barrier()
+if MPI.COMM_WORLD.rank == 1:
+    raise ValueError("seen all the same")
+MPI.COMM_WORLD.barrier()
+"""
+
+
+@pytest.mark.parametrize("tee", ["0", "all"])
+def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
+    """A terminal that was stopped by Ctrl-S, a pager that shows its first page."""
+    (tmp_path / "script.py").write_text(FAILS_WHILE_NOBODY_READS)
+    record = tmp_path / "logs/failures.jsonl"
+    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--tee", tee, "--max-restarts", "1"]
+    launcher = subprocess.Popen(
+        [*command, "--log-dir", str(tmp_path / "logs"), "script.py"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path,
+    )  # fmt: skip
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        # Both tries have failed, and only the launcher is left, to say so.
+        tries = record.read_text().splitlines() if record.exists() else []
+        if len(tries) == 2 and [process.pid for process in processes_of(tmp_path)] == [launcher.pid]:
+            break
+        time.sleep(0.1)
+    assert [json.loads(line)["rank"] for line in tries] == [1, 1]
+    assert launcher.poll() is None
+    said = launcher.communicate(timeout=TIMEOUT_SECONDS)[0].decode()
+    assert launcher.returncode == 1
+    assert said.count("rank 1 of 2 failed") == 2
+    assert said.count("seen all the same") >= 2
+    assert f"is in {tmp_path / 'logs'}: nobody reads it here" in said
+
+
+# Slow enough for a launcher on a busy machine: two new logs between two looks, and the first of them is gone.
 LINES = """
-import os
+import os, time
 from mindnlp_dp.runtime import progress
 from mpi4py import MPI
 for update in range(20):
     for line in range(2000):
         print(MPI.COMM_WORLD.rank, update, line, 100 * "x")
     os.system("echo of a child")
+    time.sleep(0.1)
     progress.finish_update(update + 1, [], 1)
 print("the end")
 """

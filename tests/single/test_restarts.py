@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import subprocess
 import time
 
 import pytest
 
 from mindnlp_dp.launch.restarts import RECORD, Restarts, forget_earlier_jobs, put_logs_aside
-from mindnlp_dp.launch.screen import Screen
 from mindnlp_dp.launch.tries import Report
 from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure
 from mindnlp_dp.launch.watch import Seen
@@ -101,23 +100,28 @@ def test_echoes_wait_for_their_cause():
     assert not has_only_echoes({})
 
 
-def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, capsys):
-    reading, writing = os.pipe()
-    os.close(reading)
-    before, out = os.dup(1), sys.stdout
-    try:
-        os.dup2(writing, 1)
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        screen = Screen(tmp_path, 1, "0", 0)
-        (tmp_path / "worker_0.log").write_text("a line\n")
-        screen.show()
-        (tmp_path / "worker_0.log").write_text("a line\nanother\n")
-        screen.show()
-        screen.close()
-        sys.stdout.flush()
-    finally:
-        sys.stdout = out
-        os.dup2(before, 1)
-        os.close(before)
-        os.close(writing)
-    assert capsys.readouterr().err.count("nothing more is shown") == 1
+def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path, monkeypatch):
+    from mindnlp_dp.launch.status import status_of, status_text
+    from mindnlp_dp.runtime import progress
+
+    def write(path, rank, pid):
+        reporter = progress.Reporter(path, rank)
+        reporter._pid = pid
+        reporter.meet()
+        return reporter
+
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    progress.create(tmp_path / "progress", 3)
+    write(tmp_path / "progress", 0, os.getpid())
+    write(tmp_path / "progress", 1, gone.pid)
+    with monkeypatch.context() as there:
+        there.setattr(progress, "_this_system", lambda: b"another boot")
+        progress.create(tmp_path / "progress_1", 3)
+    write(tmp_path / "progress_1", 2, gone.pid).begin_to_wait("all_reduce of 3 ranks")
+    status = status_of(tmp_path)
+    assert [rank["state"] for rank in status["ranks"]] == ["works", "gone", "waits"]
+    assert status["alive"] == 2
+    assert (status["ranks"][2]["waits_since"], status["ranks"][2]["here"]) == (None, False)
+    assert "waits in all_reduce of 3 ranks, on another host, when it was last heard" in status_text(status)
+    json.dumps(status, allow_nan=False)

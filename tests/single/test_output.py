@@ -1,0 +1,177 @@
+"""What the launcher writes keeps it waiting for nobody: terminals that were stopped, pipes that nobody reads."""
+
+import os
+import pty
+import sys
+import termios
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from mindnlp_dp.launch.output import Output, Unhurried, is_behind
+from mindnlp_dp.launch.screen import Screen
+
+MORE_THAN_A_PIPE_TAKES = 1 << 20
+
+
+@contextmanager
+def standard_output(descriptor):
+    """Descriptor 1 is another one, and ``sys.stdout`` writes to it."""
+    before, out = os.dup(1), sys.stdout
+    try:
+        os.dup2(descriptor, 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        yield
+    finally:
+        sys.stdout = out
+        os.dup2(before, 1)
+        os.close(before)
+
+
+@pytest.fixture
+def pipe():
+    reading, writing = os.pipe()
+    yield reading, writing
+    for end in (reading, writing):
+        try:
+            os.close(end)
+        except OSError:
+            pass
+
+
+def read_all(descriptor, found):
+    while part := os.read(descriptor, 1 << 16):
+        found.append(part)
+
+
+def test_what_nobody_reads_keeps_nobody_waiting_and_is_not_lost(pipe):
+    reading, writing = pipe
+    text, found = os.urandom(MORE_THAN_A_PIPE_TAKES), []
+    output = Output(writing)
+    assert output.write(text) == len(text)
+    assert output.is_behind
+    reader = threading.Thread(target=read_all, args=(reading, found))
+    reader.start()
+    output.drain(time.monotonic() + 60)
+    assert not output.is_behind
+    output.close()
+    os.close(writing)
+    reader.join()
+    assert b"".join(found) == text
+
+
+def test_others_who_have_the_pipe_wait_as_ever(pipe):
+    output = Output(pipe[1])
+    assert os.get_blocking(pipe[1])
+    output.close()
+    os.write(pipe[1], b"still open")
+
+
+def test_draining_comes_to_an_end(pipe):
+    output = Output(pipe[1])
+    output.write(bytes(MORE_THAN_A_PIPE_TAKES))
+    output.drain(time.monotonic() + 0.05)
+    assert output.is_behind
+    output.close()
+
+
+def test_a_terminal_that_was_stopped():
+    master, slave = pty.openpty()
+    try:
+        output = Output(slave)
+        assert output.isatty()
+        termios.tcflow(slave, termios.TCOOFF)
+        output.write(b"while it is stopped\r\n")
+        assert output.is_behind
+        termios.tcflow(slave, termios.TCOON)
+        output.drain(time.monotonic() + 10)
+        assert b"while it is stopped" in os.read(master, 1000)
+        output.close()
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_two_streams_of_one_terminal_stay_in_order():
+    master, slave = pty.openpty()
+    before = sys.stdout, sys.stderr
+    try:
+        sys.stdout, sys.stderr = (open(os.dup(slave), "w") for _ in range(2))  # noqa: SIM115
+        with Unhurried():
+            termios.tcflow(slave, termios.TCOOFF)
+            for number in range(3):
+                print(f"out {number}")
+                print(f"err {number}", file=sys.stderr)
+            assert is_behind()
+            termios.tcflow(slave, termios.TCOON)
+        said = os.read(master, 1000).decode().split("\r\n")
+        sys.stdout.close()
+        sys.stderr.close()
+    finally:
+        sys.stdout, sys.stderr = before
+        os.close(master)
+        os.close(slave)
+    assert said == ["out 0", "err 0", "out 1", "err 1", "out 2", "err 2", ""]
+
+
+def test_a_file_is_written_where_its_end_is(tmp_path):
+    with open(tmp_path / "file", "w") as file, standard_output(file.fileno()):
+        print("before", flush=True)
+        with Unhurried():
+            print("within")
+        print("behind", flush=True)
+    assert (tmp_path / "file").read_text() == "before\nwithin\nbehind\n"
+
+
+def test_streams_without_a_descriptor_stay_what_they_are(capsys):
+    out = sys.stdout
+    with Unhurried():
+        print("captured")
+        assert sys.stdout is out
+    assert capsys.readouterr().out == "captured\n"
+
+
+def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsys):
+    os.close(pipe[0])
+    with standard_output(pipe[1]), Unhurried():
+        screen = Screen(tmp_path, 1, "0", 0)
+        (tmp_path / "worker_0.log").write_text("a line\n")
+        screen.show()
+        (tmp_path / "worker_0.log").write_text("a line\nanother\n")
+        screen.show()
+        screen.close()
+        print("nor does this")
+    assert capsys.readouterr().err.count("nothing more is shown") == 1
+
+
+@pytest.mark.parametrize("tee", ["0", "all"])
+def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
+    lines = [f"line {number} {'x' * 80}\n" for number in range(50_000)]
+    (tmp_path / "worker_0.log").write_text("".join(lines) + "its last")
+    found = []
+    with standard_output(pipe[1]), Unhurried():
+        screen = Screen(tmp_path, 1, tee, 0)
+        for _ in range(10):
+            screen.show()
+        held = sum(len(output._pending) for output in (sys.stdout.buffer,))
+        reader = threading.Thread(target=read_all, args=(pipe[0], found))
+        reader.start()
+        screen.show_all(time.sleep)
+        screen.close()
+    os.close(pipe[1])
+    reader.join()
+    assert 0 < held <= 2 << 20
+    front, end = ("[0] ", "\n") if tee == "all" else ("", "")
+    assert b"".join(found).decode() == "".join(front + line for line in lines) + front + "its last" + end
+
+
+def test_a_try_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
+    (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
+    with standard_output(pipe[1]), Unhurried() as unhurried:
+        screen = Screen(tmp_path, 1, "0", 0)
+        screen.show()
+        screen.close()
+        unhurried.was_interrupted()
+    assert "nobody reads it here" in capsys.readouterr().err
