@@ -41,6 +41,15 @@ def mindnlp_series() -> str:
     return "0.5" if installed.startswith("0.5") else "0.4"
 
 
+@functools.cache
+def mindspore_is_before(version: str) -> bool:
+    """Whether the MindSpore that is installed is older than ``version``."""
+    import mindspore
+    from packaging.version import Version
+
+    return Version(mindspore.__version__) < Version(version)
+
+
 class UnsupportedVersionsError(ImportError):
     """The installed MindNLP and MindSpore are not known to work together."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import threading
 from typing import Any
 
 import numpy as np
-from packaging.version import Version
+
+from mindnlp_dp.versions import mindspore_is_before
 
 ITEM_BYTES = 4
 # Smaller ones malloc keeps by itself; larger ones it gives back to the system, which makes every page anew.
@@ -44,16 +44,11 @@ def array_of(tensor: Any) -> np.ndarray:
 def _address_of(tensor: Any) -> int:
     """Of its first element; 0 where MindSpore has not given it memory yet."""
     address = tensor.data_ptr()
-    return address + tensor.storage_offset() * ITEM_BYTES if address and _tells_the_storages_address() else address
-
-
-# Versions: MindSpore 2.7. Cause: data_ptr() is where a tensor's storage begins, not where the tensor does, which may
-# be a slice of it. Goes when: 2.7 is not supported any more.
-@functools.cache
-def _tells_the_storages_address() -> bool:
-    import mindspore
-
-    return Version(mindspore.__version__) < Version("2.8")
+    # Versions: MindSpore 2.7. Cause: data_ptr() is where a tensor's storage begins, not where the tensor does, which is
+    # a slice of it, perhaps. Goes when: 2.7 is not supported any more.
+    if address and mindspore_is_before("2.8"):
+        address += tensor.storage_offset() * ITEM_BYTES
+    return address
 
 
 def tensor_of(array: np.ndarray) -> Any:

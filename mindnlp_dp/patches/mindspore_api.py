@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from packaging.version import Version
+from mindnlp_dp.versions import mindspore_is_before
 
 from .import_hook import around
 
@@ -32,7 +32,7 @@ def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
             repeats = tuple(repeats[0])
         return ops.tile(self.reshape((1,)) if self.ndim == 0 else self, repeats)
 
-    if Version(mindspore.__version__) >= Version("2.7.0"):
+    if not mindspore_is_before("2.7"):
         mindspore.Tensor.repeat = repeat
     yield
 
@@ -57,7 +57,7 @@ def _quiet_dtype_to_nptype(module: types.ModuleType) -> Iterator[None]:
 def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
     import mindspore
 
-    if Version(mindspore.__version__) >= Version("2.7.0"):
+    if not mindspore_is_before("2.7"):
 
         def data_sync(self: Any, wait: bool = True) -> None:
             """Wait until this tensor's value is on the host."""
@@ -76,7 +76,7 @@ def let_the_generator_get_on() -> None:
     import mindspore
     from mindspore.common.generator import Generator
 
-    if Version(mindspore.__version__).release[:2] != (2, 7):
+    if mindspore_is_before("2.7") or not mindspore_is_before("2.8"):
         return
     stock = Generator._step
 

@@ -10,20 +10,19 @@ at in every update.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
-from packaging.version import Version
 
 from mindnlp_dp.arrays.conversion import copy_of, set_weight
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.gradients.buckets.layout import BucketLayout
 from mindnlp_dp.replicas.digests import weight_digest
 from mindnlp_dp.replicas.weights import ReplicaMismatchError
+from mindnlp_dp.versions import mindspore_is_before
 
 # Memory of weights that several ranks write to, for as long as anybody has it.
 _shared: list[weakref.ref[np.ndarray]] = []
@@ -35,15 +34,6 @@ def make_private(parameters: Sequence[Any]) -> None:
     for parameter in parameters:
         if any(_is_in(array(), parameter) for array in _shared):
             set_weight(parameter, copy_of(parameter))
-
-
-# Versions: MindSpore 2.7. Cause: a tensor over an array has no address before an operator has read it, and moves to
-# memory of its own when the first to read it takes a slice. Goes when: 2.7 is not supported any more.
-@functools.cache
-def _has_no_address_yet() -> bool:
-    import mindspore
-
-    return Version(mindspore.__version__) < Version("2.8")
 
 
 def _is_in(memory: Optional[np.ndarray], parameter: Any) -> bool:
@@ -101,7 +91,9 @@ class FlatWeights:
         view = self._views[index]
         if view.size and view.ndim:
             set_weight(self._parameters[index], mindspore.Tensor.from_numpy(view))
-            if _has_no_address_yet():
+            # Versions: MindSpore 2.7. Cause: a tensor over an array has no address before an operator has read it, and
+            # moves to memory of its own when the first to read it takes a slice. Goes when: 2.7 is not supported.
+            if mindspore_is_before("2.8"):
                 (-self._parameters[index]).asnumpy()
 
     def hand_out_scalars(self) -> None:

@@ -12,9 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from packaging.version import Version
-
 from mindnlp_dp.arrays.conversion import copy_of
+from mindnlp_dp.versions import mindspore_is_before
 
 
 # Versions: MindSpore 2.7. Cause: mint.empty and mint.empty_like, called without a device, make a tensor on Ascend,
@@ -22,8 +21,8 @@ from mindnlp_dp.arrays.conversion import copy_of
 def _options_of_empty() -> dict[str, str]:
     import mindspore
 
-    is_2_7 = Version(mindspore.__version__) < Version("2.8")
-    return {"device": "CPU"} if is_2_7 and mindspore.get_context("device_target") == "CPU" else {}
+    on_cpu = mindspore.get_context("device_target") == "CPU"
+    return {"device": "CPU"} if on_cpu and mindspore_is_before("2.8") else {}
 
 
 class DeviceCalls(abc.ABC):

@@ -7,9 +7,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from packaging.version import Version
-
 from mindnlp_dp.patches.import_hook import around
+from mindnlp_dp.versions import mindspore_is_before
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: mindspore._c_expression.pyboost_empty takes its
@@ -27,7 +26,7 @@ def _empty(module: types.ModuleType) -> Iterator[None]:
         dtype = module.get_default_dtype() if dtype is None else dtype
         return mindspore.ops.zeros(size, dtype)
 
-    if Version(mindspore.__version__) >= Version("2.7.0"):
+    if not mindspore_is_before("2.7"):
         module.empty = empty  # type: ignore[attr-defined]
 
 
