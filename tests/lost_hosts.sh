@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two hosts on one machine, two network namespaces, train together, started by the same line on each; then one is lost.
 #
-#   bash tests/lost_hosts.sh       needs root and iproute2
+#   bash tests/lost_hosts.sh [BACKEND ...]       mpi and mindspore; needs root and iproute2
 #
 # Passes when an elastic job goes on without the host that was killed, or whose cable was pulled, has both again once it
 # is back, and ends with the weights of an undisturbed one up to rounding; when the endpoint's host is killed, the other
@@ -14,7 +14,8 @@ source "$ROOT/tests/two_namespaces.sh"
 open_two_hosts || exit 0
 export MINDNLP_DP_RDZV_TOKEN PYTHONPATH=$ROOT/tests:$ROOT
 MINDNLP_DP_RDZV_TOKEN=$(python -c 'import secrets; print(secrets.token_hex())')
-port=29400
+port=29400 backends=("$@")
+[ $# -gt 0 ] || backends=(mpi mindspore)
 
 # start HOST: the line, on that host.
 start() {
@@ -70,7 +71,7 @@ PYTHON
 echo "undisturbed"
 job undisturbed mpi 60 0
 finish
-for backend in mpi mindspore; do
+for backend in "${backends[@]}"; do
   echo "$backend: a host is killed, and comes back"
   job "killed_$backend" $backend 60 0.3
   until_updates 15
@@ -80,21 +81,23 @@ for backend in mpi mindspore; do
   start "$second" & other=$!
   finish
 done
-echo "mpi: a cable is pulled, and put back"
-job cable mpi 60 0.3
-until_updates 15
-ip -n "$first" link set "vA$$" down
-until_updates 3 1
-ip -n "$first" link set "vA$$" up
-finish
-grep -q "nothing was heard of it for 4 s" "$run/$first.out" || { echo "it was not named"; exit 1; }
-echo "mpi: the endpoint's host is killed"
-job head mpi 60 0.3
-until_updates 15
-ip netns pids "$first" | xargs kill -9
-wait $head || true
-code=0
-wait $other || code=$?
-[ $code -eq 75 ] || { echo "the other launcher ended with $code, not 75"; tail -n 30 "$run"/*.out; exit 1; }
-nothing_left
-echo "  the other host's launcher ended with 75, and its ranks with it"
+for backend in "${backends[@]}"; do
+  echo "$backend: a cable is pulled, and put back"
+  job "cable_$backend" $backend 60 0.3
+  until_updates 15
+  ip -n "$first" link set "vA$$" down
+  until_updates 3 1
+  ip -n "$first" link set "vA$$" up
+  finish
+  grep -q "nothing was heard of it for 4 s" "$run/$first.out" || { echo "it was not named"; exit 1; }
+  echo "$backend: the endpoint's host is killed"
+  job "head_$backend" $backend 60 0.3
+  until_updates 15
+  ip netns pids "$first" | xargs kill -9
+  wait $head || true
+  code=0
+  wait $other || code=$?
+  [ $code -eq 75 ] || { echo "the other launcher ended with $code, not 75"; tail -n 30 "$run"/*.out; exit 1; }
+  nothing_left
+  echo "  the other host's launcher ended with 75, and its ranks with it"
+done

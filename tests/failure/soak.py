@@ -38,6 +38,8 @@ HANG_SECONDS = 8
 # Between one fault and the next two updates are made, or a few more, of 233 an epoch: the job has to outlast them all.
 # In place it goes on while the launcher still looks.
 FAULTS_AN_EPOCH, FAULTS_AN_EPOCH_IN_PLACE = 40, 6
+# Behind which a fault that nothing came of is one.
+PATIENCE_SECONDS = 120
 
 
 def command(place: Path, backend: str, num_epochs: int, *, in_place: bool) -> list[str]:
@@ -69,6 +71,7 @@ class Job:
         self.happened: collections.Counter[str] = collections.Counter()
         self.sizes: collections.Counter[int] = collections.Counter()
         self.seconds: list[float] = []
+        self.without_effect: list[str] = []
 
     def ranks(self) -> list:
         """Those that live. One that has not begun has no process to be hit; 0 would be this one."""
@@ -116,6 +119,9 @@ class Job:
         while self.num_failures() == num_failures and pids & {other.pid for other in self.ranks()}:
             if self.launcher.poll() is not None:
                 return False
+            if time.monotonic() - at > PATIENCE_SECONDS:
+                self.without_effect.append(how)
+                return True
             time.sleep(0.02)
         if not self.wait_for_an_update():
             return False
@@ -141,6 +147,7 @@ def main() -> int:
             print(f"{sum(job.happened.values())} faults in {time.monotonic() - began:.0f} s", file=sys.stderr)
         exit_code = job.launcher.wait()
         said = (place / "launcher.out").read_text()
+        wrong += [f"nothing came of it: {how}" for how in job.without_effect]
         if exit_code:
             wrong.append(f"exit code {exit_code}: {said[-1000:]}")
         if sum(job.happened.values()) < options.faults:

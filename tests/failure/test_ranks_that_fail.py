@@ -190,6 +190,32 @@ def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_gets_ctrl_c(launch, backend):
+    """MindSpore's cluster takes it for itself, and its ranks would wait for each other."""
+    job = launch(
+        """
+        import os, signal, threading, time
+        import numpy as np
+        import mindnlp_dp as dp
+        group = dp.init_process_group()
+        half = group.split([0, 1])
+        if group.rank == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            while True:
+                half.all_reduce(np.ones(1, np.float32))
+        except KeyboardInterrupt:
+            print("interrupted as ever")
+            raise
+        """,
+        backend=backend,
+    )
+    assert job.exit_code == 130, job.output
+    assert "rank 1 of 2" in job.output
+    assert "interrupted as ever" in (job.log_dir / "worker_1.log").read_text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
     script = tmp_path / "script.py"

@@ -7,6 +7,8 @@ gathered, and every rank reduces them in rank order. So does what MindSpore's NC
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -31,6 +33,16 @@ _REDUCES = {
     "nccl": {"float32", "float16", "int8", "int32", "int64"},
     "mccl": {"float32"},
 }
+
+
+# Versions: MindSpore 2.7 to 2.10. Cause: servers of its cluster take SIGINT for themselves: they end, and the rank goes
+# on, waits for ever for what they would have brought, or does not take notice at all.
+# Goes when: KeyboardInterrupt comes with it (tests/failure/test_ranks_that_fail.py).
+def _take_back_ctrl_c() -> None:
+    """Whoever handled SIGINT before MindSpore's cluster came together handles it again."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 class MindSporeChannel(TensorChannel):
@@ -88,6 +100,7 @@ class MindSporeTransport(Transport):
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
         self._group = None if ranks is None else create_group(ranks)
+        _take_back_ctrl_c()
         self._in_job = range(communication.get_group_size()) if ranks is None else ranks
         self.rank, self.world_size = self._in_job.index(communication.get_rank()), len(self._in_job)
         kind = PrimitiveCalls if self.name == "nccl" else MintCalls
