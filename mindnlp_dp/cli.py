@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +18,18 @@ from .launch.status import status_of, status_text
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run a subcommand and return its exit code."""
-    args = _parser().parse_args(argv)
-    return args.run(args)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # With the usage of the command that was typed.
+        getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        return args.run(args)
+    except BrokenPipeError:
+        # Who reads this has seen enough: head, a pager. Nothing is left to be written when Python ends.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=OneSpelling,
     )
     add_run_options(run)
-    run.set_defaults(run=_run)
+    run.set_defaults(run=_run, parser=run)
     status = commands.add_parser(
         "status",
         help="say how far a running job is",

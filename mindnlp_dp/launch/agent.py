@@ -23,6 +23,8 @@ from .tries import Try
 _REPORT_SECONDS = 0.5
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
+# In which an endpoint that is started at the same time is there.
+_SILENT_SECONDS = 5.0
 # How long an endpoint that was there is looked for when it is gone.
 REJOIN_SECONDS = 30.0
 
@@ -37,7 +39,8 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
     Raises:
         NotMetError: it was not there in so many seconds, or does not know our token.
     """
-    deadline, why = time.monotonic() + seconds, ""
+    began, why, is_silent = time.monotonic(), "", True
+    where = f"the endpoint {rendezvous.host}:{rendezvous.port}"
     while True:
         try:
             sock = socket.create_connection((rendezvous.host, rendezvous.port), timeout=5)
@@ -57,8 +60,12 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
             why = "it does not know our token: the same has to be set on every host"
         except OSError as error:
             why = str(error)
-        if time.monotonic() > deadline:
-            raise NotMetError(f"the endpoint {rendezvous.host}:{rendezvous.port} cannot be reached: {why}")
+        waited = time.monotonic() - began
+        if waited > seconds:
+            raise NotMetError(f"{where} cannot be reached: {why}. If it is of this host itself: --node-rank 0")
+        if is_silent and waited > _SILENT_SECONDS:
+            is_silent = False
+            print(f"waiting for {where}, which cannot be reached yet: {why}", file=sys.stderr)
         time.sleep(_RETRY_SECONDS)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Optional
 
 from .engines import LaunchError
-from .messages import Connection
+from .messages import Connection, WrongPeerError
 from .tries import Report, Try
 
 _BEAT_SECONDS = 1.0
@@ -144,6 +145,8 @@ class Head:
         self.hosts: list[RemoteHost] = []
         self._strangers: dict[Connection, float] = {}
         self._by_connection: dict[Connection, RemoteHost] = {}
+        # Addresses that were named once.
+        self._refused: set[str] = set()
         self._beat = 0.0
         family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
         self._listening = socket.socket(family)
@@ -224,8 +227,19 @@ class Head:
             if host is not None:
                 host.lost = host.lost or why
             elif connection in self._strangers:
+                if isinstance(error, WrongPeerError):
+                    self._name_who_was_refused(connection)
                 del self._strangers[connection]
                 connection.close()
+
+    def _name_who_was_refused(self, connection: Connection) -> None:
+        try:
+            address = connection.socket.getpeername()[0]
+        except OSError:
+            return
+        if address not in self._refused and len(self._refused) < _MOST_STRANGERS:
+            self._refused.add(address)
+            print(f"somebody at {address} does not know this job's token, and was refused", file=sys.stderr)
 
     def _welcome(self, connection: Connection, said: dict[str, Any]) -> Optional[RemoteHost]:
         del self._strangers[connection]

@@ -10,14 +10,15 @@ import os
 from pathlib import Path
 from typing import Any, Optional
 
+from .devices import count_devices, default_device
 from .engines import LaunchError
 from .head import Rendezvous
 from .job import JobOptions
 from .messages import parse_endpoint, read_token
 from .sizes import Size
+from .torchrun_options import add_torchrun_options
 
 RESTARTS_OF_ELASTIC_JOBS = 100
-_REFUSED = "of one host: with --nnodes, say where hosts meet, --rdzv-endpoint HOST:PORT, the first host's address"
 # torchrun's names, as far as they mean something here.
 _CONF = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 
@@ -26,8 +27,8 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     """Add all of them, and SCRIPT and ARGS."""
     add = _Adder(run)
     add(
-        "--nproc", "--nproc-per-node", type=_size, required=True, metavar="N",
-        help="processes on each host; MIN:MAX of an elastic job",
+        "--nproc", "--nproc-per-node", type=_nproc, required=True, metavar="N",
+        help="processes on each host; MIN:MAX of an elastic job; auto: one for each card, or core",
     )  # fmt: skip
     add(
         "--backend", choices=("mpi", "mindspore"),
@@ -91,6 +92,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     add("--master-port", type=_whole, default=29400, metavar="PORT", help="(default: 29400)")
     run.add_argument("--standalone", action="store_true", help="one host, as without it; torchrun wants it said")
     run.add_argument("-m", "--module", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    add_torchrun_options(run)
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
 
@@ -119,7 +121,7 @@ class OneSpelling(argparse.HelpFormatter):
 
 
 def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
-    """How hosts meet; None where the job has one host, and nobody can join.
+    """How hosts meet; None where the job has one host, wherever that could have met others.
 
     Raises:
         LaunchError: what was typed does not fit together, or there is no token.
@@ -127,10 +129,14 @@ def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
     endpoint = args.rdzv_endpoint
     if endpoint is None and args.master_addr is not None:
         endpoint = f"{args.master_addr}:{args.master_port}"
-    if endpoint is None or args.standalone:
-        if args.nnodes.most > 1:
-            raise LaunchError(f"--nnodes {args.nnodes}, and nothing else {_REFUSED}")
+    if args.nnodes.most == 1:
         return None
+    if args.standalone:
+        raise LaunchError(f"--standalone is for one host, and --nnodes is {args.nnodes}")
+    if endpoint is None:
+        raise LaunchError(
+            f"--nnodes {args.nnodes}: say where the hosts meet, --rdzv-endpoint HOST:PORT, an address of the first one"
+        )
     try:
         host, port = parse_endpoint(endpoint)
         token = read_token(os.environ, args.rdzv_token_file)
@@ -164,6 +170,17 @@ def _size(text: str) -> Size:
         return Size.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _nproc(text: str) -> Size:
+    """Or as many as there are cards, or cores that this process may use."""
+    device = {"auto": default_device(os.environ), "cpu": "CPU", "gpu": "GPU", "npu": "Ascend"}.get(text)
+    if device is None:
+        return _size(text)
+    number = len(os.sched_getaffinity(0)) if device == "CPU" else count_devices(device, os.environ)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text}: this host has no {device} cards to use; --nproc cpu, or a number")
+    return Size(number, number)
 
 
 def _whole(text: str) -> int:

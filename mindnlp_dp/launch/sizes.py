@@ -6,6 +6,7 @@ hosts of the next try, the ranks on each, and whether a job that runs could grow
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from .head import Head, RemoteHost, Rendezvous
 from .host import LocalHost
 
 Host = Union[LocalHost, RemoteHost]
+# In which hosts that are started together have come.
+_SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,15 @@ class Members:
         """
         if self._head is None or self._rendezvous is None:
             return [self.local]
-        began, enough = time.monotonic(), None
+        began, enough, is_silent = time.monotonic(), None, True
+        where = f"{self._rendezvous.host}:{self._rendezvous.port}"
         while True:
             self._head.pump(0.05)
             hosts = self._there()
             now = time.monotonic()
+            if is_silent and now - began > _SILENT_SECONDS:
+                is_silent = False
+                print(f"waiting at {where}: {len(hosts)} of {self.nnodes} hosts have come", file=sys.stderr)
             if len(hosts) >= self.nnodes.least:
                 enough = enough or now
                 # A job that has begun goes on with those that are left; it grows later.
@@ -109,8 +116,8 @@ class Members:
                     break
             elif now - began > self._rendezvous.join_timeout:
                 raise NotMetError(
-                    f"{len(hosts)} of {self.nnodes} hosts have come to {self._rendezvous.host}:{self._rendezvous.port} "
-                    f"in {self._rendezvous.join_timeout:.0f} s; start the same line on the others"
+                    f"{len(hosts)} of {self.nnodes} hosts have come to {where} in {self._rendezvous.join_timeout:.0f} "
+                    "s; start the same line on the others, with the same token"
                 )
         self._has_begun = True
         return hosts

@@ -190,7 +190,6 @@ def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_gets_ctrl_c(launch, backend):
     """MindSpore's cluster takes it for itself, and its ranks would wait for each other."""
     job = launch(
@@ -216,6 +215,7 @@ def test_a_rank_that_gets_ctrl_c(launch, backend):
     assert "interrupted as ever" in (job.log_dir / "worker_1.log").read_text()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
     script = tmp_path / "script.py"

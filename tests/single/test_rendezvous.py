@@ -100,7 +100,7 @@ def test_a_frame_that_somebody_changed_is_refused(ends, tamper):
         victim.receive()
 
 
-def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting():
+def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -110,6 +110,8 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting():
             Head(Rendezvous("127.0.0.1", port, TOKEN), "1")
         noisy = socket.create_connection(("127.0.0.1", port))
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        noisier = socket.create_connection(("127.0.0.1", port))
+        noisier.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         silent = socket.create_connection(("127.0.0.1", port))
         joined = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
         said = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None, "launcher": "x"}
@@ -141,10 +143,11 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting():
         again.socket.close()
         head.pump_until(lambda: not head.hosts, 5)
         assert head.hosts == []
-        joined.socket.close()
-        silent.close()
+        for sock in (joined.socket, silent, noisier):
+            sock.close()
     finally:
         head.close(0)
+    assert capsys.readouterr().err == "somebody at 127.0.0.1 does not know this job's token, and was refused\n"
 
 
 def test_a_report_comes_over_with_times_of_the_readers_clock():
@@ -222,7 +225,7 @@ def test_the_number_of_a_host(name):
     ("line", "message"),
     [
         ("--nnodes 2", "--rdzv-endpoint HOST:PORT"),
-        ("--nnodes 2 --standalone --rdzv-endpoint a:1", "--rdzv-endpoint HOST:PORT"),
+        ("--nnodes 2 --standalone --rdzv-endpoint a:1", "--standalone is for one host"),
         ("--nnodes 2 --rdzv-endpoint a:b:c", "an endpoint is HOST:PORT"),
         ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf x=1", "--rdzv-conf takes join_timeout"),
         ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf join_timeout=nan", "--rdzv-conf takes join_timeout"),
@@ -248,6 +251,62 @@ def test_torchruns_words(monkeypatch):
     assert (rendezvous_of(args).host, rendezvous_of(args).port) == ("n1", 29400)
     args = _parser().parse_args(["run", "--nproc", "1", "--standalone", "x.py"])
     assert rendezvous_of(args) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--standalone", "--rdzv-endpoint localhost:0", "--nnodes 1:1 --rdzv-backend c10d --rdzv_endpoint=h:29400",
+        "--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=29500 --monitor-interval 5 --role=trainer",
+    ],
+)  # fmt: skip
+def test_torchruns_lines_of_one_host_need_no_token(line, monkeypatch):
+    from mindnlp_dp.cli import _parser
+
+    monkeypatch.delenv("MINDNLP_DP_RDZV_TOKEN", raising=False)
+    args = _parser().parse_args(["run", "--nproc_per_node=2", *line.split(), "x.py", "--role", "of the script"])
+    assert rendezvous_of(args) is None
+    assert args.args == ["--role", "of the script"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--no-python", "start another program from a script"),
+        ("--redirects 3", "worker_R.log"),
+        ("-r 1:3", "worker_R.log"),
+        ("-t 3", "worker_R.log"),
+        ("--local_ranks_filter=0", "worker_R.log"),
+        ("--local-addr h", "--rdzv-endpoint"),
+        ("--rdzv-backend etcd", "choose from"),
+        ("--no-such-thing", "unrecognized arguments: --no-such-thing"),
+    ],
+)
+def test_torchruns_other_options_say_what_to_type(line, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--nproc", "2", *line.split(), "x.py"])
+    said = capsys.readouterr().err
+    assert message in said
+    assert "usage: mindnlp-dp run --nproc N" in said
+
+
+def test_as_many_ranks_as_there_are_cards_or_cores(monkeypatch, capsys):
+    from mindnlp_dp.cli import _parser
+
+    def nproc(text):
+        return _parser().parse_args(["run", "--nproc-per-node", text, "x.py"]).nproc
+
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setenv("DEVICE_TARGET", "CPU")
+    assert nproc("auto") == nproc("cpu") == Size(cores, cores)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,5")
+    assert nproc("npu") == Size(3, 3)
+    monkeypatch.setenv("DEVICE_TARGET", "Ascend")
+    assert nproc("auto") == Size(3, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit):
+        nproc("gpu")
+    assert "this host has no GPU cards to use" in capsys.readouterr().err
 
 
 def test_nobody_comes(tmp_path, capsys, monkeypatch):
