@@ -1,7 +1,7 @@
 """What torchrun takes that ``mindnlp-dp run`` does not, for who types its line from memory.
 
-Goes in: an argument parser. Comes out: one that passes over what changes nothing here, and says what to type in the place
-of the rest.
+Goes in: an argument parser. Comes out: one that passes over what changes nothing here, and says of the rest what to
+type instead.
 """
 
 from __future__ import annotations

@@ -100,8 +100,11 @@ class Job:
         time.sleep(self._chance.uniform(0, 0.5))
         ranks, num_failures = self.ranks(), self.num_failures()
         how, rank = self._chance.choice(self._faults), self._chance.choice(ranks) if ranks else None
-        if rank is None or self.launcher.poll() is not None:
+        if self.launcher.poll() is not None:
             return False
+        if rank is None:
+            # It is between two tries.
+            return True
         try:
             if how == "mpirun":
                 runs = [p for p in psutil.Process(self.launcher.pid).children() if p.name() in ("mpirun", "prterun")]
