@@ -58,7 +58,7 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
         except (EOFError, WrongPeerError):
             # The endpoint hangs up on who does not know its token.
             why = "it does not know our token: the same has to be set on every host"
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             why = str(error)
         waited = time.monotonic() - began
         if waited > seconds:

@@ -157,8 +157,8 @@ def end(processes: list[Process], grace: float, sleep: Callable[[float], None] =
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
             sleep(POLL_SECONDS)
     for process in processes:
-        # What one that failed has started may have survived it.
-        if process.popen.returncode:
+        # What one that failed has started may have survived it. A process of that number would be somebody else's.
+        if process.popen.returncode and not os.path.exists(f"/proc/{process.popen.pid}"):
             _signal_session(process.popen.pid, signal.SIGKILL)
 
 

@@ -44,7 +44,10 @@ class _Server:
     def __init__(self, path: str) -> None:
         self._selector = selectors.DefaultSelector()
         self._listening = socket.socket(socket.AF_UNIX)
+        _forget_socket_of_the_dead(path)
+        umask = os.umask(0o077)
         self._listening.bind(path)
+        os.umask(umask)
         self._listening.listen(64)
         self._selector.register(self._listening, selectors.EVENT_READ)
         # A child's end wakes the selector.
@@ -137,6 +140,18 @@ class _Server:
             except OSError:
                 pass
             connection.close()
+
+
+def _forget_socket_of_the_dead(path: str) -> None:
+    """Where an earlier server had this path, and was ended."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError:
+            # There is none, or it will say so.
+            pass
 
 
 def _signal_group(pid: int, number: int) -> None:

@@ -35,8 +35,8 @@ from .environment import host_environment
 from .fork_client import VARIABLE
 from .fork_server import ForkServer
 from .hangs import stacks_of
+from .log_dir import forget_earlier_jobs, forget_statuses, put_logs_aside
 from .messages import this_host_name
-from .restarts import forget_earlier_jobs, put_logs_aside
 from .scratch import Scratch
 from .status import progress_file
 from .tries import Report, Try
@@ -80,7 +80,7 @@ class LocalHost:
         On all hosts before any begins, for they may share the folder.
 
         Raises:
-            LaunchError: the folder cannot be written to, before the first.
+            LaunchError: the folder cannot be written to; behind the first try, that one's ends cannot be removed.
         """
         folder = Path(log_dir)
         try:
@@ -90,7 +90,7 @@ class LocalHost:
             else:
                 forget_earlier_jobs(folder)
         except OSError as error:
-            if number:
+            if number and forget_statuses(folder):
                 # Its disk is full; there are jobs that go on without logs.
                 print(f"the logs of try {number} in {log_dir} are not put aside: {error}", file=sys.stderr)
                 return

@@ -49,5 +49,9 @@ class LogFile:
         if self._most_bytes and self._log is not None and os.fstat(self._log).st_size > self._most_bytes:
             # Where it cannot be, it grows on.
             with contextlib.suppress(OSError):
-                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-                self._open()
+                earlier = self._path.with_name(f"{self._path.name}.1")
+                self._path.replace(earlier)
+                try:
+                    self._open()
+                except OSError:
+                    earlier.replace(self._path)

@@ -43,12 +43,13 @@ def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes
     """
     text = environ.get(TOKEN_VARIABLE) if file is None else None
     if text is None:
-        path = file or Path(DEFAULT_TOKEN_FILE).expanduser()
+        path = file or Path(DEFAULT_TOKEN_FILE)
         try:
+            path = path.expanduser()
             if stat.S_IMODE(path.stat().st_mode) & 0o077:
                 raise ValueError(f"{path} can be read by other users: chmod 600 {path}")
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, RuntimeError) as error:
             raise ValueError(
                 f"hosts of a job know each other by a token, and there is none ({error}). Make one, "
                 f"(umask 077; mkdir -p {path.parent}; openssl rand -hex 32 > {path}), and copy it to every host, or "
@@ -224,7 +225,7 @@ def is_this_host(host: str) -> bool:
     """Whether a name or address is one of this host's own."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:

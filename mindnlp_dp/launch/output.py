@@ -7,15 +7,18 @@ taken. What is not taken yet stays in memory; ranks' logs are read no further un
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
+import socket
 import stat
 import sys
 import time
-from typing import Any, Optional, TextIO
+from typing import Any, Optional, TextIO, Union
 
 _MOST_AT_ONCE = 1 << 16
+_MAY_PASS = (errno.ENOSPC, errno.EDQUOT)
 # Of somebody who has interrupted the job.
 _LAST_SECONDS = 1.0
 
@@ -25,12 +28,14 @@ class Output(io.RawIOBase):
 
     Attributes:
         error: why nothing more can be written, such as a reader that is gone; None while something can.
+        patience: seconds that somebody waits at the end until all is taken.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._own = descriptor, _open_without_waiting(descriptor)
         self._pending = bytearray()
         self.error: Optional[OSError] = None
+        self.patience = float("inf")
 
     def writable(self) -> bool:
         return True
@@ -49,17 +54,32 @@ class Output(io.RawIOBase):
 
     def flush(self) -> None:
         """Pass on what is taken now."""
-        descriptor = self._descriptor if self._own is None else self._own
         while self._pending:
             try:
-                written = os.write(descriptor, self._pending[:_MOST_AT_ONCE])
+                written = self._write_some()
             except BlockingIOError:
                 return
             except OSError as error:
-                self.error = error
+                # A disk that is full may have room later; what it has not taken is in the logs.
+                self.error = None if error.errno in _MAY_PASS else error
                 self._pending.clear()
                 return
+            if not written:
+                return
             del self._pending[:written]
+
+    def _write_some(self) -> int:
+        if isinstance(self._own, socket.socket):
+            return self._own.send(self._pending[:_MOST_AT_ONCE], socket.MSG_DONTWAIT)
+        if self._own is not None:
+            return os.write(self._own, self._pending[:_MOST_AT_ONCE])
+        # A pipe that can be written to takes so much; so does a terminal but for a rare moment.
+        return os.write(self._descriptor, self._pending[: select.PIPE_BUF]) if self._can_be_written(0) else 0
+
+    def _can_be_written(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLOUT)
+        return bool(poll.poll(1000 * seconds))
 
     @property
     def is_behind(self) -> bool:
@@ -67,48 +87,48 @@ class Output(io.RawIOBase):
         self.flush()
         return bool(self._pending)
 
-    def drain(self, deadline: float) -> None:
-        """Wait until all is taken, by then at most."""
-        poll = select.poll()
-        poll.register(self._descriptor if self._own is None else self._own, select.POLLOUT)
+    def drain(self) -> None:
+        """Wait until all is taken, with :attr:`patience`."""
+        deadline = time.monotonic() + self.patience
         while self.is_behind and (left := deadline - time.monotonic()) > 0:
-            poll.poll(1000 * min(left, 1.0))
+            self._can_be_written(min(left, 1.0))
 
     def close(self) -> None:
         self._pending.clear()
         super().close()
-        if self._own is not None:
+        if isinstance(self._own, socket.socket):
+            self._own.close()
+        elif self._own is not None:
             os.close(self._own)
-            self._own = None
+        self._own = None
 
 
-def _open_without_waiting(descriptor: int) -> Optional[int]:
-    """The same file once more, so that who else has it open waits as ever; None where that is not needed or not to be.
+def _open_without_waiting(descriptor: int) -> Union[int, socket.socket, None]:
+    """The same file once more, so that who else has it open waits as ever; None where that cannot be, or need not.
 
-    A file on a disk has its end where the other descriptor has it; a socket cannot be opened again.
+    A file on a disk has its end where the other descriptor has it.
     """
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
         return None
     try:
+        if stat.S_ISSOCK(mode):
+            return socket.socket(fileno=os.dup(descriptor))
         return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
+        # Another user's terminal.
         return None
 
 
 class Unhurried:
     """Within it, ``sys.stdout`` and ``sys.stderr`` keep nobody waiting; at its end they wait until all is taken.
 
-    Attributes:
-        seconds: that they wait then at most. Ctrl-C ends it, too.
+    Ctrl-C ends that, too.
     """
 
     def __init__(self) -> None:
-        self.seconds = float("inf")
         self._before: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
         self._outputs: list[Output] = []
-
-    def was_interrupted(self) -> None:
-        self.seconds = _LAST_SECONDS
 
     def __enter__(self) -> Unhurried:
         sys.stdout, sys.stderr = (self._unhurried(stream) for stream in self._before)
@@ -132,9 +152,8 @@ class Unhurried:
 
     def __exit__(self, *_: object) -> None:
         try:
-            deadline = time.monotonic() + self.seconds
             for output in self._outputs:
-                output.drain(deadline)
+                output.drain()
         except KeyboardInterrupt:
             pass
         finally:
@@ -146,17 +165,25 @@ class Unhurried:
                 output.close()
 
 
-def _outputs() -> list[Output]:
-    buffers = (getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr))
-    return [buffer for buffer in buffers if isinstance(buffer, Output)]
+def hurry() -> None:
+    """Somebody wants the job to end: what is not read at once is not waited for."""
+    for stream in (sys.stdout, sys.stderr):
+        if (output := _output_of(stream)) is not None:
+            output.patience = _LAST_SECONDS
 
 
-def is_behind() -> bool:
-    """Whether something was written that is not taken yet."""
-    return sum(output.is_behind for output in _outputs()) > 0
+def is_behind(stream: TextIO) -> bool:
+    """Whether something was written to it that is not taken yet."""
+    output = _output_of(stream)
+    return output is not None and output.is_behind
 
 
 def why_unread() -> Optional[OSError]:
     """Why nothing more can be written to standard output; None while something can."""
-    buffer = getattr(sys.stdout, "buffer", None)
-    return buffer.error if isinstance(buffer, Output) else None
+    output = _output_of(sys.stdout)
+    return None if output is None else output.error
+
+
+def _output_of(stream: TextIO) -> Optional[Output]:
+    buffer = getattr(stream, "buffer", None)
+    return buffer if isinstance(buffer, Output) else None

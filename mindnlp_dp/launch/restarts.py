@@ -6,48 +6,19 @@ Goes in: failures, and how far the job had got. Comes out: seconds to wait, or t
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from .log_dir import RECORD
 from .verdict import Failure
 
 # Failures in a row, none of which finished an update, that are one too many for another try.
 MOST_IN_A_ROW = 3
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
-RECORD = "failures.jsonl"
-# What ranks and their engine write into a log folder.
-_WRITTEN = re.compile(r"worker_\d+\.(log|log\.\d+|status|stacks)|launcher(_\d+)?\.log|scheduler\.log")
-_OF_THE_JOB = re.compile(rf"{re.escape(RECORD)}|progress(_\d+)?|fork_server\.log|environ_changes\.json")
-_TRY = re.compile(r"try_\d+")
-
-
-def put_logs_aside(log_dir: Path, number: int) -> None:
-    """What the try before number ``number`` has written, into a folder of its own."""
-    folder = log_dir / f"try_{number}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in log_dir.iterdir():
-        if _WRITTEN.fullmatch(path.name):
-            try:
-                path.replace(folder / path.name)
-            except FileNotFoundError:
-                # Another host's launcher has, in a folder that they share.
-                pass
-
-
-def forget_earlier_jobs(log_dir: Path) -> None:
-    """Remove what earlier jobs have left in the log folder, and nothing else: their ranks' ends are not this job's."""
-    tries = [path for path in log_dir.iterdir() if _TRY.fullmatch(path.name) and path.is_dir()]
-    for folder in [log_dir, *tries]:
-        for path in folder.iterdir():
-            if (_WRITTEN.fullmatch(path.name) or _OF_THE_JOB.fullmatch(path.name)) and not path.is_dir():
-                path.unlink(missing_ok=True)
-        if folder != log_dir and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 class Restarts:

@@ -25,8 +25,9 @@ from .head import Head, Rendezvous
 from .host import LocalHost
 from .job import Job, JobOptions
 from .launchers import node_rank_of
+from .log_dir import kept_by_this_job, new_log_dir
 from .messages import TOKEN_VARIABLE, is_this_host
-from .output import Unhurried
+from .output import Unhurried, hurry
 from .remote_shell import ENDPOINT_VARIABLE
 from .sizes import Members, Size
 
@@ -69,7 +70,7 @@ def run_job(
         raise LaunchError("--scale-batch is for an elastic job, --nproc MIN:MAX or --nnodes MIN:MAX")
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
-    with _interruptible(), Unhurried() as unhurried:
+    with _interruptible(), Unhurried():
         try:
             if rendezvous is not None:
                 # For the remote shell of mpirun.
@@ -79,6 +80,7 @@ def run_job(
                 rank = node_rank if node_rank is not None else node_rank_of(environ)
                 return Agent(rendezvous, environ, nproc.most, version=__version__, node_rank=rank).run()
             head = Head(rendezvous, __version__, one_a_host=backend == "mpi") if rendezvous is not None else None
+            log_dir = log_dir or new_log_dir()
             local = LocalHost(environ, nproc.most, sleep=time.sleep if head is None else head.pump)
             job = Job(
                 command,
@@ -87,13 +89,13 @@ def run_job(
                     local, head, rendezvous,
                     nnodes=nnodes or Size(1, 1), nproc=nproc, grow_after=options.grow_after,
                 ),
-                log_dir=log_dir or Path("logs", time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid())),
+                log_dir=log_dir,
                 options=options,
                 remote_shell=[sys.executable, "-m", "mindnlp_dp.launch.remote_shell"],
             )  # fmt: skip
-            return _lead(job, local, head)
+            return _lead(job, local, head, log_dir)
         except KeyboardInterrupt:
-            unhurried.was_interrupted()
+            hurry()
             print("interrupted: all ranks were ended", file=sys.stderr)
             return 128 + signal.SIGINT
 
@@ -104,12 +106,13 @@ def _leads(rendezvous: Rendezvous, node_rank: Optional[int]) -> bool:
     return is_this_host(rendezvous.host) if number is None else number == 0
 
 
-def _lead(job: Job, local: LocalHost, head: Optional[Head]) -> int:
+def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path) -> int:
     """Run a job from here, and tell the other hosts how it ended."""
     code = 1
     try:
-        code = job.run()
-        return code
+        with kept_by_this_job(log_dir):
+            code = job.run()
+            return code
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
         raise

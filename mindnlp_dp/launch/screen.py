@@ -10,14 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Optional
 
 from mindnlp_dp.runtime.progress import Progress
 
 from .engines import POLL_SECONDS
-from .output import is_behind, why_unread
+from .output import hurry, is_behind, why_unread
 from .status import StatusLine
 
 _CLEAR = "\r\x1b[K"
@@ -54,12 +53,12 @@ class Screen:
     def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
         """A line of how far they are, at most one a second, in the place of the one before."""
         is_time = time.monotonic() - self._said >= _LINE_SECONDS
-        if self._is_terminal and is_time and any(rank.has_met for rank in ranks) and not is_behind():
+        if self._is_terminal and is_time and any(rank.has_met for rank in ranks) and not is_behind(sys.stderr):
             self._said = time.monotonic()
             self._line = self._status.text(ranks, num_ended, self._num_restarts)[:_WIDTH]
             self._write(_CLEAR + self._line)
 
-    def show(self, *, at_end: bool = False) -> bool:
+    def show(self) -> bool:
         """What ranks have written since, where who reads this keeps up; whether there was something."""
         if self._logs and (error := why_unread()):
             # Who read it has gone (a pager, head), or its disk is full.
@@ -67,7 +66,7 @@ class Screen:
             print(f"nothing more is shown, but written to {self._log_dir}: {error}", file=sys.stderr)
         was_new = False
         for _ in range(_MOST_READS):
-            new = [] if is_behind() else [text for log in self._logs if (text := log.new(at_end=at_end))]
+            new = [] if is_behind(sys.stdout) else [text for log in self._logs if (text := log.new()) is not None]
             if not new:
                 break
             if self._line and not was_new:
@@ -82,9 +81,11 @@ class Screen:
 
     def show_all(self, sleep: Callable[[float], None]) -> None:
         """What ranks that have come to their end have written, however long it takes until it is read, or Ctrl-C."""
-        with suppress(KeyboardInterrupt):
-            while self.show() or is_behind():
-                sleep(POLL_SECONDS if is_behind() else 0)
+        try:
+            while self.show() or is_behind(sys.stdout):
+                sleep(POLL_SECONDS if is_behind(sys.stdout) else 0)
+        except KeyboardInterrupt:
+            hurry()
 
     def close(self) -> None:
         if self._line:
@@ -97,10 +98,12 @@ class Screen:
     def _show_the_rest(self) -> None:
         """As far as it is read at once: others wait to be ended, or started."""
         deadline = time.monotonic() + _REST_SECONDS
-        while (self.show(at_end=True) or is_behind()) and time.monotonic() < deadline:
-            if is_behind():
+        while (self.show() or is_behind(sys.stdout)) and time.monotonic() < deadline:
+            if is_behind(sys.stdout):
                 time.sleep(_REST_SECONDS / 100)
-        if self._logs and is_behind():
+        for log in self._logs:
+            sys.stdout.buffer.write(log.end())
+        if self._logs and is_behind(sys.stdout):
             print(f"the rest of what ranks have written is in {self._log_dir}: nobody reads it here", file=sys.stderr)
 
     def _write(self, text: str) -> None:
@@ -117,14 +120,23 @@ class _Log:
         self._file: Optional[BinaryIO] = None
         self._rest = b""
 
-    def new(self, *, at_end: bool) -> bytes:
+    def new(self) -> Optional[bytes]:
+        """What is to be shown of what was written since; None where nothing was."""
         text = self._read()
+        if not text:
+            return None
         if not self._prefix:
             return text
         lines = (self._rest + text).splitlines(keepends=True)
-        is_all = at_end and not text
-        self._rest = b"" if is_all or not lines or lines[-1].endswith(b"\n") else lines.pop()
+        # A line that has no end for so long is shown in pieces.
+        is_whole = lines[-1].endswith(b"\n") or len(lines[-1]) >= _MOST_BYTES
+        self._rest = b"" if is_whole else lines.pop()
         return b"".join(self._prefix + (line if line.endswith(b"\n") else line + b"\n") for line in lines)
+
+    def end(self) -> bytes:
+        """A last line that has no end."""
+        rest, self._rest = self._rest, b""
+        return self._prefix + rest + b"\n" if rest else b""
 
     def _read(self) -> bytes:
         """Some of what was written since; when the log has begun anew (log_file.py), the old one's end comes first."""

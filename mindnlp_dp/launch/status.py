@@ -16,7 +16,7 @@ from typing import Any, Optional
 from mindnlp_dp.runtime.progress import Progress, is_of_this_system, read
 
 from .engines import state_of
-from .restarts import RECORD
+from .log_dir import RECORD
 from .verdict import read_statuses
 
 PROGRESS = "progress"

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Optional
@@ -65,28 +66,38 @@ def run() -> None:
     stacks = open(log_dir / f"worker_{rank}.stacks", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 
+    this_process = os.getpid()
     code, waited = _run(command)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # The disk may be full, the folder gone, the streams closed: no reason to end otherwise than the script did.
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if os.getpid() != this_process:
+        # A child that the script has forked, and that came to the script's end.
+        os._exit(code)
     if code != 0 and rank != 0 and not waited:
         time.sleep(OTHERS_WAIT_SECONDS)
     try:
         write_status(log_dir, rank, Status(code, time.time(), waited))
     except OSError as error:
-        # The disk is full, or the folder gone: no reason to end otherwise than the script did.
-        print(f"how rank {rank} ended is not in {log_dir}: {error}", file=sys.stderr)
+        _say(f"how rank {rank} ended is not in {log_dir}: {error}")
     if code != 0:
         if goes_on_in_place(os.environ):
             # mpirun takes no notice of a rank that leaves by itself, and the others are not told.
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(code)
     if nproc > 1 and not _met_the_others():
-        print(
+        _say(
             f"warning: this script never called mindnlp_dp.init_process_group(): {nproc} processes did the same work, "
-            "each for itself",
-            file=sys.stderr,
+            "each for itself"
         )
     _silence_libraries()
+
+
+def _say(text: str) -> None:
+    """Into this rank's log, where that can be written to."""
+    with suppress(Exception):
+        print(text, file=sys.stderr)
 
 
 def _write_changes(log_dir: Path, before: Mapping[str, str]) -> None:
@@ -120,11 +131,12 @@ def _run(command: list[str]) -> tuple[int, bool]:
     except SystemExit as leave:
         if leave.code is None or isinstance(leave.code, int):
             return (leave.code or 0) & 0xFF, _waited_in_vain(leave)
-        print(leave.code, file=sys.stderr)
+        _say(str(leave.code))
         return 1, _waited_in_vain(leave)
     except BaseException as error:  # noqa: BLE001
         # Whatever ended the script, the launcher must hear of it.
-        traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
+        with suppress(Exception):
+            traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
         return 130 if isinstance(error, KeyboardInterrupt) else 1, _waited_in_vain(error)
     return 0, False
 

@@ -29,7 +29,7 @@ import psutil
 
 from conftest import BACKENDS, ROOT, processes_of
 from mindnlp_dp.launch.engines import state_of
-from mindnlp_dp.launch.restarts import RECORD
+from mindnlp_dp.launch.log_dir import RECORD
 from mindnlp_dp.launch.status import read_of_all_hosts
 
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}

@@ -189,6 +189,25 @@ def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
     assert "never reached" not in done.stdout
 
 
+def test_what_a_script_may_do_under_python(launch):
+    """A child that it forks comes to the script's end; its standard output is a file that it has closed."""
+    job = launch(
+        """
+        import os, sys, time
+        from mpi4py import MPI
+        if os.fork() == 0:
+            raise SystemExit(5)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 5
+        MPI.COMM_WORLD.barrier()
+        assert not [name for name in os.listdir("logs") if name.endswith(".status")]
+        MPI.COMM_WORLD.barrier()
+        with open(f"said_{MPI.COMM_WORLD.rank}", "w") as sys.stdout:
+            print("hello")
+        """
+    )
+    assert job.exit_code == 0, job.output
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_gets_ctrl_c(launch, backend):
     """MindSpore's cluster takes it for itself, and its ranks would wait for each other."""

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import socket
 import sys
 import termios
 import threading
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mindnlp_dp.launch.output import Output, Unhurried, is_behind
+from mindnlp_dp.launch.output import Output, Unhurried, hurry, is_behind
 from mindnlp_dp.launch.screen import Screen
 
 MORE_THAN_A_PIPE_TAKES = 1 << 20
@@ -54,7 +55,7 @@ def test_what_nobody_reads_keeps_nobody_waiting_and_is_not_lost(pipe):
     assert output.is_behind
     reader = threading.Thread(target=read_all, args=(reading, found))
     reader.start()
-    output.drain(time.monotonic() + 60)
+    output.drain()
     assert not output.is_behind
     output.close()
     os.close(writing)
@@ -69,10 +70,62 @@ def test_others_who_have_the_pipe_wait_as_ever(pipe):
     os.write(pipe[1], b"still open")
 
 
+def test_a_socket_that_nobody_reads():
+    """Of a program that has its children's output by sockets, as systemd or Node.js."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        output = Output(ours.fileno())
+        output.write(bytes(4 * MORE_THAN_A_PIPE_TAKES))
+        assert output.is_behind
+        received = 0
+        while output.is_behind:
+            received += len(theirs.recv(1 << 20))
+        output.close()
+        theirs.setblocking(False)
+        while received < 4 * MORE_THAN_A_PIPE_TAKES:
+            received += len(theirs.recv(1 << 20))
+
+
+def test_a_pipe_that_cannot_be_opened_again(pipe, monkeypatch):
+    """As a terminal of another user, behind su."""
+    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    output = Output(pipe[1])
+    output.write(bytes(MORE_THAN_A_PIPE_TAKES))
+    assert output.is_behind
+    assert len(os.read(pipe[0], 1 << 16)) == 1 << 16
+    output.close()
+
+
+def test_a_disk_that_is_full_for_a_while():
+    with open("/dev/full", "wb") as full:
+        output = Output(full.fileno())
+        output.write(b"lost")
+        assert (output.error, output.is_behind) == (None, False)
+        output.close()
+
+
+def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
+    """``mindnlp-dp run ... > file`` on a terminal that was stopped."""
+    (tmp_path / "worker_0.log").write_text("a line\n")
+    error = sys.stderr
+    try:
+        sys.stderr = open(pipe[1], "w", closefd=False)  # noqa: SIM115
+        with open(tmp_path / "file", "w") as file, standard_output(file.fileno()), Unhurried():
+            print("x" * MORE_THAN_A_PIPE_TAKES, file=sys.stderr)
+            screen = Screen(tmp_path, 1, "0", 0)
+            screen.show_all(time.sleep)
+            screen.close()
+            hurry()
+    finally:
+        sys.stderr = error
+    assert (tmp_path / "file").read_text() == "a line\n"
+
+
 def test_draining_comes_to_an_end(pipe):
     output = Output(pipe[1])
     output.write(bytes(MORE_THAN_A_PIPE_TAKES))
-    output.drain(time.monotonic() + 0.05)
+    output.patience = 0.05
+    output.drain()
     assert output.is_behind
     output.close()
 
@@ -86,7 +139,7 @@ def test_a_terminal_that_was_stopped():
         output.write(b"while it is stopped\r\n")
         assert output.is_behind
         termios.tcflow(slave, termios.TCOON)
-        output.drain(time.monotonic() + 10)
+        output.drain()
         assert b"while it is stopped" in os.read(master, 1000)
         output.close()
     finally:
@@ -104,7 +157,7 @@ def test_two_streams_of_one_terminal_stay_in_order():
             for number in range(3):
                 print(f"out {number}")
                 print(f"err {number}", file=sys.stderr)
-            assert is_behind()
+            assert is_behind(sys.stdout)
             termios.tcflow(slave, termios.TCOON)
         said = os.read(master, 1000).decode().split("\r\n")
         sys.stdout.close()
@@ -167,11 +220,36 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     assert b"".join(found).decode() == "".join(front + line for line in lines) + front + "its last" + end
 
 
+def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
+    (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
+    with Unhurried():
+        screen = Screen(tmp_path, 1, "all", 0)
+        screen.show_all(time.sleep)
+        with open(tmp_path / "worker_0.log", "a") as log:
+            log.write(" but this")
+        screen.close()
+    said = capfdbinary.readouterr().out
+    assert said.count(b"x") == 5 << 20
+    assert said.endswith(b"\n[0] its last\n[0] and no more but this\n")
+
+
+def test_ctrl_c_while_nobody_reads_a_job_that_went_well(tmp_path, pipe):
+    (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    with standard_output(pipe[1]), Unhurried():
+        screen = Screen(tmp_path, 1, "0", 0)
+        screen.show_all(interrupt)
+        screen.close()
+
+
 def test_a_try_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
-    with standard_output(pipe[1]), Unhurried() as unhurried:
+    with standard_output(pipe[1]), Unhurried():
         screen = Screen(tmp_path, 1, "0", 0)
         screen.show()
         screen.close()
-        unhurried.was_interrupted()
+        hurry()
     assert "nobody reads it here" in capsys.readouterr().err

@@ -9,7 +9,11 @@ import time
 
 import pytest
 
-from mindnlp_dp.launch.restarts import RECORD, Restarts, forget_earlier_jobs, put_logs_aside
+from mindnlp_dp.launch.engines import LaunchError
+from mindnlp_dp.launch.host import LocalHost
+from mindnlp_dp.launch.log_dir import RECORD, forget_earlier_jobs, kept_by_this_job, new_log_dir, put_logs_aside
+from mindnlp_dp.launch.log_file import VARIABLE, LogFile
+from mindnlp_dp.launch.restarts import Restarts
 from mindnlp_dp.launch.tries import Report
 from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure
 from mindnlp_dp.launch.watch import Seen
@@ -125,3 +129,47 @@ def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path, monkeypatch)
     assert (status["ranks"][2]["waits_since"], status["ranks"][2]["here"]) == (None, False)
     assert "waits in all_reduce of 3 ranks, on another host, when it was last heard" in status_text(status)
     json.dumps(status, allow_nan=False)
+
+
+def test_two_jobs_have_two_log_folders(tmp_path, monkeypatch):
+    def begin_another():
+        with kept_by_this_job(tmp_path):
+            pass
+
+    with kept_by_this_job(tmp_path), pytest.raises(LaunchError, match="is that of a job that runs"):
+        begin_another()
+    with kept_by_this_job(tmp_path):
+        pass
+    monkeypatch.chdir(tmp_path)
+    first, second = new_log_dir(), new_log_dir()
+    assert first != second
+    assert first.is_dir()
+
+
+def test_statuses_that_cannot_be_put_aside_are_nobodys_ends(tmp_path, capsys):
+    (tmp_path / "worker_1.status").write_text("{}")
+    (tmp_path / "try_1").write_text("a file of the user's")
+    host = LocalHost({}, 1)
+    host.clear(str(tmp_path), 1)
+    assert not (tmp_path / "worker_1.status").exists()
+    assert (tmp_path / "try_1").read_text() == "a file of the user's"
+    assert "are not put aside" in capsys.readouterr().err
+
+
+def test_a_log_that_cannot_begin_anew_grows_on(tmp_path, monkeypatch):
+    path = tmp_path / "worker_0.log"
+    before = [os.dup(stream) for stream in (1, 2)]
+    try:
+        log = LogFile(path, {VARIABLE: "1"})
+        os.write(1, bytes(2 << 20))
+        with monkeypatch.context() as full:
+            full.setattr(log, "_open", lambda: (_ for _ in ()).throw(OSError("no room")))
+            log.begin_anew_if_large()
+        assert path.stat().st_size == 2 << 20
+        log.begin_anew_if_large()
+        os.write(1, b"anew")
+    finally:
+        for stream, saved in zip((1, 2), before):
+            os.dup2(saved, stream)
+            os.close(saved)
+    assert (path.read_bytes(), (tmp_path / "worker_0.log.1").stat().st_size) == (b"anew", 2 << 20)
