@@ -10,7 +10,10 @@ Two ranks on this host, medians of ``--rounds`` in turns:
   of ways to a neighbour beside ours.
 * hang: rank 1 sleeps for ever, rank 0 waits; from the end of ``--hang-timeout`` until the launcher has ended.
 * step: from the command to the end of the first update of a small RoBERTa, whose imports are MindSpore's and MindNLP's.
-* restart: from SIGKILL of rank 1 to the first all-reduce of the job's next try.
+* restart: from SIGKILL of rank 1 to the first all-reduce of the job's next try, which waits a second, for the one
+  before it has made no update.
+* lost: from SIGKILL of rank 1, in update 110 of a small RoBERTa, to the end of the next update: of the next
+  try, from a checkpoint, or of the other rank in its own process (``--in-place``).
 * forked: either with a fork server, which has imported both.
 * waiting: the launcher's own time on a core while ranks work, over the time.
 * reports: what ranks say of their progress in an update, counted, times what one costs, over the update.
@@ -23,6 +26,7 @@ newer versions do by themselves.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -31,7 +35,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
@@ -40,6 +44,10 @@ import psutil
 from common import TORCH_HINT, has_torch, machine, write_json
 
 HANG_SECONDS = 2.0
+LOST_AT = 110
+NAMES = {
+    "mpi": "mindnlp-dp run, mpi", "mindspore": "mindnlp-dp run, mindspore", "mpirun": "mpirun", "torchrun": "torchrun",
+}  # fmt: skip
 MEET = {
     "ours": """
 import mindnlp_dp as dp
@@ -110,6 +118,81 @@ if group.is_main:
 """
 
 
+# Ours by the Trainer; PyTorch's is a model of the same size in DistributedDataParallel.
+LOST = {
+    "ours": """
+from mindnlp.engine import TrainerCallback
+from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
+
+class Rows:
+    def __len__(self):
+        return 6400
+    def __getitem__(self, index):
+        return {"input_ids": np.full(24, index % 1000), "labels": index % 2}
+
+class Watched(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        finish(state.global_step, group.rank)
+
+model = RobertaForSequenceClassification(RobertaConfig(
+    vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128))
+args = dp.DataParallelArguments(str(folder / "out"), per_device_train_batch_size=16, max_steps=140, disable_tqdm=True,
+    save_strategy="steps", save_steps=50, evaluation_strategy="no", logging_steps=50)
+dp.DataParallelTrainer(model, args, train_dataset=Rows(), callbacks=[Watched()]).train()
+""",
+    "torch": """
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embeddings = nn.Embedding(1000, 64)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)
+        self.classifier = nn.Linear(64, 2)
+    def forward(self, ids):
+        return self.classifier(self.encoder(self.embeddings(ids))[:, 0])
+
+torch.set_num_threads(1)
+model = nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
+saved, begin = folder / "saved", 0
+if saved.exists():
+    state = torch.load(saved)
+    begin = state["step"]
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+for step in range(begin + 1, 141):
+    loss = nn.functional.cross_entropy(model(torch.full((16, 24), step)), torch.zeros(16, dtype=torch.long))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 50 == 0 and group.rank == 0:
+        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "half")
+        (folder / "half").replace(saved)
+    finish(step, group.rank)
+""",
+}
+FINISH = (
+    f"""
+LOST_AT = {LOST_AT}
+"""
+    + """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+folder = Path(sys.argv[1])
+def finish(step, rank):
+    # Slow enough for what is prepared meanwhile for another try.
+    time.sleep(0.06)
+    if rank == 0:
+        with open(folder / "updates", "a") as file:
+            print(os.getpid(), step, time.time(), file=file)
+    if rank == 1 and step == LOST_AT and not (folder / "killed").exists():
+        (folder / "killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
 class Round:
     """One job in a folder of its own."""
 
@@ -118,13 +201,16 @@ class Round:
     def __init__(self, script: str, what: str, launcher: str, *flags: str, **environ: str) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            if script is SCRIPT:
-                script = MEET["torch" if launcher == "torchrun" else "ours"] + script
+            library = "torch" if launcher == "torchrun" else "ours"
+            if what == "lost":
+                script = MEET[library] + FINISH + LOST[library]
+            elif script is SCRIPT:
+                script = MEET[library] + script
             (folder / "script.py").write_text(script)
             arguments = [str(folder / "script.py"), str(folder), what]
             beside = Path(sys.executable).parent
             command = {
-                "mpi": [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", "mpi"],
+                "mpi": [sys.executable, "-m", "mindnlp_dp", "run", "--backend", "mpi", "--nproc", "2"],
                 "mindspore": [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", "mindspore"],
                 "mpirun": [str(beside / "mpirun"), "-n", "2", "--oversubscribe", "--bind-to", "none"],
                 "torchrun": [
@@ -159,6 +245,8 @@ class Round:
             self.firsts = [float(line) for line in first.read_text().splitlines()] if first.exists() else []
             killed, step = folder / "killed", folder / "step"
             self.killed = float(killed.read_text()) if killed.exists() else 0.0
+            updates = (folder / "updates").read_text().splitlines() if (folder / "updates").exists() else []
+            self.updates = [(int(pid), int(step), float(when)) for pid, step, when in map(str.split, updates)]
             self.step = tuple(map(float, step.read_text().split())) if step.exists() else (0.0, 0.0)
 
 
@@ -180,72 +268,111 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    args = _arguments()
-    rows: list[tuple[str, str, float]] = []
-    # The jobs run in folders of their own.
-    Round.torch_python = shutil.which(args.torch_python) or args.torch_python
-    Round.torch_python = os.path.abspath(Round.torch_python)
-    is_torch_here = has_torch(args.torch_python)
-    if not is_torch_here:
-        print(TORCH_HINT)
+class Table:
+    """Of medians."""
 
-    def row(what: str, launcher: str, value: float) -> None:
-        rows.append((what, launcher, value))
-        print(f"{what:<44}{launcher:<26}{value:>10.4g}", flush=True)
+    def __init__(self, num_rounds: int) -> None:
+        self.num_rounds, self.rows = num_rounds, list[tuple[str, str, float]]()
 
-    def after_kill(launcher: str, what: str = "crash", *flags: str) -> float:
-        done = Round(SCRIPT, what, launcher, *flags)
-        return done.ended - done.killed
+    def row(self, what: str, of: str, value: float) -> None:
+        self.rows.append((what, of, value))
+        print(f"{what:<44}{of:<34}{value:>10.4g}", flush=True)
 
-    def first(launcher: str = "mpi", **environ: str) -> float:
-        done = Round(SCRIPT, "first", launcher, **environ)
-        return done.firsts[0] - done.began
+    def median(self, what: str, of: str, measure: Callable[..., float], *flags: str) -> None:
+        self.row(what, of, statistics.median(measure(*flags) for _ in range(self.num_rounds)))
 
-    def first_step(launcher: str = "mpi", **environ: str) -> float:
-        done = Round(STEP, "step", launcher, **environ)
-        return done.firsts[0] - done.began
+    def in_turns(self, what: str, measures: dict[str, Callable[[], float]]) -> None:
+        rounds = [[measure() for measure in measures.values()] for _ in range(self.num_rounds)]
+        for of, values in zip(measures, zip(*rounds)):
+            self.row(what, of, statistics.median(values))
 
-    def restart(launcher: str = "mpi", **environ: str) -> float:
-        done = Round(SCRIPT, "restart", launcher, "--max-restarts=1", **environ)
-        return done.firsts[1] - done.killed
 
-    print(machine())
-    for launcher in ("mpi", "mindspore", "mpirun", *(["torchrun"] if is_torch_here else [])):
-        name = f"mindnlp-dp run, {launcher}" if launcher in ("mpi", "mindspore") else launcher
-        taken = [after_kill(launcher) for _ in range(args.rounds)]
-        row("crash to the end of the job, s", name, statistics.median(taken))
-    if not args.without_msrun:
-        row("crash to the end of the job, s", "msrun", after_kill("msrun"))
+def after_kill(launcher: str, what: str = "crash", *flags: str) -> float:
+    done = Round(SCRIPT, what, launcher, *flags)
+    return done.ended - done.killed
+
+
+def hang(launcher: str) -> float:
+    return after_kill(launcher, "hang", "--hang-timeout", str(HANG_SECONDS)) - HANG_SECONDS
+
+
+def first(launcher: str = "mpi", **environ: str) -> float:
+    done = Round(SCRIPT, "first", launcher, **environ)
+    return done.firsts[0] - done.began
+
+
+def first_step(launcher: str = "mpi", **environ: str) -> float:
+    done = Round(STEP, "step", launcher, **environ)
+    return done.firsts[0] - done.began
+
+
+def restart(launcher: str = "mpi", **environ: str) -> float:
+    done = Round(SCRIPT, "restart", launcher, "--max-restarts=1", **environ)
+    return done.firsts[1] - done.killed
+
+
+def lost(launcher: str, *flags: str) -> float:
+    done = Round("", "lost", launcher, *flags)
+    pid = done.updates[0][0]
+    # In its own process: behind the update in which the other one was lost.
+    return min(when for other, step, when in done.updates if other != pid or step > LOST_AT) - done.killed
+
+
+def ends(table: Table, *, with_torch: bool, with_msrun: bool) -> None:
+    """From a failure to the end of the job."""
+    for launcher in ("mpi", "mindspore", "mpirun", *(["torchrun"] if with_torch else [])):
+        table.median("crash to the end of the job, s", NAMES[launcher], after_kill, launcher)
+    if with_msrun:
+        table.row("crash to the end of the job, s", "msrun", after_kill("msrun"))
     for launcher in ("mpi", "mindspore"):
-        limit = ("--hang-timeout", str(HANG_SECONDS))
-        taken = [after_kill(launcher, "hang", *limit) - HANG_SECONDS for _ in range(args.rounds)]
-        row("hang, behind its time-out, to the end, s", f"mindnlp-dp run, {launcher}", statistics.median(taken))
-    ours, theirs = [], []
-    for _ in range(args.rounds):
-        ours.append(first())
-        theirs.append(first(OMPI_MCA_btl="^openib"))
-    row("command to first all-reduce, s", "mindnlp-dp run, mpi", statistics.median(ours))
-    row("command to first all-reduce, s", "with MPI's own choice", statistics.median(theirs))
-    if is_torch_here:
-        for what, measure in (("command to first all-reduce, s", first),
-                              ("killed rank to the next try's all-reduce, s", restart)):  # fmt: skip
-            row(what, "torchrun", statistics.median(measure("torchrun") for _ in range(args.rounds)))
+        table.median("hang, behind its time-out, to the end, s", NAMES[launcher], hang, launcher)
+
+
+def starts(table: Table, *, with_torch: bool) -> None:
+    """From a command, or a failure, to what a job does first."""
+    table.in_turns(
+        "command to first all-reduce, s",
+        {NAMES["mpi"]: first, "with MPI's own choice": functools.partial(first, OMPI_MCA_btl="^openib")},
+    )
+    if with_torch:
+        table.median("command to first all-reduce, s", "torchrun", first, "torchrun")
+        table.median("killed rank to the next try's all-reduce, s", "torchrun", restart, "torchrun")
     with _fork_server() as forked:
         for what, measure in (("command to first update, s", first_step),
                               ("killed rank to the next try's all-reduce, s", restart)):  # fmt: skip
-            cold, fast = zip(*((measure(), measure(**forked)) for _ in range(args.rounds)))
-            row(what, "cold", statistics.median(cold))
-            row(what, "forked", statistics.median(fast))
+            table.in_turns(what, {"cold": measure, "forked": functools.partial(measure, **forked)})
+    what, again = "killed rank to the next update, s", "--max-restarts=1"
+    table.median(what, f"{NAMES['mpi']}, in place", lost, "mpi", "--nproc", "1:2", "--in-place")
+    for launcher in ("mpi", "mindspore", *(["torchrun"] if with_torch else [])):
+        table.median(what, f"{NAMES[launcher]}, restart", lost, launcher, again)
+
+
+def costs(table: Table) -> None:
+    """What a job costs that nothing happens to."""
     waiting = Round(SCRIPT, "wait", "mpi").waiting
     assert waiting is not None, "measured in this one"
-    row("launcher while it waits, of a core", "mindnlp-dp run, mpi", waiting)
+    table.row("launcher while it waits, of a core", NAMES["mpi"], waiting)
     seconds, reports = Round(STEP, "step", "mpi").step
     each = _report_seconds()
-    row("reports in an update", "counted", reports)
-    row("reports in an update, of its time", f"{1e6 * each:.1f} us each", reports * each / seconds)
+    table.row("reports in an update", "counted", reports)
+    table.row("reports in an update, of its time", f"{1e6 * each:.1f} us each", reports * each / seconds)
+
+
+def main() -> None:
+    args = _arguments()
+    # The jobs run in folders of their own.
+    Round.torch_python = os.path.abspath(shutil.which(args.torch_python) or args.torch_python)
+    with_torch = has_torch(args.torch_python)
+    if not with_torch:
+        print(TORCH_HINT)
+    print(machine())
+    table = Table(args.rounds)
+    ends(table, with_torch=with_torch, with_msrun=not args.without_msrun)
+    starts(table, with_torch=with_torch)
+    costs(table)
     if args.json:
-        result: dict[str, Any] = {"machine": machine(), "rows": [dict(zip(("what", "of", "value"), r)) for r in rows]}
+        rows = [dict(zip(("what", "of", "value"), row)) for row in table.rows]
+        result: dict[str, Any] = {"machine": machine(), "rows": rows}
         write_json(args.json, result)
 
 
