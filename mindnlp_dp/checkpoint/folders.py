@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
 from mindnlp_dp.runtime.atomic_files import clean_up_after_a_kill
 
-from .manifest import CheckpointError, check_checkpoint
+from .manifest import CheckpointError, check_checkpoint, job_of
 
 PREFIX = "checkpoint"
 
@@ -31,19 +31,19 @@ def _warn(message: str) -> None:
 
 
 def choose_checkpoint(
-    folder: Path, wanted: Union[str, Path, bool, None], saves: bool = True, *, began: Optional[float] = None
+    folder: Path, wanted: Union[str, Path, bool, None], saves: bool = True, *, job: Optional[str] = None
 ) -> Optional[Path]:
     """What to resume from: a path as it is, the newest complete checkpoint in ``folder`` for True, else nothing.
 
-    In a job that was restarted, ``began`` is when it was started first (seconds since 1970): the newest checkpoint that
-    it has written itself comes before anything else.
+    In a job that was restarted, of the name ``job``, the newest checkpoint that it has written itself comes before
+    anything else.
 
     Warns when a run that ``saves`` begins anew in a folder that holds checkpoints.
 
     Raises:
         CheckpointError: there is no complete one.
     """
-    if began is not None and (own := _newest_since(folder, began)) is not None:
+    if job is not None and (own := _newest_of(folder, job)) is not None:
         print(f"restarted: going on from {own}", flush=True)
         return own
     if wanted is True:
@@ -59,16 +59,6 @@ def choose_checkpoint(
     return None
 
 
-def _newest_since(folder: Path, began: float) -> Optional[Path]:
-    if not any(path.stat().st_mtime >= began for path in checkpoints_in(folder)):
-        return None
-    try:
-        newest = newest_checkpoint(folder)
-    except CheckpointError:
-        return None
-    return newest if newest.stat().st_mtime >= began else None
-
-
 def has_checkpoints(folder: Path) -> bool:
     """Whether there is anything to resume from, complete or not; puts right what a killed writer left, first."""
     remove_unfinished_checkpoints(folder)
@@ -81,8 +71,22 @@ def newest_checkpoint(folder: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    wrong = []
-    for path in reversed(checkpoints_in(folder)):
+    found, wrong = _newest_complete(checkpoints_in(folder))
+    if found is None:
+        reasons = "".join(f"\n  {reason}" for reason in wrong)
+        raise CheckpointError(f"no complete checkpoint in {folder}" + (f":{reasons}" if reasons else ""))
+    return found
+
+
+def _newest_of(folder: Path, job: str) -> Optional[Path]:
+    """That was written by this job; an earlier run in the same folder may have got further."""
+    return _newest_complete([path for path in checkpoints_in(folder) if job_of(path) == job])[0]
+
+
+def _newest_complete(paths: Sequence[Path]) -> tuple[Optional[Path], list[str]]:
+    """Of checkpoints in the order of their steps; and what is wrong with those behind it, of which it warns."""
+    wrong: list[str] = []
+    for path in reversed(paths):
         try:
             check_checkpoint(path)
         except CheckpointError as error:
@@ -90,9 +94,8 @@ def newest_checkpoint(folder: Path) -> Path:
         else:
             for reason in wrong:
                 _warn(f"{reason}; it is passed over for {path.name}")
-            return path
-    reasons = "".join(f"\n  {reason}" for reason in wrong)
-    raise CheckpointError(f"no complete checkpoint in {folder}" + (f":{reasons}" if reasons else ""))
+            return path, wrong
+    return None, wrong
 
 
 def remove_old_checkpoints(folder: Path, limit: Optional[int], keep: Collection[Path]) -> None:

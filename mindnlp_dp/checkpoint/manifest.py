@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Optional
+
+from mindnlp_dp.launch.environment import job_of_this_process
 
 MANIFEST, STATE, MODEL = "checkpoint.json", "state.safetensors", "model.safetensors"
 MODEL_FILES = "model*.safetensors"
@@ -17,14 +20,25 @@ class CheckpointError(ValueError):
 
 
 def write_manifest(folder: Path, outline: Any) -> None:
-    """Write it behind all other files of a folder: their sizes and hashes, and the outline of the state."""
+    """Write it behind all other files of a folder: their sizes and hashes, the outline of the state, the job."""
     files = {
         str(file.relative_to(folder)): {"bytes": file.stat().st_size, "blake2b": _hash(file)}
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
     manifest = {"format": FORMAT, "files": files, "state": outline}
+    if (job := job_of_this_process(os.environ)) is not None:
+        manifest["job"] = job
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def job_of(path: Path) -> Optional[str]:
+    """The job that has written a checkpoint; None where that is not known."""
+    try:
+        job = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("job")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return job if isinstance(job, str) else None
 
 
 def _hash(file: Path) -> str:

@@ -44,8 +44,8 @@ TOPOLOGY_TIMEOUT_SECONDS = 120
 NODE_TIMEOUT_SECONDS = 3600
 
 
-# What a job that was started again tells its processes: how many times, and when it was started first.
-_RESTART_COUNT, _JOB_BEGAN = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB_BEGAN"
+# What a job that was started again tells its processes: how many times, and a name that no other job has.
+_RESTART_COUNT, _JOB = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB"
 _HOST_RANKS = "MINDNLP_DP_HOST_RANKS"
 # How many ranks an elastic job has when all are there: so many make up its global batch.
 _FULL_SIZE = "MINDNLP_DP_FULL_SIZE"
@@ -55,9 +55,9 @@ _IN_PLACE = "MINDNLP_DP_IN_PLACE"
 
 
 def try_environment(
-    number: int, began: float, full_size: Optional[int], *, in_place: int = 0, scale_batch: bool = False
+    number: int, job: str, full_size: Optional[int], *, in_place: int = 0, scale_batch: bool = False
 ) -> dict[str, str]:
-    """What ranks of try ``number``, from 0 on, of a job that began then (seconds since 1970) find in their environment.
+    """What ranks of try ``number``, from 0 on, of a job of that name find in their environment.
 
     Args:
         full_size: the most ranks that an elastic job may have; None where it is not elastic.
@@ -66,7 +66,7 @@ def try_environment(
     """
     # None of these is to be inherited from a job that this one is started in.
     sizes = {_FULL_SIZE: str(full_size or ""), _SCALE_BATCH: str(int(scale_batch))}
-    return {_RESTART_COUNT: str(number), _JOB_BEGAN: repr(began), **sizes, _IN_PLACE: str(in_place)}
+    return {_RESTART_COUNT: str(number), _JOB: job, **sizes, _IN_PLACE: str(in_place)}
 
 
 def full_size(environ: Mapping[str, str]) -> Optional[int]:
@@ -90,14 +90,14 @@ def least_ranks(environ: Mapping[str, str]) -> int:
     return int(environ.get(_IN_PLACE, "0"))
 
 
-def job_began(environ: Mapping[str, str]) -> Optional[float]:
-    """When this process's job was started first; None where our launcher did not."""
-    return float(environ[_JOB_BEGAN]) if _JOB_BEGAN in environ else None
+def job_of_this_process(environ: Mapping[str, str]) -> Optional[str]:
+    """The name of its job, in every try the same; None where our launcher, or Slurm, did not start it."""
+    return environ.get(_JOB) or None
 
 
-def began_if_restarted(environ: Mapping[str, str]) -> Optional[float]:
+def job_if_restarted(environ: Mapping[str, str]) -> Optional[str]:
     """The same, where this is not its first try."""
-    return None if environ.get(_RESTART_COUNT, "0") == "0" else job_began(environ)
+    return None if environ.get(_RESTART_COUNT, "0") == "0" else job_of_this_process(environ)
 
 
 def host_environment(ranks: range) -> dict[str, str]:

@@ -8,6 +8,7 @@ that lost a host. How far it is stands in a file in memory (:mod:`mindnlp_dp.run
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Job:
         self._sleep = members.local.sleep
         self._remote_shell = list(remote_shell)
         self._restarts = Restarts(options.max_restarts, log_dir)
-        self._began = time.time()
+        self._name = secrets.token_hex(8)
         self._number = 0
         self._seen = Seen([])
 
@@ -98,7 +99,7 @@ class Job:
             variables={
                 LOG_MB: str(self._options.log_mb),
                 **try_environment(
-                    self._number, self._began, members.full_size if members.is_elastic else None,
+                    self._number, self._name, members.full_size if members.is_elastic else None,
                     in_place=members.nproc.least if self._options.in_place else 0,
                     scale_batch=self._options.scale_batch,
                 ),

@@ -13,7 +13,7 @@ from typing import Any
 from mindnlp_dp.checkpoint.load import load_checkpoint
 from mindnlp_dp.checkpoint.run_state import random_state
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
-from mindnlp_dp.launch.environment import job_began, least_ranks
+from mindnlp_dp.launch.environment import job_of_this_process, least_ranks
 from mindnlp_dp.replicas.broadcast import broadcast_parameters
 
 from .control import FLAGS, STOPS
@@ -92,7 +92,7 @@ def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[st
 
 
 def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
-    trainer.choose_run(trainer.resumed_from, began=job_began(os.environ))
+    trainer.choose_run(trainer.resumed_from, job=job_of_this_process(os.environ))
     if trainer.resumed_from is None:
         raise RuntimeError(
             "a rank was lost, and with it a part of the optimizer's state, which is divided; there is no checkpoint to "

@@ -25,7 +25,7 @@ from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from mindnlp_dp.data.source import indexed_source, sample_lengths
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
-from mindnlp_dp.launch.environment import began_if_restarted
+from mindnlp_dp.launch.environment import job_if_restarted
 
 from .arguments import RankArguments
 from .evaluation_loop import run_evaluation
@@ -128,10 +128,10 @@ class RankTrainer(abc.ABC):
 
     # Training.
 
-    def choose_run(self, resume_from: Union[str, Path, bool, None], *, began: Optional[float] = None) -> None:
+    def choose_run(self, resume_from: Union[str, Path, bool, None], *, job: Optional[str] = None) -> None:
         """Decide what training begins with: ``resumed_from``, a checkpoint, or nothing. A collective.
 
-        ``began`` is when the job did, of which the newest checkpoint of its own comes first.
+        Of a ``job`` that was restarted, or lost a rank, the newest checkpoint of its own comes first.
         """
         if not callable(self.loss_weight):
             raise TypeError(
@@ -143,7 +143,7 @@ class RankTrainer(abc.ABC):
         folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
         self.remove_unfinished_checkpoints()
         self.resumed_from: Optional[Path] = self.world.call_on_main(
-            lambda: choose_checkpoint(folder, resume_from, saves, began=began or began_if_restarted(os.environ)),
+            lambda: choose_checkpoint(folder, resume_from, saves, job=job or job_if_restarted(os.environ)),
             "looking for a checkpoint",
         )
 

@@ -13,11 +13,7 @@ if [ $# -eq 0 ] || [ ! -f "$1" ]; then
   exit 2
 fi
 export PYTHONUNBUFFERED=1 GLOG_v=${GLOG_v:-3} DEVICE_TARGET=${DEVICE_TARGET:-CPU}
-# Slurm's own times are those of this try.
-began=$ROOT/slurm-$SLURM_JOB_ID.began
-[ -f "$began" ] || touch "$began"
-export MINDNLP_DP_RESTART_COUNT=${SLURM_RESTART_COUNT:-0} MINDNLP_DP_JOB_BEGAN
-MINDNLP_DP_JOB_BEGAN=$(stat -c %Y "$began")
+export MINDNLP_DP_RESTART_COUNT=${SLURM_RESTART_COUNT:-0} MINDNLP_DP_JOB=slurm-$SLURM_JOB_ID
 
 run_to_the_end() {
   local code=0
@@ -28,6 +24,5 @@ run_to_the_end() {
     wait $! && code=0 || code=$?
     [ $code -gt 128 ] && kill -0 $! 2>/dev/null || break
   done
-  rm -f "$began"
   return $code
 }

@@ -286,13 +286,18 @@ def test_restarts_have_an_end(tmp_path):
 def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
     """Which a run that begins anew in its folder had left alone."""
     from mindnlp_dp.checkpoint.folders import choose_checkpoint
+    from mindnlp_dp.checkpoint.manifest import job_of
 
     exit_code, _ = run(tmp_path, ROOT / "tests/failure/interruptible.py", nproc=2, args=[tmp_path])
     assert exit_code == 0
-    now = time.time()
+    job = job_of(tmp_path / "checkpoint-21")
     with pytest.warns(RuntimeWarning, match="begins anew"):
-        assert choose_checkpoint(tmp_path, None, began=now) is None
-    assert choose_checkpoint(tmp_path, None, began=now - 3600).name == "checkpoint-21"
+        assert choose_checkpoint(tmp_path, None, job="another") is None
+    assert choose_checkpoint(tmp_path, None, job=job).name == "checkpoint-21"
+    # An earlier run had got further.
+    manifest = tmp_path / "checkpoint-21/checkpoint.json"
+    manifest.write_text(manifest.read_text().replace(job, "another"))
+    assert choose_checkpoint(tmp_path, None, job=job).name == "checkpoint-18"
 
 
 @pytest.mark.parametrize("victim", ["mpirun", "launcher"])
