@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import fcntl
 import json
 import os
 import random
@@ -53,7 +54,20 @@ def command(place: Path, backend: str, num_epochs: int, *, in_place: bool) -> li
 
 
 def left_over() -> set[str]:
-    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+    """But for what other launchers keep in memory while their jobs run."""
+    there = {path for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+    return {str(path) for path in there if not is_in_use(path / "lock")}
+
+
+def is_in_use(lock: Path) -> bool:
+    try:
+        with open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class Job:
