@@ -24,8 +24,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         # With the usage of the command that was typed.
         getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return args.run(args)
+        code = args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except BrokenPipeError:
+        if args.run is _run:
+            raise
         # Who reads this has seen enough: head, a pager. Nothing is left to be written when Python ends.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -117,7 +117,7 @@ class Agent:
                 self._connection.close()
 
     def _serve(self, connection: Connection) -> int:
-        connection.send(self._join)
+        self._say(**self._join)
         heard, reported, last = time.monotonic(), 0.0, None
         with selectors.DefaultSelector() as selector:
             selector.register(connection.socket, selectors.EVENT_READ)

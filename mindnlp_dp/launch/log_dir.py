@@ -60,11 +60,10 @@ def new_log_dir() -> Path:
         path = Path("logs", name if number == 1 else f"{name}-{number}")
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
-            continue
         except OSError:
-            # Whoever writes to it says so.
-            pass
+            if os.path.lexists(path):
+                continue
+            # Whoever writes to it says why that cannot be.
         return path
     raise AssertionError
 

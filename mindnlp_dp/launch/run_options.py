@@ -14,7 +14,7 @@ from .devices import count_devices, default_device
 from .engines import LaunchError
 from .head import Rendezvous
 from .job import JobOptions
-from .messages import parse_endpoint, read_token
+from .messages import is_this_host, parse_endpoint, read_token
 from .sizes import Size
 from .torchrun_options import add_torchrun_options
 
@@ -130,6 +130,7 @@ def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
     if endpoint is None and args.master_addr is not None:
         endpoint = f"{args.master_addr}:{args.master_port}"
     if args.nnodes.most == 1:
+        _check_this_is_the_host(args.node_rank or 0, endpoint)
         return None
     if args.standalone:
         raise LaunchError(f"--standalone is for one host, and --nnodes is {args.nnodes}")
@@ -149,6 +150,14 @@ def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
         last_call_timeout=conf.get("last_call_timeout", Rendezvous.last_call_timeout),
         lost_after=conf.get("keep_alive_interval", 2.0) * conf.get("keep_alive_max_attempt", 5.0),
     )  # fmt: skip
+
+
+def _check_this_is_the_host(node_rank: int, endpoint: Optional[str]) -> None:
+    """Of a job of one host: so that another one does not train a model of its own."""
+    host = "" if endpoint is None else (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+    if node_rank or (host and not is_this_host(host)):
+        which = f"--node-rank {node_rank}" if node_rank else f"the endpoint {endpoint}, of another host"
+        raise LaunchError(f"{which}, and --nnodes is 1: this host would be a job of its own; --nnodes 2, on both")
 
 
 def _conf(text: str) -> dict[str, float]:
@@ -174,12 +183,17 @@ def _size(text: str) -> Size:
 
 def _nproc(text: str) -> Size:
     """Or as many as there are cards, or cores that this process may use."""
-    device = {"auto": default_device(os.environ), "cpu": "CPU", "gpu": "GPU", "npu": "Ascend"}.get(text)
+    own = default_device(os.environ)
+    device = {"auto": own, "cpu": "CPU", "gpu": "GPU", "npu": "Ascend"}.get(text)
     if device is None:
         return _size(text)
+    if device != own:
+        raise argparse.ArgumentTypeError(f"{text}: ranks would take {own}; DEVICE_TARGET={device} says otherwise")
+    if device not in ("CPU", "GPU", "Ascend"):
+        raise argparse.ArgumentTypeError(f"{text}: DEVICE_TARGET is {device}, expected CPU, Ascend or GPU")
     number = len(os.sched_getaffinity(0)) if device == "CPU" else count_devices(device, os.environ)
     if not number:
-        raise argparse.ArgumentTypeError(f"{text}: this host has no {device} cards to use; --nproc cpu, or a number")
+        raise argparse.ArgumentTypeError(f"{text}: this host has no {device} cards to use")
     return Size(number, number)
 
 

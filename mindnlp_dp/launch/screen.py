@@ -36,7 +36,8 @@ class Screen:
     """
 
     def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int) -> None:
-        ranks = {"0": [0], "all": range(nproc), "none": []}[tee]
+        # Whoever has closed standard output wants to see nothing.
+        ranks = {"0": [0], "all": range(nproc), "none": []}[tee if sys.stdout is not None else "none"]
         self._log_dir = log_dir
         self._logs = [_Log(log_dir, rank, f"[{rank}] " if tee == "all" else "") for rank in ranks]
         self._num_restarts = num_restarts
@@ -46,9 +47,11 @@ class Screen:
     def stay_with(self, left: Sequence[int]) -> None:
         """Where one rank's output is shown, and that one was lost: show that of the first of those left."""
         if len(self._logs) == 1 and self._logs[0].rank not in left:
+            lost = self._logs[0]
             self._show_the_rest()
-            self._logs[0].close()
-            self._logs = [_Log(self._log_dir, left[0], "")]
+            lost.close()
+            # None, where nobody reads any more.
+            self._logs = [_Log(self._log_dir, left[0], "")] if self._logs else []
 
     def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
         """A line of how far they are, at most one a second, in the place of the one before."""

@@ -111,8 +111,13 @@ def _write_changes(log_dir: Path, before: Mapping[str, str]) -> None:
 def _silence_libraries() -> None:
     """From here on only Python writes to the log: MindSpore's threads report their end there."""
     # Open until the process ends: handlers that run at exit may still write.
-    sys.stdout = sys.stderr = open(os.dup(1), "w", buffering=1, encoding="utf-8")  # noqa: SIM115
     nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        log = os.dup(1)
+    except OSError:
+        # The script has closed it.
+        log = os.dup(nowhere)
+    sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
 

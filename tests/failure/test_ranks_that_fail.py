@@ -190,7 +190,7 @@ def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
 
 
 def test_what_a_script_may_do_under_python(launch):
-    """A child that it forks comes to the script's end; its standard output is a file that it has closed."""
+    """A child that it forks comes to the script's end; its standard output is a file that it has closed, as it has the one that it began with."""
     job = launch(
         """
         import os, sys, time
@@ -203,6 +203,7 @@ def test_what_a_script_may_do_under_python(launch):
         MPI.COMM_WORLD.barrier()
         with open(f"said_{MPI.COMM_WORLD.rank}", "w") as sys.stdout:
             print("hello")
+        os.close(1)
         """
     )
     assert job.exit_code == 0, job.output

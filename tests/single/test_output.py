@@ -199,6 +199,27 @@ def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsy
     assert capsys.readouterr().err.count("nothing more is shown") == 1
 
 
+def test_a_rank_is_lost_whose_output_nobody_reads_any_more(tmp_path, pipe, capsys):
+    os.close(pipe[0])
+    with standard_output(pipe[1]), Unhurried():
+        screen = Screen(tmp_path, 3, "0", 0)
+        for rank in range(3):
+            (tmp_path / f"worker_{rank}.log").write_text("a line\n")
+        screen.stay_with([1, 2])
+        screen.stay_with([2])
+        screen.close()
+    assert capsys.readouterr().err.count("nothing more is shown") == 1
+
+
+def test_no_standard_output_at_all(tmp_path, monkeypatch):
+    (tmp_path / "worker_0.log").write_text("a line\n")
+    monkeypatch.setattr(sys, "stdout", None)
+    with Unhurried():
+        screen = Screen(tmp_path, 1, "0", 0)
+        screen.show_all(time.sleep)
+        screen.close()
+
+
 @pytest.mark.parametrize("tee", ["0", "all"])
 def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     lines = [f"line {number} {'x' * 80}\n" for number in range(50_000)]

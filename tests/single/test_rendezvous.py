@@ -225,6 +225,8 @@ def test_the_number_of_a_host(name):
     ("line", "message"),
     [
         ("--nnodes 2", "--rdzv-endpoint HOST:PORT"),
+        ("--rdzv-endpoint 192.0.2.1:29400", "this host would be a job of its own"),
+        ("--node-rank 1", "this host would be a job of its own"),
         ("--nnodes 2 --standalone --rdzv-endpoint a:1", "--standalone is for one host"),
         ("--nnodes 2 --rdzv-endpoint a:b:c", "an endpoint is HOST:PORT"),
         ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf x=1", "--rdzv-conf takes join_timeout"),
@@ -256,7 +258,7 @@ def test_torchruns_words(monkeypatch):
 @pytest.mark.parametrize(
     "line",
     [
-        "--standalone", "--rdzv-endpoint localhost:0", "--nnodes 1:1 --rdzv-backend c10d --rdzv_endpoint=h:29400",
+        "--standalone", "--rdzv-endpoint localhost:0", "--nnodes 1:1 --rdzv-backend c10d --rdzv_endpoint=[::1]:29400",
         "--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=29500 --monitor-interval 5 --role=trainer",
     ],
 )  # fmt: skip
@@ -300,13 +302,17 @@ def test_as_many_ranks_as_there_are_cards_or_cores(monkeypatch, capsys):
     monkeypatch.setenv("DEVICE_TARGET", "CPU")
     assert nproc("auto") == nproc("cpu") == Size(cores, cores)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,5")
-    assert nproc("npu") == Size(3, 3)
     monkeypatch.setenv("DEVICE_TARGET", "Ascend")
-    assert nproc("auto") == Size(3, 3)
+    assert nproc("auto") == nproc("npu") == Size(3, 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(SystemExit):
-        nproc("gpu")
-    assert "this host has no GPU cards to use" in capsys.readouterr().err
+    for text, device, message in [
+        ("gpu", "GPU", "this host has no GPU cards to use"), ("auto", "cpu", "DEVICE_TARGET is cpu, expected"),
+        ("npu", "CPU", "npu: ranks would take CPU; DEVICE_TARGET=Ascend"),
+    ]:  # fmt: skip
+        monkeypatch.setenv("DEVICE_TARGET", device)
+        with pytest.raises(SystemExit):
+            nproc(text)
+        assert message in capsys.readouterr().err
 
 
 def test_nobody_comes(tmp_path, capsys, monkeypatch):

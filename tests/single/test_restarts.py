@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 
 import pytest
@@ -131,6 +132,20 @@ def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path, monkeypatch)
     json.dumps(status, allow_nan=False)
 
 
+@pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}])
+def test_status_that_is_read_in_part(tmp_path, environ):
+    from mindnlp_dp.runtime import progress
+
+    progress.create(tmp_path / "progress", 10_000)
+    command = [sys.executable, "-m", "mindnlp_dp", "status", str(tmp_path)]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**clean, **environ}) as status:
+        assert b"0 of 10000 ranks alive" in status.stdout.readline()
+        status.stdout.close()
+        assert status.stderr.read() == b""
+    assert status.returncode == 141
+
+
 def test_two_jobs_have_two_log_folders(tmp_path, monkeypatch):
     def begin_another():
         with kept_by_this_job(tmp_path):
@@ -144,6 +159,14 @@ def test_two_jobs_have_two_log_folders(tmp_path, monkeypatch):
     first, second = new_log_dir(), new_log_dir()
     assert first != second
     assert first.is_dir()
+
+
+def test_a_folder_of_logs_that_leads_nowhere(tmp_path, monkeypatch):
+    """A link to a disk that is not mounted."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").symlink_to(tmp_path / "not here")
+    with pytest.raises(LaunchError, match="cannot be written to"):
+        LocalHost({}, 1).clear(str(new_log_dir()), 0)
 
 
 def test_statuses_that_cannot_be_put_aside_are_nobodys_ends(tmp_path, capsys):
