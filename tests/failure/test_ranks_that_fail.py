@@ -190,7 +190,7 @@ def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
 
 
 def test_what_a_script_may_do_under_python(launch):
-    """A child that it forks comes to the script's end; its standard output is a file that it has closed, as it has the one that it began with."""
+    """A child that it forks comes to the script's end; it has closed its standard output, and what was in its place."""
     job = launch(
         """
         import os, sys, time
