@@ -113,7 +113,8 @@ def start_cluster(
 
 def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -> Process:
     """Where its workers meet, on this host."""
-    command = [sys.executable, "-m", "mindnlp_dp.communication.transports.mindspore_scheduler"]
+    scheduler = "mindnlp_dp.communication.transports.mindspore_scheduler"
+    command = [sys.executable, "-m", "mindnlp_dp.launch.fork_client", scheduler]
     environment = cluster_environment(environ, "MS_SCHED", cluster.num_workers, cluster.scheduler)
     with open(log_file, "wb") as log:
         return Process(_popen(command, environment, log), None, serves=True)
@@ -133,8 +134,14 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
         stdout=log,
         stderr=log,
         start_new_session=True,
-        preexec_fn=end_with_the_parent,  # noqa: PLW1509 -- the launcher has no threads
+        preexec_fn=_begin,  # noqa: PLW1509 -- the launcher has no threads
     )
+
+
+def _begin() -> None:
+    # What a shell script has in its background ignores SIGINT; ranks do not, whoever starts them.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_the_parent()
 
 
 def end_with_the_parent(number: int = signal.SIGTERM) -> None:

@@ -42,6 +42,8 @@ _OUTER_VARIABLES = (
 TOPOLOGY_TIMEOUT_SECONDS = 120
 # How long a rank may be late for a collective under MCCL. Our launcher sees by itself when a rank fails.
 NODE_TIMEOUT_SECONDS = 3600
+# A rank of MindSpore's cluster learns by its next heartbeat that all are there; MindSpore has one in 3 to 5 seconds.
+_HEARTBEATS, HEARTBEAT_SECONDS = ("MS_RETRY_INTERVAL_LOWER", "MS_RETRY_INTERVAL_UPPER"), 1
 
 
 # What a job that was started again tells its processes: how many times, and a name that no other job has.
@@ -146,6 +148,8 @@ def cluster_environment(
         MS_TOPO_TIMEOUT=str(TOPOLOGY_TIMEOUT_SECONDS),
     )
     environment.setdefault("MS_NODE_TIMEOUT", str(NODE_TIMEOUT_SECONDS))
+    if not any(name in environ for name in _HEARTBEATS):
+        environment.update(dict.fromkeys(_HEARTBEATS, str(HEARTBEAT_SECONDS)))
     if ranks is not None:
         rank, local_rank = ranks
         environment.update(MS_NODE_ID=str(rank), RANK_ID=str(rank), RANK_SIZE=str(nproc), DEVICE_ID=str(local_rank))

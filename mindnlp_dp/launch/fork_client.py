@@ -1,10 +1,13 @@
-"""A worker whose work is done by a fork server's child (:mod:`mindnlp_dp.launch.fork_server`), for which it stands in.
+"""A process whose work is done by a fork server's child (:mod:`mindnlp_dp.launch.fork_server`), for which it stands in.
 
-Goes in: what this worker was called with. Comes out: how the child ended, in the same way.
+``python -m mindnlp_dp.launch.fork_client MODULE`` has MODULE's ``run()`` done so, or does it itself.
+
+Goes in: what this process was called with. Comes out: how the child ended, in the same way.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -29,8 +32,9 @@ ENVIRON_CHANGES = "environ_changes.json"
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """What a worker was called with."""
+    """What a worker was called with, and the module whose ``run()`` is its work."""
 
+    module: str
     argv: list[str]
     environ: dict[str, str]
     folder: str
@@ -39,15 +43,10 @@ class WorkerCall:
     streams: tuple[int, ...] = ()
 
     @classmethod
-    def of_this_process(cls) -> WorkerCall:
+    def of_this_process(cls, module: str) -> WorkerCall:
         umask = os.umask(0o077)
         os.umask(umask)
-        return cls(sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)), umask)
-
-    @property
-    def interpreter(self) -> dict[str, str]:
-        """What Python reads when it begins, as PYTHONPATH: behind that nobody can change it."""
-        return {name: value for name, value in self.environ.items() if name.startswith("PYTHON")}
+        return cls(module, sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)), umask)
 
     def take_over(self) -> None:
         """Make this process look as the one that was called."""
@@ -69,10 +68,10 @@ class WorkerCall:
         sys.path.insert(0, "")
 
 
-def stand_in(environ: Mapping[str, str]) -> Optional[int]:
-    """Have a fork server do this worker's work, and return how its child ended, as ``os.waitstatus_to_exitcode``.
+def stand_in(environ: Mapping[str, str], module: str) -> Optional[int]:
+    """Have a fork server do this process's work, and return how its child ended, as ``os.waitstatus_to_exitcode``.
 
-    None where there is no server, or it is not ready: the worker does its work itself.
+    None where there is no server, or it is not ready: who was called does the work itself.
     """
     path = environ.get(VARIABLE)
     if not path or _hides_a_module():
@@ -82,7 +81,7 @@ def stand_in(environ: Mapping[str, str]) -> Optional[int]:
         connection.connect(path)
     except OSError:
         return None
-    call = vars(WorkerCall.of_this_process()) | {"streams": ()}
+    call = vars(WorkerCall.of_this_process(module)) | {"streams": ()}
     with connection:
         connection.settimeout(_PATIENCE_SECONDS)
         try:
@@ -116,6 +115,11 @@ def changes_of(before: Mapping[str, str]) -> set[str]:
     return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
+def what_python_read(environ: Mapping[str, str]) -> dict[str, str]:
+    """What it reads when it begins, as PYTHONPATH: behind that nobody can change it."""
+    return {name: value for name, value in environ.items() if name.startswith("PYTHON")}
+
+
 def leave_as(code: int) -> None:
     """End this process as another one ended: with its exit code, or by its signal."""
     if code < 0:
@@ -123,3 +127,17 @@ def leave_as(code: int) -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def main() -> None:
+    """For work that is not the script's."""
+    module = sys.argv[1]
+    ended = stand_in(os.environ, module)
+    if ended is None:
+        importlib.import_module(module).run()
+    else:
+        leave_as(ended)
+
+
+if __name__ == "__main__":
+    main()

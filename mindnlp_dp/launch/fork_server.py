@@ -3,8 +3,8 @@
 ``python -m mindnlp_dp.launch.fork_server SOCKET [WHOSE]``
 
 Goes in, through a UNIX socket: the arguments, environment, folder, cores and standard streams of a worker that was
-started as ever (:mod:`mindnlp_dp.launch.worker`), and stays as its stand-in: mpirun, or who started it, sees it begin
-and end. Comes out: a child that does its work, and how that ended.
+started as ever (:mod:`mindnlp_dp.launch.worker`), or of the scheduler of MindSpore's cluster. That process stays as its
+stand-in: mpirun, or who started it, sees it begin and end. Comes out: a child that does its work, and how that ended.
 
 This process runs no operator of MindSpore's: after one, children would wait for threads that they do not have. For the
 same reason it imports ``mpi4py``, but not ``mpi4py.MPI``. Only this user can open its socket.
@@ -29,9 +29,17 @@ from typing import Any, Optional
 
 from .engines import end_with_the_parent
 from .environment import CLUSTER_VARIABLES, clean_environment
-from .fork_client import ENVIRON_CHANGES, FORKED, NUM_STREAMS, PRELOADED, VARIABLE, WorkerCall, changes_of
+from .fork_client import (
+    ENVIRON_CHANGES,
+    FORKED,
+    NUM_STREAMS,
+    PRELOADED,
+    VARIABLE,
+    WorkerCall,
+    changes_of,
+    what_python_read,
+)
 from .scratch import Scratch
-from .worker import run
 
 # Less than what launchers grant to ranks.
 _GRACE_SECONDS = 2.0
@@ -83,7 +91,7 @@ class _Server:
         except (OSError, ValueError, TypeError):
             connection.close()
             return None
-        if call.interpreter != WorkerCall.of_this_process().interpreter:
+        if what_python_read(call.environ) != what_python_read(os.environ):
             # For one that Python starts otherwise; its stand-in works itself.
             for stream in call.streams:
                 os.close(stream)
@@ -241,7 +249,7 @@ def main() -> None:
     if "numpy" in sys.modules:
         # Python's own generator is another one in each child anyway.
         sys.modules["numpy"].random.seed(random.getrandbits(32))
-    run()
+    importlib.import_module(call.module).run()
 
 
 if __name__ == "__main__":

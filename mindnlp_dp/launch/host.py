@@ -155,7 +155,6 @@ class LocalHost:
             self._fork_server is None
             and VARIABLE not in self._environ
             and this is not None
-            and this.backend == "mpi"
             and self._environ.get("DEVICE_TARGET", "CPU") == "CPU"
         ):
             try:

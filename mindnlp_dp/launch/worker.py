@@ -40,7 +40,7 @@ OTHERS_WAIT_SECONDS = 0.2
 
 def main() -> None:
     """Do it here, or stand by while a process does that has imported what takes long."""
-    ended = stand_in(os.environ)
+    ended = stand_in(os.environ, "mindnlp_dp.launch.worker")
     if ended is None:
         run()
     else:

@@ -115,18 +115,19 @@ Path(f"pid_{group.rank}").write_text(str(os.getpid()))
 
 
 @pytest.mark.parametrize(
-    ("how", "code"),
+    ("how", "code", "backend"),
     [
-        ("os.kill(os.getpid(), 9)", 137), ("os.kill(os.getpid(), 2)", 130), ("sys.exit(4)", 4), ("os._exit(6)", 6),
-        ("1 / 0", 1),
+        ("os.kill(os.getpid(), 9)", 137, "mpi"), ("os.kill(os.getpid(), 2)", 130, "mpi"), ("sys.exit(4)", 4, "mpi"),
+        ("os._exit(6)", 6, "mpi"), ("1 / 0", 1, "mpi"), ("os.kill(os.getpid(), 2)", 130, "mindspore"),
+        ("1 / 0", 1, "mindspore"),
     ],
 )  # fmt: skip
-def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, request):
+def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, request):
     # As in the background of a shell script, where SIGINT is ignored.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     (tmp_path / "script.py").write_text(FORKED + f"if group.rank == 1:\n    {how}\ngroup.barrier()\n")
-    exit_code, output = run(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py")
+    exit_code, output = run(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py", backend=backend)
     assert exit_code == code
     assert "imported before: False 0" in output
     assert "imported before: True 1" in output
@@ -175,21 +176,22 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
         server.wait()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("victim", ["stand-in", "server", "launcher"])
-def test_nothing_is_left_of_forked_ranks(tmp_path, victim):
+def test_nothing_is_left_of_forked_ranks(tmp_path, victim, backend):
     (tmp_path / "script.py").write_text(
         FORKED + "if os.environ['MINDNLP_DP_RESTART_COUNT'] == '0':\n    sys.exit(1)\n"
         "Path(f'again_{group.rank}').touch()\ntime.sleep(600)\n"
     )
-    launcher = subprocess.Popen(command(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py"), cwd=tmp_path)
+    asked = command(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py", backend=backend)
+    launcher = subprocess.Popen(asked, cwd=tmp_path)
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not all((tmp_path / f"again_{rank}").exists() for rank in range(2)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     found = processes_of(tmp_path / "logs")
     servers = [p for p in found if "mindnlp_dp.launch.fork_server" in p.cmdline()]
-    ranks = [int((tmp_path / f"pid_{rank}").read_text()) for rank in range(2)]
-    server = next(p for p in servers if p.pid not in ranks)
+    server = next(p for p in servers if p.ppid() == launcher.pid)
     stand_ins = [p for p in found if "mindnlp_dp.launch.worker" in p.cmdline() and "mpirun" not in p.cmdline()[0]]
     victims = {"stand-in": stand_ins[0].pid, "server": server.pid, "launcher": launcher.pid}
     os.kill(victims[victim], signal.SIGKILL)

@@ -41,6 +41,11 @@ def test_a_cluster_process_knows_its_place():
     assert int(environment["MS_NODE_TIMEOUT"]) > 600
     users = cluster_environment({**STALE, "MS_NODE_TIMEOUT": "7"}, "MS_WORKER", 2, ("127.0.0.1", 1234), (1, 1))
     assert users["MS_NODE_TIMEOUT"] == "7"
+    beats = {name: value for name, value in users.items() if "RETRY_INTERVAL" in name}
+    assert beats == {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
+    users = cluster_environment({"MS_RETRY_INTERVAL_UPPER": "9"}, "MS_WORKER", 2, ("127.0.0.1", 1234), (1, 1))
+    assert users["MS_RETRY_INTERVAL_UPPER"] == "9"
+    assert "MS_RETRY_INTERVAL_LOWER" not in users
     assert "MS_NODE_ID" not in cluster_environment(STALE, "MS_SCHED", 2, ("127.0.0.1", 1234))
 
 

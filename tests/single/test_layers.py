@@ -20,6 +20,7 @@ NAMED_FROM_BELOW = {
     "mindnlp_dp.communication.transports.late_ranks",
     "mindnlp_dp.communication.transports.mpi_faults",
     "mindnlp_dp.communication.transports.mindspore_scheduler",
+    "mindnlp_dp.launch.fork_client",
     "mindnlp_dp.launch.fork_server",
     "mindnlp_dp.launch.remote_shell",
     "mindnlp_dp.launch.worker",

@@ -331,9 +331,9 @@ def test_nobody_comes(tmp_path, capsys, monkeypatch):
 
 
 def test_without_a_fork_server_a_worker_works_itself(tmp_path):
-    assert stand_in({}) is None
-    assert stand_in({VARIABLE: str(tmp_path / "none")}) is None
-    call = WorkerCall.of_this_process()
+    assert stand_in({}, "any.module") is None
+    assert stand_in({VARIABLE: str(tmp_path / "none")}, "any.module") is None
+    call = WorkerCall.of_this_process("any.module")
     assert (call.folder, call.cores) == (os.getcwd(), sorted(os.sched_getaffinity(0)))
 
 
