@@ -49,7 +49,7 @@ def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned,
 
 
 def test_batches_in_proportion(monkeypatch):
-    for name, value in try_environment(0, 0.0, 3, scale_batch=True).items():
+    for name, value in try_environment(0, "job", 3, scale_batch=True).items():
         monkeypatch.setenv(name, value)
     assert [batch_of(32, ranks) for ranks in (3, 2, 1)] == [32, 21, 11]
     assert batch_of(1, 1) == 1
