@@ -38,7 +38,7 @@ from faulty import FAULTS, MOMENTS, NUM_STEPS
 
 from conftest import BACKENDS, ROOT, processes_of
 
-# Under MindSpore's cluster ranks import behind their first collective, each for itself, and none is forked.
+# Under MindSpore's cluster ranks import behind their first collective, each for itself, where none is forked.
 HANG_SECONDS = {"mpi": 3, "mindspore": 10}
 NOT_JUDGED = {("stop", "start"), ("hang", "start"), ("hang", "end"), ("disk", "end")}
 # Who fails: rank 0 alone writes checkpoints.

@@ -51,7 +51,7 @@ def missing(group, monkeypatch):
     """As if so many times as many ranks as there are could be in this job, which scales its batches."""
 
     def tell(times):
-        for name, value in try_environment(0, 0.0, times * group.world_size, scale_batch=True).items():
+        for name, value in try_environment(0, "job", times * group.world_size, scale_batch=True).items():
             if name.endswith(("FULL_SIZE", "SCALE_BATCH")):
                 monkeypatch.setenv(name, value)
 
@@ -127,7 +127,7 @@ def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shar
 
 def test_a_second_training_has_the_batch_of_the_first(group, shared_tmp_path, monkeypatch):
     """Of a job with a third of its ranks, which take three times as many micro steps, and not nine times."""
-    for name, value in try_environment(0, 0.0, 3 * group.world_size).items():
+    for name, value in try_environment(0, "job", 3 * group.world_size).items():
         if name.endswith("FULL_SIZE"):
             monkeypatch.setenv(name, value)
     settings = {"global_batch_size": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

@@ -56,9 +56,9 @@ def test_batches_in_proportion(monkeypatch):
 
 
 def test_a_job_within_a_job_has_its_own_size():
-    outer = try_environment(0, 0.0, 8, scale_batch=True)
+    outer = try_environment(0, "job", 8, scale_batch=True)
     assert (full_size(outer), scales_batch(outer)) == (8, True)
-    inner = {**outer, **try_environment(0, 0.0, None)}
+    inner = {**outer, **try_environment(0, "job", None)}
     assert (full_size(inner), scales_batch(inner)) == (None, False)
 
 
