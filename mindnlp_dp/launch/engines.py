@@ -164,9 +164,15 @@ def end(processes: list[Process], grace: float, sleep: Callable[[float], None] =
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
             sleep(POLL_SECONDS)
     for process in processes:
-        # What one that failed has started may have survived it. A process of that number would be somebody else's.
-        if process.popen.returncode and not os.path.exists(f"/proc/{process.popen.pid}"):
-            _signal_session(process.popen.pid, signal.SIGKILL)
+        if process.popen.returncode:
+            end_what_is_left_of(process.popen.pid)
+
+
+def end_what_is_left_of(pid: int) -> None:
+    """What a process that failed has started, and that has survived it: its group, where it had one of its own."""
+    # A process of that number would be somebody else's.
+    if not os.path.exists(f"/proc/{pid}"):
+        _signal_session(pid, signal.SIGKILL)
 
 
 def end_ranks(pids: Sequence[int], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -66,9 +66,20 @@ class _Server:
         self._children: dict[socket.socket, int] = {}
         # Those that were asked to end, and when they are made to.
         self._asked: dict[int, float] = {}
+        # Its children would end with it, without a chance to clean up.
+        self._is_asked = False
+        signal.signal(signal.SIGTERM, self._end_with_all)
+
+    def _end_with_all(self, number: int, frame: object) -> None:
+        self._is_asked = True
 
     def serve(self) -> WorkerCall:
         while True:
+            if self._is_asked:
+                for pid in self._children.values():
+                    self._ask(pid)
+                if not self._children:
+                    raise SystemExit(128 + signal.SIGTERM)
             for key, _ in self._selector.select(_LOOK_SECONDS if self._asked else None):
                 if key.fileobj is self._listening:
                     call = self._answer(self._listening.accept()[0])
@@ -93,11 +104,15 @@ class _Server:
             return None
         if what_python_read(call.environ) != what_python_read(os.environ):
             # For one that Python starts otherwise; its stand-in works itself.
-            for stream in call.streams:
-                os.close(stream)
-            connection.close()
+            _decline(call, connection)
             return None
-        server, pid = os.getpid(), os.fork()
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            print(f"no rank can be forked, and who asked works itself: {error}", flush=True)
+            _decline(call, connection)
+            return None
         if pid:
             for stream in call.streams:
                 os.close(stream)
@@ -116,6 +131,7 @@ class _Server:
             os._exit(1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # As mpirun has it, too: a launcher that a shell script has put into the background ignores it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for other in (self._listening, connection, *self._children):
@@ -129,18 +145,24 @@ class _Server:
         """Its stand-in says nothing more: it was ended, and the child is to end, too."""
         pid = self._children.get(connection)
         if pid is not None:
+            self._ask(pid)
+        self._selector.unregister(connection)
+
+    def _ask(self, pid: int) -> None:
+        if pid not in self._asked:
             _signal_group(pid, signal.SIGTERM)
             self._asked[pid] = time.monotonic() + _GRACE_SECONDS
-        self._selector.unregister(connection)
 
     def _reap(self) -> None:
         for connection, pid in list(self._children.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
                 continue
-            del self._children[connection]
-            if self._asked.pop(pid, None) is not None:
+            # As long as its number is its own. What one that failed has started is of no use to anybody.
+            if self._asked.pop(pid, None) is not None or ended.si_status:
                 _signal_group(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            del self._children[connection]
             if connection in self._selector.get_map():
                 self._selector.unregister(connection)
             try:
@@ -148,6 +170,12 @@ class _Server:
             except OSError:
                 pass
             connection.close()
+
+
+def _decline(call: WorkerCall, connection: socket.socket) -> None:
+    for stream in call.streams:
+        os.close(stream)
+    connection.close()
 
 
 def _forget_socket_of_the_dead(path: str) -> None:

@@ -17,6 +17,7 @@ from typing import BinaryIO, Optional
 from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.progress import Progress
 
+from .devices import default_device
 from .engines import (
     GRACE_SECONDS,
     Cluster,
@@ -24,6 +25,7 @@ from .engines import (
     Process,
     end,
     end_ranks,
+    end_what_is_left_of,
     grace_seconds,
     start_cluster,
     start_daemon,
@@ -155,7 +157,7 @@ class LocalHost:
             self._fork_server is None
             and VARIABLE not in self._environ
             and this is not None
-            and self._environ.get("DEVICE_TARGET", "CPU") == "CPU"
+            and default_device(self._environ) == "CPU"
         ):
             try:
                 self._fork_server = ForkServer(self._environ, Path(this.log_dir))
@@ -210,7 +212,13 @@ class LocalHost:
             return
         grace = grace_seconds(self._environ)
         end([*self._processes, *self._daemons], grace, self.sleep)
-        end_ranks([rank.pid for rank in self._ranks().values() if rank.pid], GRACE_SECONDS, self.sleep)
+        assert self._try is not None
+        ranks = {number: rank.pid for number, rank in self._ranks().items() if rank.pid}
+        end_ranks(list(ranks.values()), GRACE_SECONDS, self.sleep)
+        statuses = read_statuses(Path(self._try.log_dir), ranks)
+        for number, pid in ranks.items():
+            if number not in statuses or statuses[number].exit_code:
+                end_what_is_left_of(pid)
         if self._log is not None:
             self._log.close()
         if self._scratch is not None:

@@ -10,6 +10,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from conftest import BACKENDS, ROOT, TIMEOUT_SECONDS, processes_of
@@ -126,8 +127,13 @@ def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, r
     # As in the background of a shell script, where SIGINT is ignored.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    (tmp_path / "script.py").write_text(FORKED + f"if group.rank == 1:\n    {how}\ngroup.barrier()\n")
+    (tmp_path / "script.py").write_text(
+        FORKED + f"if group.rank == 1:\n    import subprocess\n    subprocess.Popen(['sleep', '600'])\n    {how}\n"
+        "group.barrier()\n"
+    )
     exit_code, output = run(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py", backend=backend)
+    started = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cmdline"] == ["sleep", "600"]]
+    assert not [p for p in started if p.info["cwd"] == str(tmp_path)]
     assert exit_code == code
     assert "imported before: False 0" in output
     assert "imported before: True 1" in output
@@ -181,6 +187,8 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
 def test_nothing_is_left_of_forked_ranks(tmp_path, victim, backend):
     (tmp_path / "script.py").write_text(
         FORKED + "if os.environ['MINDNLP_DP_RESTART_COUNT'] == '0':\n    sys.exit(1)\n"
+        "import signal\ndef leave(number, frame):\n    Path(f'asked_{group.rank}').touch()\n    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
         "Path(f'again_{group.rank}').touch()\ntime.sleep(600)\n"
     )
     asked = command(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py", backend=backend)
@@ -199,3 +207,5 @@ def test_nothing_is_left_of_forked_ranks(tmp_path, victim, backend):
     while left := processes_of(tmp_path / "logs"):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+    if victim == "launcher":
+        assert len(list(tmp_path.glob("asked_*"))) == 2
