@@ -124,7 +124,6 @@ class Agent:
             while True:
                 selector.select(_POLL_SECONDS)
                 try:
-                    connection.flush()
                     orders = connection.receive()
                 except (EOFError, OSError, WrongPeerError) as error:
                     raise _HeadIsLostError(

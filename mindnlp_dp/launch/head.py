@@ -1,8 +1,8 @@
 """Where the launchers of a job's hosts meet: the first host's side.
 
-Goes in: the endpoint's port, the job's token. Comes out: hosts that have joined, each of which does what
-:class:`~mindnlp_dp.launch.host.LocalHost` does, in another place. The first host decides; the others start, report and
-end (:mod:`mindnlp_dp.launch.agent`). One thread does it all: whoever waits, waits in :meth:`Head.pump`.
+Goes in: the endpoint's port, the job's token. Comes out: hosts that have joined
+(:mod:`mindnlp_dp.launch.remote_host`). The first host decides; the others start, report and end
+(:mod:`mindnlp_dp.launch.agent`). One thread does it all: whoever waits, waits in :meth:`Head.pump`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from .engines import LaunchError
 from .messages import Connection, WrongPeerError
-from .tries import Report, Try
+from .remote_host import RemoteHost
 
 _BEAT_SECONDS = 1.0
 _GREETING_SECONDS = 5.0
-# Behind what a host needs for it, with devices: engines.py.
-_ENDING_SECONDS = 30.0
 # Who have not shown yet that they know the token.
 _MOST_STRANGERS = 64
-_ANSWER_SECONDS = 3.0
+# In which a last word is heard.
+_PARTING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -47,86 +46,6 @@ class Rendezvous:
     lost_after: float = 10.0
 
 
-class RemoteHost:
-    """A host that has joined.
-
-    Attributes:
-        launcher: an identity of its launcher, which it keeps when it comes again.
-        lost: why it does nothing any more; "" while it does.
-    """
-
-    def __init__(self, head: Head, connection: Connection, said: dict[str, Any]) -> None:
-        self._head, self._connection = head, connection
-        self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
-        self.launcher = str(said["launcher"])
-        self.address = connection.socket.getpeername()[0]
-        # By which it reaches the first host.
-        self.address_of_head = connection.socket.getsockname()[0]
-        self.heard, self.lost = time.monotonic(), ""
-        self._number, self._report = -1, Report()
-        self._has_ended = True
-        self._answer: Any = None
-
-    def hear(self, said: dict[str, Any]) -> None:
-        self.heard = time.monotonic()
-        what = said["say"]
-        if what == "report" and said["try"] == self._number:
-            self._report = Report.from_json(said["report"])
-        elif what == "ended" and said["try"] == self._number:
-            self._report, self._has_ended = Report.from_json(said["report"]), True
-        elif what == "answer":
-            self._answer = said["answer"]
-        elif what == "leave":
-            self.lost = str(said["why"])
-
-    def say(self, **order: Any) -> None:
-        if not self.lost:
-            try:
-                self._connection.send(order)
-            except OSError as error:
-                self.lost = f"the connection to it broke ({error})"
-
-    def clear(self, log_dir: str, number: int) -> None:
-        answer = self._ask(what="clear", log_dir=log_dir, number=number)
-        if answer is None and not self.lost:
-            self.lost = "it does not answer"
-
-    def start(self, this: Try) -> None:
-        self._number, self._report, self._has_ended = this.number, Report(), False
-        self.say(do="start", this=asdict(this))
-
-    def run_daemon(self, command: str) -> None:
-        self.say(do="daemon", command=command)
-
-    def prepare_restart(self) -> None:
-        self.say(do="prepare")
-
-    def look(self) -> Report:
-        return self._report
-
-    def stacks(self) -> dict[int, str]:
-        return {int(rank): str(text) for rank, text in (self._ask(what="stacks") or {}).items()}
-
-    def tail(self, rank: int) -> str:
-        return str(self._ask(what="tail", rank=rank) or "")
-
-    def _ask(self, **question: Any) -> Any:
-        self._answer = None
-        self.say(do="answer", **question)
-        self._head.pump_until(lambda: self._answer is not None or bool(self.lost), _ANSWER_SECONDS)
-        return self._answer
-
-    def end(self) -> None:
-        """Have it end its ranks, and wait until it says so."""
-        self.say(do="end", number=self._number)
-        self._head.pump_until(lambda: self._has_ended or bool(self.lost), _ENDING_SECONDS)
-
-    def dismiss(self, code: int, why: str = "") -> None:
-        """The job is over for it."""
-        self.say(do="over", code=code, why=why)
-        self._connection.close()
-
-
 class Head:
     """Listens at the endpoint.
 
@@ -145,6 +64,8 @@ class Head:
         self.hosts: list[RemoteHost] = []
         self._strangers: dict[Connection, float] = {}
         self._by_connection: dict[Connection, RemoteHost] = {}
+        # Until when it is waited for those that have been told their last.
+        self._parting: dict[Connection, float] = {}
         # Addresses that were named once.
         self._refused: set[str] = set()
         self._beat = 0.0
@@ -161,15 +82,18 @@ class Head:
 
     def pump(self, seconds: float) -> None:
         """Hear what hosts say, for so long at most; shorter where one says something."""
-        self._wait([self._listening, *(c.socket for c in (*self._strangers, *self._by_connection))], seconds)
+        everybody = (*self._strangers, *self._by_connection, *self._parting)
+        self._wait([self._listening, *(c.socket for c in everybody)], seconds)
         self._accept()
-        for connection in [*self._strangers, *self._by_connection]:
+        for connection in everybody:
             self._hear(connection)
         now = time.monotonic()
+        for connection, until in list(self._parting.items()):
+            if now > until:
+                self._hang_up(connection)
         for connection, since in list(self._strangers.items()):
             if now - since > _GREETING_SECONDS:
-                del self._strangers[connection]
-                connection.close()
+                self._hang_up(connection)
         for host in self._by_connection.values():
             if not host.lost and now - host.heard > self._rendezvous.lost_after:
                 host.lost = f"nothing was heard of it for {self._rendezvous.lost_after:.0f} s"
@@ -179,8 +103,7 @@ class Head:
                 host.say(do="beat")
         for connection, host in list(self._by_connection.items()):
             if host.lost:
-                del self._by_connection[connection]
-                connection.socket.close()
+                self._hang_up(connection)
         self.hosts = [host for host in self.hosts if not host.lost]
 
     def pump_until(self, is_done: Callable[[], bool], seconds: float) -> None:
@@ -216,21 +139,34 @@ class Head:
     def _hear(self, connection: Connection) -> None:
         host = self._by_connection.get(connection)
         try:
-            connection.flush()
             for message in connection.receive():
                 if host is not None:
                     host.hear(message)
-                else:
+                elif connection in self._strangers:
                     host = self._welcome(connection, message)
         except Exception as error:  # noqa: BLE001 -- whatever another program says, the job does not end by it
             why = "its launcher has ended" if isinstance(error, EOFError) else f"the connection to it broke ({error})"
             if host is not None:
                 host.lost = host.lost or why
-            elif connection in self._strangers:
+            else:
                 if isinstance(error, WrongPeerError):
                     self._name_who_was_refused(connection)
-                del self._strangers[connection]
-                connection.close()
+                self._hang_up(connection)
+
+    def _hang_up(self, connection: Connection) -> None:
+        for known in (self._strangers, self._by_connection, self._parting):
+            known.pop(connection, None)
+        connection.close()
+
+    def _part_from(self, connection: Connection, code: int, why: str = "") -> None:
+        """The job is over for who is there; hang up when that is heard."""
+        self._strangers.pop(connection, None)
+        self._by_connection.pop(connection, None)
+        self._parting[connection] = time.monotonic() + _PARTING_SECONDS
+        try:
+            connection.send_last({"do": "over", "code": code, "why": why})
+        except OSError:
+            self._hang_up(connection)
 
     def _name_who_was_refused(self, connection: Connection) -> None:
         try:
@@ -242,14 +178,12 @@ class Head:
             print(f"somebody at {address} does not know this job's token, and was refused", file=sys.stderr)
 
     def _welcome(self, connection: Connection, said: dict[str, Any]) -> Optional[RemoteHost]:
-        del self._strangers[connection]
         if said["say"] == "daemon":
             # mpirun, by its remote shell.
             host = next((h for h in self.hosts if said["host"] in (h.address, h.name)), None)
             if host is not None:
                 host.run_daemon(str(said["command"]))
-            connection.send({"do": "over", "code": 0 if host is not None else 1})
-            connection.close()
+            self._part_from(connection, 0 if host is not None else 1)
             return None
         for host in self.hosts:
             if host.launcher == said["launcher"]:
@@ -264,10 +198,10 @@ class Head:
         elif self._one_a_host and self._has_launcher(connection):
             wrong = "this host has a launcher of this job already; start one on each, with --nproc-per-node"
         if wrong:
-            connection.send({"do": "over", "code": 2, "why": wrong})
-            connection.close()
+            self._part_from(connection, 2, wrong)
             return None
-        host = RemoteHost(self, connection, said)
+        host = RemoteHost(connection, said, wait=self.pump_until)
+        del self._strangers[connection]
         self._by_connection[connection] = host
         self.hosts.append(host)
         self.hosts.sort(key=lambda h: float("inf") if h.node_rank is None else h.node_rank)
@@ -279,7 +213,15 @@ class Head:
         return theirs == ours or any(host.address == theirs for host in self.hosts)
 
     def close(self, code: int) -> None:
-        """Tell all that the job is over, with this exit code."""
-        for host in list(self._by_connection.values()):
-            host.dismiss(code)
+        """Tell all that the job is over, with this exit code, and wait until they have heard it."""
+
+        def is_heard() -> bool:
+            # Also by those who come just now.
+            for connection in list(self._by_connection):
+                self._part_from(connection, code)
+            return not self._parting
+
+        self.pump_until(is_heard, _PARTING_SECONDS)
+        for connection in [*self._strangers, *self._parting]:
+            connection.close()
         self._listening.close()

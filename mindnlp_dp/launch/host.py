@@ -2,7 +2,7 @@
 
 Goes in: a try of the job, which of its ranks are this host's. Comes out: how far they are and how they ended
 (:mod:`mindnlp_dp.launch.tries`), as often as somebody asks. The launcher has one of these for its own host, and, for
-each other host of the job, one that stands for it (:class:`~mindnlp_dp.launch.head.RemoteHost`).
+each other host of the job, one that stands for it (:class:`~mindnlp_dp.launch.remote_host.RemoteHost`).
 """
 
 from __future__ import annotations

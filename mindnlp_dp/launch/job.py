@@ -18,8 +18,8 @@ from typing import Optional
 
 from .engines import POLL_SECONDS
 from .environment import free_port, try_environment
-from .head import RemoteHost
 from .log_file import VARIABLE as LOG_MB
+from .remote_host import RemoteHost
 from .restarts import Restarts
 from .sizes import Host, Members
 from .tries import Try

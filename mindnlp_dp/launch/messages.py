@@ -64,7 +64,7 @@ def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes
 class Connection:
     """One end of a connection; whoever was called (``is_server``) asks for a proof first.
 
-    Sockets do not block: :meth:`receive` returns what has come, :meth:`flush` sends what can be sent.
+    Sockets do not block: :meth:`receive` returns what has come and sends what can be sent.
 
     Attributes:
         is_ready: whether the other end has shown that it knows the token.
@@ -79,6 +79,8 @@ class Connection:
         self._in, self._out = b"", b""
         self._num_in = self._num_out = 0
         self._kept: list[bytes] = []
+        self._says_no_more = False
+        self._broken: Optional[Exception] = None
         self.is_ready = False
         if is_server:
             self._out += self._mine
@@ -96,6 +98,15 @@ class Connection:
         self._out += _LENGTH.pack(len(payload)) + self._mac(self._num_out, payload, sends=True) + payload
         self._num_out += 1
 
+    def send_last(self, message: Mapping[str, Any]) -> None:
+        """Send it, and nothing behind it. :meth:`receive` raises once the other end has closed the connection too.
+
+        Who closes a socket with something in it that was not read resets the connection, and the other end may lose
+        what it has not read either.
+        """
+        self._says_no_more = True
+        self.send(message)
+
     def flush(self) -> None:
         """Raises OSError where the connection is broken."""
         while self._out:
@@ -104,36 +115,39 @@ class Connection:
             except BlockingIOError:
                 return
             self._out = self._out[sent:]
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._out)
+        if self._says_no_more and not self._kept:
+            self.socket.shutdown(socket.SHUT_WR)
 
     def receive(self) -> list[Any]:
-        """The messages that have come since.
+        """The messages that have come since; what came before the connection broke comes before the error.
 
         Raises:
             WrongPeerError: the other end does not know the token.
             EOFError: it has closed the connection.
             OSError: the connection is broken.
         """
-        closed = False
+        try:
+            self.flush()
+        except OSError as error:
+            self._broken = self._broken or error
         try:
             while part := self.socket.recv(1 << 16):
                 self._in += part
                 if len(self._in) > LONGEST_BYTES + 64 or (not self.is_ready and len(self._in) > 1024):
                     break
             else:
-                closed = True
+                self._broken = self._broken or EOFError()
         except BlockingIOError:
             pass
+        except OSError as error:
+            self._broken = self._broken or error
         if not self.is_ready:
             self._greet()
         messages = []
         while self.is_ready and (payload := self._next()) is not None:
             messages.append(json.loads(payload))
-        if closed and not messages:
-            raise EOFError
+        if self._broken is not None and not messages:
+            raise self._broken
         return messages
 
     def _greet(self) -> None:

@@ -120,9 +120,11 @@ def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path) -> in
         code = error.exit_code
         raise
     finally:
-        local.leave()
-        if head is not None:
-            head.close(code)
+        try:
+            if head is not None:
+                head.close(code)
+        finally:
+            local.leave()
 
 
 @contextmanager

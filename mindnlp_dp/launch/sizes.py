@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from .engines import NotMetError
-from .head import Head, RemoteHost, Rendezvous
+from .head import Head, Rendezvous
 from .host import LocalHost
+from .remote_host import RemoteHost
 
 Host = Union[LocalHost, RemoteHost]
 # In which hosts that are started together have come.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import struct
+import threading
 import time
 from types import SimpleNamespace
 
@@ -75,6 +77,77 @@ def test_who_does_not_know_the_token_is_turned_away(ends, tokens):
     with pytest.raises(WrongPeerError, match="does not know this job's token"):
         greet(server, client)
     assert not server.is_ready
+
+
+@pytest.fixture
+def meeting():
+    """A head, its port, and how to call it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    head = Head(Rendezvous("127.0.0.1", port, TOKEN), "1")
+    join = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None, "launcher": "x"}
+
+    def come(**said):
+        connection = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
+        connection.send({**join, **said})
+        deadline = time.monotonic() + 10
+        while not connection.is_ready and time.monotonic() < deadline:
+            head.pump(0.01)
+            connection.receive()
+        return connection
+
+    yield head, come
+    head.close(0)
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+@pytest.mark.parametrize("late", [0, 0.5, 4])
+def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, speaks):
+    head, come = meeting
+    connection = come()
+    while not head.hosts:
+        head.pump(0.01)
+    report = {"say": "report", "try": 0, "report": {"text": "x" * 1000}}
+    for _ in range(50):
+        connection.send(report)
+    heard = []
+
+    def listen():
+        time.sleep(late)
+        with contextlib.suppress(EOFError):
+            while True:
+                if speaks:
+                    with contextlib.suppress(OSError):
+                        connection.send(report)
+                heard.extend(connection.receive())
+                time.sleep(0.01)
+        connection.socket.close()
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    began = time.monotonic()
+    head.close(3)
+    # Nobody is waited for that does not listen.
+    assert time.monotonic() - began < 3.5
+    listener.join()
+    assert [said for said in heard if said["do"] == "over"] == [{"do": "over", "code": 3, "why": ""}]
+
+
+def test_a_host_that_is_refused_hears_why(meeting):
+    head, come = meeting
+    connection = come(version="2")
+    for _ in range(50):
+        connection.send({"say": "report", "try": 0, "report": {"text": "x" * 1000}})
+    head.pump(0.1)
+    assert not head.hosts
+    deadline = time.monotonic() + 5
+    heard = []
+    while not heard and time.monotonic() < deadline:
+        head.pump(0.01)
+        heard = connection.receive()
+    assert heard[-1]["code"] == 2
+    assert "it has mindnlp_dp 2" in heard[-1]["why"]
 
 
 @pytest.mark.parametrize("tamper", ["payload", "mac", "again", "left out", "sent back", "length"])

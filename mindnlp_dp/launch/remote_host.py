@@ -1,0 +1,101 @@
+"""A host that has joined a job, as the first host's launcher sees it.
+
+Goes in: what its launcher says (:mod:`mindnlp_dp.launch.agent`). Comes out: what
+:class:`~mindnlp_dp.launch.host.LocalHost` does, in another place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from .messages import Connection
+from .tries import Report, Try
+
+# Behind what a host needs for it, with devices: engines.py.
+_ENDING_SECONDS = 30.0
+_ANSWER_SECONDS = 3.0
+
+
+class RemoteHost:
+    """A host that has joined.
+
+    Args:
+        connection: to its launcher.
+        said: how that introduced itself.
+        wait: until something is so, for so many seconds at most; hears all hosts meanwhile.
+
+    Attributes:
+        launcher: an identity of its launcher, which it keeps when it comes again.
+        lost: why it does nothing any more; "" while it does.
+    """
+
+    def __init__(
+        self, connection: Connection, said: dict[str, Any], *, wait: Callable[[Callable[[], bool], float], None]
+    ) -> None:
+        self._connection, self._wait = connection, wait
+        self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
+        self.launcher = str(said["launcher"])
+        self.address = connection.socket.getpeername()[0]
+        # By which it reaches the first host.
+        self.address_of_head = connection.socket.getsockname()[0]
+        self.heard, self.lost = time.monotonic(), ""
+        self._number, self._report = -1, Report()
+        self._has_ended = True
+        self._answer: Any = None
+
+    def hear(self, said: dict[str, Any]) -> None:
+        self.heard = time.monotonic()
+        what = said["say"]
+        if what == "report" and said["try"] == self._number:
+            self._report = Report.from_json(said["report"])
+        elif what == "ended" and said["try"] == self._number:
+            self._report, self._has_ended = Report.from_json(said["report"]), True
+        elif what == "answer":
+            self._answer = said["answer"]
+        elif what == "leave":
+            self.lost = str(said["why"])
+
+    def say(self, **order: Any) -> None:
+        if not self.lost:
+            try:
+                self._connection.send(order)
+            except OSError as error:
+                self.lost = f"the connection to it broke ({error})"
+
+    def clear(self, log_dir: str, number: int) -> None:
+        answer = self._ask(what="clear", log_dir=log_dir, number=number)
+        if answer is None and not self.lost:
+            self.lost = "it does not answer"
+
+    def start(self, this: Try) -> None:
+        self._number, self._report, self._has_ended = this.number, Report(), False
+        self.say(do="start", this=asdict(this))
+
+    def run_daemon(self, command: str) -> None:
+        self.say(do="daemon", command=command)
+
+    def prepare_restart(self) -> None:
+        self.say(do="prepare")
+
+    def look(self) -> Report:
+        return self._report
+
+    def stacks(self) -> dict[int, str]:
+        return {int(rank): str(text) for rank, text in (self._ask(what="stacks") or {}).items()}
+
+    def tail(self, rank: int) -> str:
+        return str(self._ask(what="tail", rank=rank) or "")
+
+    def _ask(self, **question: Any) -> Any:
+        self._answer = None
+        self.say(do="answer", **question)
+        self._wait(lambda: self._answer is not None or bool(self.lost), _ANSWER_SECONDS)
+        return self._answer
+
+    def end(self) -> None:
+        """Have it end its ranks, and wait until it says so."""
+        self.say(do="end", number=self._number)
+        self._wait(lambda: self._has_ended or bool(self.lost), _ENDING_SECONDS)
