@@ -1,6 +1,6 @@
 """A process that has imported MindSpore and MindNLP, and becomes ranks by forking: a second instead of their imports.
 
-``python -m mindnlp_dp.launch.fork_server SOCKET [WHOSE]``
+``python -m mindnlp_dp.launch.fork_server SOCKET [LOG_DIR]``
 
 Goes in, through a UNIX socket: the arguments, environment, folder, cores and standard streams of a worker that was
 started as ever (:mod:`mindnlp_dp.launch.worker`), or of the scheduler of MindSpore's cluster. That process stays as its
@@ -12,6 +12,7 @@ same reason it imports ``mpi4py``, but not ``mpi4py.MPI``. Only this user can op
 
 from __future__ import annotations
 
+import argparse
 import array
 import importlib
 import json
@@ -180,6 +181,9 @@ def _decline(call: WorkerCall, connection: socket.socket) -> None:
 
 def _forget_socket_of_the_dead(path: str) -> None:
     """Where an earlier server had this path, and was ended."""
+    if not Path(path).is_socket():
+        # A file answers calls as a socket does whose server has ended.
+        return
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -254,7 +258,13 @@ def _others_changes(log_dir: Path, of_imports: set[str]) -> list[str]:
 
 def main() -> None:
     """Import, serve; a child then is the worker that was called."""
-    path, wanted = sys.argv[1], clean_environment(os.environ)
+    parser = argparse.ArgumentParser(
+        "python -m mindnlp_dp.launch.fork_server",
+        description="Import MindSpore and MindNLP, then become the ranks of jobs that have MINDNLP_DP_FORK_SERVER set.",
+    )
+    parser.add_argument("socket", metavar="SOCKET", help="a path at which nothing is, for MINDNLP_DP_FORK_SERVER")
+    parser.add_argument("log_dir", metavar="LOG_DIR", nargs="?", type=Path, help="of the only job that it is for")
+    asked, wanted = parser.parse_args(), clean_environment(os.environ)
     if wanted != dict(os.environ):
         # As ranks have it that begin by themselves; Python has read its part of it by now.
         os.execve(sys.executable, [sys.executable, "-m", "mindnlp_dp.launch.fork_server", *sys.argv[1:]], wanted)
@@ -266,11 +276,14 @@ def main() -> None:
             importlib.import_module(name)
         except ImportError:
             print(f"{name} cannot be imported here; children import it themselves")
-    if len(sys.argv) > 2 and (other := _others_changes(Path(sys.argv[2]), changes_of(before))):
+    if asked.log_dir is not None and (other := _others_changes(asked.log_dir, changes_of(before))):
         print(f"the script sets {', '.join(other)} before it imports: its ranks import as ever")
         return
     # Nobody finds the socket before it is ready.
-    server = _Server(path)
+    try:
+        server = _Server(asked.socket)
+    except OSError as error:
+        sys.exit(f"no socket can be made at {asked.socket}: {error}")
     print(f"ready after {time.process_time():.1f} s of CPU", flush=True)
     call = server.serve()
     call.take_over()

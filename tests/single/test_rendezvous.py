@@ -16,6 +16,7 @@ import pytest
 from mindnlp_dp.cli import main
 from mindnlp_dp.launch.engines import LaunchError, NotMetError
 from mindnlp_dp.launch.fork_client import VARIABLE, WorkerCall, stand_in
+from mindnlp_dp.launch.fork_server import _forget_socket_of_the_dead, _Server
 from mindnlp_dp.launch.head import Head, Rendezvous
 from mindnlp_dp.launch.host import LocalHost
 from mindnlp_dp.launch.launchers import node_rank_of
@@ -408,6 +409,24 @@ def test_without_a_fork_server_a_worker_works_itself(tmp_path):
     assert stand_in({VARIABLE: str(tmp_path / "none")}, "any.module") is None
     call = WorkerCall.of_this_process("any.module")
     assert (call.folder, call.cores) == (os.getcwd(), sorted(os.sched_getaffinity(0)))
+
+
+def test_a_fork_server_takes_no_path_at_which_something_is(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    with pytest.raises(OSError, match="Address already in use"):
+        _Server(str(script))
+    assert script.read_text() == "print(1)"
+    with pytest.raises(OSError, match="Address already in use"):
+        _Server(str(tmp_path))
+    with socket.socket(socket.AF_UNIX) as alive:
+        alive.bind(str(tmp_path / "ranks"))
+        alive.listen()
+        with pytest.raises(OSError, match="Address already in use"):
+            _Server(str(tmp_path / "ranks"))
+    # Of a server that has ended.
+    _forget_socket_of_the_dead(str(tmp_path / "ranks"))
+    assert not (tmp_path / "ranks").exists()
 
 
 def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():

@@ -7,8 +7,6 @@ gathered, and every rank reduces them in rank order. So does what MindSpore's NC
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -21,6 +19,7 @@ from .channel import TensorChannel
 from .late_ranks import WatchedCollectives
 from .mindspore_calls import DeviceCalls, MintCalls, PrimitiveCalls
 from .mindspore_groups import SumsOnly, create_group
+from .mindspore_meeting import meet, take_back_ctrl_c
 from .patience import Patience
 from .reductions import reduce_arrays
 from .single import SingleProcessTransport
@@ -33,16 +32,6 @@ _REDUCES = {
     "nccl": {"float32", "float16", "int8", "int32", "int64"},
     "mccl": {"float32"},
 }
-
-
-# Versions: MindSpore 2.7 to 2.10. Cause: servers of its cluster take SIGINT for themselves: they end, and the rank goes
-# on, waits for ever for what they would have brought, or does not take notice at all.
-# Goes when: KeyboardInterrupt comes with it (tests/failure/test_ranks_that_fail.py).
-def _take_back_ctrl_c() -> None:
-    """Whoever handled SIGINT before MindSpore's cluster came together handles it again."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, handler)
 
 
 class MindSporeChannel(TensorChannel):
@@ -92,15 +81,14 @@ class MindSporeTransport(Transport):
         from mindspore import communication
 
         if ranks is None:
-            # In MindSpore's scheduler process this call serves the job and never returns.
-            communication.init()
+            meet()
 
         self._ms = mindspore
         self._communication = communication
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
         self._group = None if ranks is None else create_group(ranks)
-        _take_back_ctrl_c()
+        take_back_ctrl_c()
         self._in_job = range(communication.get_group_size()) if ranks is None else ranks
         self.rank, self.world_size = self._in_job.index(communication.get_rank()), len(self._in_job)
         kind = PrimitiveCalls if self.name == "nccl" else MintCalls

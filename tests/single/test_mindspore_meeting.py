@@ -1,0 +1,74 @@
+"""What a rank gets back when MindSpore's cluster has come together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from mindnlp_dp.communication.transports.mindspore_meeting import meet
+
+
+def state(thread=0):
+    return os.sched_getaffinity(thread), os.sched_getscheduler(thread)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("device", ["CPU", "Ascend"])
+def test_cores_and_policy_are_given_back_to_threads_old_and_new(monkeypatch, device, fails):
+    usual, seen, is_over = state(), [], threading.Event()
+    begun = threading.Barrier(2)
+
+    def live():
+        begun.wait()
+        is_over.wait()
+
+    # One that is there already is left alone.
+    old = threading.Thread(target=live)
+    old.start()
+    begun.wait()
+    kept = {sorted(usual[0])[-1]}
+    os.sched_setaffinity(old.native_id, kept)
+    new = threading.Thread(target=live)
+
+    def init():
+        new.start()
+        begun.wait()
+        seen.extend([state(), state(new.native_id), state(old.native_id)])
+        if fails:
+            raise RuntimeError("nobody comes")
+
+    ms = SimpleNamespace(communication=SimpleNamespace(init=init), get_context=lambda name: device)
+    monkeypatch.setitem(sys.modules, "mindspore", ms)
+    monkeypatch.delenv("MS_ROLE", raising=False)
+    try:
+        if fails:
+            with pytest.raises(RuntimeError, match="nobody comes"):
+                meet()
+        else:
+            meet()
+        of_one_core = (seen[0][0], os.SCHED_BATCH) if device == "CPU" else usual
+        assert seen == [of_one_core, of_one_core, (kept, os.SCHED_OTHER)]
+        assert len(seen[0][0]) == (1 if device == "CPU" else len(usual[0]))
+        assert (state(), state(new.native_id), state(old.native_id)) == (usual, usual, (kept, os.SCHED_OTHER))
+    finally:
+        is_over.set()
+        for thread in (old, new):
+            thread.join()
+
+
+def test_where_it_is_not_allowed_ranks_meet_as_ever(monkeypatch):
+    def refuse(*args):
+        raise PermissionError("seccomp")
+
+    usual, met = state(), []
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    ms = SimpleNamespace(
+        communication=SimpleNamespace(init=lambda: met.append(state())), get_context=lambda name: "CPU"
+    )
+    monkeypatch.setitem(sys.modules, "mindspore", ms)
+    meet()
+    assert (met, state()) == ([usual], usual)
