@@ -55,8 +55,10 @@ class _Server:
         self._listening = socket.socket(socket.AF_UNIX)
         _forget_socket_of_the_dead(path)
         umask = os.umask(0o077)
-        self._listening.bind(path)
-        os.umask(umask)
+        try:
+            self._listening.bind(path)
+        finally:
+            os.umask(umask)
         self._listening.listen(64)
         self._selector.register(self._listening, selectors.EVENT_READ)
         # A child's end wakes the selector.
