@@ -129,9 +129,10 @@ class LocalHost:
             )  # fmt: skip
             return
         cluster = Cluster(this.num_ranks, (this.addresses[0] if this.addresses else "127.0.0.1", this.port))
-        self._processes = start_cluster(cluster, this.ranks, worker, environ, self._log)
         if not this.index:
+            # First, for a rank that does not find it sleeps.
             self._processes.append(start_scheduler(cluster, environ, log_dir / "scheduler.log"))
+        self._processes += start_cluster(cluster, this.ranks, worker, environ, self._log)
 
     def _environment(self, this: Try) -> dict[str, str]:
         return {
