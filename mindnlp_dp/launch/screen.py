@@ -62,14 +62,21 @@ class Screen:
             self._write(_CLEAR + self._line)
 
     def show(self) -> bool:
-        """What ranks have written since, where who reads this keeps up; whether there was something."""
+        """What ranks have written since, where who reads this keeps up.
+
+        Returns:
+            Whether there was something, or may be: whoever reads it was behind.
+        """
         if self._logs and (error := why_unread()):
             # Who read it has gone (a pager, head), or its disk is full.
             self._logs = []
             print(f"nothing more is shown, but written to {self._log_dir}: {error}", file=sys.stderr)
         was_new = False
         for _ in range(_MOST_READS):
-            new = [] if is_behind(sys.stdout) else [text for log in self._logs if (text := log.new()) is not None]
+            # Asked once: a moment later it may have been read, and nobody has looked into the logs.
+            if was_behind := is_behind(sys.stdout):
+                break
+            new = [text for log in self._logs if (text := log.new()) is not None]
             if not new:
                 break
             if self._line and not was_new:
@@ -80,12 +87,12 @@ class Screen:
             sys.stdout.buffer.flush()
         if self._line and was_new:
             self._write(self._line)
-        return was_new
+        return was_new or was_behind
 
     def show_all(self, sleep: Callable[[float], None]) -> None:
         """What ranks that have come to their end have written, however long it takes until it is read, or Ctrl-C."""
         try:
-            while self.show() or is_behind(sys.stdout):
+            while self.show():
                 sleep(POLL_SECONDS if is_behind(sys.stdout) else 0)
         except KeyboardInterrupt:
             hurry()
@@ -101,7 +108,7 @@ class Screen:
     def _show_the_rest(self) -> None:
         """As far as it is read at once: others wait to be ended, or started."""
         deadline = time.monotonic() + _REST_SECONDS
-        while (self.show() or is_behind(sys.stdout)) and time.monotonic() < deadline:
+        while self.show() and time.monotonic() < deadline:
             if is_behind(sys.stdout):
                 time.sleep(_REST_SECONDS / 100)
         for log in self._logs:

@@ -241,6 +241,29 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     assert b"".join(found).decode() == "".join(front + line for line in lines) + front + "its last" + end
 
 
+def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe, monkeypatch):
+    (tmp_path / "worker_0.log").write_bytes(os.urandom(3 * MORE_THAN_A_PIPE_TAKES))
+    os.set_blocking(pipe[0], False)
+    found, slept = [], []
+
+    def read_once_it_was_asked(stream):
+        was_behind = is_behind(stream)
+        if slept:
+            slept.clear()
+            while is_behind(stream):
+                found.append(os.read(pipe[0], 1 << 20))
+        return was_behind
+
+    monkeypatch.setattr("mindnlp_dp.launch.screen.is_behind", read_once_it_was_asked)
+    with standard_output(pipe[1]), Unhurried():
+        screen = Screen(tmp_path, 1, "0", 0)
+        screen.show_all(slept.append)
+        found.append(os.read(pipe[0], 1 << 20))
+        # Before it is closed: that looks for a second only.
+        assert b"".join(found) == (tmp_path / "worker_0.log").read_bytes()
+        screen.close()
+
+
 def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
     (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
     with Unhurried():
