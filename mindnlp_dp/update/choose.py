@@ -205,7 +205,7 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     from .rules import AdamRule, LAMBRule, LARSRule, SGDRule
 
     optim, kind, groups = torch_like().optim, type(optimizer), optimizer.param_groups
-    if any(dtype_name(p) != "float32" or hasattr(p, "set_data") for p in window.parameters):
+    if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in window.parameters):
         return None
     if not _does_as_its_class(optimizer) or any(group.get("maximize") or group.get("amsgrad") for group in groups):
         return None

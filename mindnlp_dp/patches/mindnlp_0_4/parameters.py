@@ -52,21 +52,77 @@ def _parameters_for_a_reducer(module: types.ModuleType) -> Iterator[None]:
             setattr(module.Parameter, name, replicated)
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: a Parameter made of mindspore's initializer(...), which gets its
-# memory later, loses what it should hold, and updates in place never reach it.
-# Goes when: MindNLP's Parameter gives such a tensor its memory itself.
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: models initialise their weights by
+# ``parameter.assign_value(initializer(...))``, ``Parameter(initializer(...))`` and ``weight[row] = initializer(...)``,
+# and MindSpore's initializer returns a tensor that gets its memory later (``has_init``). The parameter then has no
+# memory either: its values are lost, MindSpore's kernels refuse it or crash, and ``asnumpy`` shows zeros or whatever
+# the memory held before.
+# Goes when: MindSpore's tensors call ``init_data`` for such a value themselves.
+@around("mindnlp")
+def _values_of_an_initializer(module: types.ModuleType) -> Iterator[None]:
+    import mindspore
+
+    for name in ("assign_value", "copy_", "__setitem__"):
+        if hasattr(mindspore.Tensor, name):
+            setattr(mindspore.Tensor, name, _with_memory(getattr(mindspore.Tensor, name)))
+    yield
+
+
 @around("mindnlp.core.nn.parameter")
 def _parameter_of_an_initializer(module: types.ModuleType) -> Iterator[None]:
+    yield
+    module.Parameter.__init__ = _with_memory(module.Parameter.__init__)
+
+
+def _with_memory(method: Any) -> Any:
+    """Return a method of a tensor whose arguments are given their memory first."""
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *map(_initialised, args), **kwargs)
+
+    return called
+
+
+def _initialised(value: Any) -> Any:
+    return value.init_data() if getattr(value, "has_init", False) is True else value
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: some models (XLM-RoBERTa, InternLM) pass a parameter's name where
+# MindNLP's Parameter takes ``requires_grad``, as mindspore.Parameter would have it; MindSpore no longer takes a text
+# for true there ("incompatible function arguments ... (arg0: ParamInfo, arg1: bool)").
+# Goes when: these models pass no name.
+@around("mindnlp.core.nn.parameter")
+def _parameter_with_a_name(module: types.ModuleType) -> Iterator[None]:
     yield
     stock_init = module.Parameter.__init__
 
     @functools.wraps(stock_init)
-    def init(self: Any, input_data: Any = None, *args: Any, **kwargs: Any) -> None:
-        if getattr(input_data, "has_init", False):
-            input_data = input_data.init_data()
-        stock_init(self, input_data, *args, **kwargs)
+    def init(self: Any, input_data: Any = None, requires_grad: Any = True) -> None:
+        stock_init(self, input_data, True if isinstance(requires_grad, str) else requires_grad)
 
     module.Parameter.__init__ = init
+
+
+# Versions: MindNLP 0.4.1. Cause: MiniCPM3 and OpenELM initialise their weights by ``set_data`` and ``initialize``, which
+# mindspore.Parameter has and MindNLP's Parameter, a Tensor, has not.
+# Goes when: these models are built without them.
+@around("mindnlp.core.nn.parameter")
+def _methods_of_mindspores_parameter(module: types.ModuleType) -> Iterator[None]:
+    yield
+    from mindspore.common.initializer import initializer
+
+    def set_data(self: Any, data: Any, slice_shape: bool = False) -> Any:
+        """Overwrite this parameter's values with those of a tensor of its shape."""
+        return self.assign_value(data)
+
+    def initialize(self: Any, init: Any) -> Any:
+        """Overwrite this parameter's values with those that an initializer makes for its shape and type."""
+        return self.assign_value(initializer(init, self.shape, self.dtype))
+
+    for method in (set_data, initialize):
+        if not hasattr(module.Parameter, method.__name__):
+            setattr(module.Parameter, method.__name__, method)
 
 
 # Versions: MindNLP 0.4.1. Cause: the deep copy of a Parameter shares the original's memory, so that training a copy
