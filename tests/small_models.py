@@ -93,17 +93,20 @@ def model_classes() -> Iterator[ModelClass]:
             module = importlib.import_module(f"{folder.__name__}.{file}")
             for name, found in sorted(vars(module).items()):
                 is_model = inspect.isclass(found) and issubclass(found, PreTrainedModel)
-                if is_model and found.__module__ == module.__name__ and name.endswith(tuple(HEADS)) and _is_for_text(found):
+                if is_model and found.__module__ == module.__name__ and _is_for_text(found, name):
                     yield ModelClass(family, name, module.__name__)
 
 
-def _is_for_text(model_class: Any) -> bool:
-    """Tell whether a model is made of one configuration, and reads nothing but text and boxes around it."""
+def _is_for_text(model_class: Any, name: str) -> bool:
+    """Tell whether a model has a head of ours, one configuration, and reads nothing but text and boxes around it."""
+    if not name.endswith(tuple(HEADS)):
+        return False
     inputs = list(inspect.signature(model_class.forward).parameters)
     settings = inspect.signature(model_class.config_class.__init__).parameters
     is_composite = any(name.startswith(_PARTS) and name.endswith("_config") for name in settings)
     sees = {"pixel_values", "image", "visual_embeds", "input_features", "input_values"} & set(inputs)
-    return inputs[1:2] == ["input_ids"] and not is_composite and not sees
+    has_targets = {"labels", "start_positions"} & set(inputs)
+    return inputs[1:2] == ["input_ids"] and bool(has_targets) and not is_composite and not sees
 
 
 def small_config(config_class: Any, **settings: Any) -> Any:
@@ -112,3 +115,80 @@ def small_config(config_class: Any, **settings: Any) -> Any:
     small = {name: value for name, value in _SMALL.items() if name in names}
     small.update({name: 0.0 for name in names if name.endswith(_RANDOM) and not name.startswith("use_")})
     return config_class(**{**small, **settings})
+
+
+def build(model_class: ModelClass, seed: int = 1) -> Any:
+    """Build a small model of a class, its weights drawn by ``seed``."""
+    import mindspore
+
+    loaded = model_class.load()
+    names = inspect.signature(loaded.config_class.__init__).parameters
+    settings: dict[str, Any] = {"num_labels": NUM_LABELS, "use_cache": False, "decoder_start_token_id": 0}
+    # Several padded rows in a batch; the usual one is often none, or a word of the real vocabulary.
+    given = names["pad_token_id"].default if "pad_token_id" in names else None
+    if given is None or not 0 <= given < VOCAB_SIZE:
+        settings["pad_token_id"] = 0
+    settings.update(_OF_FAMILY.get(model_class.family, {}))
+    if model_class.name.endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")):
+        settings.setdefault("is_decoder", True)
+    if HEADS[model_class.head] == "spans":
+        settings["num_labels"] = 2
+    numpy_state = np.random.get_state()
+    np.random.seed(seed)
+    mindspore.set_seed(seed)
+    try:
+        config = small_config(loaded.config_class, **settings)
+        # Not among the arguments of most classes, and 0.1 where nobody sets it.
+        config.classifier_dropout = config.hidden_dropout = 0.0
+        return loaded(config)
+    finally:
+        np.random.set_state(numpy_state)
+
+
+def batch(model_class: ModelClass, model: Any, num_rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Columns of a batch, in which labels count in different numbers in different rows (as do spans in the text)."""
+    random = np.random.RandomState(seed)
+    config = model.config
+    names = inspect.signature(type(model).forward).parameters
+    kind = HEADS[model_class.head]
+    shape = (num_rows, NUM_CHOICES, LENGTH) if kind == "choices" else (num_rows, LENGTH)
+    ids = random.randint(FIRST_WORD, VOCAB_SIZE, shape)
+    # Classifiers of encoder-decoders read the last token that ends a sequence, one in each row.
+    end = getattr(config, "eos_token_id", None)
+    if getattr(config, "is_encoder_decoder", False) and isinstance(end, int) and end < VOCAB_SIZE:
+        ids[..., -1] = end
+    columns: dict[str, np.ndarray] = {"input_ids": ids}
+    if "attention_mask" in names and model_class.family not in _WITHOUT_MASK:
+        columns["attention_mask"] = np.ones(shape, np.int64)
+    if model_class.family == "longformer" and kind in ("spans", "choices"):
+        # It looks for the question between the first of three separators and the others.
+        ids[..., [3, 5, 11]] = config.sep_token_id
+    if "bbox" in names:
+        columns["bbox"] = np.sort(random.randint(0, 32, (*shape, 4)), -1)
+    counted = np.arange(LENGTH) < random.randint(2, LENGTH + 1, (num_rows, 1))
+    if kind in ("classes", "choices"):
+        columns["labels"] = random.randint(0, NUM_CHOICES, num_rows)
+    elif kind == "token classes":
+        columns["labels"] = np.where(counted, random.randint(0, NUM_LABELS, shape), IGNORED)
+    elif kind == "words":
+        columns["labels"] = np.where(counted, random.randint(FIRST_WORD, VOCAB_SIZE, shape), IGNORED)
+    else:
+        for name in ("start_positions", "end_positions"):
+            columns[name] = random.randint(0, LENGTH, num_rows)
+    return columns
+
+
+# What a family's configuration class asks for besides.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4,
+                 "lsh_attn_chunk_length": 4, "hash_seed": 1, "num_buckets": 2},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "lilt": {"hidden_size": 48},
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "chatglm2": {"original_rope": True, "add_bias_linear": False},
+    "chatglm3": {"original_rope": True, "add_bias_linear": False},
+    "chatglm4": {"original_rope": True, "add_bias_linear": False},
+}  # fmt: skip
+# Families whose models take no mask as others do.
+_WITHOUT_MASK: tuple[str, ...] = ()

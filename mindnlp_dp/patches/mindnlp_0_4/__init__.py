@@ -1,6 +1,7 @@
 """Patches of MindNLP 0.4.1, by what they mend."""
 
 from . import cpu_kernels as cpu_kernels
+from . import models as models
 from . import operators as operators
 from . import optimizers as optimizers
 from . import parameters as parameters

@@ -1,0 +1,121 @@
+"""Model classes of MindNLP 0.4.1 that fail at their first forward pass, on any device or on CPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from mindnlp_dp.patches.import_hook import around
+
+
+# Versions: MindNLP 0.4.1. Cause: XLM-RoBERTa's language models call ops.gelu, XLM-ProphetNet's and ESM's
+# ops.gather_elements and ops.nll_loss, which mindnlp.core.ops does not have.
+# Goes when: mindnlp.core.ops has them.
+@around("mindnlp.core.ops")
+def _missing_operators(module: types.ModuleType) -> Iterator[None]:
+    yield
+    import mindspore
+
+    def gelu(input: Any, approximate: str = "none") -> Any:
+        return importlib.import_module("mindnlp.core.nn.functional").gelu(input, approximate)
+
+    def nll_loss(input: Any, target: Any, **options: Any) -> Any:
+        return importlib.import_module("mindnlp.core.nn.functional").nll_loss(input, target, **options)
+
+    def gather_elements(input: Any, dim: int, index: Any) -> Any:
+        return mindspore.ops.gather_elements(input, dim, index)
+
+    for operator in (gelu, nll_loss, gather_elements):
+        if not hasattr(module, operator.__name__):
+            setattr(module, operator.__name__, operator)
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.9+ on CPU. Cause: Tensor.clone and Tensor.masked_fill_ have no kernel there
+# ("The kernel Clone unregistered"), and Pegasus, PLBart, NLLB-MoE and others shift their labels with them.
+# Goes when: both have a kernel on CPU.
+@around("mindnlp")
+def _in_place_operators_on_cpu(module: types.ModuleType) -> Iterator[None]:
+    import mindspore
+
+    def on_cpu(name: str, ours: Any) -> None:
+        stock = getattr(mindspore.Tensor, name, None)
+
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if stock is not None and mindspore.get_context("device_target") != "CPU":
+                return stock(self, *args, **kwargs)
+            return ours(self, *args, **kwargs)
+
+        setattr(mindspore.Tensor, name, functools.update_wrapper(called, stock or ours))
+
+    def clone(self: Any) -> Any:
+        """Return a copy of this tensor with memory of its own."""
+        return self.copy()
+
+    def masked_fill_(self: Any, mask: Any, value: Any) -> Any:
+        """Overwrite the elements at which ``mask`` is true, and return this tensor."""
+        return self.assign_value(self.masked_fill(mask, value))
+
+    on_cpu("clone", clone)
+    on_cpu("masked_fill_", masked_fill_)
+    yield
+
+
+# Versions: MindNLP 0.4.1. Cause: mBART shifts its labels to the decoder's inputs with -100 still among them, for it
+# throws the result of masked_fill away; the embedding then reads a row that does not exist.
+# Goes when: mBART's shift_tokens_right uses that result.
+@around("mindnlp.transformers.models.mbart.modeling_mbart")
+def _ignored_labels_of_mbart(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock = module.shift_tokens_right
+
+    @functools.wraps(stock)
+    def shift_tokens_right(input_ids: Any, pad_token_id: int) -> Any:
+        return stock(input_ids.masked_fill(input_ids == -100, pad_token_id), pad_token_id)
+
+    module.shift_tokens_right = shift_tokens_right  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1. Cause: Funnel's _init_weights asks its embeddings for the padding index of the word embedding.
+# Goes when: it asks the word embedding.
+@around("mindnlp.transformers.models.funnel.modeling_funnel")
+def _padding_of_funnel(module: types.ModuleType) -> Iterator[None]:
+    yield
+    module.FunnelEmbeddings.padding_idx = property(lambda self: self.word_embeddings.padding_idx)
+
+
+# Versions: MindNLP 0.4.1. Cause: these methods call ``tensor.size(1)``, PyTorch's, and MindSpore's Tensor.size is a
+# number ("'int' object is not callable").
+# Goes when: they ask for ``tensor.shape[1]``.
+_CALL_SIZE = {
+    "xlm_roberta": ("XLMRobertaForMultipleChoice", "XLMRobertaForQuestionAnswering"),
+    "mobilebert": ("MobileBertForMultipleChoice", "MobileBertForQuestionAnswering"),
+}
+
+
+def _ask_for_shapes(class_names: tuple[str, ...]) -> Any:
+    def patch(module: types.ModuleType) -> Iterator[None]:
+        yield
+        for name in class_names:
+            model_class = getattr(module, name)
+            model_class.forward = _with_shapes(model_class.forward, module)
+
+    return patch
+
+
+for _family, _classes in _CALL_SIZE.items():
+    around(f"mindnlp.transformers.models.{_family}.modeling_{_family}")(_ask_for_shapes(_classes))
+
+
+def _with_shapes(method: Any, module: types.ModuleType) -> Any:
+    """Compile a method once more, with ``x.shape[1]`` for every ``x.size(1)``, and ``x.shape`` for ``x.size()``."""
+    source = textwrap.dedent(inspect.getsource(method))
+    source = re.sub(r"\.size\(\)", ".shape", re.sub(r"\.size\((-?\d+)\)", r".shape[\1]", source))
+    scope: dict[str, Any] = {}
+    exec(compile(source, module.__file__ or "", "exec"), vars(module), scope)  # noqa: S102
+    return scope[method.__name__]
