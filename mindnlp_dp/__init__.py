@@ -46,6 +46,7 @@ _HOME = {
     "empty_weights": "parallel.empty",
     "parallelize": "parallel.parallelize",
     "evaluate": "evaluation.evaluate",
+    "count_labels": "step.loss_weight",
     "DataParallelArguments": f"{_TRAINER}.arguments",
     "DataParallelTrainerMixin": f"{_TRAINER}.trainer",
     "DataParallelTrainer": f"{_TRAINER}.trainer",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from .replicas.broadcast import broadcast_parameters as broadcast_parameters
     from .replicas.digests import assert_replicas_in_sync as assert_replicas_in_sync
     from .replicas.digests import replica_digest as replica_digest
+    from .step.loss_weight import count_labels as count_labels
     from .trainers.mindnlp_0_4.arguments import DataParallelArguments as DataParallelArguments
     from .trainers.mindnlp_0_4.trainer import DataParallelTrainer as DataParallelTrainer
     from .trainers.mindnlp_0_4.trainer import DataParallelTrainerMixin as DataParallelTrainerMixin

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,8 @@ _SIZES = {
         "hidden_dim", "ffn_hidden_size", "feed_forward_size", "inner_dim", "dim_ff", "d_ffn", "expert_hidden_size",
         "moe_intermediate_size", "shared_expert_intermediate_size", "vocab_size", "src_vocab_size", "tgt_vocab_size",
         "decoder_vocab_size", "n_positions", "n_ctx", "max_position_embeddings", "max_seq_len", "max_seq_length",
-        "max_encoder_position_embeddings", "max_decoder_position_embeddings", "seq_length", "max_2d_position_embeddings",
+        "max_encoder_position_embeddings", "max_decoder_position_embeddings", "seq_length",
+        "max_2d_position_embeddings",
         "max_length_position_embeddings", "padded_vocab_size", "entity_vocab_size", "context_length",
     ),
     2: (
@@ -75,10 +76,14 @@ class ModelClass:
 
     @property
     def head(self) -> str:
-        return next(head for head in sorted(HEADS, key=len, reverse=True) if self.name.endswith(head))
+        return _head_of(self.name)
 
     def load(self) -> Any:
         return getattr(importlib.import_module(self.module), self.name)
+
+
+def _head_of(name: str) -> str:
+    return next(head for head in sorted(HEADS, key=len, reverse=True) if name.endswith(head))
 
 
 def model_classes() -> Iterator[ModelClass]:
@@ -105,8 +110,9 @@ def _is_for_text(model_class: Any, name: str) -> bool:
     settings = inspect.signature(model_class.config_class.__init__).parameters
     is_composite = any(name.startswith(_PARTS) and name.endswith("_config") for name in settings)
     sees = {"pixel_values", "image", "visual_embeds", "input_features", "input_values"} & set(inputs)
-    has_targets = {"labels", "start_positions"} & set(inputs)
-    return inputs[1:2] == ["input_ids"] and bool(has_targets) and not is_composite and not sees
+    is_for_spans = HEADS[_head_of(name)] == "spans"
+    has_targets = ("start_positions" if is_for_spans else "labels") in inputs
+    return inputs[1:2] == ["input_ids"] and has_targets and not is_composite and not sees
 
 
 def small_config(config_class: Any, **settings: Any) -> Any:
@@ -165,13 +171,14 @@ def batch(model_class: ModelClass, model: Any, num_rows: int, seed: int = 0) -> 
         ids[..., [3, 5, 11]] = config.sep_token_id
     if "bbox" in names:
         columns["bbox"] = np.sort(random.randint(0, 32, (*shape, 4)), -1)
+    ignored = config.pad_token_id if model_class.family == "gpt_pangu" else IGNORED
     counted = np.arange(LENGTH) < random.randint(2, LENGTH + 1, (num_rows, 1))
     if kind in ("classes", "choices"):
         columns["labels"] = random.randint(0, NUM_CHOICES, num_rows)
     elif kind == "token classes":
-        columns["labels"] = np.where(counted, random.randint(0, NUM_LABELS, shape), IGNORED)
+        columns["labels"] = np.where(counted, random.randint(0, NUM_LABELS, shape), ignored)
     elif kind == "words":
-        columns["labels"] = np.where(counted, random.randint(FIRST_WORD, VOCAB_SIZE, shape), IGNORED)
+        columns["labels"] = np.where(counted, random.randint(FIRST_WORD, VOCAB_SIZE, shape), ignored)
     else:
         for name in ("start_positions", "end_positions"):
             columns[name] = random.randint(0, LENGTH, num_rows)
@@ -185,6 +192,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
                  "lsh_attn_chunk_length": 4, "hash_seed": 1, "num_buckets": 2},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "lilt": {"hidden_size": 48},
+    "bros": {"hidden_size": 128},
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "chatglm2": {"original_rope": True, "add_bias_linear": False},
     "chatglm3": {"original_rope": True, "add_bias_linear": False},

@@ -17,6 +17,7 @@ from mindnlp_dp.communication.process_group import get_data_group
 from mindnlp_dp.data.batches import call_with, num_rows_of
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.replicas.broadcast import broadcast_buffers
+from mindnlp_dp.step.model_of import BatchWeigher, model_of
 
 from .gather import OrderedGatherer, to_numpy
 
@@ -49,9 +50,10 @@ def evaluate(
             normalisation wants it, unless :class:`~mindnlp_dp.FunctionalRun` has just ended its epochs. So does one
             whose experts are spread over ranks, which wait for those that have no rows left.
         has_loss: whether ``predict_fn`` returns a pair, its mean loss and the outputs.
-        weight_of: what a batch's loss weighs; by default its number of rows.
+        weight_of: what a batch's loss weighs; by default as for :func:`~mindnlp_dp.make_train_step`, by ``model``.
     """
-    weight_of = weight_of or num_rows_of
+    if weight_of is None:
+        weight_of = BatchWeigher(predict_fn, model_of(predict_fn) if model is None else model)
     group = group or get_data_group()
     if model is not None:
         broadcast_buffers(model, group)
@@ -70,8 +72,8 @@ def evaluate(
                 run.add(None)
                 continue
             loss, outputs = returned if has_loss else (None, returned)
-            mean_loss = None if loss is None else float(loss.asnumpy())
-            run.add(to_numpy(outputs), num_rows_of(mine), mean_loss, float(weight_of(mine)))
+            weight = 0.0 if loss is None else float(weight_of(mine))
+            run.add(to_numpy(outputs), num_rows_of(mine), None if loss is None else float(loss.asnumpy()), weight)
     return Evaluation(*run.finish())
 
 

@@ -17,13 +17,13 @@ import mindspore
 
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_data_group
-from mindnlp_dp.data.batches import num_rows_of
 from mindnlp_dp.gradients.reducer import ReducerWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.step.losses import LossMeter
+from mindnlp_dp.step.model_of import BatchWeigher, model_of
 from mindnlp_dp.step.seeds import step_seed
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.update.choose import make_updater
@@ -40,6 +40,7 @@ def make_train_step(
     max_grad_norm: Optional[float] = None,
     scheduler: Any = None,
     weight_of: Optional[Callable[[Any], float]] = None,
+    model: Any = None,
     reducer: Optional[Callable[..., Any]] = None,
     jit: bool = False,
     seed: int = 0,
@@ -59,7 +60,11 @@ def make_train_step(
             where the data ends.)
         max_grad_norm: averaged gradients are clipped to this norm, together; None leaves them.
         scheduler: MindNLP's, stepped after every update. (``mindspore.nn``'s optimizers have schedules of their own.)
-        weight_of: what a batch's loss weighs in the mean over ranks and micro steps; by default its number of rows.
+        weight_of: what a batch's loss weighs in the mean over ranks and micro batches. By default it is the number of
+            whatever the loss of the model's class is a mean of (:func:`~mindnlp_dp.step.loss_weight.loss_mean`): rows
+            of a classifier, labels that are not -100 of a language model; rows where the class is unknown. Pass it
+            where ``forward_fn`` computes a loss of its own; :func:`~mindnlp_dp.count_labels` counts labels.
+        model: the model that ``forward_fn`` calls; by default the one that it refers to and that has ``parameters``.
         reducer: exchanges gradients in our synchroniser's stead, such as ``nn.DistributedGradReducer(parameters)``.
         jit: compile loss and gradients with ``mindspore.jit``; for plain cells.
         seed: of what ``forward_fn`` draws, such as dropout: other numbers on every rank, in every update and micro
@@ -117,7 +122,9 @@ def make_train_step(
         settle=None if parallel is None else parallel.settle,
     )  # fmt: skip
     passes = Passes(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
-    return FunctionalStep(step, passes, accumulation_steps, weight_of or num_rows_of, seed)
+    if weight_of is None:
+        weight_of = BatchWeigher(forward_fn, model_of(forward_fn, parameters) if model is None else model)
+    return FunctionalStep(step, passes, accumulation_steps, weight_of, seed)
 
 
 class FunctionalStep:

@@ -65,6 +65,9 @@ class Passes:
                 for number, batch in enumerate(window)
                 if weight_of(batch) > 0
             ]  # fmt: skip
+            for batch in window:
+                if batch is not None and weight_of(batch) == 0:
+                    yield MicroStep.without_weight(getattr(batch, "indices", None))
             yield from parallel.pipeline.run(batches, self._parameters)
             return
         for number, mine in enumerate(window):
@@ -72,8 +75,12 @@ class Passes:
             if parallel is not None and parallel.has_experts:
                 batch = parallel.lend(batch if weight > 0 else None)
                 if batch is None:
+                    if mine is not None:
+                        yield MicroStep.without_weight(getattr(mine, "indices", None))
                     continue
             elif weight == 0:
+                if batch is not None:
+                    yield MicroStep.without_weight(getattr(batch, "indices", None))
                 continue
             is_last = number + 1 == len(window)
             sending = exchange.backward(weight) if is_last else contextlib.nullcontext()

@@ -158,7 +158,7 @@ class Pipeline:
                     mine = ties.take(gradients, batch.weight / num_sharers)
                     kept = MicroStep(loss, mine, batch.weight, batch.indices, num_sharers=num_sharers)
             pynative_executor.set_grad_flag(False)
-            if kept is not None:
+            if kept is not None and kept.gradients is not None:
                 yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
             self.messages.wire.wait()
         except BaseException as error:

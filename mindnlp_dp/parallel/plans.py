@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Optional
 
+from mindnlp_dp.step.loss_weight import Task, loss_mean
+
 # How a layer is cut, and what it does then (tensor.py).
 STYLES = {
     "columns": "a linear layer, by what it puts out",
@@ -190,13 +192,8 @@ def _qwen2_moe(prefix: str, head: Optional[str]) -> Plan:
     return Plan(plan.tensor, plan.pipeline, ExpertPlan(blocks="*.mlp"))
 
 
-# Models whose loss is that of their output layer, and of nothing else: by the end of their class's name.
-_HEADS = {
-    "ForMaskedLM": "masked",
-    "LMHeadModel": "causal",
-    "ForCausalLM": "causal",
-    "ForConditionalGeneration": "seq2seq",
-}
+# The heads of models whose loss is that of their output layer, and of nothing else.
+_HEADS = {Task.MASKED_LM: "masked", Task.CAUSAL_LM: "causal", Task.SEQ2SEQ_LM: "seq2seq"}
 
 _KINDS = {
     "bert": _bert,
@@ -223,5 +220,5 @@ def plan_for(model: Any) -> Plan:
     prefix = getattr(model, "base_model_prefix", "")
     # A bare base model has no prefix in its names.
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-    name = type(model).__name__
-    return _KINDS[kind](prefix, next((head for end, head in _HEADS.items() if name.endswith(end)), None))
+    mean = None if type(model).__name__.endswith("DoubleHeadsModel") else loss_mean(model)
+    return _KINDS[kind](prefix, None if mean is None else _HEADS.get(mean.task))

@@ -76,15 +76,17 @@ class BadLoss:
         return f"the loss of {shown}{more} is {self.value} at step {self.step} on rank {self.rank}"
 
 
-def settle_bad_losses(mine: Sequence[BadLoss], group: ProcessGroup, go_on: bool) -> None:
+def settle_bad_losses(mine: Sequence[BadLoss], group: ProcessGroup, go_on: bool) -> bool:
     """Tell every rank about the bad losses of all: a warning when training goes on, else an error. A collective.
+
+    Returns whether there were any.
 
     Raises:
         FloatingPointError: on every rank, unless ``go_on``.
     """
     reports = [str(bad) for theirs in group.all_gather_object(list(mine)) for bad in theirs]
     if not reports:
-        return
+        return False
     if not go_on:
         raise FloatingPointError(
             f"{'; '.join(reports)}; look at these samples, lower the learning rate, or leave such micro batches out "
@@ -93,6 +95,18 @@ def settle_bad_losses(mine: Sequence[BadLoss], group: ProcessGroup, go_on: bool)
     for report in reports:
         warnings.warn(
             f"{report}; this micro batch is left out of the update and of the log", RuntimeWarning, stacklevel=2
+        )
+    return True
+
+
+def warn_of_no_weight(total_weight: float, step: int) -> None:
+    """Warn of an update in which nothing counts on any rank, whose loss would be 0 / 0."""
+    if total_weight == 0:
+        warnings.warn(
+            f"the losses of update {step} weigh nothing on any rank, as where all labels are -100; the update is left "
+            "out",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

@@ -20,7 +20,7 @@ from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.runtime import progress
 from mindnlp_dp.update.updater import Updater
 
-from .losses import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses
+from .losses import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses, warn_of_no_weight
 from .timeline import Timeline
 
 
@@ -28,18 +28,23 @@ from .timeline import Timeline
 class MicroStep:
     """What one forward and backward pass of this rank gave.
 
-    ``gradients`` are in the order of the synchroniser's parameters; ``indices`` say which samples these were, where
-    somebody knows. ``is_spoilt`` says that another rank's loss, which is no number, is in these gradients: experts get
-    those of several ranks. ``num_sharers`` ranks have this loss, and each a part of its gradients, as many times as
-    large, which the exchange makes one.
+    ``gradients`` are in the order of the synchroniser's parameters; None where nothing in the micro batch counts, so
+    that it was not computed. ``indices`` say which samples these were, where that is known. ``is_spoilt`` says that
+    another rank's loss, which is no number, is in these gradients: experts get those of several ranks. ``num_sharers``
+    ranks have this loss, and each a part of its gradients, as many times as large, which the exchange makes one.
     """
 
     loss: float
-    gradients: Sequence[Optional[Any]]
+    gradients: Optional[Sequence[Optional[Any]]]
     weight: float
     indices: Optional[np.ndarray] = None
     is_spoilt: bool = False
     num_sharers: int = 1
+
+    @classmethod
+    def without_weight(cls, indices: Optional[np.ndarray] = None) -> MicroStep:
+        """One that is not computed, for nothing in it counts, such as none of its labels."""
+        return cls(0.0, None, 0.0, indices)
 
 
 class TrainStep:
@@ -75,29 +80,13 @@ class TrainStep:
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; returns the norm of the averaged gradient, if it is clipped."""
         sync = self.synchronizer
-        losses: list[tuple[float, float]] = []
-        bad: list[BadLoss] = []
-        try:
-            for micro in micro_steps:
-                progress.step()
-                if math.isfinite(micro.loss) and not micro.is_spoilt:
-                    sync.accumulate(micro.gradients, micro.weight / micro.num_sharers)
-                    losses.append((micro.loss, micro.weight))
-                    continue
-                sync.skip()
-                if not math.isfinite(micro.loss):
-                    indices = () if micro.indices is None else tuple(micro.indices.tolist())
-                    bad.append(BadLoss(micro.loss, sync.group.label(), step, indices))
-        except BaseException:
-            # Whoever goes on after that begins with an empty window.
-            sync.drop()
-            raise
+        losses, bad = self._accumulate(micro_steps, step)
         with self.timeline.span("wait for gradients", step=step), progress.waiting("the exchange of gradients"):
             gradients = self.updater.average(sync)
         for name, began, ended in sync.last_window.spans:
             self.timeline.add(name, began, ended, "exchange", step=step)
-        if sync.num_skipped:
-            settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses)
+        if sync.num_skipped and not settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses):
+            warn_of_no_weight(sync.total_weight, step)
         norm = None
         if sync.total_weight > 0:
             if self.max_grad_norm and self.max_grad_norm > 0:
@@ -123,6 +112,32 @@ class TrainStep:
         sync.settle()
         progress.finish_update(step + 1, losses, sync.total_weight)
         return norm
+
+    def _accumulate(
+        self, micro_steps: Iterable[MicroStep], step: int
+    ) -> tuple[list[tuple[float, float]], list[BadLoss]]:
+        """Add up the micro steps of a window; return the losses with their weights, and those that are no numbers."""
+        sync = self.synchronizer
+        losses: list[tuple[float, float]] = []
+        bad: list[BadLoss] = []
+        try:
+            for micro in micro_steps:
+                progress.step()
+                if micro.gradients is None:
+                    sync.skip()
+                elif math.isfinite(micro.loss) and not micro.is_spoilt:
+                    sync.accumulate(micro.gradients, micro.weight / micro.num_sharers)
+                    losses.append((micro.loss, micro.weight))
+                else:
+                    sync.skip()
+                    if not math.isfinite(micro.loss):
+                        indices = () if micro.indices is None else tuple(micro.indices.tolist())
+                        bad.append(BadLoss(micro.loss, sync.group.label(), step, indices))
+        except BaseException:
+            # Whoever goes on after that begins with an empty window.
+            sync.drop()
+            raise
+        return losses, bad
 
     def _problem_of(self, gradients: Any, norm: Optional[float]) -> str:
         """Why these averaged gradients, of this norm where it is known, must not reach the weights; else empty."""

@@ -42,7 +42,7 @@ def run_evaluation(
             evaluation.add(None)
         else:
             inputs = trainer.tensors(batch)
-            weight = trainer.loss_weight(inputs)
+            weight = trainer.evaluation_weight(inputs)
             loss, logits, labels = trainer.prediction_step(
                 model, dict(inputs), prediction_loss_only, ignore_keys=ignore_keys
             )

@@ -5,6 +5,8 @@ Goes in: nothing. Comes out: the classes and names that both have, from where th
 
 from __future__ import annotations
 
+from typing import Any
+
 from mindnlp_dp.versions import mindnlp_series
 
 __all__ = [
@@ -20,12 +22,14 @@ __all__ = [
     "TrainingArguments",
     "denumpify_detensorize",
     "has_length",
+    "is_causal",
     "set_seed",
 ]
 
 if mindnlp_series() == "0.5":
     import mindnlp  # noqa: F401 -- puts mindtorch in PyTorch's place
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import TrainerState
     from transformers.trainer_utils import (
@@ -51,5 +55,12 @@ else:
         set_seed,
     )
     from mindnlp.transformers import PreTrainedModel
+    from mindnlp.transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     EVAL_STRATEGY = "evaluation_strategy"
+
+
+def is_causal(model: Any) -> bool:
+    """Tell whether the library's Trainer takes a model for one that predicts each next token."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

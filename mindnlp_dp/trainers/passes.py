@@ -71,6 +71,8 @@ class Passes:
                 gradients = [p.grad for p in loop.synchronizer.parameters]
                 value = value if weight > 0 else 0.0
                 yield MicroStep(value, gradients, weight, batch.indices, is_spoilt)
+            elif mine is not None:
+                yield MicroStep.without_weight(mine.indices)
             if mine is not None and weight > 0:
                 loop.count(mine, inputs)
             if number + 1 < len(window):
@@ -89,8 +91,12 @@ class Passes:
             return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
 
         for number, batch in enumerate(window):
-            inputs = None if batch is None else trainer.tensors(batch)
-            if batch is not None and trainer.loss_weight(inputs) > 0:
+            if batch is None:
+                continue
+            inputs = trainer.tensors(batch)
+            if trainer.loss_weight(inputs) == 0:
+                yield MicroStep.without_weight(batch.indices)
+            else:
                 seed = self._seed(trainer, step, number)
                 batches.append(
                     MicroBatch(inputs, forward, trainer.loss_weight, seed=seed, indices=batch.indices)

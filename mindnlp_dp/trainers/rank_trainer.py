@@ -20,17 +20,18 @@ from mindnlp_dp.checkpoint.whole_model import WholeModel, whole_model
 from mindnlp_dp.checkpoint.write import write_module
 from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
-from mindnlp_dp.data.batches import Batch, Collator, as_tensors, num_rows
+from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from mindnlp_dp.data.source import indexed_source, sample_lengths
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.launch.environment import job_if_restarted
+from mindnlp_dp.step.loss_weight import LossMean, LossWeigher, Task, loss_mean
 
 from .arguments import RankArguments
 from .evaluation_loop import run_evaluation
 from .in_place import can_go_on_without_lost, state_without_lost
-from .library import EvalLoopOutput, PreTrainedModel
+from .library import EvalLoopOutput, PreTrainedModel, Trainer, is_causal
 from .passes import Passes
 from .training_loop import TrainingLoop
 
@@ -42,12 +43,15 @@ class RankTrainer(abc.ABC):
     args: RankArguments
     model: Any
     state: Any
+    compute_loss: Any
+    label_smoother: Any
     training_loop: TrainingLoop
 
     def __init__(self, model: Any, args: RankArguments, *rest: Any, **kwargs: Any) -> None:
         # Those that share out the samples; and all, who may have parts of the model.
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientWindow] = None
+        self._weigher: Optional[LossWeigher] = None
         self.current_tokens = 0
         # Samples in an update, where the number of ranks is not to change it.
         self.global_batch_size: Optional[int] = None
@@ -100,11 +104,34 @@ class RankTrainer(abc.ABC):
     # Gradients.
 
     def loss_weight(self, inputs: Any) -> float:
-        """What this micro batch's loss weighs in the mean over ranks and micro steps: its number of samples.
+        """Return what this micro batch's loss weighs in the mean over ranks and micro batches.
 
-        Override it where the loss is a mean of something else, such as tokens that are not ignored.
+        By default that is the number of whatever the loss is a mean of, by the model's class: rows of a classifier,
+        labels that are not -100 of a language model or a token classifier. Override it where the loss of your
+        ``compute_loss`` or your model is a mean of something else; :func:`~mindnlp_dp.count_labels` counts labels.
         """
-        return float(num_rows(inputs))
+        return self._loss_weigher()(inputs)
+
+    def evaluation_weight(self, inputs: Any) -> float:
+        """Return what a batch's loss weighs in the mean loss of an evaluation."""
+        return self.loss_weight(inputs)
+
+    def _loss_weigher(self) -> LossWeigher:
+        """The weigher of the loss that ``compute_loss`` returns for the model as it is now."""
+        mean, whose = self._loss_mean()
+        if self._weigher is None or self._weigher.mean != mean:
+            self._weigher = LossWeigher(mean, whose)
+        return self._weigher
+
+    def _loss_mean(self) -> tuple[Optional[LossMean], str]:
+        """What the loss that ``compute_loss`` returns is a mean of, where that is known; and whose loss it is."""
+        if getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss:
+            return None, f"the loss of {type(self).__name__}'s own compute_loss"
+        mean, whose = loss_mean(self.model), f"the loss of {type(self.model).__name__}"
+        if self.label_smoother is not None:
+            # It computes the loss from the logits, and knows which models compare them with the next token.
+            mean = LossMean(Task.TOKEN_CLASSIFICATION, is_shifted=is_causal(self.model))
+        return mean, whose
 
     def synchronizer(self, model: Any) -> GradientWindow:
         """The exchange for ``model``'s trainable parameters; made anew when they change."""

@@ -67,10 +67,12 @@ def _in_place_operators_on_cpu(module: types.ModuleType) -> Iterator[None]:
 
 
 # Versions: MindNLP 0.4.1. Cause: mBART shifts its labels to the decoder's inputs with -100 still among them, for it
-# throws the result of masked_fill away; the embedding then reads a row that does not exist.
-# Goes when: mBART's shift_tokens_right uses that result.
+# throws the result of masked_fill away, and the embedding then reads a row that does not exist. PLBart shifts them in
+# place, so that its loss compares the outputs with the inputs.
+# Goes when: their shift_tokens_right works on a copy without -100.
 @around("mindnlp.transformers.models.mbart.modeling_mbart")
-def _ignored_labels_of_mbart(module: types.ModuleType) -> Iterator[None]:
+@around("mindnlp.transformers.models.plbart.modeling_plbart")
+def _shift_a_copy_without_ignored_labels(module: types.ModuleType) -> Iterator[None]:
     yield
     stock = module.shift_tokens_right
 
@@ -81,7 +83,8 @@ def _ignored_labels_of_mbart(module: types.ModuleType) -> Iterator[None]:
     module.shift_tokens_right = shift_tokens_right  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1. Cause: Funnel's _init_weights asks its embeddings for the padding index of the word embedding.
+# Versions: MindNLP 0.4.1. Cause: Funnel's _init_weights asks its embeddings for the padding index of their word
+# embedding.
 # Goes when: it asks the word embedding.
 @around("mindnlp.transformers.models.funnel.modeling_funnel")
 def _padding_of_funnel(module: types.ModuleType) -> Iterator[None]:
@@ -117,5 +120,5 @@ def _with_shapes(method: Any, module: types.ModuleType) -> Any:
     source = textwrap.dedent(inspect.getsource(method))
     source = re.sub(r"\.size\(\)", ".shape", re.sub(r"\.size\((-?\d+)\)", r".shape[\1]", source))
     scope: dict[str, Any] = {}
-    exec(compile(source, module.__file__ or "", "exec"), vars(module), scope)  # noqa: S102
+    exec(compile(source, module.__file__ or "", "exec"), vars(module), scope)
     return scope[method.__name__]

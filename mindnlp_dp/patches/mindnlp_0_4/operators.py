@@ -10,9 +10,9 @@ from typing import Any
 from mindnlp_dp.patches.import_hook import around
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: models call ``ops.arange(0, n, 2.0)``, and MindSpore's Range asks for
-# three numbers of one type: "For Range, the dtypes of inputs must be the same, but got (Int64, Int64, Float32)" (XLNet,
-# Bros).
+# Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: models call ``ops.arange(0, n, 2.0)``, and MindSpore's Range asks
+# for three numbers of one type: "For Range, the dtypes of inputs must be the same, but got (Int64, Int64, Float32)"
+# (XLNet, Bros).
 # Goes when: MindNLP's arange makes its numbers alike, as PyTorch's does.
 @around("mindnlp.core.ops.creation")
 def _arange_of_mixed_numbers(module: types.ModuleType) -> Iterator[None]:

@@ -104,8 +104,8 @@ def _parameter_with_a_name(module: types.ModuleType) -> Iterator[None]:
     module.Parameter.__init__ = init
 
 
-# Versions: MindNLP 0.4.1. Cause: MiniCPM3 and OpenELM initialise their weights by ``set_data`` and ``initialize``, which
-# mindspore.Parameter has and MindNLP's Parameter, a Tensor, has not.
+# Versions: MindNLP 0.4.1. Cause: MiniCPM3 and OpenELM initialise their weights by ``set_data`` and ``initialize``,
+# which mindspore.Parameter has and MindNLP's Parameter, a Tensor, has not.
 # Goes when: these models are built without them.
 @around("mindnlp.core.nn.parameter")
 def _methods_of_mindspores_parameter(module: types.ModuleType) -> Iterator[None]:

@@ -6,19 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
-import numpy as np
-
 from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.step.loss_weight import count_labels
 from mindnlp_dp.trainers.library import Trainer
 from mindnlp_dp.trainers.rank_trainer import RankTrainer
 from mindnlp_dp.trainers.saving import save_checkpoint
 
 from .arguments import DataParallelArguments, upgrade_arguments
-
-# What Transformers' losses leave out.
-_IGNORED = -100
 
 
 class DataParallelTrainerMixin(RankTrainer):
@@ -54,17 +50,20 @@ class DataParallelTrainerMixin(RankTrainer):
     # Gradients.
 
     def loss_weight(self, inputs: Any) -> float:
-        """What this micro batch's loss weighs in the mean over ranks and micro steps.
+        """Return what this micro batch's loss weighs in the mean over ranks and micro batches.
 
-        Of a model whose loss is a mean over tokens, the number of labels that count; else the number of samples. With
-        smoothed labels it is a mean over those, too, and a causal model's leaves out each row's first.
+        Of a model that divides a sum over labels by ``num_items_in_batch``, that number: the labels that are not -100.
+        Else it is as with MindNLP 0.4.
         """
         is_smoothed = self.label_smoother is not None and self.compute_loss_func is None  # type: ignore[attr-defined]
-        if "labels" in inputs and (is_smoothed or self._counts_labels(inputs)):
-            labels = to_host(inputs["labels"])
-            if is_smoothed and _is_causal(self.model):
-                labels = labels[..., 1:]
-            return float(np.count_nonzero(labels != _IGNORED))
+        return count_labels(inputs) if self._counts_labels(inputs) and not is_smoothed else super().loss_weight(inputs)
+
+    def evaluation_weight(self, inputs: Any) -> float:
+        """Return what a batch's loss weighs in the mean loss of an evaluation, where the model divides by itself."""
+        if type(self).loss_weight is not DataParallelTrainerMixin.loss_weight:
+            return self.loss_weight(inputs)
+        if self.compute_loss_func is not None and "labels" in inputs:  # type: ignore[attr-defined]
+            return count_labels(inputs)
         return super().loss_weight(inputs)
 
     def _counts_labels(self, inputs: Any) -> bool:
@@ -150,15 +149,6 @@ class DataParallelTrainerMixin(RankTrainer):
                 f"{type(self).__name__} has a {name} of its own, which is not called: samples are shared out in an "
                 "order that all ranks know; choose, weigh or order them in the data set"
             )
-
-
-def _is_causal(model: Any) -> bool:
-    """Whether Transformers' Trainer takes a model for one that predicts each next token."""
-    # Not before MindNLP, with which comes what Transformers takes for PyTorch.
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    of_peft = getattr(model, "get_base_model", None)
-    return type(of_peft() if of_peft else model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):

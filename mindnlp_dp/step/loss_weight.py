@@ -1,0 +1,233 @@
+"""What the loss of a micro batch weighs: the number of whatever it is a mean of, by the class of the model.
+
+N processes train the model of one process only if losses are averaged with the weights that they have in it. The loss
+of a classifier is a mean over rows; that of a language model is a mean over the labels that are not -100, which rows,
+micro batches and ranks have in different numbers. :func:`loss_mean` knows which, for the classes of MindNLP and
+Transformers; the Trainers, :func:`~mindnlp_dp.make_train_step`, pipelines and the evaluation ask it.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Optional, Union
+
+import numpy as np
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.data.batches import num_rows_of
+
+# The label that the losses of MindNLP and Transformers leave out, as PyTorch's cross-entropy does.
+IGNORED = -100
+
+
+class Task(enum.Enum):
+    """What a model's head is for, in the words of PEFT's ``TaskType``."""
+
+    CLASSIFICATION = "sequence classification, regression or multiple choice"
+    TOKEN_CLASSIFICATION = "token classification"
+    CAUSAL_LM = "causal language modeling"
+    MASKED_LM = "masked language modeling"
+    SEQ2SEQ_LM = "sequence to sequence language modeling"
+    QUESTION_ANSWERING = "extractive question answering"
+
+
+@dataclass(frozen=True)
+class LossMean:
+    """What a model's loss is a mean of.
+
+    Attributes:
+        task: by which its labels are read.
+        is_shifted: the output at a token is compared with the next token's label, so that the first column counts
+            nowhere.
+        mask: a column; a label counts only where that is 1. Without it in a batch, all of them do.
+        ignored: the label that never counts; None: there is no such label.
+    """
+
+    task: Task
+    is_shifted: bool = False
+    mask: str = ""
+    ignored: Optional[int] = IGNORED
+
+    def weight(self, batch: Mapping[str, Any]) -> float:
+        """Return the number of rows, labels or positions of which the loss of ``batch`` is the mean."""
+        if self.task is Task.QUESTION_ANSWERING:
+            counts = span_counts(batch)
+            return float(num_rows_of(batch)) if counts is None else float(counts.mean())
+        labels = batch.get("labels")
+        if labels is None:
+            return float(num_rows_of(batch))
+        labels = to_host(labels) if hasattr(labels, "dtype") else np.asarray(labels)
+        if self.task is Task.CLASSIFICATION and not _are_classes(labels):
+            return float(num_rows_of(batch))
+        mask = batch.get(self.mask) if self.mask else None
+        return count_labels(labels, shifted=self.is_shifted, mask=mask, ignore_index=self.ignored)
+
+
+def count_labels(
+    labels: Any, *, shifted: bool = False, mask: Any = None, ignore_index: Optional[int] = IGNORED
+) -> float:
+    """Return how many labels count: what a mean over tokens weighs, for an own ``loss_weight`` or ``weight_of``::
+
+        def loss_weight(self, inputs):
+            return dp.count_labels(inputs, shifted=True)
+
+    Args:
+        labels: a tensor or an array of any shape, or a batch, whose column ``labels`` is taken.
+        shifted: leave the first column out, as the loss of a causal language model does, which compares the output at
+            each token with the label of the next.
+        mask: of the same shape; a label counts only where it is 1.
+        ignore_index: the label that does not count; None: there is no such label.
+
+    Raises:
+        ValueError: ``labels`` is a batch without that column.
+    """
+    if isinstance(labels, Mapping):
+        if "labels" not in labels:
+            raise ValueError(f"count_labels: the batch has no column 'labels', only {', '.join(map(str, labels))}")
+        labels = labels["labels"]
+    array = to_host(labels) if hasattr(labels, "dtype") else np.asarray(labels)
+    counts = np.ones(array.shape, bool) if ignore_index is None else array != ignore_index
+    if mask is not None:
+        counts = counts & (to_host(mask).reshape(array.shape) == 1)
+    return float(np.count_nonzero(counts[..., 1:] if shifted else counts))
+
+
+def span_counts(batch: Mapping[str, Any]) -> Optional[np.ndarray]:
+    """Return how many of the start and of the end positions are within the text, of shape ``(2,)``.
+
+    The loss of question answering is half a mean over the first and half a mean over the others. None where the batch
+    has no positions.
+    """
+    positions = [batch.get(name) for name in ("start_positions", "end_positions")]
+    text = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    if text is None or any(position is None for position in positions):
+        return None
+    return np.array([np.count_nonzero(to_host(position) < text.shape[1]) for position in positions], np.float64)
+
+
+def _are_classes(labels: np.ndarray) -> bool:
+    """Tell whether labels are one class a row, of which cross-entropy leaves -100 out."""
+    return labels.ndim == 1 and labels.dtype.kind in "iu"
+
+
+# The tasks of model classes, by the end of their names.
+_TASKS = {
+    "ForSequenceClassification": LossMean(Task.CLASSIFICATION),
+    "ForImageClassification": LossMean(Task.CLASSIFICATION),
+    "ForMultipleChoice": LossMean(Task.CLASSIFICATION),
+    "ForNextSentencePrediction": LossMean(Task.CLASSIFICATION),
+    "ForTokenClassification": LossMean(Task.TOKEN_CLASSIFICATION),
+    "ForCausalLM": LossMean(Task.CAUSAL_LM, is_shifted=True),
+    "LMHeadModel": LossMean(Task.CAUSAL_LM, is_shifted=True),
+    "ModelWithLMHead": LossMean(Task.CAUSAL_LM, is_shifted=True),
+    "DoubleHeadsModel": LossMean(Task.CAUSAL_LM, is_shifted=True),
+    "ForMaskedLM": LossMean(Task.MASKED_LM),
+    "ForConditionalGeneration": LossMean(Task.SEQ2SEQ_LM),
+    "MTModel": LossMean(Task.SEQ2SEQ_LM),
+    "EncoderDecoderModel": LossMean(Task.SEQ2SEQ_LM),
+    "ForQuestionAnswering": LossMean(Task.QUESTION_ANSWERING),
+    "ForQuestionAnsweringSimple": LossMean(Task.QUESTION_ANSWERING),
+}
+
+# Decoders that compare an output with the label of its own token, which the caller has shifted.
+_UNSHIFTED = (
+    "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+    "CpmAntForCausalLM", "CpmBeeForCausalLM", "FlaubertWithLMHeadModel", "MBartForCausalLM", "MarianForCausalLM",
+    "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "ProphetNetForCausalLM", "Speech2Text2ForCausalLM",
+    "TrOCRForCausalLM", "WhisperForCausalLM", "XLMProphetNetForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
+)  # fmt: skip
+# Decoders under an encoder-decoder's name.
+_SHIFTED = (
+    "Blip2ForConditionalGeneration", "ChatGLMForConditionalGeneration", "ChatGLM2ForConditionalGeneration",
+    "ChatGLM3ForConditionalGeneration", "ChatGLM4ForConditionalGeneration", "InstructBlipForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+)  # fmt: skip
+_ATTENDED = LossMean(Task.TOKEN_CLASSIFICATION, mask="attention_mask")
+_EXCEPTIONS: dict[str, Optional[LossMean]] = {
+    **dict.fromkeys(_UNSHIFTED, LossMean(Task.CAUSAL_LM)),
+    **dict.fromkeys(_SHIFTED, LossMean(Task.CAUSAL_LM, is_shifted=True)),
+    "BioGptForTokenClassification": _ATTENDED,
+    "XLMRobertaXLForTokenClassification": _ATTENDED,
+    "BrosForTokenClassification": replace(_ATTENDED, mask="bbox_first_token_mask"),
+    # A sequence's tokens are true or replaced: no label is left out.
+    "ElectraForPreTraining": replace(_ATTENDED, ignored=None),
+    "FunnelForPreTraining": replace(_ATTENDED, ignored=None),
+    # Sums of several means, or of rows that are not tokens of the text.
+    **dict.fromkeys(("BlipForConditionalGeneration", "BrosSpadeEEForTokenClassification",
+                     "BrosSpadeELForTokenClassification", "ClvpModelForConditionalGeneration",
+                     "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "MusicgenForConditionalGeneration",
+                     "MusicgenMelodyForConditionalGeneration")),
+}  # fmt: skip
+
+_LIBRARIES = ("mindnlp", "transformers")
+
+
+def loss_mean(model: Any) -> Optional[LossMean]:
+    """Return what the loss of a model of MindNLP or Transformers is a mean of; None where its class is unknown.
+
+    A subclass that has a ``forward`` of its own is unknown, for its loss may be another. Of a PEFT model it is the base
+    model's, except that prompts are put before the labels, so that the first label is compared, too.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    known = next((each for each in type(base).__mro__ if each.__module__.partition(".")[0] in _LIBRARIES), None)
+    if known is None or getattr(type(base), "forward", None) is not getattr(known, "forward", None):
+        return None
+    mean = _of_class(known.__name__)
+    if mean is None:
+        return None
+    if known.__name__ == "GPTPanguForCausalLM":
+        return replace(mean, ignored=base.config.pad_token_id)
+    return replace(mean, is_shifted=False) if base is not model and _puts_prompts_before(model) else mean
+
+
+def _of_class(name: str) -> Optional[LossMean]:
+    if name in _EXCEPTIONS:
+        return _EXCEPTIONS[name]
+    ends = sorted((end for end in _TASKS if name.endswith(end)), key=len)
+    return _TASKS[ends[-1]] if ends else None
+
+
+def _puts_prompts_before(model: Any) -> bool:
+    """Tell whether a PEFT model puts virtual tokens before the text; prefix tuning puts keys and values there."""
+    config = getattr(model, "active_peft_config", None)
+    kind = str(getattr(config, "peft_type", "")).upper()
+    return bool(getattr(config, "is_prompt_learning", False)) and "PREFIX" not in kind
+
+
+def has_ignored_labels(batch: Any) -> bool:
+    """Tell whether some labels of a batch are -100, so that a mean over labels is not one over rows."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return getattr(labels, "ndim", 0) > 0 and bool((to_host(labels) == IGNORED).any())
+
+
+class LossWeigher:
+    """Weighs the losses of micro batches, by ``mean``, or by rows where that is not known.
+
+    Args:
+        mean: what the loss is a mean of; None: nobody has said.
+        whose: the loss, in a message, such as "the loss of MyModel".
+    """
+
+    def __init__(self, mean: Optional[LossMean], whose: str) -> None:
+        self.mean = mean
+        self._whose = whose
+        self._has_warned = False
+
+    def __call__(self, batch: Union[Mapping[str, Any], Any]) -> float:
+        """Return what the loss of a batch weighs in the mean over ranks and micro batches."""
+        if self.mean is not None and isinstance(batch, Mapping):
+            return self.mean.weight(batch)
+        if not self._has_warned and has_ignored_labels(batch):
+            self._has_warned = True
+            warnings.warn(
+                f"labels hold {IGNORED}, and what {self._whose} is a mean of is not known: it is weighed by rows. If "
+                "it is a mean over labels, several ranks or micro batches will not train what one would; override "
+                "loss_weight(inputs) of the Trainer, or pass weight_of= to make_train_step, for example with "
+                "mindnlp_dp.count_labels. One that returns the number of rows ends this warning, too",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return float(num_rows_of(batch))
