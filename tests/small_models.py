@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -181,8 +182,25 @@ def batch(model_class: ModelClass, model: Any, num_rows: int, seed: int = 0) -> 
         columns["labels"] = np.where(counted, random.randint(FIRST_WORD, VOCAB_SIZE, shape), ignored)
     else:
         for name in ("start_positions", "end_positions"):
-            columns[name] = random.randint(0, LENGTH, num_rows)
+            # Beyond the text where an answer is not in it; more ends than starts, as of answers that are cut off.
+            columns[name] = random.randint(0, LENGTH + (2 if name == "start_positions" else 6), num_rows)
     return columns
+
+
+def find(name: str) -> ModelClass:
+    """Return the model class of that name."""
+    return next(each for each in _all_classes() if each.name == name)
+
+
+@functools.cache
+def _all_classes() -> tuple[ModelClass, ...]:
+    return tuple(model_classes())
+
+
+def samples(model_class: ModelClass, model: Any, num_rows: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Return the rows of a batch one by one, as a data set has them."""
+    columns = batch(model_class, model, num_rows, seed)
+    return [{name: values[row] for name, values in columns.items()} for row in range(num_rows)]
 
 
 # What a family's configuration class asks for besides.

@@ -8,7 +8,7 @@ once at the end. Averages are never averaged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from mindnlp_dp.data.batches import call_with, num_rows_of
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.replicas.broadcast import broadcast_buffers
 from mindnlp_dp.step.model_of import BatchWeigher, model_of
+from mindnlp_dp.step.span_loss import SpanLoss
 
 from .gather import OrderedGatherer, to_numpy
 
@@ -52,9 +53,10 @@ def evaluate(
         has_loss: whether ``predict_fn`` returns a pair, its mean loss and the outputs.
         weight_of: what a batch's loss weighs; by default as for :func:`~mindnlp_dp.make_train_step`, by ``model``.
     """
-    if weight_of is None:
-        weight_of = BatchWeigher(predict_fn, model_of(predict_fn) if model is None else model)
     group = group or get_data_group()
+    called = model_of(predict_fn) if model is None else model
+    is_default, weight_of = weight_of is None, weight_of or BatchWeigher(predict_fn, called)
+    span_loss = SpanLoss(called, group)
     if model is not None:
         broadcast_buffers(model, group)
     parallel = getattr(model, "parallel", None)
@@ -66,14 +68,19 @@ def evaluate(
             if batch is None:
                 run.add(None)
                 continue
-            returned = call_with(predict_fn, batch)
+            with span_loss.terms() as terms:
+                returned = call_with(predict_fn, batch)
             if mine is None:
                 # A batch that was lent: its outputs are another rank's.
                 run.add(None)
                 continue
             loss, outputs = returned if has_loss else (None, returned)
-            weight = 0.0 if loss is None else float(weight_of(mine))
-            run.add(to_numpy(outputs), num_rows_of(mine), None if loss is None else float(loss.asnumpy()), weight)
+            if loss is None:
+                run.add(to_numpy(outputs), num_rows_of(mine))
+            elif is_default and terms:
+                run.add(to_numpy(outputs), num_rows_of(mine), *terms[-1])
+            else:
+                run.add(to_numpy(outputs), num_rows_of(mine), float(loss.asnumpy()), float(weight_of(mine)))
     return Evaluation(*run.finish())
 
 
@@ -86,18 +93,32 @@ class EvaluationRun:
     def __init__(self, group: ProcessGroup, gather_every: Optional[int] = None) -> None:
         self._group = group
         self._rows = OrderedGatherer(group, gather_every)
-        # Over this rank's samples: loss * weight, weight, samples.
-        self._sums = np.zeros(3, np.float64)
+        # Over this rank's samples: loss * weight and weight, of each of the two terms that a loss may have.
+        self._sums = np.zeros((2, 2), np.float64)
+        self._num_samples = 0
 
-    def add(self, outputs: Any, num_samples: int = 0, loss: Optional[float] = None, weight: float = 0.0) -> None:
-        """What this rank computed of a global batch; None and 0 where it had no rows."""
-        if loss is not None and weight > 0:
-            self._sums[:2] += loss * weight, weight
-        self._sums[2] += num_samples
+    def add(
+        self,
+        outputs: Any,
+        num_samples: int = 0,
+        loss: Union[float, np.ndarray, None] = None,
+        weight: Union[float, np.ndarray] = 0.0,
+    ) -> None:
+        """Add what this rank computed of a global batch; None and 0 where it had no rows.
+
+        A loss that is half one mean and half another comes as both, of shape ``(2,)``, with a weight for each.
+        """
+        weights = np.broadcast_to(np.asarray(weight, np.float64), 2)
+        if loss is not None:
+            # A mean of nothing is not a number.
+            self._sums += np.where(weights > 0, loss * weights, 0.0), weights
+        self._num_samples += num_samples
         self._rows.add(outputs)
 
     def finish(self) -> tuple[Any, Optional[float], int]:
         """Outputs in data set order (None when nobody had any), mean loss (None when there was none), samples."""
         outputs = self._rows.finish()
-        loss, weight, samples = self._group.all_reduce(self._sums)
-        return outputs, float(loss / weight) if weight > 0 else None, int(samples)
+        sums = self._group.all_reduce(np.append(self._sums.ravel(), self._num_samples))
+        losses, weights, num_samples = sums[:2], sums[2:4], int(sums[4])
+        loss = float(np.mean(losses / np.where(weights > 0, weights, 1.0))) if weights.any() else None
+        return outputs, loss, num_samples

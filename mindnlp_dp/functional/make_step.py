@@ -25,6 +25,7 @@ from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.model_of import BatchWeigher, model_of
 from mindnlp_dp.step.seeds import step_seed
+from mindnlp_dp.step.span_loss import SpanLoss
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.update.choose import make_updater
 
@@ -122,9 +123,10 @@ def make_train_step(
         settle=None if parallel is None else parallel.settle,
     )  # fmt: skip
     passes = Passes(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
-    if weight_of is None:
-        weight_of = BatchWeigher(forward_fn, model_of(forward_fn, parameters) if model is None else model)
-    return FunctionalStep(step, passes, accumulation_steps, weight_of, seed)
+    model = model_of(forward_fn, parameters) if model is None else model
+    span_loss = SpanLoss(model if weight_of is None else None, losses.group)
+    weight_of = weight_of or BatchWeigher(forward_fn, model)
+    return FunctionalStep(step, passes, accumulation_steps, weight_of, seed=seed, span_loss=span_loss)
 
 
 class FunctionalStep:
@@ -144,9 +146,12 @@ class FunctionalStep:
         passes: Passes,
         accumulation_steps: int,
         weight_of: Callable[[Any], float],
+        *,
         seed: int = 0,
+        span_loss: Optional[SpanLoss] = None,
     ) -> None:
         self.train_step = train_step
+        self._span_loss = span_loss or SpanLoss(None, train_step.synchronizer.group)
         self._seed = seed
         self._passes = passes
         self.accumulation_steps = accumulation_steps
@@ -177,10 +182,11 @@ class FunctionalStep:
         return self.train_step.losses.mean_since_log()
 
     def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:
-        for micro in self._passes.micro_steps(window, self._weigh, self._seed_of, self.synchronizer):
-            if micro.weight > 0:
-                seen.append((micro.loss, micro.weight))
-            yield micro
+        with self._span_loss.window(window):
+            for micro in self._passes.micro_steps(window, self._weigh, self._seed_of, self.synchronizer):
+                if micro.weight > 0:
+                    seen.append((micro.loss, micro.weight))
+                yield micro
 
     def _weigh(self, batch: Any) -> float:
         return 0.0 if batch is None else float(self._weight_of(batch))

@@ -23,7 +23,7 @@ class LossMeter:
     """Sums of loss * weight and of weight."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         # On this rank since the last log line; of the run before it, over all ranks.
         self._since_log = np.zeros(2)
         self._logged = np.zeros(2)
@@ -34,14 +34,14 @@ class LossMeter:
 
     def mean_since_log(self) -> float:
         """The mean since this was last called, over all ranks; NaN when nothing was added. A collective."""
-        sums = self._group.all_reduce(self._since_log)
+        sums = self.group.all_reduce(self._since_log)
         self._logged += sums
         self._since_log[:] = 0
         return _mean(sums)
 
     def mean_of_run(self) -> float:
         """The mean of all that was ever added, on any rank. A collective."""
-        return _mean(self._logged + self._group.all_reduce(self._since_log))
+        return _mean(self._logged + self.group.all_reduce(self._since_log))
 
     def state(self) -> dict[str, np.ndarray]:
         """This rank's state."""
@@ -50,11 +50,11 @@ class LossMeter:
     def load_states(self, states: Sequence[dict[str, np.ndarray]]) -> None:
         """Take over the states of all ranks of a run; another number of ranks gives rank 0 what was not logged yet."""
         self._logged = states[0]["logged"].copy()
-        if len(states) == self._group.world_size:
-            self._since_log = states[self._group.rank]["since_log"].copy()
+        if len(states) == self.group.world_size:
+            self._since_log = states[self.group.rank]["since_log"].copy()
         else:
             total = np.sum([state["since_log"] for state in states], axis=0)
-            self._since_log = total if self._group.is_main else np.zeros(2)
+            self._since_log = total if self.group.is_main else np.zeros(2)
 
 
 def _mean(sums: np.ndarray) -> float:

@@ -35,6 +35,7 @@ def run_evaluation(
     handler.eval_dataset = handler.eval_dataloader = dataset
     sees_inputs = args.include_inputs_for_metrics or "inputs" in getattr(args, "include_for_metrics", ())
     main_input = trainer.main_input
+    span_loss = trainer.span_loss()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     for (mine,) in dataset.windows():
         batch, is_lent = trainer.passes.to_run(mine), mine is None
@@ -43,9 +44,10 @@ def run_evaluation(
         else:
             inputs = trainer.tensors(batch)
             weight = trainer.evaluation_weight(inputs)
-            loss, logits, labels = trainer.prediction_step(
-                model, dict(inputs), prediction_loss_only, ignore_keys=ignore_keys
-            )
+            with span_loss.terms() as terms:
+                loss, logits, labels = trainer.prediction_step(
+                    model, dict(inputs), prediction_loss_only, ignore_keys=ignore_keys
+                )
             if logits is not None and trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, labels)
             seen = batch[main_input] if sees_inputs else None
@@ -55,6 +57,8 @@ def run_evaluation(
             if is_lent:
                 # Others needed this rank's part of the model for it.
                 evaluation.add(None)
+            elif mean_loss is not None and terms:
+                evaluation.add(outputs or None, len(batch.indices), *terms[-1])
             else:
                 evaluation.add(outputs or None, len(batch.indices), mean_loss, weight)
         trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)

@@ -46,10 +46,10 @@ class Passes:
 
     def micro_steps(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
         """Run this rank's micro batches of one global batch; ``loop`` is the :class:`.TrainingLoop`."""
-        if self._parallel is not None and self._parallel.pipeline is not None:
-            yield from self._through_stages(loop, window, step)
-        else:
-            yield from self._one_by_one(loop, window, step)
+        is_pipeline = self._parallel is not None and self._parallel.pipeline is not None
+        run = self._through_stages if is_pipeline else self._one_by_one
+        with loop.trainer.span_loss().window(window):
+            yield from run(loop, window, step)
 
     def _one_by_one(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
         trainer, parallel = loop.trainer, self._parallel

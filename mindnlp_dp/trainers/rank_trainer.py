@@ -27,6 +27,7 @@ from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.launch.environment import job_if_restarted
 from mindnlp_dp.step.loss_weight import LossMean, LossWeigher, Task, loss_mean
+from mindnlp_dp.step.span_loss import SpanLoss
 
 from .arguments import RankArguments
 from .evaluation_loop import run_evaluation
@@ -115,6 +116,16 @@ class RankTrainer(abc.ABC):
     def evaluation_weight(self, inputs: Any) -> float:
         """Return what a batch's loss weighs in the mean loss of an evaluation."""
         return self.loss_weight(inputs)
+
+    @property
+    def _weighs_by_default(self) -> bool:
+        """Whether ``loss_weight`` is the method of this package's Trainers."""
+        return getattr(self.loss_weight, "__module__", "").startswith(__package__)
+
+    def span_loss(self) -> SpanLoss:
+        """What makes the loss of question answering exact, unless somebody computes or weighs it in an own way."""
+        is_ours = self._weighs_by_default and self._loss_mean()[0] == loss_mean(self.model)
+        return SpanLoss(self.model if is_ours else None, self.group)
 
     def _loss_weigher(self) -> LossWeigher:
         """The weigher of the loss that ``compute_loss`` returns for the model as it is now."""

@@ -1,0 +1,213 @@
+"""Losses that are means over labels or positions, which rows, micro batches and ranks have in different numbers.
+
+N ranks, and several micro batches, train by default what one process with the whole batch would, for every kind of
+head, and an evaluation says the same whatever the number of ranks and the batch size.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import mindspore
+import numpy as np
+import pytest
+from small_models import IGNORED, build, find, samples
+
+import mindnlp_dp as dp
+from models import alone, train, weights
+
+# Rounding in float32 over some updates; weights by rows, or a forgotten shift, are off by 1e-2 and more.
+MOST = 1e-5
+
+HEADS = [
+    "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", "BartForCausalLM",
+    "BertForTokenClassification", "RobertaForTokenClassification", "BertForMaskedLM", "T5ForConditionalGeneration",
+    "BartForConditionalGeneration", "BertForQuestionAnswering", "RobertaForMultipleChoice",
+    "BertForSequenceClassification",
+]  # fmt: skip
+
+
+def settings(group, accumulation_steps, **more):
+    """One row a micro batch for each rank."""
+    return {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation_steps, "optim": "sgd",
+        "learning_rate": 0.1, "num_train_epochs": 2, "max_grad_norm": 1.0, "logging_steps": 1, **more,
+    }  # fmt: skip
+
+
+def distance(mine, expected, before):
+    """The norm of the difference of two sets of weights over that of the change that training made."""
+    difference = sum(float(((mine[name] - expected[name]) ** 2).sum()) for name in expected) ** 0.5
+    change = sum(float(((expected[name] - before[name]) ** 2).sum()) for name in expected) ** 0.5
+    assert change > 1e-3
+    return difference / change
+
+
+def whole_batch(group, accumulation_steps, **more):
+    """The settings of one process that has all rows of an update in one micro batch."""
+    one = settings(group, accumulation_steps, **more)
+    one["per_device_train_batch_size"] *= group.world_size * accumulation_steps
+    return {**one, "gradient_accumulation_steps": 1}
+
+
+def together_and_alone(group, folder, name, accumulation_steps, trainer_class=None, **more):
+    model_class = find(name)
+    before = weights(build(model_class))
+    # The last window is uneven, and so is its last micro batch.
+    rows = samples(model_class, build(model_class), 4 * group.world_size * accumulation_steps + 3)
+    mine = train(build(model_class), rows, folder, trainer_class, **settings(group, accumulation_steps, **more))
+    with alone():
+        one = train(
+            build(model_class), rows, folder / "1", trainer_class, **whole_batch(group, accumulation_steps, **more)
+        )
+    assert mine.state.global_step == one.state.global_step > 3
+    return distance(weights(mine.model), weights(one.model), before), mine, one
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_trains_what_one_process_would(group, tmp_path, name, accumulation_steps):
+    far, mine, one = together_and_alone(group, tmp_path, name, accumulation_steps)
+    assert far < MOST
+    for ours, theirs in zip(mine.state.log_history, one.state.log_history):
+        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1.1e-4)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration", "BertForMaskedLM"])
+def test_adamw(group, tmp_path, name):
+    # A larger epsilon: gradients that are pure rounding, as of a key's bias, would become steps of the rate's size.
+    far, *_ = together_and_alone(group, tmp_path, name, 2, optim="adamw", learning_rate=1e-3, adam_epsilon=1e-4)
+    assert far < MOST
+
+
+def test_label_smoothing_of_a_causal_model(group, tmp_path):
+    far, *_ = together_and_alone(group, tmp_path, "GPT2LMHeadModel", 1, label_smoothing_factor=0.2)
+    assert far < MOST
+
+
+CALLS = {
+    "keywords": lambda model: lambda **inputs: model(**inputs).loss,
+    "a bound method": lambda model: Holder(model).forward,
+}
+
+
+class Holder:
+    def __init__(self, model):
+        self.model = model
+
+    def forward(self, **inputs):
+        return self.model(**inputs)[0]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification", "BertForQuestionAnswering"])
+def test_a_loop_of_ones_own_finds_its_model(group, name, call):
+    model_class = find(name)
+
+    def run(group, num_rows):
+        model = build(model_class)
+        parameters = list(model.trainable_params())
+            step = dp.make_train_step(call(model), optim.SGD(parameters, lr=0.1), parameters)
+        for window in dp.make_loader(samples(model_class, model, 4 * together.world_size + 3), num_rows).windows():
+            step(window[0])
+        return weights(model)
+
+    together = group
+    mine = run(group, 2)
+    with alone() as single:
+        expected = run(single, 2 * together.world_size)
+    assert distance(mine, expected, weights(build(model_class))) < MOST
+
+
+def test_a_tuple_of_arguments_has_their_names(group):
+    model_class = find("GPT2LMHeadModel")
+    model = build(model_class)
+    columns = samples(model_class, model, 4)
+    ids, labels = (np.stack([row[name] for row in columns]) for name in ("input_ids", "labels"))
+
+    def forward(input_ids, labels):
+        return model(input_ids, labels=labels)[0]
+
+    parameters = list(model.trainable_params())
+    step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters)
+    step((mindspore.Tensor(ids), mindspore.Tensor(labels)))
+    assert step.synchronizer.total_weight == group.world_size * np.count_nonzero(labels[:, 1:] != IGNORED)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForQuestionAnswering"])
+def test_an_evaluation_does_not_depend_on_its_batches(group, tmp_path, name):
+    model_class = find(name)
+    model = build(model_class)
+    rows = samples(model_class, model, 13)
+    columns = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+    model.eval()
+    exact = float(model(**{key: mindspore.Tensor(x) for key, x in columns.items()}).loss.asnumpy())
+    for batch_size in (1, 3, 8):
+        args = dp.DataParallelArguments(str(tmp_path), per_device_eval_batch_size=batch_size, disable_tqdm=True)
+        trainer = dp.DataParallelTrainer(model, args, eval_dataset=rows)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(exact, rel=2e-6)
+        evaluation = dp.evaluate(
+            lambda **inputs: model(**inputs)[:2], dp.make_loader(rows, batch_size), model=model, has_loss=True
+        )
+        assert evaluation.loss == pytest.approx(exact, rel=2e-6)
+
+
+class NothingCounts:
+    """Rows of which those of the second update have no label that counts."""
+
+    def __init__(self, model_class, num_an_update):
+        self._rows = samples(model_class, build(model_class), 3 * num_an_update)
+        for row in self._rows[num_an_update : 2 * num_an_update]:
+            row["labels"][:] = IGNORED
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        return self._rows[index]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_an_update_in_which_nothing_counts_is_left_out(group, tmp_path, zero_stage):
+    model_class = find("GPT2LMHeadModel")
+    rows = NothingCounts(model_class, 2 * group.world_size)
+    more = {"num_train_epochs": 1, "dataset_shuffle": False, "zero_stage": zero_stage}
+    with pytest.warns(RuntimeWarning, match="the losses of update 1 weigh nothing on any rank"):
+        mine = train(build(model_class), rows, tmp_path, **settings(group, 1, **more))
+    assert mine.state.global_step == 3
+    kept = [row for index, row in enumerate(rows) if not 2 * group.world_size <= index < 4 * group.world_size]
+    # Otherwise the rate decays over the updates of a run, those that are left out among them.
+    more = {**more, "lr_scheduler_type": "constant"}
+    mine = train(build(model_class), rows, tmp_path, **settings(group, 1, **more))
+    with alone():
+        one = train(build(model_class), kept, tmp_path / "1", **whole_batch(group, 1, **more))
+    assert distance(weights(mine.model), weights(one.model), weights(build(model_class))) < MOST
+
+
+class OwnLoss(dp.DataParallelTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class OwnLossByRows(OwnLoss):
+    def loss_weight(self, inputs):
+        return float(len(inputs["labels"]))
+
+
+class OwnLossByLabels(OwnLoss):
+    def loss_weight(self, inputs):
+        return dp.count_labels(inputs, shifted=True)
+
+
+def test_a_loss_of_ones_own_is_weighed_by_rows_and_said_so_once(group, tmp_path):
+    model_class = find("GPT2LMHeadModel")
+    rows = samples(model_class, build(model_class), 8 * group.world_size)
+    cures = "the loss of OwnLoss's own compute_loss is a mean of.*loss_weight.*weight_of=.*count_labels"
+    with pytest.warns(RuntimeWarning, match=cures) as caught:
+        train(build(model_class), rows, tmp_path, OwnLoss, **settings(group, 1))
+    assert sum("is a mean of" in str(each.message) for each in caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        train(build(model_class), rows, tmp_path, OwnLossByRows, **settings(group, 1))
+    far, *_ = together_and_alone(group, tmp_path, "GPT2LMHeadModel", 1, OwnLossByLabels)
+    assert far < MOST
