@@ -107,7 +107,7 @@ def test_a_loop_of_ones_own_finds_its_model(group, name, call):
     def run(group, num_rows):
         model = build(model_class)
         parameters = list(model.trainable_params())
-            step = dp.make_train_step(call(model), optim.SGD(parameters, lr=0.1), parameters)
+        step = dp.make_train_step(call(model), optim.SGD(parameters, lr=0.1), parameters)
         for window in dp.make_loader(samples(model_class, model, 4 * together.world_size + 3), num_rows).windows():
             step(window[0])
         return weights(model)
