@@ -11,11 +11,16 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
+from cut_models import needs_mpi, one_mesh_at_a_time, whole_weights
+from mindnlp.core import optim
 from small_models import IGNORED, build, find, samples
 
 import mindnlp_dp as dp
+from mindnlp_dp.parallel.mesh import get_device_mesh, parse_mesh
 from models import alone, train, weights
 
+# A fixture that every test here uses.
+__all__ = ["one_mesh_at_a_time"]
 # Rounding in float32 over some updates; weights by rows, or a forgotten shift, are off by 1e-2 and more.
 MOST = 1e-5
 
@@ -71,6 +76,32 @@ def test_every_head_trains_what_one_process_would(group, tmp_path, name, accumul
     assert far < MOST
     for ours, theirs in zip(mine.state.log_history, one.state.log_history):
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1.1e-4)
+
+
+CUT = {
+    2: [("pp=2", "GPT2LMHeadModel"), ("pp=2", "T5ForConditionalGeneration"), ("tp=2", "BertForMaskedLM"),
+        ("pp=2", "BertForQuestionAnswering"), ("ep=2", "MixtralForCausalLM")],
+    4: [("dp=2,pp=2", "GPT2LMHeadModel"), ("pp=2,tp=2", "T5ForConditionalGeneration"),
+        ("pp=2,dp=2|1,tp=1|2", "BertForMaskedLM"), ("dp=2,ep=2", "MixtralForCausalLM")],
+}  # fmt: skip
+
+
+@needs_mpi
+@pytest.mark.parametrize(("mesh", "name"), CUT.get(dp.get_process_group().world_size, []))
+def test_models_that_are_cut(group, tmp_path, mesh, name):
+    model_class = find(name)
+    rows = samples(model_class, build(model_class), 40)
+    dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(build(model_class))
+    more = settings(group, 4, num_train_epochs=1)
+    more["per_device_train_batch_size"] = 4 // get_device_mesh().data.world_size
+    mine = train(model, rows, tmp_path, **more)
+    with alone():
+        dp.init_device_mesh({"dp": 1})
+        more.update(per_device_train_batch_size=16, gradient_accumulation_steps=1)
+        one = train(build(model_class), rows, tmp_path / "1", **more)
+    assert mine.state.global_step == one.state.global_step == 3
+    assert distance(whole_weights(mine.model), weights(one.model), weights(build(model_class))) < MOST
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration", "BertForMaskedLM"])
