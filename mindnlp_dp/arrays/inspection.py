@@ -30,6 +30,14 @@ def is_finite(array: np.ndarray) -> bool:
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
+def is_uninitialized(tensor: Any) -> bool:
+    """Tell whether a tensor was never given memory, as one of MindSpore's ``initializer`` that was not made."""
+    if getattr(tensor, "has_init", False) is True:
+        return True
+    # On a device, a tensor whose values are still on the host has no address either.
+    return tensor.size > 0 and not tensor.data_ptr() and "<uninitialized>" in repr(tensor)
+
+
 class Inspection:
     """Looks at gradients in host memory."""
 

@@ -20,6 +20,7 @@ from mindnlp_dp.communication.process_group import get_data_group
 from mindnlp_dp.gradients.reducer import ReducerWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.replicas.initialized import check_values
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.step.losses import LossMeter
@@ -104,6 +105,8 @@ def make_train_step(
         gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
     else:
         gradient_fn = torch_like().autograd.value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
+    model = model_of(forward_fn, parameters) if model is None else model
+    check_values(_with_names(parameters, model), group)
     parallel = parallel_of(parameters)
     window: GradientWindow
     if reducer is not None:
@@ -123,10 +126,15 @@ def make_train_step(
         settle=None if parallel is None else parallel.settle,
     )  # fmt: skip
     passes = Passes(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
-    model = model_of(forward_fn, parameters) if model is None else model
     span_loss = SpanLoss(model if weight_of is None else None, losses.group)
     weight_of = weight_of or BatchWeigher(forward_fn, model)
     return FunctionalStep(step, passes, accumulation_steps, weight_of, seed=seed, span_loss=span_loss)
+
+
+def _with_names(parameters: Sequence[Any], model: Any) -> list[tuple[str, Any]]:
+    """Parameters with their names in the model, where it has them; else with their numbers."""
+    names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(names.get(id(p), f"parameter {number}"), p) for number, p in enumerate(parameters)]
 
 
 class FunctionalStep:

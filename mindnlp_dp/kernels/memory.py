@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mindnlp_dp.arrays.inspection import is_uninitialized
 from mindnlp_dp.versions import mindspore_is_before
 
 ITEM_BYTES = 4
@@ -36,8 +37,16 @@ def array_of(tensor: Any) -> np.ndarray:
     """The values of a float32 tensor on CPU, sharing its memory. To be read, not written.
 
     A transposed tensor becomes a transposed array: ``asnumpy()`` would copy it, element by element.
+
+    Raises:
+        RuntimeError: the tensor was never given memory, and has no values.
     """
     address = _address_of(tensor)
+    if not address and is_uninitialized(tensor):
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} is uninitialized: it was never given memory, as one that "
+            "MindSpore's initializer(...) returned and init_data() was not called for"
+        )
     return np.asarray(_Memory(tensor, address)) if address else tensor.asnumpy()
 
 

@@ -34,7 +34,7 @@ def empty_weights() -> Iterator[None]:
     from mindnlp.core import ops
     from mindnlp.core.nn import Parameter, init
 
-    make, empty = Parameter.__init__, ops.empty
+    make, empty, assign = Parameter.__init__, ops.empty, mindspore.Tensor.assign_value
     fills = {name: getattr(init, name) for name in _FILLS if hasattr(init, name)}
 
     def make_empty(self: Any, input_data: Any = None, requires_grad: bool = True) -> None:
@@ -50,13 +50,18 @@ def empty_weights() -> Iterator[None]:
             return empty(*size, dtype=dtype, device=device)
         return mindspore.Tensor.from_numpy(np.zeros(shape, np.float32))
 
+    def assign_no_initializer(self: Any, value: Any) -> Any:
+        return self if getattr(value, "has_init", False) is True else assign(self, value)
+
     try:
         Parameter.__init__, ops.empty = make_empty, untouched
+        mindspore.Tensor.assign_value = assign_no_initializer
         for name in fills:
             setattr(init, name, lambda tensor, *args, **kwargs: tensor)
         yield
     finally:
         Parameter.__init__, ops.empty = make, empty
+        mindspore.Tensor.assign_value = assign
         for name, fill in fills.items():
             setattr(init, name, fill)
 

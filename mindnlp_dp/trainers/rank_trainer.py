@@ -26,6 +26,7 @@ from mindnlp_dp.data.source import indexed_source, sample_lengths
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.launch.environment import job_if_restarted
+from mindnlp_dp.replicas.initialized import check_values
 from mindnlp_dp.step.loss_weight import LossMean, LossWeigher, Task, loss_mean
 from mindnlp_dp.step.span_loss import SpanLoss
 
@@ -59,6 +60,7 @@ class RankTrainer(abc.ABC):
         # How many micro steps that has made of how many.
         self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()
 
     # What the library calls otherwise.

@@ -1,0 +1,59 @@
+"""Whether the weights that are about to be trained have values. Called once by the Trainers and make_train_step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.arrays.inspection import is_uninitialized
+from mindnlp_dp.communication.collectives import ProcessGroup
+
+# How many names a message shows.
+_SHOWN = 3
+# What begins as zero on purpose, by parts of its name: the adapters of PEFT, learned tokens and positions, biases with
+# several dimensions, and the scales of a residual branch.
+_ZERO_ON_PURPOSE = (
+    "lora_", "hada_", "lokr_", "adapter", "bias", "cls_token", "class_token", "mask_token", "query_token", "pos_embed",
+    "position_embed", "relative_position", "layer_scale", "gamma", "beta", "grn.",
+)  # fmt: skip
+
+
+def check_values(weights: Sequence[tuple[str, Any]], group: ProcessGroup) -> None:
+    """Look at trainable matrices before the first update; others are passed over. A collective.
+
+    A matrix that is all zero and not known to begin so is a warning, on the main rank: behind it nothing learns.
+
+    Raises:
+        ValueError: on every rank, when a matrix on any of them was never given memory; it is named.
+    """
+    matrices = [(name, w) for name, w in weights if len(w.shape) > 1 and getattr(w, "requires_grad", True)]
+    group.call_where(True, lambda: _check_memory(matrices, group), "looking at the weights")
+    if not group.is_main:
+        return
+    zero = [name for name, w in matrices if not any(part in name for part in _ZERO_ON_PURPOSE) and _is_zero(w)]
+    if zero:
+        more = f" and {len(zero) - _SHOWN} more" if len(zero) > _SHOWN else ""
+        warnings.warn(
+            f"trainable weights are all zero: {', '.join(map(repr, zero[:_SHOWN]))}{more}. If that is not on purpose, "
+            "the model was not initialised there, and what lies behind them learns nothing",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _check_memory(matrices: Sequence[tuple[str, Any]], group: ProcessGroup) -> None:
+    for name, weight in matrices:
+        if is_uninitialized(weight):
+            raise ValueError(
+                f"{name!r} of shape {tuple(weight.shape)} was never initialised (rank {group.label()}): MindSpore's "
+                "initializer(...) gives a tensor that has no memory before its init_data() is called; assign "
+                "initializer(...).init_data()"
+            )
+
+
+def _is_zero(weight: Any) -> bool:
+    # Most are told by their first elements.
+    array = to_host(weight).reshape(-1)
+    return array.size > 0 and not array[:1024].any() and not array.any()
