@@ -35,7 +35,7 @@ def run_evaluation(
     handler.eval_dataset = handler.eval_dataloader = dataset
     sees_inputs = args.include_inputs_for_metrics or "inputs" in getattr(args, "include_for_metrics", ())
     main_input = trainer.main_input
-    span_loss = trainer.span_loss()
+    span_loss = trainer.trainer_loss.span_loss()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     for (mine,) in dataset.windows():
         batch, is_lent = trainer.passes.to_run(mine), mine is None

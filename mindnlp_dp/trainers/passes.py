@@ -48,7 +48,7 @@ class Passes:
         """Run this rank's micro batches of one global batch; ``loop`` is the :class:`.TrainingLoop`."""
         is_pipeline = self._parallel is not None and self._parallel.pipeline is not None
         run = self._through_stages if is_pipeline else self._one_by_one
-        with loop.trainer.span_loss().window(window):
+        with loop.trainer.trainer_loss.span_loss().window(window):
             yield from run(loop, window, step)
 
     def _one_by_one(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:

@@ -17,7 +17,6 @@ import numpy as np
 from mindnlp_dp.checkpoint.folders import choose_checkpoint, remove_unfinished_checkpoints
 from mindnlp_dp.checkpoint.load import load_checkpoint
 from mindnlp_dp.checkpoint.whole_model import WholeModel, whole_model
-from mindnlp_dp.checkpoint.write import write_module
 from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
@@ -27,14 +26,14 @@ from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.launch.environment import job_if_restarted
 from mindnlp_dp.replicas.initialized import check_values
-from mindnlp_dp.step.loss_weight import LossMean, LossWeigher, Task, loss_mean
-from mindnlp_dp.step.span_loss import SpanLoss
 
 from .arguments import RankArguments
 from .evaluation_loop import run_evaluation
 from .in_place import can_go_on_without_lost, state_without_lost
-from .library import EvalLoopOutput, PreTrainedModel, Trainer, is_causal
+from .library import EvalLoopOutput, PreTrainedModel
 from .passes import Passes
+from .saving import save_module, save_parts
+from .trainer_loss import TrainerLoss
 from .training_loop import TrainingLoop
 
 
@@ -53,7 +52,7 @@ class RankTrainer(abc.ABC):
         # Those that share out the samples; and all, who may have parts of the model.
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientWindow] = None
-        self._weigher: Optional[LossWeigher] = None
+        self.trainer_loss = TrainerLoss(self)
         self.current_tokens = 0
         # Samples in an update, where the number of ranks is not to change it.
         self.global_batch_size: Optional[int] = None
@@ -110,41 +109,14 @@ class RankTrainer(abc.ABC):
         """Return what this micro batch's loss weighs in the mean over ranks and micro batches.
 
         By default that is the number of whatever the loss is a mean of, by the model's class: rows of a classifier,
-        labels that are not -100 of a language model or a token classifier. Override it where the loss of your
-        ``compute_loss`` or your model is a mean of something else; :func:`~mindnlp_dp.count_labels` counts labels.
+        labels that are not -100 of a language model. Override it where the loss of your ``compute_loss`` or of your
+        model is a mean of something else; :func:`~mindnlp_dp.count_labels` counts labels.
         """
-        return self._loss_weigher()(inputs)
+        return self.trainer_loss.weight(inputs)
 
     def evaluation_weight(self, inputs: Any) -> float:
         """Return what a batch's loss weighs in the mean loss of an evaluation."""
         return self.loss_weight(inputs)
-
-    @property
-    def _weighs_by_default(self) -> bool:
-        """Whether ``loss_weight`` is the method of this package's Trainers."""
-        return getattr(self.loss_weight, "__module__", "").startswith(__package__)
-
-    def span_loss(self) -> SpanLoss:
-        """What makes the loss of question answering exact, unless somebody computes or weighs it in an own way."""
-        is_ours = self._weighs_by_default and self._loss_mean()[0] == loss_mean(self.model)
-        return SpanLoss(self.model if is_ours else None, self.group)
-
-    def _loss_weigher(self) -> LossWeigher:
-        """The weigher of the loss that ``compute_loss`` returns for the model as it is now."""
-        mean, whose = self._loss_mean()
-        if self._weigher is None or self._weigher.mean != mean:
-            self._weigher = LossWeigher(mean, whose)
-        return self._weigher
-
-    def _loss_mean(self) -> tuple[Optional[LossMean], str]:
-        """What the loss that ``compute_loss`` returns is a mean of, where that is known; and whose loss it is."""
-        if getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss:
-            return None, f"the loss of {type(self).__name__}'s own compute_loss"
-        mean, whose = loss_mean(self.model), f"the loss of {type(self.model).__name__}"
-        if self.label_smoother is not None:
-            # It computes the loss from the logits, and knows which models compare them with the next token.
-            mean = LossMean(Task.TOKEN_CLASSIFICATION, is_shifted=is_causal(self.model))
-        return mean, whose
 
     def synchronizer(self, model: Any) -> GradientWindow:
         """The exchange for ``model``'s trainable parameters; made anew when they change."""
@@ -322,19 +294,14 @@ class RankTrainer(abc.ABC):
         if not self.whole.is_parted:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        folder = Path(output_dir or self.args.output_dir)
-        write = self.whole.model_writer(folder, lambda folder: None, [self.beside_model])
-        self.world.call_where(self.world.is_main, lambda: write(folder), "writing the model")
+        save_parts(self, Path(output_dir or self.args.output_dir))
 
     def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         if isinstance(self.model, PreTrainedModel):
             super()._save(str(folder), state_dict)  # type: ignore[misc]
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_module(self.model, folder)
-        if self.beside_model is not None:
-            self.beside_model.save_pretrained(str(folder))
+        else:
+            save_module(self, folder)
 
     def _load_best_model(self) -> None:
         self.whole.read_weights(Path(self.state.best_model_checkpoint))

@@ -1,4 +1,4 @@
-"""What the Trainer writes: a checkpoint of the run as it stands."""
+"""What the Trainer writes: a checkpoint of the run as it stands, or the model alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.folders import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
-from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
+from mindnlp_dp.checkpoint.write import write_checkpoint, write_module, write_weights
 
 from .library import TRAINER_STATE_NAME
 
@@ -38,3 +38,17 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         remove_old_checkpoints(folder, args.save_total_limit, keep)
 
     trainer.world.call_where(args.should_save, write, "saving a checkpoint")
+
+
+def save_parts(trainer: Any, folder: Path) -> None:
+    """Write a model of which each rank has a part, as one process would. A collective."""
+    write = trainer.whole.model_writer(folder, lambda folder: None, [trainer.beside_model])
+    trainer.world.call_where(trainer.world.is_main, lambda: write(folder), "writing the model")
+
+
+def save_module(trainer: Any, folder: Path) -> None:
+    """Write a model that is not the library's, and what is saved with it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_module(trainer.model, folder)
+    if trainer.beside_model is not None:
+        trainer.beside_model.save_pretrained(str(folder))

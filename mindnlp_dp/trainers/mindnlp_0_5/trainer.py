@@ -60,7 +60,7 @@ class DataParallelTrainerMixin(RankTrainer):
 
     def evaluation_weight(self, inputs: Any) -> float:
         """Return what a batch's loss weighs in the mean loss of an evaluation, where the model divides by itself."""
-        if not self._weighs_by_default:
+        if not self.trainer_loss.is_weighed_by_default:
             return self.loss_weight(inputs)
         if self.compute_loss_func is not None and "labels" in inputs:  # type: ignore[attr-defined]
             return count_labels(inputs)
