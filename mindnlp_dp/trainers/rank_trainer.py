@@ -123,13 +123,8 @@ class RankTrainer(abc.ABC):
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         current = self._synchronizer
         if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
-            args = self.args
-            exchange: dict[str, Any] = {
-                "bucket_cap_mb": args.bucket_cap_mb,
-                "overlap": args.overlap,
-                "compression": args.compression,
-                "powersgd_rank": args.powersgd_rank,
-            }
+            options = ("bucket_cap_mb", "overlap", "compression", "powersgd_rank")
+            exchange = {name: getattr(self.args, name) for name in options}
             parallel = getattr(model, "parallel", None)
             if parallel is None:
                 self._synchronizer = GradientSynchronizer(trainable, self.group, **exchange)
