@@ -32,7 +32,7 @@ def check_values(weights: Sequence[tuple[str, Any]], group: ProcessGroup) -> Non
     group.call_where(True, lambda: _check_memory(matrices, group), "looking at the weights")
     if not group.is_main:
         return
-    zero = [name for name, w in matrices if not any(part in name for part in _ZERO_ON_PURPOSE) and _is_zero(w)]
+    zero = [name for name, w in matrices if is_zero_by_mistake(name, w)]
     if zero:
         more = f" and {len(zero) - _SHOWN} more" if len(zero) > _SHOWN else ""
         warnings.warn(
@@ -53,7 +53,10 @@ def _check_memory(matrices: Sequence[tuple[str, Any]], group: ProcessGroup) -> N
             )
 
 
-def _is_zero(weight: Any) -> bool:
+def is_zero_by_mistake(name: str, weight: Any) -> bool:
+    """Tell whether a weight is all zero, and its name is none of those that begin so on purpose."""
+    if any(part in name for part in _ZERO_ON_PURPOSE):
+        return False
     # Most are told by their first elements.
     array = to_host(weight).reshape(-1)
     return array.size > 0 and not array[:1024].any() and not array.any()

@@ -1,4 +1,4 @@
-"""Model classes of MindNLP 0.4.1 that fail at their first forward pass, on any device or on CPU."""
+"""Model classes of MindNLP 0.4.1 that begin with wrong weights, or fail at their first forward pass."""
 
 from __future__ import annotations
 
@@ -12,6 +12,63 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.patches.import_hook import around
+
+
+# Versions: MindNLP 0.4.1. Cause: ChatGLM2 and ChatGLM3 build their layers by zero_init, which takes the initialisation
+# of nn.Linear away for the rest of the process: the linear layers of every model that is built later are zero.
+# Goes when: zero_init gives it back.
+@around("mindnlp.transformers.ms_utils")
+def _initialisation_after_zero_init(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock = module.zero_init
+
+    @functools.wraps(stock)
+    def zero_init(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        before = vars(cls).get("reset_parameters")
+        try:
+            return stock(cls, *args, **kwargs)
+        finally:
+            if before is None:
+                del cls.reset_parameters
+            else:
+                cls.reset_parameters = before
+
+    module.zero_init = zero_init  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1. Cause: the normalisations of ChatGLM2, 3 and 4 begin with zeros, or whatever was in memory,
+# so that a model from a configuration has no gradients but for its last bias.
+# Goes when: they begin with ones.
+@around("mindnlp.transformers.models.chatglm2.modeling_chatglm2")
+@around("mindnlp.transformers.models.chatglm4.modeling_chatglm4")
+def _norms_of_chatglm(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock_init = module.RMSNorm.__init__
+
+    @functools.wraps(stock_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        importlib.import_module("mindnlp.core.nn.init").ones_(self.weight)
+
+    module.RMSNorm.__init__ = init
+
+
+# Versions: MindNLP 0.4.1. Cause: ConvBERT initialises the weights of its layer normalisations with zeros and their
+# biases with ones, so that nothing before the last one has gradients.
+# Goes when: its _init_weights does it the other way round.
+@around("mindnlp.transformers.models.convbert.modeling_convbert")
+def _norms_of_convbert(module: types.ModuleType) -> Iterator[None]:
+    yield
+    stock = module.ConvBertPreTrainedModel._init_weights
+
+    @functools.wraps(stock)
+    def init_weights(self: Any, layer: Any) -> None:
+        stock(self, layer)
+        if isinstance(layer, module.nn.LayerNorm):
+            module.nn.init.ones_(layer.weight)
+            module.nn.init.zeros_(layer.bias)
+
+    module.ConvBertPreTrainedModel._init_weights = init_weights
 
 
 # Versions: MindNLP 0.4.1. Cause: XLM-RoBERTa's language models call ops.gelu, XLM-ProphetNet's and ESM's
@@ -68,11 +125,10 @@ def _in_place_operators_on_cpu(module: types.ModuleType) -> Iterator[None]:
 
 # Versions: MindNLP 0.4.1. Cause: mBART shifts its labels to the decoder's inputs with -100 still among them, for it
 # throws the result of masked_fill away, and the embedding then reads a row that does not exist. PLBart shifts them in
-# place, so that its loss compares the outputs with the inputs.
+# place, so that its loss compares the outputs with the inputs, and copies memory over itself where there is one row.
 # Goes when: their shift_tokens_right works on a copy without -100.
 @around("mindnlp.transformers.models.mbart.modeling_mbart")
-@around("mindnlp.transformers.models.plbart.modeling_plbart")
-def _shift_a_copy_without_ignored_labels(module: types.ModuleType) -> Iterator[None]:
+def _shift_without_ignored_labels(module: types.ModuleType) -> Iterator[None]:
     yield
     stock = module.shift_tokens_right
 
@@ -81,6 +137,13 @@ def _shift_a_copy_without_ignored_labels(module: types.ModuleType) -> Iterator[N
         return stock(input_ids.masked_fill(input_ids == -100, pad_token_id), pad_token_id)
 
     module.shift_tokens_right = shift_tokens_right  # type: ignore[attr-defined]
+
+
+@around("mindnlp.transformers.models.plbart.modeling_plbart")
+def _shift_as_mbart_does(module: types.ModuleType) -> Iterator[None]:
+    yield
+    mbart = importlib.import_module("mindnlp.transformers.models.mbart.modeling_mbart")
+    module.shift_tokens_right = mbart.shift_tokens_right  # type: ignore[attr-defined]
 
 
 # Versions: MindNLP 0.4.1. Cause: Funnel's _init_weights asks its embeddings for the padding index of their word
@@ -92,33 +155,44 @@ def _padding_of_funnel(module: types.ModuleType) -> Iterator[None]:
     module.FunnelEmbeddings.padding_idx = property(lambda self: self.word_embeddings.padding_idx)
 
 
-# Versions: MindNLP 0.4.1. Cause: these methods call ``tensor.size(1)``, PyTorch's, and MindSpore's Tensor.size is a
-# number ("'int' object is not callable").
-# Goes when: they ask for ``tensor.shape[1]``.
-_CALL_SIZE = {
+# Versions: MindNLP 0.4.1. Cause: these classes are written for PyTorch: they call ``tensor.size(1)``, and MindSpore's
+# Tensor.size is a number ("'int' object is not callable"); or they compare a type with ``mindspore.int_``, which no
+# tensor has, so that class labels become those of many classes at once.
+# Goes when: they ask for ``tensor.shape[1]`` and ``mindspore.int64``.
+_AS_IN_PYTORCH = {
     "xlm_roberta": ("XLMRobertaForMultipleChoice", "XLMRobertaForQuestionAnswering"),
-    "mobilebert": ("MobileBertForMultipleChoice", "MobileBertForQuestionAnswering"),
+    "mobilebert": (
+        "MobileBertForMultipleChoice",
+        "MobileBertForQuestionAnswering",
+        "MobileBertForSequenceClassification",
+    ),
+}
+_FOR_MINDSPORE = {
+    r"\.size\((-?\d+)\)": r".shape[\1]",
+    r"\.size\(\)": ".shape",
+    r"\bmindspore\.int_\b": "mindspore.int64",
 }
 
 
-def _ask_for_shapes(class_names: tuple[str, ...]) -> Any:
+def _written_for_mindspore(class_names: tuple[str, ...]) -> Any:
     def patch(module: types.ModuleType) -> Iterator[None]:
         yield
         for name in class_names:
             model_class = getattr(module, name)
-            model_class.forward = _with_shapes(model_class.forward, module)
+            model_class.forward = _rewritten(model_class.forward, module)
 
     return patch
 
 
-for _family, _classes in _CALL_SIZE.items():
-    around(f"mindnlp.transformers.models.{_family}.modeling_{_family}")(_ask_for_shapes(_classes))
+for _family, _classes in _AS_IN_PYTORCH.items():
+    around(f"mindnlp.transformers.models.{_family}.modeling_{_family}")(_written_for_mindspore(_classes))
 
 
-def _with_shapes(method: Any, module: types.ModuleType) -> Any:
-    """Compile a method once more, with ``x.shape[1]`` for every ``x.size(1)``, and ``x.shape`` for ``x.size()``."""
+def _rewritten(method: Any, module: types.ModuleType) -> Any:
+    """Compile a method once more, from its source with the words that MindSpore has."""
     source = textwrap.dedent(inspect.getsource(method))
-    source = re.sub(r"\.size\(\)", ".shape", re.sub(r"\.size\((-?\d+)\)", r".shape[\1]", source))
+    for pattern, words in _FOR_MINDSPORE.items():
+        source = re.sub(pattern, words, source)
     scope: dict[str, Any] = {}
     exec(compile(source, module.__file__ or "", "exec"), vars(module), scope)
     return scope[method.__name__]
