@@ -1,0 +1,204 @@
+"""What losses are means of: tables of numbers, by the class of the model."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+import mindnlp_dp as dp
+from mindnlp_dp.step.loss_weight import LossMean, LossWeigher, Task, has_ignored_labels, loss_mean, span_counts
+from mindnlp_dp.step.model_of import BatchWeigher, model_of
+from mindnlp_dp.versions import mindnlp_series
+
+needs_0_4 = pytest.mark.skipif(mindnlp_series() != "0.4", reason="the classes of MindNLP 0.4")
+IGNORED = -100
+LABELS = np.array([[7, IGNORED, 8, 9], [IGNORED, IGNORED, IGNORED, 3], [1, 2, IGNORED, IGNORED]])
+IDS = np.ones((3, 4), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 6), ({"shifted": True}, 4), ({"mask": np.array([[1, 1, 1, 0]] * 3)}, 4), ({"ignore_index": None}, 12),
+     ({"ignore_index": 3}, 11), ({"shifted": True, "mask": np.array([[1, 1, 1, 0]] * 3)}, 2)],
+)  # fmt: skip
+def test_count_labels(options, expected):
+    assert dp.count_labels(LABELS, **options) == expected
+    assert dp.count_labels({"labels": LABELS}, **options) == expected
+
+
+def test_count_labels_of_lists_tensors_and_choices():
+    import mindspore
+
+    assert dp.count_labels(LABELS.tolist()) == 6
+    assert dp.count_labels(mindspore.Tensor(LABELS), shifted=True) == 4
+    assert dp.count_labels(np.stack([LABELS, LABELS], 1), shifted=True) == 8
+    with pytest.raises(ValueError, match="has no column 'labels', only input_ids"):
+        dp.count_labels({"input_ids": IDS})
+
+
+@pytest.mark.parametrize(
+    ("mean", "labels", "expected"),
+    [
+        (LossMean(Task.CLASSIFICATION), np.array([0, 1, 2]), 3),
+        # Cross-entropy leaves a row of this class out.
+        (LossMean(Task.CLASSIFICATION), np.array([0, IGNORED, 2]), 2),
+        # Regression, and several classes a row: numbers, none of which is left out.
+        (LossMean(Task.CLASSIFICATION), np.array([0.5, -100.0, 2.0], np.float32), 3),
+        (LossMean(Task.CLASSIFICATION), np.ones((3, 5), np.float32), 3),
+        (LossMean(Task.TOKEN_CLASSIFICATION), LABELS, 6),
+        (LossMean(Task.CAUSAL_LM, is_shifted=True), LABELS, 4),
+        (LossMean(Task.MASKED_LM), LABELS, 6),
+        (LossMean(Task.MASKED_LM), None, 3),
+    ],
+)
+def test_weights(mean, labels, expected):
+    batch = {"input_ids": IDS} if labels is None else {"input_ids": IDS, "labels": labels}
+    assert mean.weight(batch) == expected
+
+
+def test_positions_within_the_text():
+    batch = {"input_ids": IDS, "start_positions": np.array([0, 4, 9]), "end_positions": np.array([3, 3, 4])}
+    assert span_counts(batch).tolist() == [1, 2]
+    assert LossMean(Task.QUESTION_ANSWERING).weight(batch) == 1.5
+    assert LossMean(Task.QUESTION_ANSWERING).weight({"input_ids": IDS}) == 3
+
+
+CLASSES = {
+    "BertForSequenceClassification": (Task.CLASSIFICATION, False),
+    "RobertaForMultipleChoice": (Task.CLASSIFICATION, False),
+    "BertForTokenClassification": (Task.TOKEN_CLASSIFICATION, False),
+    "BertForMaskedLM": (Task.MASKED_LM, False),
+    "GPT2LMHeadModel": (Task.CAUSAL_LM, True),
+    "GPT2DoubleHeadsModel": (Task.CAUSAL_LM, True),
+    "LlamaForCausalLM": (Task.CAUSAL_LM, True),
+    # Decoders whose labels the caller has shifted.
+    "BartForCausalLM": (Task.CAUSAL_LM, False),
+    "XLNetLMHeadModel": (Task.CAUSAL_LM, False),
+    "T5ForConditionalGeneration": (Task.SEQ2SEQ_LM, False),
+    "MarianMTModel": (Task.SEQ2SEQ_LM, False),
+    "BertForQuestionAnswering": (Task.QUESTION_ANSWERING, False),
+}
+
+
+@needs_0_4
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes(name):
+    import mindnlp.transformers
+
+    # Nothing but its class is looked at.
+    model = object.__new__(getattr(mindnlp.transformers, name))
+    found = loss_mean(model)
+    assert (found.task, found.is_shifted) == CLASSES[name]
+
+
+@needs_0_4
+def test_subclasses_are_known_until_they_have_a_forward_of_their_own():
+    from mindnlp.transformers import BertForMaskedLM, BertForPreTraining, BertModel
+
+    class Renamed(BertForMaskedLM):
+        pass
+
+    class OwnForward(BertForMaskedLM):
+        def forward(self, **inputs):
+            return super().forward(**inputs)
+
+    assert loss_mean(object.__new__(Renamed)).task is Task.MASKED_LM
+    # Sums of two means, no head at all, and no class of a library.
+    for unknown in (OwnForward, BertForPreTraining, BertModel):
+        assert loss_mean(object.__new__(unknown)) is None
+    assert loss_mean(object()) is None
+
+
+@needs_0_4
+@pytest.mark.parametrize(("peft", "is_shifted"), [("LORA", True), ("PROMPT_TUNING", False), ("P_TUNING", False)])
+def test_prompts_are_put_before_the_labels(peft, is_shifted):
+    """Then the first label of a row is compared with what comes out behind the last virtual token."""
+    from mindnlp.peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+    from small_models import build, find
+
+    config = {
+        "LORA": lambda: LoraConfig(task_type="CAUSAL_LM", r=2),
+        "PROMPT_TUNING": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        "P_TUNING": lambda: PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8),
+    }[peft]()
+    model = get_peft_model(build(find("LlamaForCausalLM")), config)
+    assert loss_mean(model) == LossMean(Task.CAUSAL_LM, is_shifted=is_shifted)
+
+
+def test_an_unknown_loss_is_weighed_by_rows_with_one_warning():
+    weigher = LossWeigher(None, "the loss of MyModel")
+    assert weigher({"input_ids": IDS, "labels": np.array([1, 2, 3])}) == 3
+    with pytest.warns(RuntimeWarning, match="the loss of MyModel.*loss_weight.*weight_of=.*count_labels"):
+        assert weigher({"labels": LABELS}) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert weigher({"labels": LABELS}) == 3
+    assert not has_ignored_labels({"labels": np.array(IGNORED)})
+    assert not has_ignored_labels((LABELS,))
+
+
+class Network:
+    """What ``model_of`` takes for a model."""
+
+    def __init__(self, *parameters):
+        self._parameters = parameters
+
+    def parameters(self):
+        return list(self._parameters)
+
+    def named_parameters(self):
+        return list(enumerate(self._parameters))
+
+
+ONE, OTHER = object(), object()
+GLOBAL = Network(ONE)
+
+
+class Loop:
+    def __init__(self, network):
+        self.network = network
+
+    def forward(self, ids):
+        return self.network, ids
+
+
+def test_the_model_that_a_function_refers_to():
+    import functools
+
+    inner, outer, stranger = Network(ONE), Network(ONE, OTHER), Network(object())
+
+    def closure(ids):
+        return inner, stranger, ids
+
+    def both(ids):
+        return inner, outer, ids
+
+    def of_globals(ids):
+        return GLOBAL, ids
+
+    def with_argument(network, ids):
+        return network, ids
+
+    assert model_of(closure, [ONE]) is inner
+    assert model_of(both, [ONE]) is outer
+    assert model_of(of_globals, [ONE]) is GLOBAL
+    assert model_of(functools.partial(with_argument, outer), [OTHER]) is outer
+    assert model_of(Loop(inner).forward, [ONE]) is inner
+    assert model_of(closure, [object()]) is None
+    assert model_of(len, [ONE]) is None
+
+    def not_yet(ids):
+        return later, ids
+
+    assert model_of(not_yet, [ONE]) is None
+    later = inner
+
+
+def test_arguments_that_are_passed_as_a_tuple_have_the_functions_names():
+    def forward(input_ids, labels):
+        raise AssertionError("only its signature is looked at")
+
+    with pytest.warns(RuntimeWarning, match="this function's loss is a mean of is not known"):
+        assert BatchWeigher(forward, None)((IDS, LABELS)) == 3
