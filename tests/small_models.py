@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mindnlp_dp.versions import mindnlp_series
+
 LENGTH, VOCAB_SIZE, NUM_LABELS, NUM_CHOICES = 12, 64, 3, 2
 IGNORED = -100
 # The token types of which small models know two; words begin after the special tokens.
@@ -37,6 +39,11 @@ _PARTS = ("text", "vision", "speech", "audio", "qformer", "encoder", "decoder", 
 
 # Their inputs are made by another model, of an image, of sound, of another part; or their labels point at tokens.
 _READ_MORE = ("CogVLM", "Mllama", "Musicgen", "SeamlessM4T", "BrosSpade")
+
+# Not these classes' files: for graphs of MindSpore, and for other libraries.
+_OTHER_FILES = ("modeling_graph", "modeling_tf", "modeling_flax", "modeling_outputs")
+# What users of MindNLP 0.5 take most, of Transformers' families.
+_OF_0_5 = ("bart", "bert", "distilbert", "electra", "gpt2", "llama", "qwen2", "roberta", "t5", "xlm_roberta")
 
 # What makes a configuration small, by the names that configuration classes give it.
 _SIZES = {
@@ -91,13 +98,15 @@ def _head_of(name: str) -> str:
 
 
 def model_classes() -> Iterator[ModelClass]:
-    """Find every class with a head for text that MindNLP's model folders define, in the order of their names."""
-    from mindnlp.transformers import PreTrainedModel, models
+    """Find every class with a head for text in the model folders of the installed MindNLP, in the order of names."""
+    from mindnlp_dp.trainers.library import PreTrainedModel
 
-    for family in sorted(each.name for each in pkgutil.iter_modules(models.__path__)):
-        folder = importlib.import_module(f"mindnlp.transformers.models.{family}")
+    models = importlib.import_module(PreTrainedModel.__module__.rpartition(".")[0] + ".models")
+    families = sorted(each.name for each in pkgutil.iter_modules(models.__path__))
+    for family in families if mindnlp_series() == "0.4" else _OF_0_5:
+        folder = importlib.import_module(f"{models.__name__}.{family}")
         for file in sorted(each.name for each in pkgutil.iter_modules(folder.__path__)):
-            if not file.startswith("modeling_") or "graph" in file:
+            if not file.startswith("modeling_") or file.startswith(_OTHER_FILES):
                 continue
             module = importlib.import_module(f"{folder.__name__}.{file}")
             for name, found in sorted(vars(module).items()):
@@ -130,7 +139,7 @@ def small_config(config_class: Any, **settings: Any) -> Any:
 
 def build(model_class: ModelClass, seed: int = 1) -> Any:
     """Build a small model of a class, its weights drawn by ``seed``."""
-    import mindspore
+    from mindnlp_dp.trainers.library import set_seed
 
     loaded = model_class.load()
     names = inspect.signature(loaded.config_class.__init__).parameters
@@ -145,8 +154,7 @@ def build(model_class: ModelClass, seed: int = 1) -> Any:
     if HEADS[model_class.head] == "spans":
         settings["num_labels"] = 2
     numpy_state = np.random.get_state()
-    np.random.seed(seed)
-    mindspore.set_seed(seed)
+    set_seed(seed)
     try:
         config = small_config(loaded.config_class, **settings)
         # Not among the arguments of most classes, and 0.1 where nobody sets it.

@@ -8,6 +8,7 @@ fetched at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +32,13 @@ def is_finite(array: np.ndarray) -> bool:
 
 
 def is_uninitialized(tensor: Any) -> bool:
-    """Tell whether a tensor was never given memory, as one of MindSpore's ``initializer`` that was not made."""
+    """Tell whether a tensor was never given memory, as when it was assigned what ``initializer`` returns."""
     if getattr(tensor, "has_init", False) is True:
         return True
+    import mindspore
+
     # On a device, a tensor whose values are still on the host has no address either.
-    return tensor.size > 0 and not tensor.data_ptr() and "<uninitialized>" in repr(tensor)
+    return math.prod(tensor.shape) > 0 and not tensor.data_ptr() and mindspore.get_context("device_target") == "CPU"
 
 
 class Inspection:

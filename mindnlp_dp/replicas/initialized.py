@@ -12,12 +12,13 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 
 # How many names a message shows.
 _SHOWN = 3
-# What begins as zero on purpose, by parts of its name: the adapters of PEFT, learned tokens and positions, biases with
-# several dimensions, and the scales of a residual branch.
-_ZERO_ON_PURPOSE = (
-    "lora_", "hada_", "lokr_", "adapter", "bias", "cls_token", "class_token", "mask_token", "query_token", "pos_embed",
-    "position_embed", "relative_position", "layer_scale", "gamma", "beta", "grn.",
+# What begins as zero on purpose: adapters of PEFT, tables of relative positions, offsets of deformable attention, ...
+_ZERO_LAYERS = (
+    "lora_", "hada_", "lokr_", "adapter", "relative_position", "position_embed", "time_embed", "sampling_offsets",
+    "attention_weights", "layer_scale", "grn.",
 )  # fmt: skip
+# ... and what is no layer's weight: learned tokens and embeddings, biases with several dimensions, scales.
+_ZERO_PARAMETERS = ("token", "embed", "bias", "scale", "gamma", "beta")
 
 
 def check_values(weights: Sequence[tuple[str, Any]], group: ProcessGroup) -> None:
@@ -55,7 +56,10 @@ def _check_memory(matrices: Sequence[tuple[str, Any]], group: ProcessGroup) -> N
 
 def is_zero_by_mistake(name: str, weight: Any) -> bool:
     """Tell whether a weight is all zero, and its name is none of those that begin so on purpose."""
-    if any(part in name for part in _ZERO_ON_PURPOSE):
+    own_name = name.rpartition(".")[2]
+    if any(part in name for part in _ZERO_LAYERS):
+        return False
+    if "weight" not in own_name and any(part in own_name for part in _ZERO_PARAMETERS):
         return False
     # Most are told by their first elements.
     array = to_host(weight).reshape(-1)
