@@ -1,0 +1,51 @@
+"""Trainings of models whose losses are means over labels: by all ranks, and by one process with the whole batch."""
+
+from __future__ import annotations
+
+from small_models import build, find, samples
+
+from models import alone, train, weights
+
+HEADS = [
+    "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", "BartForCausalLM",
+    "BertForTokenClassification", "RobertaForTokenClassification", "BertForMaskedLM", "T5ForConditionalGeneration",
+    "BartForConditionalGeneration", "BertForQuestionAnswering", "RobertaForMultipleChoice",
+    "BertForSequenceClassification",
+]  # fmt: skip
+
+
+def settings(group, accumulation_steps, **more):
+    """One row a micro batch for each rank."""
+    return {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation_steps, "optim": "sgd",
+        "learning_rate": 0.1, "num_train_epochs": 2, "max_grad_norm": 1.0, "logging_steps": 1, **more,
+    }  # fmt: skip
+
+
+def distance(mine, expected, before):
+    """The norm of the difference of two sets of weights over that of the change that training made."""
+    difference = sum(float(((mine[name] - expected[name]) ** 2).sum()) for name in expected) ** 0.5
+    change = sum(float(((expected[name] - before[name]) ** 2).sum()) for name in expected) ** 0.5
+    assert change > 1e-3
+    return difference / change
+
+
+def whole_batch(group, accumulation_steps, **more):
+    """The settings of one process that has all rows of an update in one micro batch."""
+    one = settings(group, accumulation_steps, **more)
+    one["per_device_train_batch_size"] *= group.world_size * accumulation_steps
+    return {**one, "gradient_accumulation_steps": 1}
+
+
+def together_and_alone(group, folder, name, accumulation_steps, trainer_class=None, **more):
+    model_class = find(name)
+    before = weights(build(model_class))
+    # The last window is uneven, and so is its last micro batch.
+    rows = samples(model_class, build(model_class), 4 * group.world_size * accumulation_steps + 3)
+    mine = train(build(model_class), rows, folder, trainer_class, **settings(group, accumulation_steps, **more))
+    with alone():
+        one = train(
+            build(model_class), rows, folder / "1", trainer_class, **whole_batch(group, accumulation_steps, **more)
+        )
+    assert mine.state.global_step == one.state.global_step > 3
+    return distance(weights(mine.model), weights(one.model), before), mine, one
