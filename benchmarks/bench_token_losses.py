@@ -40,7 +40,7 @@ def measure(write: Path) -> None:
 
     trainings = [(name, 1, "SGD", {}) for name in HEADS]
     trainings += [(name, 3, "SGD", {}) for name in HEADS]
-    trainings += [(name, 2, "AdamW", ADAMW) for name in ("LlamaForCausalLM", "T5ForConditionalGeneration")]
+    trainings += [(name, 2, "AdamW", ADAMW) for name in ("LlamaForCausalLM", "BertForMaskedLM")]
     rows = []
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
