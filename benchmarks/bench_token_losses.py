@@ -38,7 +38,7 @@ def measure(write: Path) -> None:
         def loss_weight(self, inputs: Any) -> float:
             return float(len(inputs["input_ids"]))
 
-    trainings = [(name, 1, "SGD", {}) for name in HEADS]
+    trainings: list[tuple[str, int, str, dict[str, Any]]] = [(name, 1, "SGD", {}) for name in HEADS]
     trainings += [(name, 3, "SGD", {}) for name in HEADS]
     trainings += [(name, 2, "AdamW", ADAMW) for name in ("LlamaForCausalLM", "BertForMaskedLM")]
     rows = []

@@ -2,7 +2,7 @@
 # Run all tests, in 45 minutes on two quiet cores (the installation comes on top). Makes or reuses .venv.
 #
 #   bash scripts/test.sh            everything
-#   bash scripts/test.sh --quick    about three minutes, for daily work: lint, types, the single-process suite, and the
+#   bash scripts/test.sh --quick    about four minutes, for daily work: lint, types, the single-process suite, and the
 #                                   files of the parallel suite that tell most, with two ranks
 #   bash scripts/test.sh [--quick] --mindspore 2.7.0
 #                                   on another MindSpore than the default, in .venv-mindspore-2.7.0
@@ -121,8 +121,10 @@ if $quick; then
     single
   }
   two_ranks() {
-    parallel mpi 2 collectives gradient_sync equivalence loader evaluation trainer overlap overlap_gone_wrong zero
+    parallel mpi 2 collectives gradient_sync equivalence loader evaluation trainer overlap overlap_gone_wrong zero \
+      token_losses
     parallel msrun 2 collectives gradient_sync equivalence
+    step "models: eight families" python tests/models_matrix.py --core
   }
   side_by_side static_and_single two_ranks
 else
@@ -140,6 +142,8 @@ else
   }
   side_by_side single one_rank
 
+  # Two processes by itself.
+  step "models" python tests/models_matrix.py
   parallel mpi 2
   with_mindspores_kernels
   parallel msrun 2
@@ -149,11 +153,14 @@ else
   for file in tests/parallel/test_*.py; do
     name=${file#tests/parallel/test_}
     case ${name%.py} in
-      decisions | against_upstream | functional_run | timeline) ;;
+      decisions | against_upstream | functional_run | timeline | token_losses) ;;
       *) at_four+=("${name%.py}") ;;
     esac
   done
   parallel mpi 4 "${at_four[@]}"
+  # How losses weigh does not depend on how many ranks there are, but for a mesh of two axes, and a third rank.
+  step "parallel, mpi, 4: token losses of models that are cut" python tests/run_parallel.py --launcher mpi \
+    --world-size 4 tests/parallel/test_token_losses.py -k cut
   # A mesh of three axes.
   parallel mpi 8 model_parallel
 
@@ -168,7 +175,7 @@ else
     step "failure: ranks" python -m pytest tests/failure/test_ranks_that_fail.py tests/failure/test_mistakes.py \
       tests/failure/test_in_place.py
     # A number of ranks that is no power of two.
-    parallel mpi 3 types
+    parallel mpi 3 types token_losses
   }
   inputs() {
     # Whatever no other step names.

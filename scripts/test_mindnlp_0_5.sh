@@ -17,7 +17,8 @@ results=$(mktemp)
 trap 'rm -f "$results"' EXIT
 # parallel LAUNCHER RANKS [NAME...]: those files of the parallel suite that are the Trainer's, or some of them.
 parallel() {
-  local names=(trainer equivalence decisions orders resuming batch_scaling evaluation bad_losses models zero transformers_trainer)
+  local names=(trainer equivalence decisions orders resuming batch_scaling evaluation bad_losses models zero transformers_trainer
+    token_losses)
   local some=""
   if [ $# -gt 2 ]; then
     names=("${@:3}") some=": $(($# - 2)) files"
@@ -29,6 +30,7 @@ parallel() {
 
 parallel mpi 2
 parallel mpi 1 equivalence
+python tests/models_matrix.py
 parallel mpi 3 orders
 parallel mpi 4 equivalence evaluation
 parallel mindspore 2 equivalence trainer orders

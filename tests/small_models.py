@@ -43,7 +43,9 @@ _READ_MORE = ("CogVLM", "Mllama", "Musicgen", "SeamlessM4T", "BrosSpade")
 # Not these classes' files: for graphs of MindSpore, and for other libraries.
 _OTHER_FILES = ("modeling_graph", "modeling_tf", "modeling_flax", "modeling_outputs")
 # What users of MindNLP 0.5 take most, of Transformers' families.
-_OF_0_5 = ("bart", "bert", "distilbert", "electra", "gpt2", "llama", "qwen2", "roberta", "t5", "xlm_roberta")
+_OF_0_5 = (
+    "bart", "bert", "distilbert", "electra", "gpt2", "llama", "mistral", "qwen2", "roberta", "t5", "xlm_roberta",
+)  # fmt: skip
 
 # What makes a configuration small, by the names that configuration classes give it.
 _SIZES = {

@@ -44,8 +44,7 @@ class RankTrainer(abc.ABC):
     args: RankArguments
     model: Any
     state: Any
-    compute_loss: Any
-    label_smoother: Any
+    preprocess_logits_for_metrics: Any
     training_loop: TrainingLoop
 
     def __init__(self, model: Any, args: RankArguments, *rest: Any, **kwargs: Any) -> None:
@@ -279,8 +278,6 @@ class RankTrainer(abc.ABC):
         ``compute_metrics`` is called on rank 0, which tells the others what it returned, or raised.
         """
         return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
-
-    preprocess_logits_for_metrics: Any
 
     # Checkpoints.
 

@@ -11,8 +11,7 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from cut_models import needs_mpi, one_mesh_at_a_time, whole_weights
-from mindnlp.core import optim
+from library import is_0_5, optim
 from small_models import IGNORED, build, find, samples
 from token_losses import HEADS, distance, settings, together_and_alone, whole_batch
 
@@ -20,8 +19,11 @@ import mindnlp_dp as dp
 from mindnlp_dp.parallel.mesh import get_device_mesh, parse_mesh
 from models import alone, train, weights
 
-# A fixture that every test here uses.
-__all__ = ["one_mesh_at_a_time"]
+if not is_0_5:
+    # The first is a fixture that every test here uses.
+    from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
+
+only_0_4 = pytest.mark.skipif(is_0_5, reason="of MindNLP 0.4's arguments, models and loss")
 # Rounding in float32 over some updates; weights by rows, or a forgotten shift, are off by 1e-2 and more.
 MOST = 1e-5
 
@@ -43,7 +45,8 @@ CUT = {
 }  # fmt: skip
 
 
-@needs_mpi
+@only_0_4
+@pytest.mark.skipif(dp.get_process_group().backend != "mpi", reason="MindSpore's CPU library has no messages")
 @pytest.mark.parametrize(("mesh", "name"), CUT.get(dp.get_process_group().world_size, []))
 def test_models_that_are_cut(group, tmp_path, mesh, name):
     model_class = find(name)
@@ -94,8 +97,8 @@ def test_a_loop_of_ones_own_finds_its_model(group, name, call):
 
     def run(group, num_rows):
         model = build(model_class)
-        parameters = list(model.trainable_params())
-        step = dp.make_train_step(call(model), optim.SGD(parameters, lr=0.1), parameters)
+        parameters = list(model.parameters())
+        step = dp.make_train_step(call(model), optim.SGD(parameters, lr=0.1), parameters, overlap=False)
         for window in dp.make_loader(samples(model_class, model, 4 * together.world_size + 3), num_rows).windows():
             step(window[0])
         return weights(model)
@@ -116,8 +119,8 @@ def test_a_tuple_of_arguments_has_their_names(group):
     def forward(input_ids, labels):
         return model(input_ids, labels=labels)[0]
 
-    parameters = list(model.trainable_params())
-    step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters, overlap=False)
     step((mindspore.Tensor(ids), mindspore.Tensor(labels)))
     assert step.synchronizer.total_weight == group.world_size * np.count_nonzero(labels[:, 1:] != IGNORED)
 
@@ -155,6 +158,7 @@ class NothingCounts:
         return self._rows[index]
 
 
+@only_0_4
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_an_update_in_which_nothing_counts_is_left_out(group, tmp_path, zero_stage):
     model_class = find("GPT2LMHeadModel")
@@ -187,6 +191,7 @@ class OwnLossByLabels(OwnLoss):
         return dp.count_labels(inputs, shifted=True)
 
 
+@only_0_4
 def test_a_loss_of_ones_own_is_weighed_by_rows_and_said_so_once(group, tmp_path):
     model_class = find("GPT2LMHeadModel")
     rows = samples(model_class, build(model_class), 8 * group.world_size)
