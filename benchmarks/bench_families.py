@@ -4,7 +4,7 @@
     python benchmarks/bench_families.py --json outputs/bench_families.json       (about fifteen minutes on two cores)
 
 Every run has the quickstart's settings, data, order and seed; only the model differs. A model whose weights are not
-initialised, or whose head is zero, ends far behind RoBERTa.
+initialised, or whose head is zero, is far less accurate than RoBERTa.
 """
 
 from __future__ import annotations

@@ -17,28 +17,29 @@ _ZERO_LAYERS = (
     "lora_", "hada_", "lokr_", "adapter", "relative_position", "position_embed", "time_embed", "sampling_offsets",
     "attention_weights", "layer_scale", "grn.",
 )  # fmt: skip
-# ... and what is no layer's weight: learned tokens and embeddings, biases with several dimensions, scales.
+# ... and parameters that are not the weight of a layer: learned tokens and embeddings, scales, biases with several
+# dimensions.
 _ZERO_PARAMETERS = ("token", "embed", "bias", "scale", "gamma", "beta")
 
 
 def check_values(weights: Sequence[tuple[str, Any]], group: ProcessGroup) -> None:
     """Look at trainable matrices before the first update; others are passed over. A collective.
 
-    A matrix that is all zero and not known to begin so is a warning, on the main rank: behind it nothing learns.
+    A matrix that is all zero and not known to begin so is a warning, on the main rank: no layer before it learns.
 
     Raises:
         ValueError: on every rank, when a matrix on any of them was never given memory; it is named.
     """
     matrices = [(name, w) for name, w in weights if len(w.shape) > 1 and getattr(w, "requires_grad", True)]
     group.call_where(True, lambda: _check_memory(matrices, group), "looking at the weights")
-    if not group.is_main:
-        return
-    zero = [name for name, w in matrices if is_zero_by_mistake(name, w)]
-    if zero:
+    mine = [name for name, w in matrices if is_zero_by_mistake(name, w)]
+    # In the model's order, as far as one rank has it; stages of a pipeline have others.
+    zero = list(dict.fromkeys(name for theirs in group.all_gather_object(mine) for name in theirs))
+    if zero and group.is_main:
         more = f" and {len(zero) - _SHOWN} more" if len(zero) > _SHOWN else ""
         warnings.warn(
             f"trainable weights are all zero: {', '.join(map(repr, zero[:_SHOWN]))}{more}. If that is not on purpose, "
-            "the model was not initialised there, and what lies behind them learns nothing",
+            "the model was not initialised there, and the layers before them learn nothing",
             RuntimeWarning,
             stacklevel=2,
         )

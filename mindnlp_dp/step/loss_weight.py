@@ -43,7 +43,7 @@ class LossMean:
         is_shifted: the output at a token is compared with the next token's label, so that the first column counts
             nowhere.
         mask: a column; a label counts only where that is 1. Without it in a batch, all of them do.
-        ignored: the label that never counts; None: there is no such label.
+        ignored: the label that never counts; None where all labels count.
     """
 
     task: Task
@@ -79,7 +79,7 @@ def count_labels(
         shifted: leave the first column out, as the loss of a causal language model does, which compares the output at
             each token with the label of the next.
         mask: of the same shape; a label counts only where it is 1.
-        ignore_index: the label that does not count; None: there is no such label.
+        ignore_index: the label that does not count; None counts all labels.
 
     Raises:
         ValueError: ``labels`` is a batch without that column.
@@ -132,7 +132,7 @@ _TASKS = {
     "ForQuestionAnsweringSimple": LossMean(Task.QUESTION_ANSWERING),
 }
 
-# Decoders that compare an output with the label of its own token, which the caller has shifted.
+# Decoders that compare an output with the label of the same token, which the caller has shifted.
 _UNSHIFTED = (
     "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
     "CpmAntForCausalLM", "CpmBeeForCausalLM", "FlaubertWithLMHeadModel", "MBartForCausalLM", "MarianForCausalLM",
@@ -168,7 +168,7 @@ _LIBRARIES = ("mindnlp", "transformers")
 def loss_mean(model: Any) -> Optional[LossMean]:
     """Return what the loss of a model of MindNLP or Transformers is a mean of; None where its class is unknown.
 
-    A subclass that has a ``forward`` of its own is unknown, for its loss may be another. Of a PEFT model it is the base
+    A subclass that overrides ``forward`` is unknown, for its loss may be another. Of a PEFT model it is the base
     model's, except that prompts are put before the labels, so that the first label is compared, too.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -207,7 +207,7 @@ class LossWeigher:
     """Weighs the losses of micro batches, by ``mean``, or by rows where that is not known.
 
     Args:
-        mean: what the loss is a mean of; None: nobody has said.
+        mean: what the loss is a mean of; None where that is not known.
         whose: the loss, in a message, such as "the loss of MyModel".
     """
 

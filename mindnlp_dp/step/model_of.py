@@ -1,4 +1,4 @@
-"""Which model a function computes with, for what its class says about the loss. Called by loops of one's own."""
+"""Which model a function computes with, whose class says what the loss is; called by make_train_step and evaluate."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BatchWeigher:
     """Weighs the losses of batches of any form that ``function`` is called with.
 
     Args:
-        model: whose class says what the loss is a mean of; None: nobody knows.
+        model: whose class says what the loss is a mean of; None where that is not known.
     """
 
     def __init__(self, function: Callable[..., Any], model: Optional[Any]) -> None:

@@ -111,7 +111,7 @@ def _in_place_operators_on_cpu(module: types.ModuleType) -> Iterator[None]:
         setattr(mindspore.Tensor, name, functools.update_wrapper(called, stock or ours))
 
     def clone(self: Any) -> Any:
-        """Return a copy of this tensor with memory of its own."""
+        """Return a copy of this tensor in new memory."""
         return self.copy()
 
     def masked_fill_(self: Any, mask: Any, value: Any) -> Any:
