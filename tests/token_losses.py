@@ -7,7 +7,7 @@ from small_models import build, find, samples
 from models import alone, train, weights
 
 HEADS = [
-    "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", "BartForCausalLM",
+    "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", "XLNetLMHeadModel",
     "BertForTokenClassification", "RobertaForTokenClassification", "BertForMaskedLM", "T5ForConditionalGeneration",
     "BartForConditionalGeneration", "BertForQuestionAnswering", "RobertaForMultipleChoice",
     "BertForSequenceClassification",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.patches.import_hook import around
+from mindnlp_dp.versions import mindspore_is_before
 
 
 # Versions: MindNLP 0.4.1. Cause: ChatGLM2 and ChatGLM3 build their layers by zero_init, which takes the initialisation
@@ -120,6 +121,25 @@ def _in_place_operators_on_cpu(module: types.ModuleType) -> Iterator[None]:
 
     on_cpu("clone", clone)
     on_cpu("masked_fill_", masked_fill_)
+    yield
+
+
+# Versions: MindNLP 0.4.1 on MindSpore 2.8 on CPU. Cause: BART's attention masks are floats that masked_fill fills with
+# the integer 0, for which there is no kernel ("Select CPU operator[MaskedFill] fail!").
+# Goes when: 2.8 is not supported any more.
+@around("mindnlp")
+def _masked_fill_with_an_integer(module: types.ModuleType) -> Iterator[None]:
+    import mindspore
+
+    stock = mindspore.Tensor.masked_fill
+
+    @functools.wraps(stock)
+    def masked_fill(self: Any, mask: Any, value: Any) -> Any:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return stock(self, mask, float(value) if is_integer and self.is_floating_point() else value)
+
+    if mindspore_is_before("2.9"):
+        mindspore.Tensor.masked_fill = masked_fill
     yield
 
 
