@@ -23,6 +23,7 @@ from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.replicas.initialized import check_values
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.step.loss_weight import checked_weight
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.model_of import BatchWeigher, model_of
 from mindnlp_dp.step.seeds import step_seed
@@ -197,7 +198,7 @@ class FunctionalStep:
                 yield micro
 
     def _weigh(self, batch: Any) -> float:
-        return 0.0 if batch is None else float(self._weight_of(batch))
+        return 0.0 if batch is None else checked_weight(self._weight_of(batch), self.synchronizer.group.label())
 
     def _seed_of(self, number: int) -> int:
         return step_seed(self._seed, self._passes.seed_rank, self.num_updates, number)

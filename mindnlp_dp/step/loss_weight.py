@@ -9,10 +9,11 @@ Transformers; the Trainers, :func:`~mindnlp_dp.make_train_step`, pipelines and t
 from __future__ import annotations
 
 import enum
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 
@@ -51,17 +52,20 @@ class LossMean:
     mask: str = ""
     ignored: Optional[int] = IGNORED
 
-    def weight(self, batch: Mapping[str, Any]) -> float:
-        """Return the number of rows, labels or positions of which the loss of ``batch`` is the mean."""
+    def weight(self, batch: Mapping[str, Any]) -> Optional[float]:
+        """Return the number of rows, labels or positions of which the loss of ``batch`` is the mean.
+
+        None where the batch lacks the columns that say so.
+        """
         if self.task is Task.QUESTION_ANSWERING:
             counts = span_counts(batch)
-            return float(num_rows_of(batch)) if counts is None else float(counts.mean())
+            return None if counts is None else float(counts.mean())
         labels = batch.get("labels")
         if labels is None:
-            return float(num_rows_of(batch))
+            return _num_rows(batch) if self.task is Task.CLASSIFICATION else None
         labels = to_host(labels) if hasattr(labels, "dtype") else np.asarray(labels)
         if self.task is Task.CLASSIFICATION and not _are_classes(labels):
-            return float(num_rows_of(batch))
+            return _num_rows(batch)
         mask = batch.get(self.mask) if self.mask else None
         return count_labels(labels, shifted=self.is_shifted, mask=mask, ignore_index=self.ignored)
 
@@ -110,7 +114,13 @@ def span_counts(batch: Mapping[str, Any]) -> Optional[np.ndarray]:
 
 def _are_classes(labels: np.ndarray) -> bool:
     """Tell whether labels are one class a row, of which cross-entropy leaves -100 out."""
-    return labels.ndim == 1 and labels.dtype.kind in "iu"
+    return labels.dtype.kind in "iu" and labels.ndim > 0 and math.prod(labels.shape[1:]) == 1
+
+
+def _num_rows(batch: Any) -> float:
+    """The rows of a batch: of its labels, which have one for each; else of its first column."""
+    labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
+    return float(labels.shape[0] if getattr(labels, "ndim", 0) else num_rows_of(batch))
 
 
 # The tasks of model classes, by the end of their names.
@@ -143,12 +153,17 @@ _UNSHIFTED = (
 _SHIFTED = (
     "Blip2ForConditionalGeneration", "ChatGLMForConditionalGeneration", "ChatGLM2ForConditionalGeneration",
     "ChatGLM3ForConditionalGeneration", "ChatGLM4ForConditionalGeneration", "InstructBlipForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
+    "Kosmos2ForConditionalGeneration", "MllamaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+)  # fmt: skip
+# The same, and of the labels those of tokens that are attended to.
+_SHIFTED_ATTENDED = (
+    "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration", "VipLlavaForConditionalGeneration",
 )  # fmt: skip
 _ATTENDED = LossMean(Task.TOKEN_CLASSIFICATION, mask="attention_mask")
 _EXCEPTIONS: dict[str, Optional[LossMean]] = {
     **dict.fromkeys(_UNSHIFTED, LossMean(Task.CAUSAL_LM)),
     **dict.fromkeys(_SHIFTED, LossMean(Task.CAUSAL_LM, is_shifted=True)),
+    **dict.fromkeys(_SHIFTED_ATTENDED, LossMean(Task.CAUSAL_LM, is_shifted=True, mask="attention_mask")),
     "BioGptForTokenClassification": _ATTENDED,
     "XLMRobertaXLForTokenClassification": _ATTENDED,
     "BrosForTokenClassification": replace(_ATTENDED, mask="bbox_first_token_mask"),
@@ -178,8 +193,11 @@ def loss_mean(model: Any) -> Optional[LossMean]:
     mean = _of_class(known.__name__)
     if mean is None:
         return None
+    config = getattr(base, "config", None)
+    if mean.task is Task.CLASSIFICATION and _is_regression(config):
+        return replace(mean, ignored=None)
     if known.__name__ == "GPTPanguForCausalLM":
-        return replace(mean, ignored=base.config.pad_token_id)
+        return replace(mean, ignored=getattr(config, "pad_token_id", None))
     return replace(mean, is_shifted=False) if base is not model and _puts_prompts_before(model) else mean
 
 
@@ -190,6 +208,12 @@ def _of_class(name: str) -> Optional[LossMean]:
     return _TASKS[ends[-1]] if ends else None
 
 
+def _is_regression(config: Any) -> bool:
+    """Tell whether a classifier's labels are numbers, none of which is left out."""
+    kind = getattr(config, "problem_type", None)
+    return kind == "regression" or (kind is None and getattr(config, "num_labels", None) == 1)
+
+
 def _puts_prompts_before(model: Any) -> bool:
     """Tell whether a PEFT model puts virtual tokens before the text; prefix tuning puts keys and values there."""
     config = getattr(model, "active_peft_config", None)
@@ -198,9 +222,28 @@ def _puts_prompts_before(model: Any) -> bool:
 
 
 def has_ignored_labels(batch: Any) -> bool:
-    """Tell whether some labels of a batch are -100, so that a mean over labels is not one over rows."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    """Tell whether some labels of a batch are -100, or positions beyond its text: then rows do not say what counts."""
+    if not isinstance(batch, Mapping):
+        return False
+    labels, counts = batch.get("labels"), span_counts(batch)
+    if counts is not None and bool((counts < _num_rows(batch)).any()):
+        return True
     return getattr(labels, "ndim", 0) > 0 and bool((to_host(labels) == IGNORED).any())
+
+
+def checked_weight(weight: Any, rank: str) -> float:
+    """Return what a user's function says that a loss weighs.
+
+    Raises:
+        ValueError: it is negative, or no number.
+    """
+    value = float(weight)
+    if not 0 <= value < math.inf:
+        raise ValueError(
+            f"a loss weighs {value} on rank {rank}: loss_weight (weight_of) must return a number that is finite and "
+            "not negative, such as the number of labels that count"
+        )
+    return value
 
 
 class LossWeigher:
@@ -216,18 +259,29 @@ class LossWeigher:
         self._whose = whose
         self._has_warned = False
 
-    def __call__(self, batch: Union[Mapping[str, Any], Any]) -> float:
+    def __call__(self, batch: Any) -> float:
         """Return what the loss of a batch weighs in the mean over ranks and micro batches."""
-        if self.mean is not None and isinstance(batch, Mapping):
-            return self.mean.weight(batch)
-        if not self._has_warned and has_ignored_labels(batch):
+        columns = batch if isinstance(batch, Mapping) else {}
+        weight = None if self.mean is None else self.mean.weight(columns)
+        if self.mean is not None and self.mean.task is Task.CLASSIFICATION and not columns:
+            weight = _num_rows(batch)
+        if weight is not None:
+            return weight
+        if not self._has_warned and (self.mean is not None or has_ignored_labels(batch)):
             self._has_warned = True
+            why = (
+                f"labels hold {IGNORED}, or positions are beyond the text, and what {self._whose} is a mean of is not "
+                "known"
+                if self.mean is None
+                else f"{self._whose} is a mean over labels or positions, and a batch has none under the model's names "
+                f"for them (it has {', '.join(map(str, columns)) or 'no columns with names'})"
+            )
             warnings.warn(
-                f"labels hold {IGNORED}, and what {self._whose} is a mean of is not known: it is weighed by rows. If "
-                "it is a mean over labels, several ranks or micro batches will not train what one would; override "
-                "loss_weight(inputs) of the Trainer, or pass weight_of= to make_train_step, for example with "
-                "mindnlp_dp.count_labels. One that returns the number of rows ends this warning, too",
+                f"{why}: it is weighed by rows. If it is a mean over labels, several ranks or micro batches will not "
+                "train what one would; override loss_weight(inputs) of the Trainer, or pass weight_of= to "
+                "make_train_step, for example with mindnlp_dp.count_labels. One that returns the number of rows ends "
+                "this warning, too",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return float(num_rows_of(batch))
+        return _num_rows(batch)

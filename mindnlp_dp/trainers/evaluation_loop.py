@@ -43,7 +43,6 @@ def run_evaluation(
             evaluation.add(None)
         else:
             inputs = trainer.tensors(batch)
-            weight = trainer.evaluation_weight(inputs)
             with span_loss.terms() as terms:
                 loss, logits, labels = trainer.prediction_step(
                     model, dict(inputs), prediction_loss_only, ignore_keys=ignore_keys
@@ -60,6 +59,7 @@ def run_evaluation(
             elif mean_loss is not None and terms:
                 evaluation.add(outputs or None, len(batch.indices), *terms[-1])
             else:
+                weight = 0.0 if mean_loss is None else trainer.evaluation_weight(inputs)
                 evaluation.add(outputs or None, len(batch.indices), mean_loss, weight)
         trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
     gathered, mean_loss, num_samples = evaluation.finish()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from mindnlp_dp.data.batches import Batch
+from mindnlp_dp.step.loss_weight import checked_weight
 from mindnlp_dp.step.seeds import seeded, step_seed
 from mindnlp_dp.step.train_step import MicroStep
 from mindnlp_dp.update.model_scope import ModelScope
@@ -56,7 +57,7 @@ class Passes:
         for number, mine in enumerate(window):
             inputs = None if mine is None else trainer.tensors(mine)
             # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
-            weight = 0.0 if inputs is None else trainer.loss_weight(inputs)
+            weight = 0.0 if inputs is None else checked_weight(trainer.loss_weight(inputs), trainer.group.label())
             batch = self.to_run(mine if weight > 0 else None)
             if batch is not None:
                 inputs = inputs if batch is mine else trainer.tensors(batch)
@@ -94,7 +95,7 @@ class Passes:
             if batch is None:
                 continue
             inputs = trainer.tensors(batch)
-            if trainer.loss_weight(inputs) == 0:
+            if checked_weight(trainer.loss_weight(inputs), trainer.group.label()) == 0:
                 yield MicroStep.without_weight(batch.indices)
             else:
                 seed = self._seed(trainer, step, number)

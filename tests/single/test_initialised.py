@@ -46,6 +46,7 @@ def new():
 
 WAYS = {
     "Parameter": lambda: nn.Parameter(made_later()),
+    "by name": lambda: nn.Parameter(input_data=made_later()),
     "assign_value": lambda: assigned("assign_value", made_later()),
     "set_data": lambda: assigned("set_data", made_later()),
     "initialize": lambda: assigned("initialize", Normal(1.0)),

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 import mindnlp_dp as dp
-from mindnlp_dp.step.loss_weight import LossMean, LossWeigher, Task, has_ignored_labels, loss_mean, span_counts
+from mindnlp_dp.step.loss_weight import (
+    LossMean,
+    LossWeigher,
+    Task,
+    checked_weight,
+    has_ignored_labels,
+    loss_mean,
+    span_counts,
+)
 from mindnlp_dp.step.model_of import BatchWeigher, model_of
 from mindnlp_dp.versions import mindnlp_series
 
@@ -50,7 +58,11 @@ def test_count_labels_of_lists_tensors_and_choices():
         (LossMean(Task.TOKEN_CLASSIFICATION), LABELS, 6),
         (LossMean(Task.CAUSAL_LM, is_shifted=True), LABELS, 4),
         (LossMean(Task.MASKED_LM), LABELS, 6),
-        (LossMean(Task.MASKED_LM), None, 3),
+        # A class a row, in a column of its own; numbers that happen to be integers.
+        (LossMean(Task.CLASSIFICATION), np.array([[0], [IGNORED], [2]]), 2),
+        (LossMean(Task.CLASSIFICATION, ignored=None), np.array([0, IGNORED, 2]), 3),
+        (LossMean(Task.CLASSIFICATION), None, 3),
+        (LossMean(Task.MASKED_LM), None, None),
     ],
 )
 def test_weights(mean, labels, expected):
@@ -62,7 +74,9 @@ def test_positions_within_the_text():
     batch = {"input_ids": IDS, "start_positions": np.array([0, 4, 9]), "end_positions": np.array([3, 3, 4])}
     assert span_counts(batch).tolist() == [1, 2]
     assert LossMean(Task.QUESTION_ANSWERING).weight(batch) == 1.5
-    assert LossMean(Task.QUESTION_ANSWERING).weight({"input_ids": IDS}) == 3
+    assert LossMean(Task.QUESTION_ANSWERING).weight({"input_ids": IDS}) is None
+    assert has_ignored_labels(batch)
+    assert not has_ignored_labels({**batch, "start_positions": np.zeros(3), "end_positions": np.zeros(3)})
 
 
 CLASSES = {
@@ -91,6 +105,16 @@ def test_classes(name):
     model = object.__new__(getattr(mindnlp.transformers, name))
     found = loss_mean(model)
     assert (found.task, found.is_shifted) == CLASSES[name]
+
+
+@needs_0_4
+def test_integers_are_no_classes_in_a_regression():
+    from small_models import build, find
+
+    model = build(find("BertForSequenceClassification"))
+    assert loss_mean(model).ignored == IGNORED
+    model.config.num_labels = 1
+    assert loss_mean(model).ignored is None
 
 
 @needs_0_4
@@ -137,6 +161,24 @@ def test_an_unknown_loss_is_weighed_by_rows_with_one_warning():
         assert weigher({"labels": LABELS}) == 3
     assert not has_ignored_labels({"labels": np.array(IGNORED)})
     assert not has_ignored_labels((LABELS,))
+
+
+@pytest.mark.parametrize("batch", [(IDS, LABELS), {"ids": IDS, "target": LABELS}, IDS])
+def test_labels_under_another_name_are_said_to_be_missing(batch):
+    weigher = LossWeigher(LossMean(Task.CAUSAL_LM, is_shifted=True), "the loss of GPT2LMHeadModel")
+    with pytest.warns(RuntimeWarning, match="GPT2LMHeadModel is a mean over labels.*has none under.*weight_of="):
+        assert weigher(batch) == 3
+
+
+def test_rows_are_those_of_the_labels():
+    batch = {"position_ids": np.zeros((1, 4)), "labels": np.ones(3, np.float32)}
+    assert LossMean(Task.CLASSIFICATION).weight(batch) == LossWeigher(None, "")(batch) == 3
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_refused(weight):
+    with pytest.raises(ValueError, match="a loss weighs .* on rank 1: loss_weight"):
+        checked_weight(weight, "1")
 
 
 class Network:

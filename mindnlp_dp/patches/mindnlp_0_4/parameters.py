@@ -79,7 +79,7 @@ def _with_memory(method: Any) -> Any:
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, *map(_initialised, args), **kwargs)
+        return method(self, *map(_initialised, args), **{name: _initialised(x) for name, x in kwargs.items()})
 
     return called
 
