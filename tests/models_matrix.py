@@ -9,7 +9,7 @@
 Two processes check classes in turn, one core each: that all weights have values, that forward and backward pass agree
 with MindSpore's own kernels, that losses of parts of a batch, weighted, make the loss of the whole, and that a model
 that is saved and loaded has the same weights. Then one job of two ranks trains each class, and compares it with one
-process. A process that dies takes one class with it: the next one goes on behind it.
+process. A process that dies takes one class with it: another one continues after it.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def run_checks(checks: Any, names: list[str], results: Path) -> None:
 
 
 def after(done: str, checks: Any) -> str:
-    """The check behind the last one that has ended: the one that failed."""
+    """Return the check that follows the last one that ended: the one that failed."""
     if checks is train_on_two_ranks:
         return "two ranks"
     order = ["initialised", "loss", "gradients", "weighted", "saved"]
@@ -220,7 +220,7 @@ def steer(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 class Worker:
-    """A process, or a job of two ranks, that checks classes; started again behind one that it does not survive."""
+    """A process, or a job of two ranks, that checks classes; started again after one that it does not survive."""
 
     def __init__(self, names: list[str], results: Path, kind: str) -> None:
         self._left, self._results, self._kind = list(names), results, kind

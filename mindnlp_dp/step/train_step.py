@@ -10,7 +10,7 @@ weight. Comes out: the same updated weights on every rank. Knows neither models 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -134,8 +134,11 @@ class TrainStep:
                         indices = () if micro.indices is None else tuple(micro.indices.tolist())
                         bad.append(BadLoss(micro.loss, sync.group.label(), step, indices))
         except BaseException:
-            # Whoever goes on after that begins with an empty window.
+            # A later window begins empty, and without the hooks that the passes of this one have put into the model,
+            # for as long as the traceback keeps their generator.
             sync.drop()
+            if isinstance(micro_steps, Generator):
+                micro_steps.close()
             raise
         return losses, bad
 

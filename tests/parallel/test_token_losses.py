@@ -206,3 +206,28 @@ def test_a_loss_of_ones_own_is_weighed_by_rows_and_said_so_once(group, tmp_path)
         train(build(model_class), rows, tmp_path, OwnLossByRows, **settings(group, 1))
     far, *_ = together_and_alone(group, tmp_path, "GPT2LMHeadModel", 1, OwnLossByLabels)
     assert far < MOST
+
+
+def test_a_failure_within_an_update_leaves_no_hook_in_the_model(group):
+    """Question answering has one while its window runs, and the traceback, which a notebook keeps, must not keep it."""
+    model_class = find("BertForQuestionAnswering")
+    model = build(model_class)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(
+        lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, overlap=False
+    )
+    window = {key: np.stack([row[key] for row in samples(model_class, model, 8)]) for key in ("input_ids",)}
+    # More ends than starts are within the text, so that the model's own loss is not used.
+    window.update(start_positions=np.array([0, 99] * 4), end_positions=np.arange(8))
+    accumulate = step.synchronizer.accumulate
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    step.synchronizer.accumulate = fail
+    with pytest.raises(KeyboardInterrupt) as caught:
+        step(window)
+    assert caught.traceback
+    assert not model._forward_hooks
+    step.synchronizer.accumulate = accumulate
+    assert np.isfinite(step(window))

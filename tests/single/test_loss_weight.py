@@ -138,7 +138,7 @@ def test_subclasses_are_known_until_they_have_a_forward_of_their_own():
 @needs_0_4
 @pytest.mark.parametrize(("peft", "is_shifted"), [("LORA", True), ("PROMPT_TUNING", False), ("P_TUNING", False)])
 def test_prompts_are_put_before_the_labels(peft, is_shifted):
-    """Then the first label of a row is compared with what comes out behind the last virtual token."""
+    """Then the first label of a row is compared with the output at the last virtual token."""
     from mindnlp.peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
     from small_models import build, find
 

@@ -65,7 +65,7 @@ class DataParallelTrainerMixin(RankTrainer):
         """MindNLP's hook: leave ``all_reduce(grad) / rank_size`` on every parameter that has a gradient.
 
         A collective; all ranks call it. Within the training loop, which exchanges once an update and
-        weighs by samples, the call that MindNLP makes after every micro step does nothing.
+        weighs losses by what they are means of, the call that MindNLP makes after every micro step does nothing.
         """
         if not self._hook_is_suspended:
             synchronizer = self.synchronizer(model)
