@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # and pytest's own limit does not reach a rank that hangs inside a communication library.
 QUIET_SECONDS = 400
 POLL_SECONDS = 0.2
+# How many tests are listed with their time.
+NUM_SLOWEST = 25
 
 
 def command(launcher: str, world_size: int, folder: Path, arguments: list[str]) -> list[str]:
@@ -103,6 +105,13 @@ def judge(folder: Path, world_size: int) -> tuple[int, int, int, list[str]]:
     return passed, max(failed, int(bool(wrong))), skipped, wrong
 
 
+def slowest(folder: Path) -> list[str]:
+    """The tests that took longest on rank 0, a line each, in seconds."""
+    cases = ElementTree.parse(folder / "rank_0.xml").iter("testcase")
+    times = sorted(((float(case.get("time")), case) for case in cases), key=lambda pair: -pair[0])[:NUM_SLOWEST]
+    return [f"{seconds:7.2f} s  {case.get('classname')}.{case.get('name')}" for seconds, case in times]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launcher", choices=("mpi", "mindspore", "msrun"), required=True)
@@ -120,6 +129,7 @@ def main() -> int:
             print(f"--- {log.name} ends:\n{log.read_text(errors='replace')[-4000:]}")
         print("\n".join(wrong))
     else:
+        print(f"the {NUM_SLOWEST} slowest tests:", *slowest(folder), sep="\n")
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{args.launcher}, world size {args.world_size}: {passed} passed, {failed} failed, {skipped} skipped")
     return int(bool(wrong))

@@ -5,70 +5,142 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
-from dataclasses import dataclass
+import time
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 import psutil
 import pytest
 
+from mindnlp_dp.launch import fork_client
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-# A job takes ten seconds; on a busy machine many times that.
+# A job takes a second or two, one that imports MindSpore itself ten; on a busy machine many times that.
 TIMEOUT_SECONDS = 200
+# What a fork server grants its ranks when their stand-ins are killed, and some.
+FORKED_RANKS_SECONDS = 10.0
 BACKENDS = ("mpi", "mindspore")
 ONE_AFTER_ANOTHER = Path(__file__).with_name("one_after_another.py")
+# Of this suite; its children are the ranks of its jobs.
+fork_server: Optional[subprocess.Popen] = None
 
 
-@dataclass
-class Job:
+class Job(NamedTuple):
+    """How a job ended, and what its launcher printed."""
+
     exit_code: int
     output: str
-    log_dir: Path
 
 
-def processes_of(log_dir: Path) -> list[psutil.Process]:
-    """Every process of a job: its log folder stands in the command of each."""
+@pytest.fixture(scope="session", autouse=True)
+def _shared_fork_server():
+    """Fork the ranks of all jobs from a process that has imported MindSpore and MindNLP."""
+    global fork_server
+    # Scripts find what the tests share; a fork server forks for jobs of its own PYTHONPATH only.
+    os.environ["PYTHONPATH"] = str(ROOT / "tests")
+    with tempfile.TemporaryDirectory(prefix="mindnlp-dp-") as folder:
+        path = os.path.join(folder, "fork_server")
+        fork_server = subprocess.Popen(
+            [sys.executable, "-m", "mindnlp_dp.launch.fork_server", path], stdout=subprocess.PIPE, text=True
+        )
+        assert "ready" in fork_server.stdout.readline()
+        os.environ[fork_client.VARIABLE] = path
+        yield
+        del os.environ[fork_client.VARIABLE]
+        fork_server.kill()
+        fork_server.wait()
+
+
+@pytest.fixture
+def own_imports(monkeypatch):
+    """Ranks that import MindSpore and MindNLP themselves, as those of a job's first try do."""
+    monkeypatch.delenv(fork_client.VARIABLE)
+
+
+def _is_forked(process: psutil.Process) -> bool:
+    return fork_server is not None and process.ppid() == fork_server.pid
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process of a job: its log folder stands in the command of each, or it was forked by the shared server."""
     found = []
     for process in psutil.process_iter():
         try:
-            if str(log_dir) in " ".join(process.cmdline()):
+            if str(folder) in " ".join(process.cmdline()) or _is_forked(process):
                 found.append(process)
         except psutil.Error:
             pass
     return found
 
 
-def run_job(folder: Path, script, *args, nproc=2, backend="mpi", **environ) -> Job:
-    """Run a script (its text, or a path) in ``folder`` as ``mindnlp-dp run`` does, and wait; no process may be left."""
-    if "\n" in str(script):
-        path = folder / "script.py"
-        path.write_text(textwrap.dedent(script))
-        script = path
-    log_dir = folder / "logs"
-    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(nproc), "--backend", backend]
+def assert_nothing_is_left(folder: Path, *, soon: bool = False) -> None:
+    """By the job whose log folder this is: now, or ``soon``, where its launcher could not wait for it.
+
+    Ranks of the shared server always have the time that it grants them.
+    """
+    found = processes_of(folder)
+    if not soon:
+        left = [process for process in found if not _is_forked(process)]
+        assert not left, f"still running: {left}"
+    _, left = psutil.wait_procs(found, timeout=FORKED_RANKS_SECONDS)
+    assert not left, f"still running: {left}"
+
+
+def job_command(folder: Path, *command, nproc=2, backend="mpi") -> list[str]:
+    """``mindnlp-dp run COMMAND``, with its log folder in ``folder``. A script may be given as its text."""
+    command = list(command)
+    for index, part in enumerate(command):
+        if "\n" in str(part):
+            command[index] = folder / "script.py"
+            command[index].write_text(textwrap.dedent(part))
+    run = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", nproc, "--backend", backend]
+    return [str(part) for part in (*run, "--log-dir", folder / "logs", *command)]
+
+
+def run_job(folder: Path, *command, nproc=2, backend="mpi", **environ) -> Job:
+    """Run ``mindnlp-dp run COMMAND`` in ``folder``, and wait; no process may be left."""
     done = subprocess.run(
-        [*command, "--log-dir", str(log_dir), str(script), *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        env={**os.environ, **environ},
+        job_command(folder, *command, nproc=nproc, backend=backend),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env={**os.environ, **environ},
         timeout=TIMEOUT_SECONDS,
-    )
+    )  # fmt: skip
     # Seen where a test fails: what the job printed, and what each of its ranks did.
     print(done.stdout)
-    for log in sorted(log_dir.glob("*.log")):
+    for log in sorted((folder / "logs").glob("*.log")):
         print(f"--- {log.name}", log.read_text(errors="replace")[-5000:], sep="\n")
-    left = processes_of(log_dir)
-    assert not left, f"still running: {left}"
-    return Job(done.returncode, done.stdout, log_dir)
+    assert_nothing_is_left(folder / "logs")
+    return Job(done.returncode, done.stdout)
 
 
 @pytest.fixture
 def launch(tmp_path):
     return functools.partial(run_job, tmp_path)
+
+
+def start_job(folder: Path, *command, nproc=2, backend="mpi", **options) -> subprocess.Popen:
+    """The launcher of a job that a test watches. SIGINT interrupts it, though it be in a shell script's background."""
+    return subprocess.Popen(
+        job_command(folder, *command, nproc=nproc, backend=backend), cwd=folder, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options,  # noqa: PLW1509
+    )  # fmt: skip
+
+
+def wait_for(condition, what: str) -> None:
+    """Until ``condition()`` holds."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {TIMEOUT_SECONDS} s for {what}"
+        time.sleep(0.05)
+
+
+def wait_for_files(folder: Path, pattern: str, count: int = 2) -> None:
+    """Until as many files are there, such as one that each rank writes."""
+    wait_for(lambda: len(list(folder.glob(pattern))) >= count, f"{count} files {pattern}")
 
 
 def run_one_after_another(folder: Path, runs: dict[str, list], *, nproc=2, **options) -> dict[str, list[Job]]:
@@ -77,4 +149,4 @@ def run_one_after_another(folder: Path, runs: dict[str, list], *, nproc=2, **opt
     job = run_job(folder, ONE_AFTER_ANOTHER, "runs.json", nproc=nproc, **options)
     assert job.exit_code == 0, job.output
     ends = [json.loads((folder / f"runs_{rank}.json").read_text()) for rank in range(nproc)]
-    return {name: [Job(log_dir=job.log_dir, **end[name]) for end in ends] for name in runs}
+    return {name: [Job(**end[name]) for end in ends] for name in runs}

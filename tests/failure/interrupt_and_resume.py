@@ -56,7 +56,7 @@ class Job:
         self.process = subprocess.Popen(
             [*command, "--backend", backend, str(HERE / "interruptible.py"), str(folder), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE.parent.parent}"},
+            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
         )  # fmt: skip
 
     def finish(self) -> str:

@@ -7,31 +7,25 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
 import pytest
 
-from conftest import BACKENDS, ROOT, TIMEOUT_SECONDS, processes_of
+from conftest import (
+    BACKENDS,
+    ROOT,
+    TIMEOUT_SECONDS,
+    assert_nothing_is_left,
+    job_command,
+    processes_of,
+    run_job,
+    start_job,
+    wait_for_files,
+)
 
 ELASTIC = ROOT / "tests/failure/elastic.py"
 UPDATES = 40
-
-
-def command(folder, *flags, backend="mpi"):
-    base = [sys.executable, "-m", "mindnlp_dp", "run", "--backend", backend, "--log-dir", str(folder / "logs")]
-    return [*base, *map(str, flags)]
-
-
-def run(folder, *flags, backend="mpi"):
-    done = subprocess.run(
-        command(folder, *flags, backend=backend), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=TIMEOUT_SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-    )  # fmt: skip
-    left = processes_of(folder / "logs")
-    assert not left, f"still running: {left}"
-    return done.returncode, done.stdout
 
 
 def results(folder):
@@ -43,16 +37,16 @@ def results(folder):
 def undisturbed(tmp_path_factory):
     """By three ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    exit_code, output = run(folder, "--nproc", 3, ELASTIC, folder, "--updates", UPDATES, "--seconds", 0)
-    assert exit_code == 0, output
+    job = run_job(folder, ELASTIC, folder, "--updates", UPDATES, "--seconds", 0, nproc=3)
+    assert job.exit_code == 0, job.output
     return results(folder)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed, backend):
-    exit_code, output = run(
-        tmp_path, "--nproc", "1:3", "--grow-after", 1, ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
-        "--fault", "kill@7:2", "--fault", "raise@20:0", backend=backend,
+    exit_code, output = run_job(
+        tmp_path, "--grow-after", 1, ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
+        "--fault", "kill@7:2", "--fault", "raise@20:0", nproc="1:3", backend=backend,
     )  # fmt: skip
     assert exit_code == 0, output
     found, weights = results(tmp_path)
@@ -77,9 +71,9 @@ def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed
 
 def test_batches_that_are_in_proportion_to_the_ranks(tmp_path):
     """Every epoch reads every sample once, in smaller batches while a rank is missing."""
-    exit_code, output = run(
-        tmp_path, "--nproc", "2:3", "--grow-after", 1, "--scale-batch", ELASTIC, tmp_path, "--updates", UPDATES,
-        "--seconds", 0.2, "--fault", "kill@7:2",
+    exit_code, output = run_job(
+        tmp_path, "--grow-after", 1, "--scale-batch", ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
+        "--fault", "kill@7:2", nproc="2:3",
     )  # fmt: skip
     assert exit_code == 0, output
     assert "training with global batches of 8 samples, and 0.667 times the learning rate" in output
@@ -95,8 +89,7 @@ def test_batches_that_are_in_proportion_to_the_ranks(tmp_path):
 
 
 def test_the_smallest_size_is_kept_and_a_fault_that_returns_ends_the_job(tmp_path):
-    (tmp_path / "script.py").write_text("import sys\nsys.exit(5)\n")
-    exit_code, output = run(tmp_path, "--nproc", "2:3", "script.py")
+    exit_code, output = run_job(tmp_path, "import sys\nsys.exit(5)\n", nproc="2:3")
     assert exit_code == 5
     assert output.count("the job goes on with 2 of 3 ranks") == 2
     assert "3 tries in a row have not finished a single update" in output
@@ -123,15 +116,16 @@ Path(f"pid_{group.rank}").write_text(str(os.getpid()))
         ("1 / 0", 1, "mindspore"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("own_imports")
 def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, request):
     # As in the background of a shell script, where SIGINT is ignored.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    (tmp_path / "script.py").write_text(
+    script = (
         FORKED + f"if group.rank == 1:\n    import subprocess\n    subprocess.Popen(['sleep', '600'])\n    {how}\n"
         "group.barrier()\n"
     )
-    exit_code, output = run(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py", backend=backend)
+    exit_code, output = run_job(tmp_path, "--max-restarts", 1, script, backend=backend)
     started = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cmdline"] == ["sleep", "600"]]
     assert not [p for p in started if p.info["cwd"] == str(tmp_path)]
     assert exit_code == code
@@ -142,11 +136,12 @@ def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, r
         assert "ZeroDivisionError" in (tmp_path / "logs/worker_1.log").read_text()
 
 
+@pytest.mark.usefixtures("own_imports")
 def test_forked_ranks_train_to_the_bit_and_leave_with_0(tmp_path, undisturbed):
     """Killed late enough for the server to be there; with as many ranks as before."""
-    exit_code, output = run(
-        tmp_path, "--nproc", 3, "--max-restarts", 3, ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
-        "--fault", "kill@31:1", "--fault", "kill@33:0", "--fault", "exit@36:2",
+    exit_code, output = run_job(
+        tmp_path, "--max-restarts", 3, ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
+        "--fault", "kill@31:1", "--fault", "kill@33:0", "--fault", "exit@36:2", nproc=3,
     )  # fmt: skip
     assert exit_code == 0, output
     assert results(tmp_path)[0]["digest"] == undisturbed[0]["digest"]
@@ -171,7 +166,7 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
         assert "ready" in server.stdout.readline()
         for name, module, other in (("as it is", "json", {}), ("elsewhere", "of_the_user", {"PYTHONPATH": path})):
             job = subprocess.run(
-                [*command(tmp_path, "--nproc", 1, "script.py"), name, module], cwd=tmp_path, env={**environ, **other},
+                job_command(tmp_path, "script.py", name, module, nproc=1), cwd=tmp_path, env={**environ, **other},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, umask=0o027, timeout=TIMEOUT_SECONDS,
             )  # fmt: skip
             assert job.returncode == 137, job.stdout
@@ -182,21 +177,18 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
         server.wait()
 
 
+@pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("victim", ["stand-in", "server", "launcher"])
 def test_nothing_is_left_of_forked_ranks(tmp_path, victim, backend):
-    (tmp_path / "script.py").write_text(
+    script = (
         FORKED + "if os.environ['MINDNLP_DP_RESTART_COUNT'] == '0':\n    sys.exit(1)\n"
         "import signal\ndef leave(number, frame):\n    Path(f'asked_{group.rank}').touch()\n    sys.exit(1)\n"
         "signal.signal(signal.SIGTERM, leave)\n"
         "Path(f'again_{group.rank}').touch()\ntime.sleep(600)\n"
     )
-    asked = command(tmp_path, "--nproc", 2, "--max-restarts", 1, "script.py", backend=backend)
-    launcher = subprocess.Popen(asked, cwd=tmp_path)
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not all((tmp_path / f"again_{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    launcher = start_job(tmp_path, "--max-restarts", 1, script, backend=backend)
+    wait_for_files(tmp_path, "again_*")
     found = processes_of(tmp_path / "logs")
     servers = [p for p in found if "mindnlp_dp.launch.fork_server" in p.cmdline()]
     server = next(p for p in servers if p.ppid() == launcher.pid)
@@ -204,8 +196,6 @@ def test_nothing_is_left_of_forked_ranks(tmp_path, victim, backend):
     victims = {"stand-in": stand_ins[0].pid, "server": server.pid, "launcher": launcher.pid}
     os.kill(victims[victim], signal.SIGKILL)
     assert launcher.wait(TIMEOUT_SECONDS) != 0
-    while left := processes_of(tmp_path / "logs"):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    assert_nothing_is_left(tmp_path / "logs", soon=True)
     if victim == "launcher":
         assert len(list(tmp_path.glob("asked_*"))) == 2

@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 import pytest
-from test_elastic import ELASTIC, results, run
+from test_elastic import ELASTIC, results
 
-from conftest import ROOT
+from conftest import ROOT, run_job
 
 UPDATES = 20
-IN_PLACE = ("--nproc", "1:3", "--grow-after", 600, "--in-place")
+IN_PLACE = ("--grow-after", 600, "--in-place")
 
 
 # Nobody is left of the first try, nor of the second, which has one rank.
@@ -38,15 +38,15 @@ def steps(folder):
     return [int(line.split()[0]) for line in (folder / "sizes").read_text().splitlines()]
 
 
-def elastic(folder, *flags, size=IN_PLACE):
-    return run(folder, *size, ELASTIC, folder, "--updates", UPDATES, "--seconds", 0.05, *flags)
+def elastic(folder, *flags, size="1:3", how=IN_PLACE):
+    return run_job(folder, *how, ELASTIC, folder, "--updates", UPDATES, "--seconds", 0.05, *flags, nproc=size)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """By three ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    exit_code, output = elastic(folder, size=("--nproc", 3))
+    exit_code, output = elastic(folder, size=3, how=())
     assert exit_code == 0, output
     return results(folder)
 
@@ -74,8 +74,8 @@ def test_the_others_go_on_and_no_update_is_made_twice(tmp_path, undisturbed):
 
 def test_batches_become_smaller_in_the_midst_of_an_epoch(tmp_path):
     """Behind three of its four updates; a fifth and a sixth of two ranks then read the rest."""
-    size = (*IN_PLACE, "--scale-batch")
-    exit_code, output = elastic(tmp_path, "--fault", "kill@7:2", "--save-steps", 1000, size=size)
+    how = (*IN_PLACE, "--scale-batch")
+    exit_code, output = elastic(tmp_path, "--fault", "kill@7:2", "--save-steps", 1000, how=how)
     assert exit_code == 0, output
     assert results(tmp_path)[0]["sizes"] == [3] * 7 + [2] * (2 + 3 * 6)
     assert steps(tmp_path) == list(range(1, 28))
@@ -110,8 +110,7 @@ def test_one_that_mpi_does_not_tell_of_costs_a_restart(tmp_path, undisturbed):
 
 
 def test_below_the_smallest_size_it_is_started_again(tmp_path, undisturbed):
-    size = ("--nproc", "2:3", "--grow-after", 600, "--in-place")
-    exit_code, output = elastic(tmp_path, "--fault", "kill@7:0", "--fault", "kill@12:0", size=size)
+    exit_code, output = elastic(tmp_path, "--fault", "kill@7:0", "--fault", "kill@12:0", size="2:3")
     assert exit_code == 0, output
     assert [(f["rank"], f.get("in_place")) for f in failures(tmp_path)] == [(0, True), (1, None)]
     assert min(results(tmp_path)[0]["sizes"]) == 2
@@ -123,16 +122,15 @@ def test_below_the_smallest_size_it_is_started_again(tmp_path, undisturbed):
 
 def test_the_only_rank_of_a_try_is_lost(tmp_path):
     """mpirun ends with 0 then."""
-    (tmp_path / "script.py").write_text(ONLY)
-    exit_code, output = run(tmp_path, "--nproc", "1:2", *IN_PLACE[2:], "script.py")
+    exit_code, output = run_job(tmp_path, *IN_PLACE, ONLY, nproc="1:2")
     assert exit_code == 0, output
     assert [(f["rank"], f.get("in_place")) for f in failures(tmp_path)] == [(0, None)] * 2
     assert (tmp_path / "done").exists()
 
 
 def test_it_grows_again(tmp_path, undisturbed):
-    size = ("--nproc", "1:3", "--grow-after", 1, "--in-place")
-    exit_code, output = elastic(tmp_path, "--fault", "kill@5:0", "--seconds", 0.3, size=size)
+    how = ("--grow-after", 1, "--in-place")
+    exit_code, output = elastic(tmp_path, "--fault", "kill@5:0", "--seconds", 0.3, how=how)
     assert exit_code == 0, output
     sizes = results(tmp_path)[0]["sizes"]
     assert sizes[0] == 3
@@ -145,9 +143,9 @@ def test_it_grows_again(tmp_path, undisturbed):
 
 
 def test_restarts_are_counted_and_limited(tmp_path):
-    exit_code, output = elastic(
-        tmp_path, "--fault", "raise@5:2", "--fault", "raise@8:1", size=(*IN_PLACE, "--max-restarts", 1)
-    )
+    # Far enough apart for the launcher to see them one after the other.
+    faults = ("--fault", "raise@5:2", "--fault", "raise@12:1", "--seconds", 0.2)
+    exit_code, output = elastic(tmp_path, *faults, how=(*IN_PLACE, "--max-restarts", 1))
     assert exit_code == 1
     assert "it was restarted 1 times, as --max-restarts says" in output
     assert [f["restart"] for f in failures(tmp_path)] == [1, None]
@@ -156,7 +154,7 @@ def test_restarts_are_counted_and_limited(tmp_path):
 @pytest.mark.parametrize("behind", [0, 1])
 def test_ranks_that_are_an_update_apart_go_on_with_the_later_one(tmp_path, behind):
     script = ROOT / "tests/failure/late_in_place.py"
-    exit_code, output = run(tmp_path, *IN_PLACE, script, tmp_path, behind)
+    exit_code, output = run_job(tmp_path, *IN_PLACE, script, tmp_path, behind, nproc="1:3")
     assert exit_code == 0, output
     assert "the others go on in place, in update 5" in output
     first, second = json.loads((tmp_path / "result.json").read_text())
@@ -214,23 +212,21 @@ if group.is_main:
 
 @pytest.mark.parametrize(("when", "steps", "ends"), [("steps", 2, 1), ("epoch", 4, 1)])
 def test_a_stop_that_an_interrupted_evaluation_leads_to(tmp_path, when, steps, ends):
-    (tmp_path / "script.py").write_text(STOPPED)
-    exit_code, output = run(tmp_path, *IN_PLACE, "script.py", when)
+    exit_code, output = run_job(tmp_path, *IN_PLACE, STOPPED, when, nproc="1:3")
     assert exit_code == 0, output
     found, entries, ended, world_size = json.loads((tmp_path / "result.json").read_text())
     assert (found, entries, ended, world_size) == (steps, ["loss"] * steps + ["eval_loss"], ends, 2)
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("size", "flags"),
     [
-        ("--nproc", 2), ("--nproc", "1:2", "--backend", "mindspore"),
-        ("--nproc", "1:2", "--nnodes", 2, "--rdzv-endpoint", "127.0.0.1:29499"),
+        (2, ()), ("1:2", ("--backend", "mindspore")),
+        ("1:2", ("--nnodes", 2, "--rdzv-endpoint", "127.0.0.1:29499")),
     ],
 )  # fmt: skip
-def test_it_is_refused_where_it_cannot_be(tmp_path, flags, monkeypatch):
+def test_it_is_refused_where_it_cannot_be(tmp_path, size, flags, monkeypatch):
     monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", "0" * 64)
-    (tmp_path / "script.py").write_text("raise SystemExit(9)\n")
-    exit_code, output = run(tmp_path, *flags, "--in-place", "script.py")
+    exit_code, output = run_job(tmp_path, *flags, "--in-place", "raise SystemExit(9)\n", nproc=size)
     assert exit_code == 2
     assert "--in-place is for an elastic job, --nproc MIN:MAX, of one host under MPI" in output

@@ -17,8 +17,6 @@ print("trained something")
 """
 
 STOCK_TRAINER = """
-import sys
-sys.path.insert(0, {tests!r})
 import mindnlp_dp as dp
 dp.init_process_group()
 from mindnlp.engine import Trainer, TrainingArguments
@@ -30,8 +28,6 @@ Trainer(tiny_roberta(), args, train_dataset=GeneratorDataset(source, ["input_ids
 """
 
 OTHER_MODEL = """
-import sys
-sys.path.insert(0, {tests!r})
 import mindnlp_dp as dp
 group = dp.init_process_group()
 from models import Rows, tiny_roberta
@@ -39,8 +35,6 @@ dp.DataParallelTrainer(tiny_roberta(num_layers=1 + group.rank), dp.DataParallelA
 """
 
 SHUFFLED_BY_RANK = """
-import sys
-sys.path.insert(0, {tests!r})
 import mindnlp_dp as dp
 group = dp.init_process_group()
 from models import Rows, tiny_roberta, train
@@ -48,8 +42,6 @@ train(tiny_roberta(), Rows(40, seed=group.rank), "out")
 """
 
 SMALL_EVALUATION = """
-import sys
-sys.path.insert(0, {tests!r})
 import mindnlp_dp as dp
 group = dp.init_process_group()
 from models import Rows, tiny_roberta
@@ -57,10 +49,6 @@ args = dp.DataParallelArguments("out", disable_tqdm=True)
 metrics = dp.DataParallelTrainer(tiny_roberta(), args, eval_dataset=Rows(1)).evaluate()
 print(metrics["eval_loss"] > 0)
 """
-
-
-def script(text):
-    return text.format(tests=str(ROOT / "tests"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -80,7 +68,7 @@ def backend_and_ends(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     runs = {}
     for name, text in {"stock": STOCK_TRAINER, "other model": OTHER_MODEL, "shuffled": SHUFFLED_BY_RANK}.items():
-        (folder / f"{name}.py").write_text(script(text))
+        (folder / f"{name}.py").write_text(text)
         runs[name] = [folder / f"{name}.py"]
     return request.param, run_one_after_another(folder, runs, backend=request.param)
 
@@ -114,7 +102,7 @@ def test_a_data_set_shuffled_by_rank(backend_and_ends):
 
 
 def test_an_evaluation_set_smaller_than_the_world_is_no_mistake(launch):
-    job = launch(script(SMALL_EVALUATION), nproc=3)
+    job = launch(SMALL_EVALUATION, nproc=3)
     assert job.exit_code == 0, job.output
     assert job.output.endswith("True\n")
 

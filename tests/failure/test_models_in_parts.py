@@ -39,11 +39,6 @@ SAID = {
 }
 
 
-@pytest.fixture(autouse=True)
-def helpers(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
-
-
 @pytest.mark.parametrize("axes", ['{"pp": 2}', '{"tp": 2}'])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_fails_in_mid_update_ends_the_job(launch, way, axes):

@@ -4,12 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
-from conftest import BACKENDS, TIMEOUT_SECONDS, processes_of
+from conftest import BACKENDS, TIMEOUT_SECONDS, assert_nothing_is_left, start_job, wait_for_files
 
 HEAD = """
 import os, signal, sys, time
@@ -35,11 +33,12 @@ print("never reached")
 """
 
 
+@pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_job_that_goes_well(launch, backend):
+def test_a_job_that_goes_well(launch, tmp_path, backend):
     job = launch(HEAD + INIT + "group.barrier()\nprint('bye', sys.argv[1:], __name__)\n", "a", "--b", backend=backend)
     assert (job.exit_code, job.output) == (0, "rank 0 of 2 is here\nbye ['a', '--b'] __main__\n")
-    assert (job.log_dir / "worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
+    assert (tmp_path / "logs/worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,8 +98,7 @@ def test_the_rank_that_did_not_come_is_named_and_not_the_one_that_waited(launch,
 
 
 OVERLAPPED = """
-    import os, signal, sys, threading
-    sys.path.insert(0, "TESTS")
+    import os, signal
     import mindnlp_dp as dp
     from models import Rows, tiny_roberta, train
 
@@ -129,20 +127,17 @@ OVERLAPPED = """
     ],
     ids=["exception", "kill"],
 )
-def test_a_rank_that_fails_while_gradients_are_under_way(launch, backend, fail, said, pytestconfig):
-    script = OVERLAPPED.replace("TESTS", str(pytestconfig.rootpath / "tests")).replace("FAIL", fail)
-    job = launch(script, backend=backend)
+def test_a_rank_that_fails_while_gradients_are_under_way(launch, tmp_path, backend, fail, said):
+    job = launch(OVERLAPPED.replace("FAIL", fail), backend=backend)
     assert job.exit_code != 0
     assert said in job.output
     assert "never reached" not in job.output
-    assert "under way: True" in (job.log_dir / "worker_1.log").read_text()
+    assert "under way: True" in (tmp_path / "logs/worker_1.log").read_text()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launch, backend, pytestconfig):
+def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launch, backend):
     script = """
-        import sys
-        sys.path.insert(0, "TESTS")
         import mindnlp_dp as dp
         from models import Rows, tiny_roberta, train
 
@@ -157,7 +152,7 @@ def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launc
         train(tiny_roberta(), Broken(40), "out", per_device_train_batch_size=4)
         print("never reached")
     """
-    job = launch(script.replace("TESTS", str(pytestconfig.rootpath / "tests")), backend=backend)
+    job = launch(script, backend=backend)
     assert job.exit_code == 1
     assert "rank 1 of 2 failed" in job.output
     assert "cannot be read" in job.output
@@ -210,7 +205,7 @@ def test_what_a_script_may_do_under_python(launch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_gets_ctrl_c(launch, backend):
+def test_a_rank_that_gets_ctrl_c(launch, tmp_path, backend):
     """MindSpore's cluster takes it for itself, and its ranks would wait for each other."""
     job = launch(
         """
@@ -232,29 +227,18 @@ def test_a_rank_that_gets_ctrl_c(launch, backend):
     )
     assert job.exit_code == 130, job.output
     assert "rank 1 of 2" in job.output
-    assert "interrupted as ever" in (job.log_dir / "worker_1.log").read_text()
+    assert "interrupted as ever" in (tmp_path / "logs/worker_1.log").read_text()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + ALONE[backend] + "(open(f'here_{group.rank}', 'w')).close()\ntime.sleep(600)\n")
-    log_dir = tmp_path / "logs"
-    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend]
-    # A shell's background jobs ignore SIGINT, and what they start inherits that: these tests may be such a job.
-    launcher = subprocess.Popen(
-        [*command, "--log-dir", str(log_dir), str(script)], cwd=tmp_path, stdout=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    )  # fmt: skip
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not all((tmp_path / f"here_{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline, "the ranks never started"
-        time.sleep(0.1)
+    script = HEAD + ALONE[backend] + "(open(f'here_{group.rank}', 'w')).close()\ntime.sleep(600)\n"
+    launcher = start_job(tmp_path, script, backend=backend, stdout=subprocess.DEVNULL)
+    wait_for_files(tmp_path, "here_*")
     launcher.send_signal(number)
     assert launcher.wait(TIMEOUT_SECONDS) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
-    _, alive = psutil.wait_procs(processes_of(log_dir), timeout=10)
-    assert not alive
+    assert_nothing_is_left(tmp_path / "logs", soon=True)
 
 
 def test_a_rank_that_others_may_wait_for_in_vain_is_mentioned(tmp_path, monkeypatch, capsys):

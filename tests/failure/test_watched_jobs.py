@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import BACKENDS, ROOT, TIMEOUT_SECONDS, processes_of
+from conftest import BACKENDS, ROOT, TIMEOUT_SECONDS, processes_of, run_job, start_job, wait_for, wait_for_files
 from mindnlp_dp.launch.scratch import Scratch
 
+INTERRUPTIBLE = ROOT / "tests/failure/interruptible.py"
 HEAD = """
 import os, signal, sys, time
 import numpy as np
@@ -56,29 +57,13 @@ HANGS = {
 }  # fmt: skip
 
 
-def run(folder, script, *flags, nproc=3, backend="mpi", args=()):
-    if "\n" in str(script):
-        (folder / "script.py").write_text(script)
-        script = folder / "script.py"
-    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(nproc), "--backend", backend]
-    done = subprocess.run(
-        [*command, "--log-dir", str(folder / "logs"), *map(str, flags), str(script), *map(str, args)], cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_SECONDS,
-        # Where interruptible.py finds what the tests share.
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-    )  # fmt: skip
-    left = processes_of(folder / "logs")
-    assert not left, f"still running: {left}"
-    return done.returncode, done.stdout
-
-
 @pytest.mark.parametrize("how", HANGS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_hang_is_named_and_ended(tmp_path, how, backend):
     if backend == "mindspore" and "groups" in how:
         pytest.skip("once is enough: what is asked is the launcher")
     script, said = HANGS[how]
-    exit_code, output = run(tmp_path, HEAD + script, "--hang-timeout", "4", backend=backend)
+    exit_code, output = run_job(tmp_path, "--hang-timeout", 4, HEAD + script, nproc=3, backend=backend)
     assert exit_code == 124
     assert "the job hangs: no rank has got any further for 4 s" in output
     for words in said:
@@ -91,7 +76,7 @@ def test_a_hang_is_named_and_ended(tmp_path, how, backend):
 def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
     # Behind mpirun's own exit handler, which would wait: past it.
     script = "if group.rank == 0:\n    sys.exit(0)\ngroup.barrier()\n"
-    exit_code, output = run(tmp_path, HEAD + script, "--hang-timeout", "4", nproc=2)
+    exit_code, output = run_job(tmp_path, "--hang-timeout", 4, HEAD + script)
     assert exit_code == 124
     assert "rank 0 of 2 hung" in output
     assert "Rank 0 has come to the end of the script" in output
@@ -102,15 +87,9 @@ def test_who_is_slow_does_not_hang(tmp_path):
     """Work that reports, or that nobody waits for; imports before the ranks have met; a launcher that was stopped."""
     work = "for _ in range(60):\n    time.sleep(0.1)\n    group.all_reduce(x)\n"
     alone = "time.sleep(6 - group.rank)\nprint('done')\n"
-    (tmp_path / "script.py").write_text("import time\ntime.sleep(6)\n" + HEAD + work + alone)
-    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--hang-timeout", "4"]
-    launcher = subprocess.Popen(
-        [*command, "--log-dir", str(tmp_path / "logs"), str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not (tmp_path / "logs" / "worker_0.log").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    script = "import time\ntime.sleep(6)\n" + HEAD + work + alone
+    launcher = start_job(tmp_path, "--hang-timeout", 4, script, stdout=subprocess.PIPE)
+    wait_for_files(tmp_path, "logs/worker_0.log", 1)
     launcher.send_signal(signal.SIGSTOP)
     time.sleep(6)
     launcher.send_signal(signal.SIGCONT)
@@ -122,17 +101,11 @@ def test_status_from_another_shell(tmp_path):
     script = (
         HEAD + "open(f'here_{group.rank}', 'w').close()\nif group.rank == 1:\n    time.sleep(600)\ngroup.barrier()\n"
     )
-    (tmp_path / "script.py").write_text(script)
     base = [sys.executable, "-m", "mindnlp_dp"]
     log_dir = tmp_path / "logs"
-    launcher = subprocess.Popen(
-        [*base, "run", "--nproc", "2", "--backend", "mpi", "--log-dir", str(log_dir), "script.py"], cwd=tmp_path
-    )
+    launcher = start_job(tmp_path, script)
     try:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not all((tmp_path / f"here_{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for_files(tmp_path, "here_*")
         time.sleep(0.5)
         told = subprocess.run([*base, "status", str(log_dir), "--json"], stdout=subprocess.PIPE, check=True)
         status = json.loads(told.stdout)
@@ -166,23 +139,22 @@ MPI.COMM_WORLD.barrier()
 @pytest.mark.parametrize("tee", ["0", "all"])
 def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
     """A terminal that was stopped by Ctrl-S, a pager that shows its first page."""
-    (tmp_path / "script.py").write_text(FAILS_WHILE_NOBODY_READS)
     record = tmp_path / "logs/failures.jsonl"
-    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--tee", tee, "--max-restarts", "1"]
-    launcher = subprocess.Popen(
-        [*command, "--log-dir", str(tmp_path / "logs"), "script.py"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path,
+    launcher = start_job(
+        tmp_path, "--tee", tee, "--max-restarts", 1, FAILS_WHILE_NOBODY_READS,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        # Both tries have failed, and only the launcher is left, to say so.
-        tries = record.read_text().splitlines() if record.exists() else []
-        if len(tries) == 2 and [process.pid for process in processes_of(tmp_path)] == [launcher.pid]:
-            break
-        time.sleep(0.1)
-    assert [json.loads(line)["rank"] for line in tries] == [1, 1]
+
+    def tries():
+        return record.read_text().splitlines() if record.exists() else []
+
+    def only_the_launcher_is_left():
+        return len(tries()) == 2 and [process.pid for process in processes_of(tmp_path)] == [launcher.pid]
+
+    wait_for(only_the_launcher_is_left, "both tries to fail")
+    assert [json.loads(line)["rank"] for line in tries()] == [1, 1]
     assert launcher.poll() is None
-    said = launcher.communicate(timeout=TIMEOUT_SECONDS)[0].decode()
+    said = launcher.communicate(timeout=TIMEOUT_SECONDS)[0]
     assert launcher.returncode == 1
     assert said.count("rank 1 of 2 failed") == 2
     assert said.count("seen all the same") >= 2
@@ -206,7 +178,7 @@ print("the end")
 
 @pytest.mark.parametrize(("megabytes", "files"), [(1, 2), (0, 1)])
 def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, megabytes, files):
-    exit_code, output = run(tmp_path, LINES, "--log-mb", megabytes, nproc=2)
+    exit_code, output = run_job(tmp_path, "--log-mb", megabytes, LINES)
     assert exit_code == 0
     lines = output.splitlines()
     expected = [f"0 {update} {line}" for update in range(20) for line in range(2000)]
@@ -218,7 +190,7 @@ def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, mega
         if megabytes:
             assert sum(sizes) < 3 << 20
     # Those of an earlier job go with it.
-    run(tmp_path, "print('again')\n", nproc=2)
+    run_job(tmp_path, "print('again')\n")
     assert len(list((tmp_path / "logs").glob("worker_*.log*"))) == 2
 
 
@@ -227,7 +199,7 @@ def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, mega
 )
 def test_whose_output_is_shown(tmp_path, tee, expected):
     script = "from mpi4py import MPI\nprint('from', MPI.COMM_WORLD.rank, flush=True)\nMPI.COMM_WORLD.barrier()\n"
-    exit_code, output = run(tmp_path, script, "--tee", tee, nproc=2)
+    exit_code, output = run_job(tmp_path, "--tee", tee, script)
     assert exit_code == 0
     assert set(output.splitlines()) == expected
 
@@ -238,16 +210,16 @@ def test_whose_output_is_shown(tmp_path, tee, expected):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert run(folder, ROOT / "tests/failure/interruptible.py", nproc=2, args=[folder])[0] == 0
+    assert run_job(folder, INTERRUPTIBLE, folder).exit_code == 0
     return json.loads((folder / "result.json").read_text())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_job_that_is_restarted_ends_as_if_nothing_had_been(tmp_path, undisturbed, backend):
     """Killed in update 8, behind the checkpoint of update 6, once."""
-    exit_code, output = run(
-        tmp_path, ROOT / "tests/failure/interruptible.py", "--max-restarts", "2", nproc=2, backend=backend,
-        args=[tmp_path, "--stop-at", "8", "--on-rank", "1", "--once"],
+    exit_code, output = run_job(
+        tmp_path, "--max-restarts", 2, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 1, "--once",
+        backend=backend,
     )  # fmt: skip
     assert exit_code == 0, output
     assert "rank 1 of 2 was killed by signal 9" in output
@@ -264,7 +236,7 @@ def test_a_job_that_is_restarted_ends_as_if_nothing_had_been(tmp_path, undisturb
 
 def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
     began = time.monotonic()
-    exit_code, output = run(tmp_path, "import sys\n\nsys.exit('no data')\n", "--max-restarts", "100", nproc=2)
+    exit_code, output = run_job(tmp_path, "--max-restarts", 100, "import sys\n\nsys.exit('no data')\n")
     assert exit_code == 1
     assert output.count("in 1 s, from the newest checkpoint") == 1
     assert output.count("in 2 s, from the newest checkpoint") == 1
@@ -275,10 +247,7 @@ def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
 
 def test_restarts_have_an_end(tmp_path):
     """Each try gets on by some updates, and fails again."""
-    exit_code, output = run(
-        tmp_path, ROOT / "tests/failure/interruptible.py", "--max-restarts", "1", nproc=2,
-        args=[tmp_path, "--stop-at", "8", "--on-rank", "0"],
-    )  # fmt: skip
+    exit_code, output = run_job(tmp_path, "--max-restarts", 1, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 0)
     assert exit_code == 137
     assert "the job is over: it was restarted 1 times, as --max-restarts says" in output
 
@@ -288,8 +257,7 @@ def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
     from mindnlp_dp.checkpoint.folders import choose_checkpoint
     from mindnlp_dp.checkpoint.manifest import job_of
 
-    exit_code, _ = run(tmp_path, ROOT / "tests/failure/interruptible.py", nproc=2, args=[tmp_path])
-    assert exit_code == 0
+    assert run_job(tmp_path, INTERRUPTIBLE, tmp_path).exit_code == 0
     job = job_of(tmp_path / "checkpoint-21")
     with pytest.warns(RuntimeWarning, match="begins anew"):
         assert choose_checkpoint(tmp_path, None, job="another") is None
@@ -306,14 +274,8 @@ def test_what_mpi_keeps_in_memory_goes_with_the_job(tmp_path, victim):
         HEAD + "folder = os.environ['OMPI_MCA_btl_sm_backing_directory']\n"
         "open(f'here_{group.rank}', 'w').write(folder)\ntime.sleep(600)\n"
     )
-    (tmp_path / "script.py").write_text(script)
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", "mpi", "script.py"], cwd=tmp_path
-    )
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not all((tmp_path / f"here_{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    launcher = start_job(tmp_path, script)
+    wait_for_files(tmp_path, "here_*")
     time.sleep(0.2)
     folder = Path((tmp_path / "here_0").read_text())
     assert list(folder.glob("sm_segment*"))
