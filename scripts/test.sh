@@ -1,23 +1,19 @@
 #!/usr/bin/env bash
-# Run all tests, in 45 minutes on two quiet cores (the installation comes on top). Makes or reuses .venv.
+# Run the tests, in .venv, which is made or reused. Minutes on two cores, the installation not counted.
 #
-#   bash scripts/test.sh            everything
-#   bash scripts/test.sh --quick    about four minutes, for daily work: lint, types, the single-process suite, and the
-#                                   files of the parallel suite that tell most, with two ranks
-#   bash scripts/test.sh [--quick] --mindspore 2.7.0
+#   bash scripts/test.sh            at most ten minutes: lint, types, layers, all tests of one process, and of the
+#                                   others those that show a promise (marker `core`; docs/testing.md lists them)
+#   bash scripts/test.sh --all      at most thirty minutes: every test
+#   bash scripts/test.sh [--all] --mindspore 2.7.0
 #                                   on another MindSpore than the default, in .venv-mindspore-2.7.0
 #   bash scripts/test.sh --help     this
-#
-# A suite is run whole where topology makes another program of it: one and two ranks under MPI, two under MindSpore's own
-# transport; of four ranks what depends on their number. Where the same code is reached a second time, by another
-# launcher, a smoke is enough.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-quick=false
+all=false
 while [ $# -gt 0 ]; do
   case "$1" in
-    --quick) quick=true ;;
+    --all) all=true ;;
     --mindspore)
       [ $# -gt 1 ] || { echo "error: --mindspore takes a version, such as 2.8.0" >&2; exit 2; }
       # For the scripts that tests run, too.
@@ -25,7 +21,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' scripts/test.sh; exit 0 ;;
-    *) echo "error: scripts/test.sh takes --quick, --mindspore VERSION or --help, or nothing; got '$1'" >&2; exit 2 ;;
+    *) echo "error: scripts/test.sh takes --all, --mindspore VERSION or --help, or nothing; got '$1'" >&2; exit 2 ;;
   esac
   shift
 done
@@ -57,8 +53,6 @@ trap end EXIT
 trap 'exit 130' INT TERM
 touch "$work/results"
 SECONDS=0
-# A little of each: collectives of all kinds, the gradients of a step, a training that equals one process's.
-smoke="collectives gradient_sync equivalence"
 
 # step NAME COMMAND...: run it, and note how long that took and whether it went well.
 step() {
@@ -87,20 +81,17 @@ side_by_side() {
   done
 }
 
-# parallel LAUNCHER RANKS [NAME...]: the parallel suite, or some of its files.
+# parallel NAME LAUNCHER RANKS [ARGUMENT...]: the parallel suite, or of it what pytest's arguments select; NAME is "" for
+# the whole suite. Files are given by their names within it.
 parallel() {
-  local files=("${@:3}")
-  files=("${files[@]/#/tests/parallel/test_}")
-  local kernels=${MINDNLP_DP_KERNELS:+, kernels of MindSpore}
-  step "parallel, $1, $2$kernels${3:+: $(($# - 2)) files}" \
-    python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}"
-}
-
-# The same with MindSpore's own kernels on CPU in place of ours, where a model is computed.
-with_mindspores_kernels() {
-  export MINDNLP_DP_KERNELS=mindspore
-  parallel mpi 2 equivalence models trainer functional resuming
-  unset MINDNLP_DP_KERNELS
+  local name="parallel, $2, $3${1:+: $1}" launcher=$2 ranks=$3 arguments=() argument
+  for argument in "${@:4}"; do
+    case "$argument" in
+      @*) arguments+=("tests/parallel/test_${argument#@}") ;;
+      *) arguments+=("$argument") ;;
+    esac
+  done
+  step "$name" python tests/run_parallel.py --launcher "$launcher" --world-size "$ranks" "${arguments[@]}"
 }
 
 lint_and_types() {
@@ -108,93 +99,97 @@ lint_and_types() {
   step "format" ruff format --check .
   step "layers" lint-imports
   step "types" mypy
-  step "docs" mkdocs build --strict --site-dir "$work/site"
 }
 
 single() {
-  step "single process" python -m pytest tests/single
+  step "single process" python -m pytest tests/single --durations=25
 }
 
-if $quick; then
+failure() {
+  step "$1" python -m pytest "${@:2}" --durations=25
+}
+
+# Collectives of all kinds, the gradients of a step, a training that equals one process's.
+smoke=(@collectives.py @gradient_sync.py @equivalence.py)
+updates=@zero.py::test_fifty_updates_are_those_of_one_rank_to_the_bit
+cut=@model_parallel.py::test_a_model_that_is_cut_trains_what_one_process_trains
+resumed=@resuming.py::test_another_number_of_ranks_keeps_the_global_batch_and_the_order
+
+if ! $all; then
   static_and_single() {
     lint_and_types
     single
   }
-  two_ranks() {
-    parallel mpi 2 collectives gradient_sync equivalence loader evaluation trainer overlap overlap_gone_wrong zero \
-      token_losses
-    parallel msrun 2 collectives gradient_sync equivalence
-    step "models: eight families" python tests/models_matrix.py --core
+  several_ranks() {
+    parallel core mpi 2 tests/parallel -m core
+    parallel core mpi 4 @model_parallel.py @stage_meshes.py "$updates[0-adamw]" "$updates[2-adamw]" -m core
+    parallel smoke msrun 2 "${smoke[@]}"
   }
-  side_by_side static_and_single two_ranks
+  side_by_side static_and_single several_ranks
+  core_failures() { failure "failure: core" tests/failure -m core; }
+  some_models() { step "models: eight families" python tests/models_matrix.py --core; }
+  side_by_side core_failures some_models
 else
   # Alone, for it takes 17 GiB of memory.
-  large_arrays() {
-    step "failure: large arrays" python -m pytest tests/failure/test_large_arrays.py
+  large_arrays() { failure "failure: large arrays" tests/failure/test_large_arrays.py; }
+  static_and_docs() {
+    lint_and_types
+    step "docs" mkdocs build --strict --site-dir "$work/site"
   }
-  side_by_side lint_and_types large_arrays
+  side_by_side static_and_docs large_arrays
 
   # One core each.
   one_rank() {
-    parallel mpi 1
-    # The same code as MPI 1, but for the transport under it.
-    parallel msrun 1 $smoke
+    parallel smoke mpi 1 "${smoke[@]}" @resuming.py
+    parallel smoke msrun 1 "${smoke[@]}"
   }
   side_by_side single one_rank
 
-  # Two processes by itself.
-  step "models" python tests/models_matrix.py
-  parallel mpi 2
-  with_mindspores_kernels
-  parallel msrun 2
-  # Four ranks: all but the files in which a third and a fourth do what the second did. What the ranks decide and what
-  # a loop of one's own saves does not depend on how many they are; what they sum, cut, gather and take up does.
+  parallel "" mpi 2
+  # What sees the transport: its collectives, for every type, and the order in which it adds; the gradients that go over
+  # it, after the backward pass and during it, whole and compressed; replicas and buffers that it broadcasts; updates and
+  # models that are divided; and a training that equals one process's.
+  over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_gone_wrong.py @powersgd.py
+    @replicas.py @buffers.py @equivalence.py)
+  parallel "its transport" msrun 2 "${over_transport[@]}" @trainer.py @evaluation.py @parallel_operators.py \
+    @device_calls.py "$updates" "$cut[gpt2-tp=2]"
+  parallel "its transport" msrun 4 "${over_transport[@]}" "$cut[gpt2-dp=2,tp=2]" "$cut[masked-tp=4]"
+  parallel smoke mindspore 2 "${smoke[@]}"
+  # Four ranks: all but what a third and a fourth do as the second does. What ranks decide and what a loop of one's own
+  # saves does not depend on how many they are; what they sum, divide, gather and read again does.
   at_four=()
   for file in tests/parallel/test_*.py; do
     name=${file#tests/parallel/test_}
     case ${name%.py} in
-      decisions | against_upstream | functional_run | timeline | token_losses) ;;
-      *) at_four+=("${name%.py}") ;;
+      decisions | against_upstream | functional_run | timeline | token_losses | resuming | zero) ;;
+      *) at_four+=("@$name") ;;
     esac
   done
-  parallel mpi 4 "${at_four[@]}"
-  # How losses weigh does not depend on how many ranks there are, but for a mesh of two axes, and a third rank.
-  step "parallel, mpi, 4: token losses of models that are cut" python tests/run_parallel.py --launcher mpi \
-    --world-size 4 tests/parallel/test_token_losses.py -k cut
+  parallel "what depends on their number" mpi 4 "${at_four[@]}" "$updates" "$resumed" \
+    @token_losses.py::test_models_that_are_cut
   # A mesh of three axes.
-  parallel mpi 8 model_parallel
-
-  # Four ranks under MindSpore's transport: what depends on their number there. Its collectives, for every type, and
-  # the order in which it adds; the gradients that go over it, behind the backward pass and during it, whole and
-  # compressed; replicas and buffers that are broadcast by it; and a training that equals one process's. The rest
-  # does not see the transport, and was run by four ranks under MPI and by two under MindSpore.
-  four="collectives types gradient_sync overlap overlap_gone_wrong powersgd replicas buffers equivalence"
+  parallel "meshes" mpi 8 @model_parallel.py
+  # Numbers of ranks that are no power of two.
+  parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_every_head_trains_what_one_process_would
 
   # Jobs that mostly start, wait for each other and end: several beside each other keep the cores busy.
-  ranks() {
-    step "failure: ranks" python -m pytest tests/failure/test_ranks_that_fail.py tests/failure/test_mistakes.py \
-      tests/failure/test_in_place.py
-    # A number of ranks that is no power of two.
-    parallel mpi 3 types token_losses
-  }
-  inputs() {
-    # Whatever no other step names.
-    step "failure: rest" python -m pytest tests/failure --ignore tests/failure/test_ranks_that_fail.py \
-      --ignore tests/failure/test_mistakes.py --ignore tests/failure/test_interruptions.py \
-      --ignore tests/failure/test_large_arrays.py --ignore tests/failure/test_in_place.py
-  }
-  others() {
-    parallel msrun 4 $four
-    # Groups of some of the ranks, in which MCCL can only sum.
-    step "parallel, msrun, 4: meshes" python tests/run_parallel.py --launcher msrun --world-size 4 \
-      tests/parallel/test_model_parallel.py -k "cut_trains and dp"
-    parallel mindspore 2 $smoke
-    step "failure: interruptions" python -m pytest tests/failure/test_interruptions.py
+  failures=(tests/failure --ignore tests/failure/test_large_arrays.py)
+  first=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_homework.py
+    tests/failure/test_interruptions.py)
+  first_failures() { failure "failure: restarts" "${first[@]}"; }
+  other_failures() { failure "failure: rest" "${failures[@]}" "${first[@]/#/--ignore=}"; }
+  hosts() {
     step "two hosts" bash tests/two_hosts.sh
     step "lost hosts" bash tests/lost_hosts.sh
     step "Slurm, where it is installed" bash tests/slurm.sh
   }
-  side_by_side ranks inputs others
+  without_our_kernels() {
+    step "models" python tests/models_matrix.py
+    export MINDNLP_DP_KERNELS=mindspore
+    parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py
+    unset MINDNLP_DP_KERNELS
+  }
+  side_by_side first_failures other_failures hosts without_our_kernels
 fi
 
 echo
@@ -204,4 +199,4 @@ if grep -q '^FAILED' "$work/results"; then
   exit 1
 fi
 echo "all suites passed"
-python tests/tried.py note "$($quick && echo quick || echo all)" "$work/results"
+python tests/tried.py note "$($all && echo all || echo core)" "$work/results"

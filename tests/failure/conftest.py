@@ -25,6 +25,9 @@ TIMEOUT_SECONDS = 200
 # What a fork server grants its ranks when their stand-ins are killed, and some.
 FORKED_RANKS_SECONDS = 10.0
 BACKENDS = ("mpi", "mindspore")
+core = pytest.mark.core
+# Where one backend is enough for a test that shows a promise.
+CORE_UNDER_MPI = (pytest.param("mpi", marks=core), "mindspore")
 ONE_AFTER_ANOTHER = Path(__file__).with_name("one_after_another.py")
 # Of this suite; its children are the ranks of its jobs.
 fork_server: Optional[subprocess.Popen] = None

@@ -70,6 +70,7 @@ def ends(folder):
     return run_one_after_another(folder, runs)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_one_message_and_nothing_written(folder, ends, mistake):
     for rank in ends[mistake]:
@@ -96,6 +97,7 @@ def test_more_ranks_than_samples(tmp_path, backend):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.core
 def test_an_unknown_config_key(ends):
     for rank in ends["unknown key"]:
         assert rank.exit_code == 1
@@ -110,6 +112,7 @@ def test_no_name_for_the_results(folder, ends, path):
     assert set(os.listdir(folder)) == written
 
 
+@pytest.mark.core
 def test_results_that_cannot_be_written_leave_no_half(folder, ends):
     """The error is every rank's, and no report claims success."""
     output = folder / "unwritable" / "out"
@@ -120,6 +123,7 @@ def test_results_that_cannot_be_written_leave_no_half(folder, ends):
     assert not [name for name in os.listdir(output) if name.startswith(".")]
 
 
+@pytest.mark.core
 def test_a_run_goes_on_from_its_checkpoints(folder, ends, tmp_path):
     """From the fifth update on; the report is that of six at once. Not where all checkpoints are damaged."""
     whole = folder / "whole" / "out"

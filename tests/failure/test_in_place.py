@@ -57,6 +57,7 @@ def assert_same_model(folder, undisturbed):
         np.testing.assert_allclose(results(folder)[1][name], weight, rtol=0, atol=2e-3, err_msg=name)
 
 
+@pytest.mark.core
 def test_the_others_go_on_and_no_update_is_made_twice(tmp_path, undisturbed):
     """One that is killed, then rank 0 by an exception: the next one is rank 0 then."""
     exit_code, output = elastic(tmp_path, "--fault", "kill@7:2", "--fault", "raise@12:0", "--save-steps", 1000)
@@ -83,6 +84,7 @@ def test_batches_become_smaller_in_the_midst_of_an_epoch(tmp_path):
     assert "training with global batches of 8 samples, and 0.667 times the learning rate" in log
 
 
+@pytest.mark.core
 def test_what_is_divided_is_taken_up_from_the_newest_checkpoint(tmp_path, undisturbed):
     exit_code, output = elastic(tmp_path, "--zero-stage", 1, "--fault", "kill@12:1")
     assert exit_code == 0, output
@@ -128,6 +130,7 @@ def test_the_only_rank_of_a_try_is_lost(tmp_path):
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.core
 def test_it_grows_again(tmp_path, undisturbed):
     how = ("--grow-after", 1, "--in-place")
     exit_code, output = elastic(tmp_path, "--fault", "kill@5:0", "--seconds", 0.3, how=how)
@@ -218,6 +221,7 @@ def test_a_stop_that_an_interrupted_evaluation_leads_to(tmp_path, when, steps, e
     assert (found, entries, ended, world_size) == (steps, ["loss"] * steps + ["eval_loss"], ends, 2)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("size", "flags"),
     [

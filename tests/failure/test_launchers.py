@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from conftest import TIMEOUT_SECONDS
+from conftest import CORE_UNDER_MPI, TIMEOUT_SECONDS
 from mindnlp_dp.runtime.cores import split_cores
 
 MEET = """
@@ -57,6 +57,7 @@ def test_a_pmi_that_our_mpi_does_not_speak(start):
     assert "srun --mpi started 2 processes, but mpi sees 1, so that they would train separate models" in job.stdout
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("environ", "instead"),
     [(SLURM_STEP, "srun --mpi=pmix"), ({"RANK": "1", "WORLD_SIZE": "2"}, "mindnlp-dp run --nproc 2 script.py")],
@@ -68,7 +69,7 @@ def test_processes_that_cannot_meet_train_nothing(start, environ, instead):
     assert f"which cannot meet and would train 2 separate models; type {instead}" in job.stdout
 
 
-@pytest.mark.parametrize("backend", ["mpi", "mindspore"])
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_our_launcher_inside_another_ones_process(launch, backend):
     job = launch(
         MEET, backend=backend, RANK="3", WORLD_SIZE="4", SLURM_JOBID="7", SLURM_NODELIST="x[1-2]", **SLURM_STEP
@@ -157,6 +158,7 @@ def test_an_exit_code_under_mpirun_ends_all_ranks(start, leave, exit_code, said)
     assert "reached" not in job.stdout
 
 
+@pytest.mark.core
 def test_an_exit_code_behind_init_process_group_ends_all_ranks(start):
     job = start(leaving("sys.exit(4)", INIT), *mpirun())
     assert job.returncode == 4

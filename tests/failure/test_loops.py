@@ -24,6 +24,7 @@ def code_of(name):
     return (HOMEWORK / name).read_text().rpartition('"""\n')[2].splitlines()
 
 
+@pytest.mark.core
 def test_the_marked_lines_are_all_that_differs():
     changes = list(difflib.ndiff(code_of("loop_mindspore.py"), code_of("loop_mindnlp_dp.py")))
     added = [line[2:] for line in changes if line.startswith("+ ") and line[2:]]
@@ -69,7 +70,7 @@ def theirs(tmp_path_factory):
     return with_msrun(tmp_path_factory.mktemp("theirs"), "loop_mindspore.py")
 
 
-@pytest.mark.parametrize("launch", [with_msrun, with_ours], ids=["msrun", "mpi"])
+@pytest.mark.parametrize("launch", [with_msrun, pytest.param(with_ours, marks=pytest.mark.core)], ids=["msrun", "mpi"])
 def test_both_loops_end_with_the_same_weights(tmp_path, theirs, launch):
     mine = launch(tmp_path / "mine", "loop_mindnlp_dp.py")
     assert mine[0] == pytest.approx(theirs[0], abs=0.002)
@@ -78,6 +79,7 @@ def test_both_loops_end_with_the_same_weights(tmp_path, theirs, launch):
     assert mine[0] > 0.4
 
 
+@pytest.mark.core
 def test_a_loop_that_is_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     def command(folder):
         logs = tmp_path / f"{folder}-logs"

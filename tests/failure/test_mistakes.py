@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from conftest import BACKENDS, ROOT, run_one_after_another
+from conftest import CORE_UNDER_MPI, ROOT, run_one_after_another
 
 NO_INIT = """
 import mindnlp_dp as dp
@@ -51,7 +51,7 @@ print(metrics["eval_loss"] > 0)
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_no_init_process_group(launch, backend):
     job = launch(NO_INIT, backend=backend)
     assert job.exit_code == 0
@@ -62,7 +62,7 @@ def test_no_init_process_group(launch, backend):
     )
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module")
 def backend_and_ends(request, tmp_path_factory):
     """Mistakes that every rank is told of, in one job for each backend."""
     folder = tmp_path_factory.mktemp("mistakes")
@@ -73,6 +73,7 @@ def backend_and_ends(request, tmp_path_factory):
     return request.param, run_one_after_another(folder, runs, backend=request.param)
 
 
+@pytest.mark.parametrize("backend_and_ends", CORE_UNDER_MPI, indirect=True)
 def test_a_stock_trainer_under_a_group_of_two(backend_and_ends):
     backend, ends = backend_and_ends
     by = {"mpi": "mpirun", "mindspore": "msrun"}[backend]
@@ -84,6 +85,7 @@ def test_a_stock_trainer_under_a_group_of_two(backend_and_ends):
         ) in rank.output
 
 
+@pytest.mark.parametrize("backend_and_ends", CORE_UNDER_MPI, indirect=True)
 def test_models_that_differ_by_construction(backend_and_ends):
     for rank in backend_and_ends[1]["other model"]:
         assert rank.exit_code == 1
@@ -91,6 +93,7 @@ def test_models_that_differ_by_construction(backend_and_ends):
         assert "build the same model on every rank" in rank.output
 
 
+@pytest.mark.parametrize("backend_and_ends", CORE_UNDER_MPI, indirect=True)
 def test_a_data_set_shuffled_by_rank(backend_and_ends):
     for rank in backend_and_ends[1]["shuffled"]:
         assert rank.exit_code == 1
@@ -135,6 +138,7 @@ def test_msrun_without_a_free_port():
 HOSTS = {"MASTER_ADDR": "127.0.0.1", "NNODES": "2", "NODE_RANK": "0", "DEVICE": "CPU"}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "environ", "message"),
     [

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, core
 
 EXAMPLES = ROOT / "examples" / "parallel"
 PIPELINE = """
@@ -39,8 +39,10 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("axes", ['{"pp": 2}', '{"tp": 2}'])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "axes"),
+    [pytest.param("dies", '{"pp": 2}', marks=core), ("raises", '{"pp": 2}'), ("dies", '{"tp": 2}')],
+)
 def test_a_rank_that_fails_in_mid_update_ends_the_job(launch, way, axes):
     began = time.monotonic()
     job = launch(PIPELINE.replace("{what}", WAYS[way]).replace("{axes}", axes))
@@ -69,6 +71,7 @@ def test_the_examples(launch, nproc, script, picture, said):
     assert said in job.output
 
 
+@pytest.mark.core
 def test_finetune_on_a_mesh(launch, tmp_path):
     settings = ["--max-steps", "3", "--hidden-size", "16", "--intermediate-size", "32", "--vocab-size", "300",
                 "--logging-steps", "1", "--eval-batch-size", "512"]  # fmt: skip

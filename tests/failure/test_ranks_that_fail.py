@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import BACKENDS, TIMEOUT_SECONDS, assert_nothing_is_left, start_job, wait_for_files
+from conftest import BACKENDS, CORE_UNDER_MPI, TIMEOUT_SECONDS, assert_nothing_is_left, core, start_job, wait_for_files
 
 HEAD = """
 import os, signal, sys, time
@@ -34,14 +34,14 @@ print("never reached")
 
 
 @pytest.mark.usefixtures("own_imports")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_a_job_that_goes_well(launch, tmp_path, backend):
     job = launch(HEAD + INIT + "group.barrier()\nprint('bye', sys.argv[1:], __name__)\n", "a", "--b", backend=backend)
     assert (job.exit_code, job.output) == (0, "rank 0 of 2 is here\nbye ['a', '--b'] __main__\n")
     assert (tmp_path / "logs/worker_1.log").read_text() == "rank 1 of 2 is here\nbye ['a', '--b'] __main__\n"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_an_exception_on_one_rank_ends_the_others_who_wait_for_it(launch, backend):
     job = launch(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT, backend=backend)
     assert job.exit_code == 1
@@ -51,13 +51,14 @@ def test_an_exception_on_one_rank_ends_the_others_who_wait_for_it(launch, backen
     assert "runpy" not in job.output  # the traceback begins in the user's script
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_exit_code_is_the_failing_ranks(launch, backend):
-    job = launch(HEAD + INIT + "if group.rank == 0: sys.exit(7)\n" + WAIT, backend=backend)
+@pytest.mark.core
+def test_the_exit_code_is_the_failing_ranks(launch):
+    job = launch(HEAD + INIT + "if group.rank == 0: sys.exit(7)\n" + WAIT)
     assert job.exit_code == 7
     assert "rank 0 of 2 failed with exit code 7" in job.output
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_is_killed(launch, backend):
     job = launch(HEAD + INIT + "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT, backend=backend)
@@ -65,7 +66,7 @@ def test_a_rank_that_is_killed(launch, backend):
     assert "rank 1 of 2 was killed by signal 9" in job.output
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
     job = launch(HEAD + FAIL_AT_START + INIT + WAIT, backend=backend)
     assert job.exit_code == 1
@@ -73,8 +74,7 @@ def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
     assert "OSError: no such device" in job.output
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize(("backend", "code"), [("mpi", 0), pytest.param("mpi", 3, marks=core), ("mindspore", 0)])
 def test_a_rank_that_leaves_past_python(launch, backend, code):
     leave = f"if group.rank == 1: os._exit({code})\n"
     # Long enough for a rank 1 that, on a busy machine, leaves some seconds behind the rank that waits for it.
@@ -97,6 +97,7 @@ def test_the_rank_that_did_not_come_is_named_and_not_the_one_that_waited(launch,
     assert "late by more than MS_NODE_TIMEOUT, which is 10 s here" in job.output
 
 
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 OVERLAPPED = """
     import os, signal
     import mindnlp_dp as dp
@@ -118,14 +119,14 @@ OVERLAPPED = """
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("fail", "said"),
+    ("backend", "fail", "said"),
     [
-        ("raise ValueError('boom')", "ValueError: boom"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 was killed by signal 9"),
+        ("mpi", "raise ValueError('boom')", "ValueError: boom"),
+        pytest.param("mpi", KILL, "rank 1 of 2 was killed by signal 9", marks=core),
+        ("mindspore", KILL, "rank 1 of 2 was killed by signal 9"),
     ],
-    ids=["exception", "kill"],
+    ids=["exception", "kill", "kill, MindSpore"],
 )
 def test_a_rank_that_fails_while_gradients_are_under_way(launch, tmp_path, backend, fail, said):
     job = launch(OVERLAPPED.replace("FAIL", fail), backend=backend)
@@ -135,8 +136,7 @@ def test_a_rank_that_fails_while_gradients_are_under_way(launch, tmp_path, backe
     assert "under way: True" in (tmp_path / "logs/worker_1.log").read_text()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launch, backend):
+def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launch):
     script = """
         import mindnlp_dp as dp
         from models import Rows, tiny_roberta, train
@@ -152,7 +152,7 @@ def test_a_data_set_that_fails_on_one_rank_ends_the_job_with_its_exception(launc
         train(tiny_roberta(), Broken(40), "out", per_device_train_batch_size=4)
         print("never reached")
     """
-    job = launch(script, backend=backend)
+    job = launch(script)
     assert job.exit_code == 1
     assert "rank 1 of 2 failed" in job.output
     assert "cannot be read" in job.output
@@ -230,8 +230,13 @@ def test_a_rank_that_gets_ctrl_c(launch, tmp_path, backend):
     assert "interrupted as ever" in (tmp_path / "logs/worker_1.log").read_text()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("backend", "number"),
+    [
+        ("mpi", signal.SIGINT), ("mpi", signal.SIGTERM), pytest.param("mpi", signal.SIGKILL, marks=core),
+        ("mindspore", signal.SIGKILL),
+    ],
+)  # fmt: skip
 def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
     script = HEAD + ALONE[backend] + "(open(f'here_{group.rank}', 'w')).close()\ntime.sleep(600)\n"
     launcher = start_job(tmp_path, script, backend=backend, stdout=subprocess.DEVNULL)

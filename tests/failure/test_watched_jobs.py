@@ -13,7 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import BACKENDS, ROOT, TIMEOUT_SECONDS, processes_of, run_job, start_job, wait_for, wait_for_files
+from conftest import (
+    CORE_UNDER_MPI,
+    ROOT,
+    TIMEOUT_SECONDS,
+    core,
+    processes_of,
+    run_job,
+    start_job,
+    wait_for,
+    wait_for_files,
+)
 from mindnlp_dp.launch.scratch import Scratch
 
 INTERRUPTIBLE = ROOT / "tests/failure/interruptible.py"
@@ -57,11 +67,17 @@ HANGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", HANGS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_hang_is_named_and_ended(tmp_path, how, backend):
-    if backend == "mindspore" and "groups" in how:
-        pytest.skip("once is enough: what is asked is the launcher")
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [
+        pytest.param("mpi", "in Python", marks=core),
+        *[("mpi", how) for how in HANGS if how != "in Python"],
+        # What is asked is the launcher; here, whose ranks are found, and where their threads are.
+        ("mindspore", "in Python"),
+        ("mindspore", "stopped"),
+    ],
+)
+def test_a_hang_is_named_and_ended(tmp_path, backend, how):
     script, said = HANGS[how]
     exit_code, output = run_job(tmp_path, "--hang-timeout", 4, HEAD + script, nproc=3, backend=backend)
     assert exit_code == 124
@@ -97,6 +113,7 @@ def test_who_is_slow_does_not_hang(tmp_path):
     assert (launcher.returncode, output) == (0, "done\n")
 
 
+@pytest.mark.core
 def test_status_from_another_shell(tmp_path):
     script = (
         HEAD + "open(f'here_{group.rank}', 'w').close()\nif group.rank == 1:\n    time.sleep(600)\ngroup.barrier()\n"
@@ -136,7 +153,7 @@ MPI.COMM_WORLD.barrier()
 """
 
 
-@pytest.mark.parametrize("tee", ["0", "all"])
+@pytest.mark.parametrize("tee", ["0", pytest.param("all", marks=core)])
 def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
     """A terminal that was stopped by Ctrl-S, a pager that shows its first page."""
     record = tmp_path / "logs/failures.jsonl"
@@ -176,7 +193,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize(("megabytes", "files"), [(1, 2), (0, 1)])
+@pytest.mark.parametrize(("megabytes", "files"), [pytest.param(1, 2, marks=core), (0, 1)])
 def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, megabytes, files):
     exit_code, output = run_job(tmp_path, "--log-mb", megabytes, LINES)
     assert exit_code == 0
@@ -214,7 +231,7 @@ def undisturbed(tmp_path_factory):
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_a_job_that_is_restarted_ends_as_if_nothing_had_been(tmp_path, undisturbed, backend):
     """Killed in update 8, behind the checkpoint of update 6, once."""
     exit_code, output = run_job(
@@ -245,6 +262,7 @@ def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
     assert len(list((tmp_path / "logs").glob("try_*/worker_0.log"))) == 2
 
 
+@pytest.mark.core
 def test_restarts_have_an_end(tmp_path):
     """Each try gets on by some updates, and fails again."""
     exit_code, output = run_job(tmp_path, "--max-restarts", 1, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 0)

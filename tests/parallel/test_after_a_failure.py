@@ -23,6 +23,7 @@ def train_once(folder, rows):
     return trainer.training_loop.grad_norm, weights(trainer.model)
 
 
+@pytest.mark.core
 def test_the_trainer_after_a_label_out_of_range(tmp_path, bad_rows):
     before_norm, before = train_once(tmp_path / "before", Rows(16))
     with pytest.raises(RuntimeError):
@@ -141,6 +142,7 @@ def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
     assert mean == step.mean_loss()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("again", [True, False])
 def test_all_ranks_fail_with_an_exchange_under_way(group, tmp_path, again):
     """The next training has a channel of its own, be it that trainer's or another one, overlapping or not."""

@@ -84,6 +84,7 @@ def test_seeds(kind, group, tmp_path):
     assert_same_on_every_rank(group, dp.replica_digest(trainer.model))
 
 
+@pytest.mark.core
 def test_hook(kind, group, tmp_path, monkeypatch):
     """update_gradient_by_distributed_type leaves the mean, with frozen and unused parameters about."""
     from mindnlp.accelerate.utils import DistributedType
@@ -110,6 +111,7 @@ def test_rank(kind, group, tmp_path):
     assert group.all_gather_object(args.should_log).count(True) == 1
 
 
+@pytest.mark.core
 def test_data(kind, group, tmp_path):
     """An epoch reads the data set once, not once a rank."""
     rows = NumberedRows(8 * group.world_size)
@@ -165,6 +167,7 @@ def sharded_for(kind, group, rows, batch_size=2):
     return rows.pipeline()
 
 
+@pytest.mark.core
 def test_eval(kind, group, tmp_path):
     """Predictions are gathered: every rank reports the same metrics, of all samples."""
     rows = NumberedRows(6 * group.world_size)

@@ -8,6 +8,8 @@ import pytest
 from mindnlp_dp.teaching.all_reduce import ALGORITHMS, MPIEndpoint
 from mindnlp_dp.teaching.all_reduce.costs import traffic
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("length", [0, 1, 3, 1001, 300_000])

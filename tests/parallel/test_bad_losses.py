@@ -32,6 +32,7 @@ def poisoned_rows(n, *samples):
 SETTINGS = {"optim": "sgd", "learning_rate": 0.1, "dataset_shuffle": False, "logging_steps": 1, "max_grad_norm": 0.0}
 
 
+@pytest.mark.core
 def test_it_is_left_out_of_the_update_and_of_the_log(group, tmp_path):
     size = group.world_size
     # Updates of 4 * size samples; of the second, the last rank's micro batch holds the poisoned sample.
@@ -60,6 +61,7 @@ def test_it_is_left_out_of_the_update_and_of_the_log(group, tmp_path):
     assert together.output.training_loss == pytest.approx(single.output.training_loss, abs=1e-6)
 
 
+@pytest.mark.core
 def test_it_stops_all_ranks(group, tmp_path):
     rows = poisoned_rows(8 * group.world_size, 8 * group.world_size - 1)
     message = f"is nan at step 1 on rank {group.world_size - 1}; look at these samples"

@@ -73,6 +73,7 @@ def read_by_all(group, updates):
     return [sorted(read[step]) for step in sorted(read)]
 
 
+@pytest.mark.core
 def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatch):
     """Two updates of all, three with a third of the ranks, then all again."""
     monkeypatch.setattr(Notes, "updates", [], raising=False)

@@ -36,6 +36,7 @@ def assert_all_ranks_have_the_same_bits(comm, array):
     assert len({part.tobytes() for part in comm.allgather(array)}) == 1
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("patience", [None, Patience()])
 @pytest.mark.parametrize("numel", [0, 1, 3, 1000, 4097])
 def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, patience):
@@ -49,6 +50,7 @@ def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, patience):
     assert abs(sent - everyone / size) <= 2 * size * 4
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", HALVES)
 @pytest.mark.parametrize("numel", [1, 3, 1000, 4097])
 def test_half_types_send_half_and_all_ranks_end_with_the_same_bits(comm, kind, numel):

@@ -42,6 +42,7 @@ def run(folder, group, **settings):
     )  # fmt: skip
 
 
+@pytest.mark.core
 def test_a_trainer_ends_with_one_set_of_running_statistics(group, shared_tmp_path):
     trainer = run(shared_tmp_path, group)
     assert trainer.replica_digest == dp.assert_replicas_in_sync(trainer.model)

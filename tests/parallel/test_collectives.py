@@ -8,6 +8,8 @@ import mindspore
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.core
+
 KINDS = {"numpy": np.asarray, "tensor": mindspore.Tensor}
 
 

@@ -35,6 +35,7 @@ class Scores:
         return {"score": next(self.scores)}
 
 
+@pytest.mark.core
 def test_the_best_model_is_everybodys_and_loaded_at_the_end(group, shared_tmp_path):
     trainer = train(
         tiny_roberta(seed=1), Rows(8 * group.world_size), shared_tmp_path, eval_dataset=Rows(5),
@@ -100,6 +101,7 @@ def test_a_metric_that_is_not_there(group, shared_tmp_path):
         )  # fmt: skip
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop", "should_save", "should_evaluate"])
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_flag_that_a_callback_sets_on_one_rank(group, shared_tmp_path, flag, rank):
@@ -125,6 +127,7 @@ def test_a_flag_that_a_callback_sets_on_one_rank(group, shared_tmp_path, flag, r
     assert evaluated == (flag == "should_evaluate" and counts)
 
 
+@pytest.mark.core
 def test_a_signal_that_one_rank_gets_stops_all_at_the_same_update(group, shared_tmp_path):
     """Its handler does what a user's would: it sets the flag of this rank's trainer."""
     trainers = []
@@ -237,6 +240,7 @@ def test_updates_are_global_and_epochs_may_be_fractions(group, tmp_path, setting
     assert sum(group.all_gather_object(len(together.train_dataset.read))) == num_read
 
 
+@pytest.mark.core
 def test_a_stream_is_trained_for_max_steps_and_read_again_when_it_ends(group, tmp_path):
     rows = Rows(10)
     opened = []

@@ -112,6 +112,7 @@ def assert_close(job, reference, tolerance=1e-6):
         np.testing.assert_allclose(value, other[key], rtol=1e-4, atol=tolerance, err_msg=str(key))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zero_stage", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_twenty_updates_are_those_of_an_undivided_one(group, calls, optimizer, zero_stage):

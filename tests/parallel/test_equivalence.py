@@ -14,6 +14,8 @@ import pytest
 
 from models import Rows, alone, tiny_roberta, train, weights
 
+pytestmark = pytest.mark.core
+
 GLOBAL_BATCH = 8
 NUM_SAMPLES = 4 * GLOBAL_BATCH + 3  # five updates, the last one uneven on every number of ranks above 1
 LEARNING_RATE = 1e-2

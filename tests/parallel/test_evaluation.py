@@ -11,6 +11,8 @@ import mindnlp_dp as dp
 from mindnlp_dp.evaluation.gather import OrderedGatherer
 from models import NUM_LABELS, Rows, alone, tiny_config, tiny_roberta
 
+pytestmark = pytest.mark.core
+
 
 def evaluated(model, rows, folder, trainer_class=dp.DataParallelTrainer, **settings):
     extra = {name: settings.pop(name) for name in ("compute_metrics", "data_collator") if name in settings}

@@ -63,6 +63,7 @@ def train_roberta(group, micro_steps=1, **options):
     return weights(model), losses, step
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}, {"overlap": True}], ids=["plain", "clip", "overlap"])
 def test_a_mindnlp_model_on_n_ranks_is_the_one_of_one_process(group, micro_steps, options):
@@ -130,6 +131,7 @@ def assert_close(mine, expected, tolerance=2e-6):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=tolerance)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.2])
 def test_a_plain_cell_on_n_ranks_is_the_one_of_one_process(group, optimizer, max_grad_norm):
@@ -156,6 +158,7 @@ def test_compiled_and_not_are_the_same(group):
     assert_close(train_cell(group, jit=True), train_cell(group, jit=False))
 
 
+@pytest.mark.core
 def test_mindspores_own_reducer_gives_the_same_weights(group):
     """With weights by rows as well: what it averages was weighted before."""
     if group.backend == "mpi":

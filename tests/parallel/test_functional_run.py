@@ -92,6 +92,7 @@ def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False,
     return [p.asnumpy().copy() for p in parameters], losses, run
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("make", [roberta, cell])
 @pytest.mark.parametrize("stop_at", [3, 5, 6])
 def test_stopped_and_taken_up_it_ends_as_if_it_had_not(group, shared_tmp_path, make, stop_at):
@@ -155,6 +156,7 @@ def test_what_cannot_be_taken_up_says_why(group, shared_tmp_path):
         resume(model=net, step=step)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("num_samples", [1, 37])
 def test_evaluation_sees_every_row_once_in_order(group, num_samples):
     net, _, _ = cell(group, 3)

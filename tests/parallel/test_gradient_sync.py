@@ -8,6 +8,8 @@ import mindnlp_dp as dp
 from mindnlp_dp.gradients.buckets.make import _hint_at_mpi
 from mindnlp_dp.replicas.weights import ReplicaMismatchError
 
+pytestmark = pytest.mark.core
+
 SHAPES = [(4, 3), (5,), (2, 2, 2), (1,), (7, 2)]
 SYNCHRONIZERS = {
     "naive": dp.NaiveGradientSynchronizer,

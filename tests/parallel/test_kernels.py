@@ -36,6 +36,7 @@ def trained(tmp_path, kernels, num_cores, **settings):
     return dp.replica_digest(model), trainer.state.log_history[-1]["train_loss"]
 
 
+@pytest.mark.core
 def test_the_number_of_cores_changes_no_bit(group, shared_tmp_path):
     digests = {trained(shared_tmp_path, "auto", num_cores)[0] for num_cores in (1, 2, 3)}
     assert len(digests) == 1
@@ -58,6 +59,7 @@ def test_mindspores_own_train_the_same_model(group, shared_tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.core
 def test_every_call_of_dropout_on_every_rank_drops_others(group):
     if not choice._are_on:
         pytest.skip("masks are MindSpore's")

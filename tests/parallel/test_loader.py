@@ -10,6 +10,8 @@ from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from models import Rows
 
+pytestmark = pytest.mark.core
+
 
 def rows_read(loader, epoch=0, start=0):
     """The values of column x that this rank read, window by window."""

@@ -50,11 +50,13 @@ def fits(kind, mesh):
 
 
 def cases():
+    """Every kind of model on every mesh; of models, one that is a decoder and one that has experts show the promise."""
     meshes = [mesh for mesh in MESHES.get(WORLD_SIZE, []) if IS_MPI or set(parse_mesh(mesh)) <= {"dp", "tp"}]
     kinds = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral", "qwen2_moe")
     if WORLD_SIZE == 8:
         kinds = ("masked", "gpt2")
-    return [(kind, mesh) for kind in kinds for mesh in meshes if fits(kind, mesh)]
+    core = {"gpt2": pytest.mark.core, "mixtral": pytest.mark.core}
+    return [pytest.param(kind, mesh, marks=core.get(kind, ())) for kind in kinds for mesh in meshes if fits(kind, mesh)]
 
 
 def a_mesh(group):
@@ -62,7 +64,7 @@ def a_mesh(group):
     return {1: None, 2: "tp=2", 3: "tp=3", 4: "dp=2,tp=2", 8: "dp=2,pp=2,tp=2"}[group.world_size]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), cases())
+@pytest.mark.parametrize(("kind", "mesh"), cases())  # some of which are core
 def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build(kind), mesh)
@@ -73,6 +75,7 @@ def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
     assert len(set(group.all_gather_object(model.parallel.assert_in_sync()))) == 1
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_an_update_that_is_divided_too(group, axis, zero_stage):
@@ -87,6 +90,7 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
 # Pipelines.
 
 
+@pytest.mark.core
 @needs_mpi
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
@@ -149,6 +153,7 @@ def test_micro_batches_of_different_sizes_and_none_at_all(group):
     assert_close(model, "gpt2")
 
 
+@pytest.mark.core
 @needs_mpi
 def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
     if group.world_size not in (2, 4):
@@ -541,6 +546,7 @@ def test_the_trainer_where_nothing_counts_in_a_ranks_micro_batch(group, tmp_path
 # Weights, files and checkpoints.
 
 
+@pytest.mark.core
 def test_a_folder_of_weights_into_an_empty_model_and_back(group, shared_tmp_path):
     mesh = a_mesh(group)
     if mesh is None or group.world_size == 3:
@@ -585,6 +591,7 @@ def test_a_pretrained_base_model_under_a_new_head(group, shared_tmp_path):
     assert 0.005 < found["classifier.weight"].std() < 0.05
 
 
+@pytest.mark.core
 def test_a_run_is_taken_up_on_another_mesh(group, shared_tmp_path):
     meshes = {2: ["dp=2", "tp=2", "pp=2"], 4: ["dp=2,tp=2", "pp=2,tp=2", "dp=2,pp=2"]}.get(group.world_size)
     if meshes is None:
@@ -667,6 +674,7 @@ def test_a_run_with_dropout_is_replayed_to_the_bit(group, shared_tmp_path):
     assert taken_up.replica_digest == whole.replica_digest
 
 
+@pytest.mark.core
 def test_the_trainer_evaluates_and_saves_a_model_that_is_cut(group, shared_tmp_path):
     mesh = {2: ["tp=2", "pp=2"], 4: ["dp=2,tp=2", "dp=2,pp=2"]}.get(group.world_size)
     if mesh is None:
@@ -691,6 +699,7 @@ def test_the_trainer_evaluates_and_saves_a_model_that_is_cut(group, shared_tmp_p
 # Mistakes.
 
 
+@pytest.mark.core
 def test_meshes_that_cannot_be(group):
     n = group.world_size
     with pytest.raises(ValueError, match=rf"dp={n + 1} does not make {n} ranks"):

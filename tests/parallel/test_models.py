@@ -33,6 +33,7 @@ def together_and_alone(group, folder, build, rows, trainer_class=None, **more):
     return together, single
 
 
+@pytest.mark.core
 def test_parameters_that_a_step_uses_on_some_ranks_only(group, tmp_path):
     """A micro batch without a label 0 never touches the head for label 0."""
 
@@ -117,6 +118,7 @@ def with_lora(base_seed=1):
     return get_peft_model(tiny_roberta(seed=base_seed), settings)
 
 
+@pytest.mark.core
 def test_lora_trains_its_adapters_resumes_and_is_loaded_by_mindnlp(group, shared_tmp_path):
     from mindnlp.peft import PeftModel
 

@@ -44,6 +44,7 @@ class Watched(dp.DataParallelTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+@pytest.mark.core
 def test_batches_of_one_length_are_those_of_one_process(group, tmp_path):
     settings = {
         "trainer_class": Watched, "group_by_length": True, "data_collator": pad, "optim": "sgd", "num_train_epochs": 2,
@@ -108,6 +109,7 @@ class Stream:
             yield {name: row[name] for name in ("input_ids", "attention_mask", "label")}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("num_samples", [24, 21])
 def test_a_stream_is_read_once_and_shared_out(group, tmp_path, num_samples):
     settings = {"max_steps": 9, "optim": "sgd", "logging_steps": 3}

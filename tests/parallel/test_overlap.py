@@ -29,6 +29,7 @@ def test_the_order_is_learnt_in_the_first_window(several, group, micro):
     assert sorted(order) == list(range(len(SHAPES)))
 
 
+@pytest.mark.core
 def test_ranks_whose_gradients_come_in_different_orders(several, group, micro, plain):
     """Rank 0's is everybody's: buckets that ranks started in different orders would be summed with each other."""
     micro.is_reversed = group.rank % 2 == 1
@@ -61,6 +62,7 @@ def test_buckets_are_under_way_before_the_backward_pass_has_ended(group, micro, 
     assert num_exchange_threads() == 0
 
 
+@pytest.mark.core
 def test_the_same_bits_with_and_without(group, micro, sync, plain):
     for number, weights in enumerate([(1.0,), (2.0, 3.0), (1.0, 0.5 + group.rank, 7.0)]):
         with_overlap = window(sync, micro, group.rank, number, weights)
@@ -81,6 +83,7 @@ def test_no_rank_with_a_sample(group, sync, micro, plain):
     models.assert_same_sums(window(sync, micro, group.rank, 1), window(plain, micro, group.rank, 1))
 
 
+@pytest.mark.core
 def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
     sync = dp.GradientSynchronizer(micro.trainable, group)
     for number in range(2 * TRIAL_PAIRS + 3):

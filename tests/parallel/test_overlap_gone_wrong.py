@@ -14,6 +14,7 @@ from known_gradients import SHAPES, num_exchange_threads, window
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("before", [(), (2.0,)])
 def test_a_last_micro_step_that_is_skipped_on_one_rank(group, micro, sync, plain, before):
     """Its gradients were under way already; the window is exchanged again without them."""
@@ -127,6 +128,7 @@ def clipped(gradients):
         mindspore.ops.assign(gradient, gradient.clamp(-0.1, 0.1))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("change", [one_element, one_row, all_signs, clipped])
 @pytest.mark.parametrize("number", [1, 6])
 def test_gradients_changed_in_place_in_any_window_are_exchanged_as_they_are(group, micro, sync, change, number):
@@ -216,6 +218,7 @@ def test_an_exception_while_nothing_is_under_way_drops_the_window(group, micro, 
     models.assert_same_sums(mine, [g.asnumpy() for g in micro.backward(0, 3, 0)])
 
 
+@pytest.mark.core
 def test_an_exchange_that_fails_is_an_error_and_no_later_one_begins(group, micro, sync, mended, monkeypatch):
     kind = type(sync.buckets[0])
 

@@ -47,6 +47,7 @@ def test_reduce_from(group):
     np.testing.assert_array_equal(gradient, of_rank(9))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_gather_from_and_scatter_to_are_each_others_transpose(group, dim):
     if group.world_size > ROWS and dim == 0:
@@ -81,6 +82,7 @@ def counts_of(rank, world_size):
     return [(rank + 2 * other) % 3 for other in range(world_size)]
 
 
+@pytest.mark.core
 def test_all_to_all(group):
     if group.backend == "mccl" and group.world_size > 1:
         with pytest.raises(NotImplementedError, match="has no all-to-all"):
@@ -130,6 +132,7 @@ def test_groups_of_some_of_the_ranks(group):
     some.barrier()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("num_classes", [7, 50])
 def test_the_loss_of_a_vocabulary_that_is_cut(group, num_classes):
     from mindnlp.core.nn import functional

@@ -55,6 +55,7 @@ def written_out(world_size, steps):
         yield result
 
 
+@pytest.mark.core
 def test_it_is_the_papers_algorithm(group, sync):
     for step, expected in enumerate(written_out(group.world_size, 5)):
         for mine, result in zip(sync(tensors(gradients(group.rank, step))), expected):
@@ -77,6 +78,7 @@ def test_a_gradient_of_low_rank_is_exact(group, sync):
     np.testing.assert_allclose(result[0].asnumpy(), low * (group.world_size + 1) / 2, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.core
 def test_what_is_left_out_comes_later(group, sync):
     """The results of all steps, and the ranks' errors at the end, add up to all gradients."""
     results, sums = 0, 0

@@ -16,6 +16,8 @@ from mindnlp_dp.text_classification.results import make_report, summary
 from mindnlp_dp.text_classification.task import TextClassificationTask
 from models import Rows, tiny_roberta, train, weights
 
+pytestmark = pytest.mark.core
+
 
 class WithBuffer(nn.Module):
     def __init__(self, rank):

@@ -26,6 +26,7 @@ def tile(array, layout, rank):
     return None if box is None else array[tuple(slice(begin, end) for begin, end in box)]
 
 
+@pytest.mark.core
 @needs_mpi
 @pytest.mark.parametrize("algorithm", ["naive", "greedy", "search"])
 def test_random_reshardings_are_exact(group, algorithm):

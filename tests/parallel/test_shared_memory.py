@@ -40,6 +40,7 @@ def test_slices_cover_everything_once_and_begin_at_cache_lines(numel, num_slices
     assert all(bound * item_bytes % 64 == 0 or bound == numel for bound in bounds)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "int8", "bool"])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @pytest.mark.parametrize("numel", [70_000, 262_144, 262_145, 1_000_003])
@@ -123,6 +124,7 @@ def test_where_slices_begin_makes_no_difference(group):
             np.testing.assert_array_equal(result.asnumpy(), total)
 
 
+@pytest.mark.core
 def test_results_are_private_memory(group):
     """What clipping writes in place, on one rank, no other rank sees, and no later exchange changes."""
     import mindspore
@@ -146,6 +148,7 @@ def test_nothing_is_left_open(group, comm):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("where", ["memfd_create", "posix_fallocate", "open"])
 def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monkeypatch, capsys, where):
     """No memory on the rank that makes it, or one rank that may not open it."""

@@ -84,6 +84,7 @@ def test_every_schedule(mesh, schedule, recompute):
     model.parallel.assert_in_sync()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("mesh", [MIXED, BACK, UNEVEN])
 def test_ragged_micro_batches_and_a_divided_update(mesh, zero_stage):
@@ -274,6 +275,7 @@ def test_what_some_stages_cannot_is_heard_on_all_ranks(group):
         dp.make_train_step(lambda **inputs: model(**inputs)[0], optimizer, list(model.parameters()))
 
 
+@pytest.mark.core
 def test_a_run_of_the_trainer_is_taken_up_on_another_mesh(group, shared_tmp_path):
     whole = trained_by_trainer(group, "dp=2,tp=2", shared_tmp_path / "whole")
     meshes = [MIXED, "pp=2,tp=2", UNEVEN, "dp=2,tp=2", MIXED]

@@ -24,6 +24,7 @@ def overlap(request):
     return request.param
 
 
+@pytest.mark.core
 def test_every_rank_every_step_every_stage(group, shared_tmp_path, overlap):
     file = shared_tmp_path / "traces" / "run.json"
     run(group, shared_tmp_path / "out", trace=str(file), overlap=overlap)

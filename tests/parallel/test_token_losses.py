@@ -28,6 +28,7 @@ only_0_4 = pytest.mark.skipif(is_0_5, reason="of MindNLP 0.4's arguments, models
 MOST = 1e-5
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("name", HEADS)
 def test_every_head_trains_what_one_process_would(group, tmp_path, name, accumulation_steps):
@@ -45,6 +46,7 @@ CUT = {
 }  # fmt: skip
 
 
+@pytest.mark.core
 @only_0_4
 @pytest.mark.skipif(dp.get_process_group().backend != "mpi", reason="MindSpore's CPU library has no messages")
 @pytest.mark.parametrize(("mesh", "name"), CUT.get(dp.get_process_group().world_size, []))
@@ -92,6 +94,7 @@ class Holder:
         return self.model(**inputs)[0]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification", "BertForQuestionAnswering"])
 def test_a_loop_of_ones_own_finds_its_model(group, name, call):
@@ -127,6 +130,7 @@ def test_a_tuple_of_arguments_has_their_names(group):
     assert step.synchronizer.total_weight == group.world_size * np.count_nonzero(labels[:, 1:] != IGNORED)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForQuestionAnswering"])
 def test_an_evaluation_does_not_depend_on_its_batches(group, tmp_path, name):
     model_class = find(name)

@@ -11,6 +11,8 @@ from mindspore.dataset import GeneratorDataset
 import mindnlp_dp as dp
 from models import LENGTH, NUM_LABELS, Rows, alone, tiny_roberta, train, weights
 
+pytestmark = pytest.mark.core
+
 
 def accuracy_and_digest(prediction):
     return {"accuracy": float(np.mean(prediction.predictions.argmax(-1) == prediction.label_ids))}

@@ -14,6 +14,7 @@ from models import Rows, alone, tiny_roberta, train, weights
 pytestmark = pytest.mark.skipif(not is_0_5, reason="of MindNLP 0.5")
 
 
+@pytest.mark.core
 def test_a_second_training_is_of_the_new_model(group, tmp_path):
     args = dp.DataParallelArguments(
         str(tmp_path), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, save_strategy="no",
@@ -134,6 +135,7 @@ def test_smoothed_labels_of_a_causal_model_weigh_by_what_they_are_a_mean_of(grou
         np.testing.assert_allclose(weights(ours.model)[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.core
 def test_what_would_have_no_effect_is_refused(group, tmp_path):
     class Weighted(dp.DataParallelTrainer):
         def _get_train_sampler(self, *args, **kwargs):

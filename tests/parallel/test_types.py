@@ -162,6 +162,7 @@ def test_float64_keeps_all_of_its_digits(group):
     assert group.all_reduce(x)[0] == n + n * (n - 1) / 2 * 2.0**-50
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("dtype", "big"), [("int64", 2**60), ("int32", 2**28)])
 def test_integers_keep_all_of_their_digits(group, dtype, big):
     """MCCL of MindSpore 2.7 reduces int64 by way of floating point."""
@@ -171,6 +172,7 @@ def test_integers_keep_all_of_their_digits(group, dtype, big):
     assert group.all_reduce(x).tolist() == [n * big + n * (n - 1) // 2, -n * big - n * (n - 1) // 2]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_halves_are_summed_in_float32_and_rounded_once(group, dtype):
     """256 + 1 + 1 + ... in bfloat16 would stay 256."""
@@ -215,6 +217,7 @@ def test_floats_at_every_length(group, dtype):
         np.testing.assert_allclose(group.all_reduce(mine), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("length", [1, 9, 100, 70_001])
 def test_a_nan_of_any_rank_wins_everywhere(group, dtype, length):

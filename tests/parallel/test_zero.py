@@ -120,6 +120,7 @@ def assert_same(first, second):
         np.testing.assert_array_equal(mine, other, err_msg=f"parameter {index}, {SHAPES[index]}")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, "auto"])
 def test_fifty_updates_are_those_of_one_rank_to_the_bit(group, alone, optimizer, zero_stage):
@@ -201,6 +202,7 @@ def test_without_clipping(group, alone):
     assert_same(jobs[1].weights(), jobs[0].weights())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("max_grad_norm", [1.0, None])
 def test_a_gradient_that_is_no_number_changes_nothing(group, zero_stage, max_grad_norm):
@@ -375,6 +377,7 @@ def test_one_that_has_another_shape_now(group):
 # The optimizer's state.
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("saved_with", "resumed_with"), [(0, 2), (2, 0), (1, 2), (2, 2)])
 def test_state_that_was_saved_goes_on_in_any_stage(group, alone, optimizer, saved_with, resumed_with):
@@ -411,6 +414,7 @@ def test_state_is_of_mindnlps_form(group):
     assert all(not list(entry)[1:] for entry in job.updater.optimizer_state(keep=False)["state"].values())
 
 
+@pytest.mark.core
 def test_a_rank_has_no_more_state_than_its_share(group):
     whole, mine = Job("adamw", group, 0), Job("adamw", group, 2)
     numel = sum(map(math.prod, SHAPES))

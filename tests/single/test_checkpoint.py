@@ -131,6 +131,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
             pickle.loads(path.read_bytes())
 
 
+@pytest.mark.core
 def test_plain_mindnlp_loads_a_checkpoints_weights(tmp_path):
     from mindnlp.transformers import RobertaForSequenceClassification
 
@@ -153,6 +154,7 @@ def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path):
     assert unpack_state(read_state(tmp_path / "checkpoint-1")) == {"n": 1}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("moment", ["while it writes", "between the two renames"])
 def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, moment):
     """SIGKILL, in a process of its own; what it left is cleaned up by the next run."""
@@ -180,6 +182,7 @@ def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, mo
     assert unpack_state(read_state(tmp_path / "checkpoint-3")) == {"n": 1}
 
 
+@pytest.mark.core
 def test_what_a_folder_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A name in a folder is on the disk when the folder is: the folder that is renamed, and the ones in it."""
     events = []

@@ -25,6 +25,7 @@ def test_versions_that_fit():
     assert not to_mend(findings)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("installed", "what", "advice"),
     [

@@ -127,6 +127,7 @@ def broken(model, value):
     return model
 
 
+@pytest.mark.core
 def test_the_trainer_names_a_weight_without_values(tmp_path):
     model = broken(tiny_roberta(), nn.Parameter(mindspore.ops.zeros((16, 16))))
     mindspore.Tensor.assign_value.__wrapped__(

@@ -168,6 +168,7 @@ def distance(x, y):
     return np.abs(x - y).max() / np.abs(y).max()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_as_mindspore_computes_it(name):
     function, *shapes = CASES[name]

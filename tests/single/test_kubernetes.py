@@ -334,6 +334,7 @@ def test_manifest(name):
     assert problems(load(name)) == []
 
 
+@pytest.mark.core
 def test_every_manifest_is_checked():
     assert sorted(path.stem for path in MANIFESTS.iterdir()) == sorted(NAMES)
 

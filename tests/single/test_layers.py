@@ -77,6 +77,7 @@ def test_what_is_a_use_of_a_library(line):
     assert library_uses(ast.parse(f"def f():\n    {line}\n"))
 
 
+@pytest.mark.core
 def test_communication_libraries_are_used_by_transports_only(trees):
     users = {path for path, tree in trees.items() if library_uses(tree)}
     assert len(users) > 3

@@ -62,6 +62,7 @@ def lars(weight_decay, lr=0.5, momentum=0.9, eta=0.01, trust=True):
     return x
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("trust", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_lamb_is_the_papers(weight_decay, trust):

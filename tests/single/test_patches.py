@@ -26,6 +26,7 @@ def test_pairs_of_the_other_mindnlp(mindspore):
     check_versions("0.5.1", mindspore)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("mindnlp", "mindspore"),
     [("0.4.1", "2.11.0"), ("0.4.1", "2.4.1"), ("0.4.1", "2.11.0rc1"), ("0.5.1", "2.7.0"), ("0.5.1", "2.10.0")],

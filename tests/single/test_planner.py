@@ -49,6 +49,7 @@ def test_shipped_models_have_their_published_sizes(name):
     assert len(model.blocks) == len(model.cuts) + 2
 
 
+@pytest.mark.core
 def test_flops_are_the_published_ones():
     model = load_model("gpt3-175b")
     s, h, layers, words = 2048, 12288, 96, 50257

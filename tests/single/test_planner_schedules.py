@@ -16,6 +16,7 @@ from mindnlp_dp.planner.simulate import simulate_pipeline
 # Pipelines.
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 5), (4, 8), (4, 2), (7, 3)])
 def test_equal_stages_take_the_formulas_time(schedule, num_stages, num_microbatches):

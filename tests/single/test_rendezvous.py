@@ -52,6 +52,7 @@ def greet(*ends):
             assert end.receive() == []
 
 
+@pytest.mark.core
 def test_messages_arrive_in_order_and_whole(ends):
     server, client = ends()
     # Said before they know each other: kept.

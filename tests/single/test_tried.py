@@ -9,7 +9,7 @@ import tried
 
 STEPS = "".join(
     f"passed\t12\t{name}\n"
-    for name in ("lint", "parallel, mpi, 2", "parallel, mpi, 8: 1 files", "parallel, msrun, 4: meshes")
+    for name in ("lint", "parallel, mpi, 2", "parallel, mpi, 8: meshes", "parallel, msrun, 4: its transport")
 )
 NEW = {
     "mindnlp": "0.4.1", "mindspore": "2.10.0", "python": "3.11", "suites": "all", "ranks": {"mpi": [1, 2]},
@@ -38,11 +38,11 @@ def test_what_failed_is_not_noted(tmp_path, text, message):
     results = tmp_path / "results"
     results.write_text(text)
     with pytest.raises(ValueError, match=message):
-        tried.note("quick", results)
+        tried.note("core", results)
 
 
 def test_a_newer_note_replaces_one_of_as_many_suites():
-    old = {**NEW, "on": "2026-01-01", "suites": "quick"}
+    old = {**NEW, "on": "2026-01-01", "suites": "core"}
     assert tried.merged([old], [NEW]) == [NEW]
     # All suites say more than a few, however old.
     assert tried.merged([NEW], [old]) == [NEW]

@@ -1,0 +1,37 @@
+"""docs/testing.md names the test that shows each promise; it exists, and the marker `core` runs it by default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROMISES = re.findall(r"^\| (.+) \| `(tests/\S+\.py)::(\w+)` \|$", (ROOT / "docs/testing.md").read_text(), re.MULTILINE)
+
+
+def decorators_of(source: str, test: str) -> str:
+    """What stands between a test and the definition before it."""
+    blocks = re.findall(rf"((?:^[^\n]+\n)*?)^(?:    )?def {test}\(", source, re.MULTILINE)
+    assert len(blocks) == 1, f"{len(blocks)} tests {test}"
+    return blocks[0]
+
+
+@pytest.mark.parametrize(("promise", "path", "test"), PROMISES, ids=[test for *_, test in PROMISES])
+def test_a_promise_has_a_core_test(promise, path, test):
+    source = (ROOT / path).read_text()
+    is_whole_file = re.search(r"^pytestmark = pytest\.mark\.core$", source, re.MULTILINE)
+    assert is_whole_file or re.search(r"\b(core|CORE_UNDER_MPI)\b", decorators_of(source, test)), promise
+
+
+def test_promises_are_many_and_told_once():
+    tests = [(path, test) for _, path, test in PROMISES]
+    assert len(tests) > 80
+    assert len(set(tests)) == len(tests)
+
+
+def test_decorators_are_those_of_the_test():
+    source = "@core\ndef test_a():\n    pass\n\n\n@other(\n    1\n)\ndef test_b():\n    pass\n"
+    assert decorators_of(source, "test_a") == "@core\n"
+    assert decorators_of(source, "test_b") == "@other(\n    1\n)\n"
