@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # and pytest's own limit does not reach a rank that hangs inside a communication library.
 QUIET_SECONDS = 400
 POLL_SECONDS = 0.2
-# How many tests are listed with their time.
-NUM_SLOWEST = 25
+# How many tests are listed with their time, if they took so long.
+NUM_SLOWEST, SLOW_SECONDS = 25, 0.5
 
 
 def command(launcher: str, world_size: int, folder: Path, arguments: list[str]) -> list[str]:
@@ -106,10 +106,14 @@ def judge(folder: Path, world_size: int) -> tuple[int, int, int, list[str]]:
 
 
 def slowest(folder: Path) -> list[str]:
-    """The tests that took longest on rank 0, a line each, in seconds."""
+    """The tests that took longest on rank 0, a line each."""
     cases = ElementTree.parse(folder / "rank_0.xml").iter("testcase")
     times = sorted(((float(case.get("time")), case) for case in cases), key=lambda pair: -pair[0])[:NUM_SLOWEST]
-    return [f"{seconds:7.2f} s  {case.get('classname')}.{case.get('name')}" for seconds, case in times]
+    return [
+        f"{seconds:6.1f} s  {case.get('classname')}.{case.get('name')}"
+        for seconds, case in times
+        if seconds >= SLOW_SECONDS
+    ]
 
 
 def main() -> int:
@@ -129,7 +133,7 @@ def main() -> int:
             print(f"--- {log.name} ends:\n{log.read_text(errors='replace')[-4000:]}")
         print("\n".join(wrong))
     else:
-        print(f"the {NUM_SLOWEST} slowest tests:", *slowest(folder), sep="\n")
+        print("the slowest tests:", *slowest(folder), sep="\n")
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{args.launcher}, world size {args.world_size}: {passed} passed, {failed} failed, {skipped} skipped")
     return int(bool(wrong))

@@ -45,7 +45,7 @@ def _shared_fork_server():
     """Fork the ranks of all jobs from a process that has imported MindSpore and MindNLP."""
     global fork_server
     # Scripts find what the tests share; a fork server forks for jobs of its own PYTHONPATH only.
-    os.environ["PYTHONPATH"] = str(ROOT / "tests")
+    os.environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     with tempfile.TemporaryDirectory(prefix="mindnlp-dp-") as folder:
         path = os.path.join(folder, "fork_server")
         fork_server = subprocess.Popen(
