@@ -13,19 +13,15 @@ ensure_environment mpi,quickstart,dev
 unset MINDNLP_DP_KERNELS MULTI_NPU MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT OMP_NUM_THREADS
 export DEVICE_TARGET=CPU
 
-results=$(mktemp)
-trap 'rm -f "$results"' EXIT
 # parallel LAUNCHER RANKS [NAME...]: those files of the parallel suite that are the Trainer's, or some of them.
 parallel() {
   local names=(trainer equivalence decisions orders resuming batch_scaling evaluation bad_losses models zero transformers_trainer
     token_losses)
-  local some=""
   if [ $# -gt 2 ]; then
-    names=("${@:3}") some=": $(($# - 2)) files"
+    names=("${@:3}")
   fi
-  local files=("${names[@]/#/tests/parallel/test_}") began=$SECONDS
+  local files=("${names[@]/#/tests/parallel/test_}")
   python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}"
-  printf 'passed\t%d\tparallel, %s, %d%s\n' "$((SECONDS - began))" "$1" "$2" "$some" >>"$results"
 }
 
 parallel mpi 2
@@ -38,4 +34,3 @@ parallel msrun 2 equivalence
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
 # A job that loses ranks, and goes on in place.
 python -m pytest tests/failure/test_in_place.py -k "no_update_is_made_twice or become_smaller"
-python tests/tried.py note trainer "$results"

@@ -67,10 +67,11 @@ class StandInDevice:
 
     Attributes:
         calls: the names of the collectives and messages that were begun.
+        types: the types of the tensors that went into them.
     """
 
     def __init__(self, monkeypatch, target):
-        self.calls = []
+        self.calls, self.types = [], []
         self._sent = []
         self._target = target
         monkeypatch.setattr(mindspore, "get_context", bound(mindspore.get_context, lambda attr_key: target))
@@ -107,6 +108,7 @@ class StandInDevice:
     def _noted(self, name, play):
         def call(*args, **kwargs):
             self.calls.append(name)
+            self.types += [x.dtype for x in (*args, *kwargs.values()) if isinstance(x, mindspore.Tensor)]
             return play(*args, **kwargs)
 
         return call

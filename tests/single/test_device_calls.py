@@ -48,10 +48,14 @@ def tensors(value, dtype="float32"):
     return [mindspore.Tensor(np.full(shape, value, np.float32)).astype(getattr(mindspore, dtype)) for shape in SHAPES]
 
 
-def window(sync, parameters, value, weight=4.0):
+def backward(parameters, value):
     run = value_and_grad(lambda: sum((p * value).sum() for p in parameters), tuple(parameters), attach_grads=False)
+    return run()[1]
+
+
+def window(sync, parameters, value, weight=4.0):
     with sync.backward(weight):
-        _, gradients = run()
+        gradients = backward(parameters, value)
     sync.accumulate(gradients, weight)
     return sync.reduce()
 
@@ -110,14 +114,28 @@ def test_objects_and_messages(group):
 # Windows of gradients.
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("compression", [None, "fp16"])
-def test_windows_that_learn_and_windows_that_send(device, group, parameters, compression):
-    sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3, compression=compression)
-    for value in (1.0, 2.0, 3.0):
-        for shape, mean in zip(SHAPES, window(sync, parameters, value)):
+def test_buckets_are_exchanged_within_the_backward_pass_or_after_it(device, group, parameters, compression, overlap):
+    """In the type of the wire there, and in float32 on either side of it."""
+    sync = GradientSynchronizer(parameters, group, overlap=overlap, bucket_cap_mb=1e-3, compression=compression)
+    for number, value in enumerate((1.0, 2.0, 3.0)):
+        device.calls.clear()
+        device.types.clear()
+        with sync.backward(4.0):
+            gradients = backward(parameters, value)
+            begun, types = device.calls.count(EXCHANGES[1][group.backend]), list(device.types)
+        sync.accumulate(gradients, 4.0)
+        for shape, mean in zip(SHAPES, sync.reduce()):
             assert mean.dtype == mindspore.float32
             np.testing.assert_array_equal(mean.asnumpy(), np.full(shape, value, np.float32))
-    assert sync.overlap.state == "on"
+        # The first window learns the order in which gradients come.
+        if overlap and number > 0:
+            # And the header, in which ranks tell each other their weights.
+            assert begun == len(sync.buckets) + 1
+            assert types.count(mindspore.float16) == (len(sync.buckets) if compression else 0)
+        else:
+            assert begun == 0
     assert len(sync.buckets) > 1
 
 
@@ -126,9 +144,8 @@ def test_a_gradient_changed_in_place_on_the_device_is_seen_in_any_window(group, 
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
     for _ in range(3):
         window(sync, parameters, 1.0)
-    run = value_and_grad(lambda: sum((p * 2.0).sum() for p in parameters), tuple(parameters), attach_grads=False)
     with sync.backward(4.0):
-        _, gradients = run()
+        gradients = backward(parameters, 2.0)
     mindspore.ops.assign(gradients[0], mindspore.ops.full_like(gradients[0], value))
     sync.accumulate(gradients, 4.0)
     with pytest.warns(RuntimeWarning, match="a gradient was changed after its backward pass"):
@@ -226,11 +243,10 @@ def test_a_divided_update(device, group, parameters, zero_stage):
     alone = [nn.Parameter(mindspore.Tensor(np.zeros(shape, np.float32))) for shape in SHAPES]
     own = optim.AdamW(alone, lr=1e-2)
     for number, value in enumerate((1.0, 2.0, 3.0, 4.0)):
-        run = value_and_grad(lambda by=value: sum((p * by).sum() for p in parameters), tuple(parameters), None, False)
         device.calls.clear()
         with counted_host_reads() as reads:
             with sync.backward(4.0):
-                _, gradients = run()
+                gradients = backward(parameters, value)
             sync.accumulate(gradients, 4.0)
             clipped, norm = updater.clip(updater.average(sync), 1.0)
             updater.update(clipped)
