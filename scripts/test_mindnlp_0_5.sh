@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The suites of the Trainer on MindNLP 0.5.1 with two ranks under MPI, and a few of them with other numbers, under
-# MindSpore's own transport, and under msrun.
+# The suites of the Trainer on MindNLP 0.5.1 with two ranks under MPI, and a few of them with other numbers, and under
+# MindSpore's own transport.
 # Makes or reuses .venv-mindnlp-0.5 (2 GB, without PyTorch).
 #
 #   bash scripts/test_mindnlp_0_5.sh
@@ -25,12 +25,11 @@ parallel() {
 }
 
 parallel mpi 2
+# One rank, and a number of them that is no power of two.
 parallel mpi 1 equivalence
-python tests/models_matrix.py
-parallel mpi 3 orders
-parallel mpi 4 equivalence evaluation
+parallel mpi 3 equivalence evaluation orders
 parallel mindspore 2 equivalence trainer orders
-parallel msrun 2 equivalence
+python tests/models_matrix.py
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
 # A job that loses ranks, and goes on in place.
 python -m pytest tests/failure/test_in_place.py -k "no_update_is_made_twice or become_smaller"

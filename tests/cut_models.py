@@ -15,6 +15,10 @@ from models import Rows, alone, tiny_roberta
 from models import train as train_by_trainer
 
 IS_MPI = dp.get_process_group().backend == "mpi"
+# Stages that have meshes of their own.
+MIXED = "pp=2,dp=2|1,tp=1|2"
+BACK = "pp=2,tp=2|1,dp=1|2"
+UNEVEN = "pp=2,dp=3|1"
 needs_mpi = pytest.mark.skipif(not IS_MPI, reason="MindSpore's CPU library has no messages between two ranks")
 
 

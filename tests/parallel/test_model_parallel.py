@@ -9,7 +9,10 @@ import mindspore
 import numpy as np
 import pytest
 from cut_models import (
+    BACK,
     IS_MPI,
+    MIXED,
+    UNEVEN,
     Sentences,
     assert_close,
     assert_taken_up,
@@ -94,14 +97,16 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
 @needs_mpi
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
-def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, schedule, recompute):
-    if group.world_size not in (2, 4):
-        pytest.skip("needs stages")
-    mesh = dp.init_device_mesh({"pp": group.world_size})
+@pytest.mark.parametrize("mesh", {2: ["pp=2"], 4: ["pp=4", MIXED, UNEVEN]}.get(WORLD_SIZE, []))
+def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule, recompute):
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build("gpt2"), mesh, schedule=schedule, recompute=recompute)
-    train(model, "gpt2", pieces_of(mesh, 8))
+    # Single rows: of two or three ranks of a stage that divide them, all but one have none.
+    step = train(model, "gpt2", pieces_of(mesh, 8))
     assert_close(model, "gpt2")
-    left = group.world_size - mesh.index("pp")
+    np.testing.assert_allclose(step.norms, of_one_process("gpt2")[1], rtol=1e-5)
+    model.parallel.assert_in_sync()
+    left = mesh.sizes["pp"] - mesh.index("pp")
     expected = {"gpipe": 8, "1f1b": left, "eager-1f1b": 2 * left - 1}
     assert model.parallel.pipeline.most_in_flight == expected[schedule]
 
@@ -187,17 +192,21 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
 
 
 @needs_mpi
-@pytest.mark.parametrize("fails_on", ["every stage", "the last stage", "the first stage"])
-def test_a_window_after_one_that_failed(group, fails_on):
-    """Nobody waits for what does not come, and nothing that was sent before is taken for the next window's."""
-    if group.world_size not in (2, 4):
-        pytest.skip("needs stages")
-    mesh = dp.init_device_mesh({"pp": group.world_size})
-    fails = {"every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage}[
-        fails_on
-    ]
+@pytest.mark.parametrize("num_rows", [2, 1])
+@pytest.mark.parametrize("fails_on", ["every stage", "the last stage", "the first stage", "one sharer"])
+@pytest.mark.parametrize("mesh", {2: ["pp=2"], 4: ["pp=4", MIXED, BACK]}.get(WORLD_SIZE, []))
+def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
+    """Nobody waits for what does not come, and nothing that was sent before is taken for the next window's.
+
+    Also where one of the ranks fails that divide a micro batch of their stage, and in a model that is made afterwards.
+    """
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    fails = {
+        "every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage,
+        "one sharer": mesh.group("sub").world_size > 1 and mesh.index("sub") == 0,
+    }  # fmt: skip
     columns = batch("gpt2", 8)
-    window = [rows(columns, first, first + 2) for first in (0, 2, 4, 6)]
+    window = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
 
     def make():
         model = dp.parallelize(build("gpt2"), mesh)
@@ -206,7 +215,7 @@ def test_a_window_after_one_that_failed(group, fails_on):
 
         def forward(**inputs):
             calls[0] += 1
-            if fails and calls[0] == 3:
+            if fails[fails_on] and calls[0] == 3:
                 raise KeyError("a mistake of the user's")
             return model(**inputs)[0]
 
@@ -214,15 +223,18 @@ def test_a_window_after_one_that_failed(group, fails_on):
         return model, dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=4), calls
 
     model, step, calls = make()
-    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message"):
+    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
         step(window[::-1])
-    calls[0] = 3
-    step(window)
-    expected, other, calls = make()
-    calls[0] = 3
-    other(window)
-    for (name, weight), same in zip(whole_weights(model).items(), whole_weights(expected).values()):
-        np.testing.assert_array_equal(weight, same, err_msg=name)
+    # What the failed window has left is nobody's: neither another model's, nor this one's.
+    trained = []
+    for found, again, number in (make(), (model, step, calls), make()):
+        number[0] = 3
+        again(window)
+        found.parallel.assert_in_sync()
+        trained.append(whole_weights(found))
+    for other in trained[1:]:
+        for name, weight in trained[0].items():
+            np.testing.assert_array_equal(other[name], weight, err_msg=name)
 
 
 @needs_mpi

@@ -8,13 +8,14 @@ import warnings
 import numpy as np
 import pytest
 from cut_models import (
+    BACK,
+    MIXED,
+    UNEVEN,
     Sentences,
     assert_close,
     assert_taken_up,
     needs_mpi,
-    of_one_process,
     one_mesh_at_a_time,
-    pieces_of,
     trained_by_trainer,
 )  # fmt: skip
 from mindnlp.core import optim
@@ -22,7 +23,6 @@ from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
 from mindnlp_dp.parallel.mesh import parse_mesh
-from mindnlp_dp.planner.schedule import SCHEDULES
 from models import alone
 
 # A fixture that every test here uses.
@@ -31,9 +31,6 @@ pytestmark = [
     needs_mpi,
     pytest.mark.skipif(dp.get_process_group().world_size != 4, reason="stages of two ranks"),
 ]
-MIXED = "pp=2,dp=2|1,tp=1|2"
-BACK = "pp=2,tp=2|1,dp=1|2"
-UNEVEN = "pp=2,dp=3|1"
 
 
 def test_the_mesh(group):
@@ -69,19 +66,6 @@ def test_the_mesh(group):
 def test_meshes_that_cannot_be(sizes, message):
     with pytest.raises(ValueError, match=message):
         dp.init_device_mesh(sizes)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mesh", [MIXED, UNEVEN])
-def test_every_schedule(mesh, schedule, recompute):
-    mesh = dp.init_device_mesh(parse_mesh(mesh))
-    model = dp.parallelize(build("gpt2"), mesh, schedule=schedule, recompute=recompute)
-    # Single rows: of two or three ranks that share them out, all but one have none.
-    step = train(model, "gpt2", pieces_of(mesh, 8))
-    assert_close(model, "gpt2")
-    np.testing.assert_allclose(step.norms, of_one_process("gpt2")[1], rtol=1e-5)
-    model.parallel.assert_in_sync()
 
 
 @pytest.mark.core
@@ -206,48 +190,6 @@ def test_a_loss_that_is_no_number_in_one_share(group):
     spoilt, expected = trained(parts, True), trained(parts[:3], False)
     for name, weight in expected.items():
         np.testing.assert_array_equal(spoilt[name], weight, err_msg=name)
-
-
-@pytest.mark.parametrize("num_rows", [2, 1])
-@pytest.mark.parametrize("fails_on", ["every stage", "the last stage", "the first stage", "one sharer"])
-@pytest.mark.parametrize("mesh", [MIXED, BACK])
-def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
-    """Also where one of those that share out a micro batch fails, and in a model that is made anew."""
-    mesh = dp.init_device_mesh(parse_mesh(mesh))
-    fails = {
-        "every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage,
-        "one sharer": mesh.group("sub").world_size > 1 and mesh.index("sub") == 0,
-    }  # fmt: skip
-    columns = batch("gpt2", 8)
-    window = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
-
-    def make():
-        model = dp.parallelize(build("gpt2"), mesh)
-        model.set_train(True)
-        calls = [0]
-
-        def forward(**inputs):
-            calls[0] += 1
-            if fails[fails_on] and calls[0] == 3:
-                raise KeyError("a mistake of the user's")
-            return model(**inputs)[0]
-
-        optimizer = optim.AdamW(list(model.parameters()), lr=1e-3)
-        return model, dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=4), calls
-
-    model, step, calls = make()
-    with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
-        step(window[::-1])
-    # What the failed window has left is nobody's: neither another model's, nor this one's.
-    trained = []
-    for found, again, number in (make(), (model, step, calls), make()):
-        number[0] = 3
-        again(window)
-        found.parallel.assert_in_sync()
-        trained.append(whole_weights(found))
-    for other in trained[1:]:
-        for name, weight in trained[0].items():
-            np.testing.assert_array_equal(other[name], weight, err_msg=name)
 
 
 def test_who_shares_out_a_micro_batch_draws_apart(group):
