@@ -56,6 +56,9 @@ def _pack(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         packed = [_pack(item, f"{path}/{index}", arrays) for index, item in enumerate(value)]
         return {TUPLE: packed} if isinstance(value, tuple) else packed
     name = path.strip("/") or "value"
+    if name in arrays:
+        # Keys such as "a/b", or 0 and "0", lead to the same path.
+        name = f"{name}~{len(arrays)}"
     if isinstance(value, np.ndarray) and value.dtype != object:
         arrays[name] = value
         return {ARRAY: name}

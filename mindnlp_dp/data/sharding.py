@@ -83,7 +83,7 @@ class GlobalBatchSampler:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_samples < 1:
-            raise ValueError("the data set is empty: there is nothing to train on")
+            raise ValueError("the data set is empty")
         if self.lengths is not None and len(self.lengths) != self.num_samples:
             raise ValueError(f"there are {len(self.lengths)} lengths of {self.num_samples} samples")
         if self.uneven not in ("keep", "drop"):

@@ -48,25 +48,29 @@ class OrderedGatherer:
 
 
 def concatenate(parts: Sequence[Any]) -> Any:
-    """Join nested structures of arrays along the rows, padding the second dimension with -100 where it differs."""
+    """Join nested structures of arrays along the rows, padding other dimensions with -100 where they differ."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {key: concatenate([part[key] for part in parts]) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(concatenate(list(items)) for items in zip(*parts))
+        return _like(first, [concatenate(list(items)) for items in zip(*parts)])
     arrays = [np.atleast_1d(part) for part in parts]
-    if arrays[0].ndim > 1:
-        width = max(array.shape[1] for array in arrays)
-        arrays = [_pad(array, width) for array in arrays]
-    return np.concatenate(arrays)
+    sizes = np.max([array.shape[1:] for array in arrays], axis=0)
+    return np.concatenate([_pad(array, sizes) for array in arrays])
 
 
-def _pad(array: np.ndarray, width: int) -> np.ndarray:
-    if array.shape[1] == width:
+def _like(sequence: Any, items: list[Any]) -> Any:
+    """A tuple, list or named tuple of these items."""
+    kind = type(sequence)
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
+def _pad(array: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """To these sizes of all dimensions but the first."""
+    missing = [most - size for most, size in zip(sizes, array.shape[1:])]
+    if not any(missing):
         return array
-    padding = [(0, 0)] * array.ndim
-    padding[1] = (0, width - array.shape[1])
-    return np.pad(array, padding, constant_values=PADDING)
+    return np.pad(array, [(0, 0), *((0, number) for number in missing)], constant_values=PADDING)
 
 
 def to_numpy(outputs: Any) -> Any:
@@ -76,5 +80,5 @@ def to_numpy(outputs: Any) -> Any:
     if isinstance(outputs, Mapping):
         return {key: to_numpy(value) for key, value in outputs.items()}
     if isinstance(outputs, (tuple, list)):
-        return type(outputs)(to_numpy(value) for value in outputs)
+        return _like(outputs, [to_numpy(value) for value in outputs])
     return outputs.asnumpy()

@@ -58,7 +58,7 @@ def make_train_step(
         forward_fn: from a batch to its mean loss, a scalar tensor. A batch that is a mapping is passed as keywords (its
             NumPy arrays as tensors), a tuple or list as arguments, anything else as the one argument.
         optimizer: MindNLP's (``mindnlp.core.optim``), or one of ``mindspore.nn``.
-        parameters: those it updates, in its order.
+        parameters: those it updates, each once.
         accumulation_steps: micro batches in an update; the step is then called with a list of so many. (Or of fewer,
             where the data ends.)
         max_grad_norm: averaged gradients are clipped to this norm, together; None leaves them.
@@ -100,8 +100,10 @@ def make_train_step(
         )
     if accumulation_steps < 1:
         raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
-    parameters = list(parameters)
+    # A module that two models share is in the lists of both.
+    parameters = list({id(parameter): parameter for parameter in parameters}.values())
     if is_plain:
+        parameters = _in_order_of(optimizer, parameters)
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
         gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
     else:
@@ -130,6 +132,18 @@ def make_train_step(
     span_loss = SpanLoss(model if weight_of is None else None, losses.group)
     weight_of = weight_of or BatchWeigher(forward_fn, model)
     return FunctionalStep(step, passes, accumulation_steps, weight_of, seed=seed, span_loss=span_loss)
+
+
+def _in_order_of(optimizer: Any, parameters: Sequence[Any]) -> list[Any]:
+    """These parameters as an optimizer of ``mindspore.nn`` takes their gradients, which is by position."""
+    ordered = list(optimizer.parameters)
+    if {id(p) for p in ordered} != {id(p) for p in parameters}:
+        theirs, ours = ({p.name for p in each} for each in (ordered, parameters))
+        raise ValueError(
+            "parameters must be those of the optimizer: "
+            f"only the optimizer has {sorted(theirs - ours)}, and only parameters has {sorted(ours - theirs)}"
+        )
+    return ordered
 
 
 def _with_names(parameters: Sequence[Any], model: Any) -> list[tuple[str, Any]]:

@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, Optional
+
 import numpy as np
 
 from .memory import empty
 from .workers import in_blocks
 
 
-def losses(logits: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Minus the logarithm of the softmax of each row at its class.
+class Softmax(NamedTuple):
+    """Of rows, before they are divided by their sums: the gradient needs it, whatever becomes of the logits."""
 
-    ``logits``: (N, C), ``classes``: (N,), in ``range(C)``. Comes out: (N,).
+    exponentials: np.ndarray
+    sums: np.ndarray
+
+
+def losses(logits: np.ndarray, classes: np.ndarray, keep: bool = False) -> tuple[np.ndarray, Optional[Softmax]]:
+    """Minus the logarithm of the softmax of each row at its class, and that softmax, for :func:`backward`.
+
+    Args:
+        logits: of shape (N, C).
+        classes: of shape (N,), in ``range(C)``.
+        keep: whether the softmax is kept, which takes as much memory as the logits.
+
+    Returns:
+        The losses, of shape (N,); the softmax, or None.
     """
     rows, columns = logits.shape
-    out = np.empty(rows, np.float32)
+    out, sums = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    exponentials = empty(rows, columns) if keep else None
 
     def block(at: slice) -> None:
-        centred = logits[at] - logits[at].max(1, keepdims=True)
+        centred = np.subtract(
+            logits[at], logits[at].max(1, keepdims=True), out=None if exponentials is None else exponentials[at]
+        )
         own = np.take_along_axis(centred, classes[at, None], 1)[:, 0]
-        np.subtract(np.log(np.exp(centred, out=centred).sum(1)), own, out=out[at])
+        np.exp(centred, out=centred).sum(1, out=sums[at])
+        np.subtract(np.log(sums[at]), own, out=out[at])
 
     in_blocks(block, rows, columns)
-    return out
+    return out, None if exponentials is None else Softmax(exponentials, sums)
 
 
-def backward(gradients: np.ndarray, logits: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """The gradient of the logits, of shape (N, C), from those of the losses, of shape (N,).
-
-    The softmax is computed once more: to keep it would take as much memory as the logits.
-    """
-    rows, columns = logits.shape
+def backward(gradients: np.ndarray, softmax: Softmax, classes: np.ndarray) -> np.ndarray:
+    """The gradient of the logits, of shape (N, C), from those of the losses, of shape (N,)."""
+    rows, columns = softmax.exponentials.shape
     out = empty(rows, columns)
 
     def block(at: slice) -> None:
         of_logits, g = out[at], gradients[at]
-        np.subtract(logits[at], logits[at].max(1, keepdims=True), out=of_logits)
-        np.exp(of_logits, out=of_logits)
-        of_logits *= (g / of_logits.sum(1))[:, None]
+        np.multiply(softmax.exponentials[at], (g / softmax.sums[at])[:, None], out=of_logits)
         of_logits[np.arange(len(g)), classes[at]] -= g
 
     in_blocks(block, rows, columns)

@@ -270,7 +270,7 @@ class _CrossEntropy(_Function):
         counts = classes != ignored
         ctx.classes, ctx.weights = np.where(counts, classes, 0), counts.astype(np.float32)
         ctx.save_for_backward(logits)
-        losses = cross_entropy_of_arrays.losses(array_of(logits), ctx.classes)
+        losses, ctx.softmax = cross_entropy_of_arrays.losses(array_of(logits), ctx.classes, ctx.needs_input_grad[0])
         with np.errstate(invalid="ignore", divide="ignore"):
             if reduction == "mean":
                 ctx.weights /= np.count_nonzero(counts)
@@ -282,5 +282,4 @@ class _CrossEntropy(_Function):
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradients = array_of(gradient) * ctx.weights
-        logits = array_of(ctx.saved_tensors[0])
-        return tensor_of(cross_entropy_of_arrays.backward(gradients, logits, ctx.classes)), None, None, None
+        return tensor_of(cross_entropy_of_arrays.backward(gradients, ctx.softmax, ctx.classes)), None, None, None

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ PRELOADED = ("mpi4py", "mindspore", "mindnlp.engine", "mindnlp.transformers", "d
 # What it says when it has forked.
 FORKED = b"+"
 _PATIENCE_SECONDS = 10.0
+# Process, user and group, as the kernel says who is at the other end of a socket.
+_CREDENTIALS = struct.Struct("3i")
 # In the log folder: what rank 0's script had changed in its environment when ranks met. Where imports would not have
 # changed the same, a server that has imported before is none for this script.
 ENVIRON_CHANGES = "environ_changes.json"
@@ -81,6 +84,10 @@ def stand_in(environ: Mapping[str, str], module: str) -> Optional[int]:
         connection.connect(path)
     except OSError:
         return None
+    if _user_of(connection) != os.geteuid():
+        # Somebody else's, who would be given this process's environment.
+        connection.close()
+        return None
     call = vars(WorkerCall.of_this_process(module)) | {"streams": ()}
     with connection:
         connection.settimeout(_PATIENCE_SECONDS)
@@ -98,6 +105,12 @@ def stand_in(environ: Mapping[str, str], module: str) -> Optional[int]:
             answer += part
     # A server that is gone has taken its children with it.
     return int(answer) if answer else -signal.SIGKILL
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The number of the user whose process listens at the other end."""
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
 
 
 def _hides_a_module() -> bool:

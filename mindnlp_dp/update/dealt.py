@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -95,15 +95,22 @@ class DealtUpdater(MindNLPUpdater):
         self.optimizer.load_state_dict({"state": mine, "param_groups": saved["param_groups"]})
 
 
+class _HostTensor(NamedTuple):
+    """A tensor of an optimizer's state, as it is sent; a pair in the state is something else."""
+
+    array: np.ndarray
+    dtype: str
+
+
 def _as_data(state: Optional[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
     """Tensors as arrays, which can be sent."""
     if state is None:
         return None
     return {
-        name: (to_host(value), dtype_name(value)) if hasattr(value, "asnumpy") else value
+        name: _HostTensor(to_host(value), dtype_name(value)) if hasattr(value, "asnumpy") else value
         for name, value in state.items()
     }
 
 
 def _as_tensor(value: Any) -> Any:
-    return from_host(*value) if isinstance(value, tuple) and len(value) == 2 else value
+    return from_host(*value) if isinstance(value, _HostTensor) else value

@@ -192,11 +192,21 @@ class SGDRule(Rule):
             segment.weights -= np.float32(number_of(group["lr"])) * direction
 
 
+def _hashable(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
 class TrustRatioRule(Rule):
     """What LARS and LAMB share: rates that depend on how long a whole layer's weights and direction are."""
 
     def key(self, group: Group, step: int) -> Hashable:
-        return (step, *((name, value) for name, value in sorted(group.items()) if name != "params"))
+        # A group may hold what is the user's, such as a list of names, which no rule reads.
+        values = ((name, value) for name, value in sorted(group.items()) if name != "params")
+        return (step, *((name, _hashable(value)) for name, value in values))
 
     def apply(self, segments: Sequence[Segment], update: Update) -> None:
         directions = [self._direction(segment, update) for segment in segments]

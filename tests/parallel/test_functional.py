@@ -7,7 +7,7 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from library import optim
+from library import nn, optim
 from mindspore import nn as cells
 
 import mindnlp_dp as dp
@@ -139,6 +139,41 @@ def test_a_plain_cell_on_n_ranks_is_the_one_of_one_process(group, optimizer, max
     with alone() as single:
         expected = train_cell(single, OPTIMIZERS[optimizer], max_grad_norm=max_grad_norm)
     assert_close(mine, expected, 2e-5 if optimizer == "adam" else 2e-6)
+
+
+def test_gradients_reach_their_parameters_in_whatever_order_these_are_named(group):
+    """MindSpore's optimizers take gradients by position, in the order of their groups."""
+
+    def trained(order):
+        net = network()
+        dp.broadcast_parameters(net)
+        parameters = net.trainable_params()
+        optimizer = cells.SGD([{"params": parameters[::2], "lr": 0.1}, {"params": parameters[1::2], "lr": 0.01}])
+        step = dp.make_train_step(lambda x, y: cells.CrossEntropyLoss()(net(x), y), optimizer, order(parameters))
+        for batch in dense_batches():
+            step(part(batch, group))
+        return [p.asnumpy().copy() for p in parameters]
+
+    mine, expected = trained(list), trained(lambda parameters: [*parameters[::2], *parameters[1::2]])
+    assert_close(mine, expected)
+    with pytest.raises(ValueError, match=r"parameters must be those of the optimizer: only the optimizer has \['"):
+        trained(lambda parameters: parameters[1:])
+
+
+def test_a_parameter_that_is_named_twice_counts_once(group):
+    """As where two models share a module, and the lists of both are added."""
+
+    def trained(times):
+        weight = nn.Parameter(mindspore.Tensor(np.full(4, 3.0, np.float32)))
+        step = dp.make_train_step(
+            lambda x: (weight * weight * x).sum(), optim.SGD([weight], lr=0.1), [weight] * times, max_grad_norm=1.0
+        )
+        step(mindspore.Tensor(np.ones(4, np.float32)))
+        return step.grad_norm, weight.asnumpy()
+
+    (once, weight), (twice, same) = trained(1), trained(2)
+    assert once == twice
+    np.testing.assert_array_equal(weight, same)
 
 
 def test_a_plain_cell_overlaps(group):

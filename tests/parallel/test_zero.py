@@ -440,6 +440,17 @@ def test_an_optimizer_keeps_its_state_when_a_new_step_is_made_for_it(group, alon
     assert_same(jobs[1].weights(), jobs[0].weights())
 
 
+def test_pairs_in_an_optimizers_state_are_saved(group, alone):
+    jobs = [Job("own", alone, 0), Job("own", group, 2)]
+    for job in jobs:
+        job.run(1)
+        for state in job.optimizer.state.values():
+            state["range"] = (0.5, 2.0)
+    saved, expected = (job.updater.optimizer_state()["state"] for job in jobs[::-1])
+    assert saved.keys() == expected.keys()
+    assert all(fetch_all(state)["range"] == (0.5, 2.0) for state in saved.values())
+
+
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_two_steps_of_one_optimizer_take_turns(group, alone, zero_stage):
     jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]

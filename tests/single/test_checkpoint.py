@@ -89,6 +89,14 @@ def test_a_tree_comes_back_from_a_file_as_it_was(tmp_path_factory, tree):
     assert_equal(unpack_state(read_state(path))["tree"], tree)
 
 
+@pytest.mark.parametrize(("first", "second"), [("a/b", None), (0, "0"), ("a", "a/")])
+def test_keys_that_lead_to_the_same_path_keep_their_arrays(tmp_path, first, second):
+    one, two = np.array([1.0]), np.array([2.0])
+    tree = {first: one, "a": {"b": two}} if second is None else {first: one, second: two}
+    write(tmp_path / "checkpoint-1", {"tree": tree})
+    assert_equal(unpack_state(read_state(tmp_path / "checkpoint-1"))["tree"], tree)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool_"])
 def test_tensors_keep_their_type_and_values(tmp_path, dtype):
     import mindspore

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from collections import namedtuple
+
 import numpy as np
 import pytest
 
-from mindnlp_dp.evaluation.gather import OrderedGatherer, concatenate
+from mindnlp_dp.evaluation.gather import OrderedGatherer, concatenate, to_numpy
 from mindnlp_dp.evaluation.metrics import accuracy
 
 
@@ -40,6 +42,20 @@ def test_rows_of_different_lengths_are_padded():
     parts = [np.ones((1, 2)), np.zeros((2, 3))]
     assert concatenate(parts).tolist() == [[1, 1, -100], [0, 0, 0], [0, 0, 0]]
     assert concatenate([np.ones((1, 1, 2)), np.ones((1, 2, 2))]).shape == (2, 2, 2)
+
+
+def test_attention_maps_of_different_lengths_are_padded_in_both_dimensions():
+    joined = concatenate([np.ones((1, 3, 2, 2)), np.zeros((1, 3, 4, 4))])
+    assert joined.shape == (2, 3, 4, 4)
+    assert joined[0, 0].tolist() == [[1, 1, -100, -100], [1, 1, -100, -100], [-100] * 4, [-100] * 4]
+
+
+def test_named_tuples_stay_what_they_are():
+    pair = namedtuple("pair", ["loss", "logits"])
+    parts = [to_numpy(pair(np.array([number]), [np.array([[number]])])) for number in (1, 2)]
+    joined = concatenate(parts)
+    assert isinstance(joined, pair)
+    assert (joined.loss.tolist(), joined.logits[0].tolist()) == ([1, 2], [[1], [2]])
 
 
 def test_nested_outputs():

@@ -358,6 +358,22 @@ class TestOddInputs:
         np.testing.assert_allclose(mine[1][rows], theirs[1][rows], atol=1e-5)
         assert np.isnan(mine[1][2]).all()
 
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    def test_logits_that_are_changed_after_the_loss(self, reduction):
+        """As for a metric, or to decode; the gradient is that of the loss as it was computed."""
+        classes = Tensor(CLASSES)
+
+        def loss(x, is_changed):
+            logits = x * 2.0
+            losses = F.cross_entropy(logits, classes, reduction=reduction)
+            if is_changed:
+                mindspore.ops.assign(logits, mindspore.ops.full_like(logits, -1e9))
+            return losses.sum()
+
+        x = Tensor(numbers(64, 20))
+        changed, expected = (mindspore.grad(loss)(x, is_changed).asnumpy() for is_changed in (True, False))
+        np.testing.assert_array_equal(changed, expected)
+
     @pytest.mark.parametrize("wrong", [3, -1, -101])
     def test_a_class_that_there_is_not(self, wrong):
         outcomes = []

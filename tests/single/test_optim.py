@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from library import is_0_5, nn
 
+import mindnlp_dp as dp
 from mindnlp_dp.optim import LAMB, LARS, parameter_groups, scaled_learning_rate, warmup_factor
 from mindnlp_dp.update.updater import MindSporeUpdater
 from models import tiny_roberta
@@ -126,6 +127,16 @@ def test_groups_leave_biases_and_normalization_alone():
     assert (matrices["use_trust_ratio"], others["use_trust_ratio"]) == (True, False)
     LAMB(parameter_groups(model, 0.1))
     LARS(parameter_groups(model, 0.1))
+
+
+@pytest.mark.parametrize("make", [LAMB, LARS])
+def test_a_group_may_hold_what_no_rule_reads(make):
+    dp.init_process_group()
+    parameter = nn.Parameter(mindspore.Tensor(np.ones(3, np.float32)))
+    optimizer = make([{"params": [parameter], "names": ["weight"]}], lr=0.1)
+    step = dp.make_train_step(lambda x: (parameter * x).sum(), optimizer, [parameter])
+    step(mindspore.Tensor(np.ones(3, np.float32)))
+    assert (parameter.asnumpy() < 1).all()
 
 
 def test_rates_grow_with_the_batch():

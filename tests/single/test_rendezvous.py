@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -410,6 +412,20 @@ def test_without_a_fork_server_a_worker_works_itself(tmp_path):
     assert stand_in({VARIABLE: str(tmp_path / "none")}, "any.module") is None
     call = WorkerCall.of_this_process("any.module")
     assert (call.folder, call.cores) == (os.getcwd(), sorted(os.sched_getaffinity(0)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_fork_server_of_another_user_gets_nothing(tmp_path):
+    """Though it listens where ours was meant to."""
+    path = str(tmp_path / "ranks")
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); "
+         "os.setuid(65534); s.listen(); print('listens', flush=True); c, _ = s.accept(); print(c.recv(9))", path],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert stranger.stdout.readline() == "listens\n"
+    assert stand_in({VARIABLE: path}, "any.module") is None
+    assert stranger.communicate(timeout=60)[0] == "b''\n"
 
 
 def test_a_fork_server_takes_no_path_at_which_something_is(tmp_path):
