@@ -135,7 +135,7 @@ class Job:
             # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
             # to start").
             began = any(self._log_dir.glob("worker_*.log"))
-            if failure is None or attempt or began or this.backend != "mpi" or len(hosts) > 1:
+            if failure is None or watch.hang or attempt or began or this.backend != "mpi" or len(hosts) > 1:
                 break
             print("mpirun ended before any rank had begun; it is started once more", file=sys.stderr)
         return failure, False

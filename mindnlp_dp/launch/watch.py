@@ -16,7 +16,7 @@ from typing import Optional
 from mindnlp_dp.runtime.progress import Progress
 
 from .engines import POLL_SECONDS
-from .hangs import HangWatch, name_hang
+from .hangs import EXIT_CODE, START_SECONDS, HangWatch, name_hang
 from .log_file import DEFAULT_MB
 from .losses import Losses
 from .restarts import Restarts
@@ -33,7 +33,7 @@ _CAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.5
 # How long the word of a rank on another host may be under way when its job has ended.
 _LAST_WORD_SECONDS = 5.0
-# How long ranks that have come to their end without others may take to leave.
+# How long ranks that have come to their end without others may take to leave, and mpirun when all have left.
 _LEAVE_SECONDS = 10.0
 
 
@@ -116,7 +116,7 @@ class Watch:
     Attributes:
         seen: how its ranks were when it was looked last.
         losses: ranks that the others went on without.
-        hang: how the job hangs; None where it does not.
+        hang: how the job hangs, or that its ranks never began, or left without a word; else None.
         grows: whether it was ended for no other reason than to begin anew with more ranks.
     """
 
@@ -135,7 +135,7 @@ class Watch:
         self._began = time.monotonic()
         self._screen = Screen(log_dir, this.num_ranks, options.tee, restarts.count)
         self._hangs = HangWatch(options.hang_timeout)
-        self._is_patient, self._over = True, 0.0
+        self._is_patient, self._over, self._deserted = True, 0.0, 0.0
         # When ranks were first seen to have ended.
         self._finished: dict[int, float] = {}
         self._has_asked = self._has_prepared = False
@@ -154,7 +154,7 @@ class Watch:
             self._note_finished(now)
             if not failed and now - looked >= _LOOK_SECONDS:
                 looked = now
-                self._look_closer()
+                self._look_closer(now)
             self._screen.show()
             lost = first_lost(self._hosts) is not None
             has_saved = self._has_asked and any(seen.ranks[rank].saved for rank in self.losses.left[:1])
@@ -216,12 +216,13 @@ class Watch:
             self._is_patient = False
             _mention_stragglers(list(self._finished), sorted(left - there))
 
-    def _look_closer(self) -> None:
+    def _look_closer(self, now: float) -> None:
         """What costs more: how far ranks are; what is done meanwhile for another try."""
         seen, losses = self.seen, self.losses
         num_ended = len(self._finished) + len(losses.ranks)
         self._screen.say(seen.ranks, num_ended)
         stopped = [rank for report in seen.reports for rank in report.stopped]
+        self._name_those_that_never_began(now)
         # What those that were lost were doing stays in their records.
         if self._hangs.look([seen.ranks[rank] for rank in losses.left], bool(stopped)):
             stacks = {rank: text for host in self._hosts for rank, text in host.stacks().items()}
@@ -242,8 +243,34 @@ class Watch:
     def _may_start_again(self) -> bool:
         return self._members.is_elastic or self._options.max_restarts > self._restarts.count
 
+    def _name_those_that_never_began(self, now: float) -> None:
+        """mpirun, or a daemon of it, may wait for ever for what it needs: a name server, a firewall."""
+        missing = [number for number, rank in enumerate(self.seen.ranks) if not rank.pid]
+        if missing and now - self._began > START_SECONDS:
+            said = (
+                f"ranks {missing} have not begun {START_SECONDS:.0f} s after the job was started; "
+                f"see {self._log_dir}/launcher.log"
+            )
+            self.hang = Failure(missing[0], EXIT_CODE, "never began", said)
+
+    def _is_deserted(self, now: float) -> bool:
+        """Whether all ranks have left, and who started them does not end; what ranks have said is the verdict then."""
+        left = self.losses.left
+        if not {rank for report in self.seen.reports for rank in report.gone}.issuperset(left):
+            self._deserted = 0.0
+            return False
+        self._deserted = self._deserted or now
+        if now - self._deserted <= _LEAVE_SECONDS:
+            return False
+        silent = [rank for rank in left if rank not in self.seen.statuses]
+        if silent:
+            self.hang = Failure(silent[0], 1, "was killed, or left past the end of the script,")
+        return True
+
     def _has_ended(self, now: float) -> bool:
         seen, losses = self.seen, self.losses
+        if self._is_deserted(now):
+            return True
         if losses.ranks and len(self._finished) == len(losses.left):
             # mpirun may wait for those that were lost.
             gone = {rank for report in seen.reports for rank in report.gone}

@@ -17,6 +17,7 @@ from conftest import (
     CORE_UNDER_MPI,
     ROOT,
     TIMEOUT_SECONDS,
+    assert_nothing_is_left,
     core,
     processes_of,
     run_job,
@@ -24,6 +25,8 @@ from conftest import (
     wait_for,
     wait_for_files,
 )
+from mindnlp_dp.launch import engines, watch
+from mindnlp_dp.launch import run as launch
 from mindnlp_dp.launch.scratch import Scratch
 
 INTERRUPTIBLE = ROOT / "tests/failure/interruptible.py"
@@ -97,6 +100,46 @@ def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
     assert "rank 0 of 2 hung" in output
     assert "Rank 0 has come to the end of the script" in output
     assert "Rank 1 waits in barrier of 2 ranks" in output
+
+
+def test_an_mpirun_that_begins_no_rank_is_ended(tmp_path, monkeypatch, capsys):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(engines, "find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr(watch, "START_SECONDS", 1.0)
+    (tmp_path / "script.py").write_text("print('never reached')\n")
+    assert launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs") == 124
+    said = capsys.readouterr().err
+    assert "rank 0 of 2 never began" in said
+    assert "ranks [0, 1] have not begun 1 s after the job was started" in said
+
+
+# Rank 1 stops mpirun, which then sees no rank end.
+STOPS_MPIRUN = """
+import os, psutil, signal, time
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+if rank == 1:
+    [mpirun] = [p for p in psutil.Process().parents() if p.name() in ("mpirun", "prterun")]
+    mpirun.suspend()
+else:
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.usefixtures("own_imports")
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [("", (0, "")), ("os.kill(os.getpid(), signal.SIGKILL)\n", (1, "rank 0 of 2 was killed, or left past the end"))],
+    ids=["at the end", "killed"],
+)
+def test_ranks_that_have_left_end_a_job_whose_mpirun_does_not(tmp_path, monkeypatch, capsys, end, expected):
+    monkeypatch.setattr(watch, "_LEAVE_SECONDS", 1.0)
+    (tmp_path / "script.py").write_text(STOPS_MPIRUN + end)
+    found = launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs")
+    exit_code, said = expected
+    assert (found, said in capsys.readouterr().err) == (exit_code, True)
+    assert_nothing_is_left(tmp_path / "logs")
 
 
 def test_who_is_slow_does_not_hang(tmp_path):
