@@ -5,7 +5,8 @@
 #                                   others those that show a promise (marker `core`; docs/testing.md lists them)
 #   bash scripts/test.sh --all      at most thirty minutes: every test
 #   bash scripts/test.sh [--all] --mindspore 2.7.0
-#                                   on another MindSpore than the default, in .venv-mindspore-2.7.0
+#                                   on another MindSpore than the default, in .venv-mindspore-2.7.0; without --all no
+#                                   jobs that fail, which hardly depend on it
 #   bash scripts/test.sh --help     this
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -112,6 +113,7 @@ failure() {
 # Collectives of all kinds, the gradients of a step, a training that equals one process's.
 smoke=(@collectives.py @gradient_sync.py @equivalence.py)
 updates=@zero.py::test_fifty_updates_are_those_of_one_rank_to_the_bit
+adamw=("$updates[0-adamw]" "$updates[1-adamw]" "$updates[2-adamw]" "$updates[auto-adamw]")
 cut=@model_parallel.py::test_a_model_that_is_cut_trains_what_one_process_trains
 resumed=@resuming.py::test_another_number_of_ranks_keeps_the_global_batch_and_the_order
 
@@ -122,13 +124,17 @@ if ! $all; then
   }
   several_ranks() {
     parallel core mpi 2 tests/parallel -m core
-    parallel core mpi 4 @model_parallel.py @stage_meshes.py "$updates[0-adamw]" "$updates[2-adamw]" -m core
-    parallel smoke msrun 2 "${smoke[@]}"
+    parallel core mpi 4 @model_parallel.py @stage_meshes.py "${adamw[@]}" -m core
+    parallel "its transport" msrun 2 "${smoke[@]}" @functional.py @device_update.py -m core
   }
   side_by_side static_and_single several_ranks
   core_failures() { failure "failure: core" tests/failure -m core; }
   some_models() { step "models: eight families" python tests/models_matrix.py --core; }
-  side_by_side core_failures some_models
+  if [ -z "${MINDSPORE:-}" ]; then
+    side_by_side core_failures some_models
+  else
+    some_models
+  fi
 else
   # Alone, for it takes 17 GiB of memory.
   large_arrays() { failure "failure: large arrays" tests/failure/test_large_arrays.py; }
@@ -140,7 +146,7 @@ else
 
   # One core each.
   one_rank() {
-    parallel smoke mpi 1 "${smoke[@]}" @resuming.py
+    parallel core mpi 1 tests/parallel -m core
     parallel smoke msrun 1 "${smoke[@]}"
   }
   side_by_side single one_rank
@@ -152,8 +158,9 @@ else
   over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_gone_wrong.py @powersgd.py
     @replicas.py @buffers.py @equivalence.py)
   parallel "its transport" msrun 2 "${over_transport[@]}" @trainer.py @evaluation.py @parallel_operators.py \
-    @device_calls.py "$updates" "$cut[gpt2-tp=2]"
-  parallel "its transport" msrun 4 "${over_transport[@]}" "$cut[gpt2-dp=2,tp=2]" "$cut[masked-tp=4]"
+    @functional.py @device_calls.py @device_update.py @resharding.py @timeline.py "$updates" "$cut[gpt2-tp=2]" \
+    @model_parallel.py::test_meshes_that_cannot_be @model_parallel.py::test_stages_and_experts_that_cannot_be
+  parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]"
   parallel smoke mindspore 2 "${smoke[@]}"
   # Four ranks: all but what a third and a fourth do as the second does. What ranks decide and what a loop of one's own
   # saves does not depend on how many they are; what they sum, divide, gather and read again does.
@@ -165,31 +172,32 @@ else
       *) at_four+=("@$name") ;;
     esac
   done
-  parallel "what depends on their number" mpi 4 "${at_four[@]}" "$updates" "$resumed" \
-    @token_losses.py::test_models_that_are_cut
+  # Two hosts of two ranks, which four ranks play.
+  between_hosts=(@zero.py::test_two_hosts_train_what_one_rank_trains @zero.py::test_what_is_sent_between_hosts
+    @zero.py::test_no_memory_to_share_weights_on_two_hosts)
+  parallel "what depends on their number" mpi 4 "${at_four[@]}" "${adamw[@]}" "$resumed" \
+    @token_losses.py::test_models_that_are_cut "${between_hosts[@]}"
   # A mesh of three axes.
   parallel "meshes" mpi 8 @model_parallel.py
-  # Numbers of ranks that are no power of two.
-  parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_every_head_trains_what_one_process_would
+  # A number of ranks that is no power of two.
+  parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_adamw
 
-  # Jobs that mostly start, wait for each other and end: several beside each other keep the cores busy.
-  failures=(tests/failure --ignore tests/failure/test_large_arrays.py)
-  first=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_homework.py
-    tests/failure/test_interruptions.py)
-  first_failures() { failure "failure: restarts" "${first[@]}"; }
-  other_failures() { failure "failure: rest" "${failures[@]}" "${first[@]/#/--ignore=}"; }
-  hosts() {
+  # Jobs that start, wait for each other and end.
+  restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
+  restarts_and_hosts() {
+    failure "failure: restarts" "${restarts[@]}"
     step "two hosts" bash tests/two_hosts.sh
     step "lost hosts" bash tests/lost_hosts.sh
     step "Slurm, where it is installed" bash tests/slurm.sh
   }
-  without_our_kernels() {
+  failures_and_models() {
+    failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"
     step "models" python tests/models_matrix.py
     export MINDNLP_DP_KERNELS=mindspore
     parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py
     unset MINDNLP_DP_KERNELS
   }
-  side_by_side first_failures other_failures hosts without_our_kernels
+  side_by_side restarts_and_hosts failures_and_models
 fi
 
 echo

@@ -29,7 +29,7 @@ parallel mpi 2
 parallel mpi 1 equivalence
 parallel mpi 3 equivalence evaluation orders
 parallel mindspore 2 equivalence trainer orders
-python tests/models_matrix.py
+python tests/models_matrix.py --core
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
 # A job that loses ranks, and goes on in place.
 python -m pytest tests/failure/test_in_place.py -k "no_update_is_made_twice or become_smaller"

@@ -55,10 +55,8 @@ for name in after overlap; do
   [ "$(cut -f 2 "$work/msrun.line")" = "$(cut -f 2 "$work/$name.line")" ] || { echo "the digests differ"; exit 1; }
 done
 bytes=$sent
-for stage in 1 2; do
-  mpirun_job "zero-$stage" --zero-stage "$stage"
-  [ "$(cut -f 2 "$work/after.line")" = "$(cut -f 2 "$work/zero-$stage.line")" ] || { echo "the digests differ"; exit 1; }
-done
+mpirun_job zero --zero-stage 2
+[ "$(cut -f 2 "$work/after.line")" = "$(cut -f 2 "$work/zero.line")" ] || { echo "the digests differ"; exit 1; }
 echo "equal digests: the two hosts trained one model, under both launchers, whoever updates it"
 
 echo "mpirun: gradients rounded to float16 on the wire"

@@ -23,7 +23,7 @@ from .remote_host import RemoteHost
 from .restarts import Restarts
 from .sizes import Host, Members
 from .tries import Try
-from .verdict import Failure, find_failure, report_failure
+from .verdict import Failure, Status, find_failure, report_failure
 from .watch import JobOptions, Seen, Watch, first_lost, look
 
 __all__ = ["Job", "JobOptions"]
@@ -50,6 +50,8 @@ class Job:
         self._name = secrets.token_hex(8)
         self._number = 0
         self._seen = Seen([])
+        # What ranks had said of their ends when their logs were last shown.
+        self._shown: dict[int, Status] = {}
 
     def run(self) -> int:
         """Its exit code.
@@ -124,6 +126,7 @@ class Job:
             finally:
                 for host in hosts:
                     host.end()
+            self._shown = watch.seen.statuses
             # Those that had to be ended may have had their say by then.
             after = look(hosts, this)
             self._seen = replace(watch.seen, ranks=after.ranks, statuses=after.statuses)
@@ -163,7 +166,14 @@ class Job:
         where = host.name if host is not None and len(hosts) > 1 else ""
         log_tail = host.tail(failure.rank) if host is not None and failure.rank is not None else ""
         report_failure(
-            failure, self._log_dir, this.num_ranks, seconds, where=where, log_tail=log_tail, shown=self._options.tee
+            failure,
+            self._log_dir,
+            this.num_ranks,
+            seconds,
+            where=where,
+            log_tail=log_tail,
+            shown=self._options.tee,
+            main=self._shown.get(0),
         )
 
 

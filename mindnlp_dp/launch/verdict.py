@@ -151,6 +151,7 @@ def report_failure(
     where: str = "",
     log_tail: str = "",
     shown: str = "0",
+    main: Optional[Status] = None,
 ) -> None:
     """Print who ended the job, after how many seconds, and its log's end unless rank 0's, which is shown, says why.
 
@@ -158,6 +159,7 @@ def report_failure(
         where: the host of that rank, where the job has several.
         log_tail: the end of that rank's log.
         shown: whose output is shown as it comes, as ``--tee`` says.
+        main: what rank 0 had said of its end when its output was last shown; what it says later is seen nowhere.
     """
     if failure.rank is None and failure.what:
         print(f"{failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
@@ -171,7 +173,6 @@ def report_failure(
     if failure.message:
         print(failure.message, file=sys.stderr)
         return
-    main = read_statuses(log_dir, [0]).get(0)
     said_why = failure.rank == 0 or (main is not None and main.exit_code != 0)
     if not (said_why and shown != "none"):
         print(f"worker_{failure.rank}.log ends:\n{log_tail}", file=sys.stderr)

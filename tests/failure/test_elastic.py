@@ -134,7 +134,6 @@ def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, r
         assert "ZeroDivisionError" in (tmp_path / "logs/worker_1.log").read_text()
 
 
-@pytest.mark.core
 @pytest.mark.usefixtures("own_imports")
 def test_forked_ranks_train_to_the_bit_and_leave_with_0(tmp_path, undisturbed):
     """Killed late enough for the server to be there; with as many ranks as before."""

@@ -14,7 +14,7 @@ from mindnlp_dp.launch.devices import default_device
 from mindnlp_dp.launch.engines import grace_seconds
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.launchers import launched_rank
-from mindnlp_dp.launch.verdict import Ended, Status, find_failure, read_statuses, write_status
+from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure, read_statuses, report_failure, write_status
 
 STALE = {
     "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8", "MS_NODE_ID": "5", "RANK_ID": "5",
@@ -202,3 +202,15 @@ def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
     failure = find_failure([Ended(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
     assert failure.rank == 3
     assert "was still busy elsewhere when rank 1 gave up" in failure.what
+
+
+@pytest.mark.parametrize(
+    ("main", "shown", "is_said"),
+    [(None, "0", True), (Status(1, 5.0), "0", False), (Status(1, 5.0), "none", True), (Status(0, 5.0), "0", True)],
+)
+def test_the_log_of_the_rank_that_failed_is_shown_unless_rank_0_was_seen_to_fail_too(
+    tmp_path, capsys, main, shown, is_said
+):
+    write_status(tmp_path, 0, Status(1, 6.0))  # later than its output was shown
+    report_failure(Failure(1, 1, "failed"), tmp_path, 2, 3.0, log_tail="  why", shown=shown, main=main)
+    assert ("worker_1.log ends:\n  why" in capsys.readouterr().err) == is_said
