@@ -89,6 +89,7 @@ class FailsOnce(dp.DataParallelTrainer):
         return super().training_step(model, inputs)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("error", [ValueError("not this one"), KeyboardInterrupt()])
 def test_half_a_window_is_dropped(tmp_path, error):
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
