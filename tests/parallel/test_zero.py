@@ -156,6 +156,15 @@ def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
             scale = np.abs(theirs).max()
             # MindNLP 0.5 does the same in another order.
             assert np.abs(mine - theirs).max() <= (3e-6 if is_0_5 else 1e-6) * scale
+    # And what is saved of it has the same values under the same names.
+    index_of = {id(parameter): index for index, parameter in enumerate(job.parameters)}
+    ordered = [index_of[id(parameter)] for kept in job.optimizer.param_groups for parameter in kept["params"]]
+    for number, entry in job.updater.optimizer_state()["state"].items():
+        theirs = stock.state[parameters[ordered[int(number)]]]
+        for name in entry.keys() & {"exp_avg", "exp_avg_sq"}:
+            np.testing.assert_allclose(
+                entry[name].asnumpy(), theirs[name].asnumpy(), rtol=1e-3, atol=1e-6, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
