@@ -89,7 +89,6 @@ class FailsOnce(dp.DataParallelTrainer):
         return super().training_step(model, inputs)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("error", [ValueError("not this one"), KeyboardInterrupt()])
 def test_half_a_window_is_dropped(tmp_path, error):
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
@@ -112,6 +111,7 @@ def test_half_a_window_is_dropped(tmp_path, error):
         np.testing.assert_array_equal(weights(model)[name], weight, err_msg=name)
 
 
+@pytest.mark.core
 def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
     network, optimizer = new_network()
     has_failed = []
