@@ -27,7 +27,7 @@ parallel() {
 parallel mpi 2
 # One rank, and a number of them that is no power of two.
 parallel mpi 1 equivalence
-parallel mpi 3 equivalence evaluation orders
+parallel mpi 3 evaluation orders
 parallel mindspore 2 equivalence trainer orders
 python tests/models_matrix.py --core
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
