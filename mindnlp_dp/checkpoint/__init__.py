@@ -16,5 +16,5 @@ a part of it is found out by the hashes.
 
 The format is manifest.py's (checkpoint.json), state_tree.py's (the outline and the arrays) and run_state.py's (what a
 run consists of; the loops add their own, trainers/resuming.py and functional/resumable_run.py); folders.py
-knows which checkpoints there are.
+knows which checkpoints there are, of which run; folder_lock.py keeps a second writer out.
 """

@@ -5,40 +5,83 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from safetensors import SafetensorError, safe_open
+
 from mindnlp_dp.launch.environment import job_of_this_process
+
+from .state_tree import array_names
 
 MANIFEST, STATE, MODEL = "checkpoint.json", "state.safetensors", "model.safetensors"
 MODEL_FILES = "model*.safetensors"
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(ValueError):
-    """A folder is no complete checkpoint, or not one of this model."""
+    """A folder is not a complete checkpoint, or not one of this model."""
 
 
-def write_manifest(folder: Path, outline: Any) -> None:
-    """Write it behind all other files of a folder: their sizes and hashes, the outline of the state, the job."""
+@dataclass(frozen=True)
+class RunId:
+    """Which run a checkpoint belongs to; one that is resumed is the same run.
+
+    Attributes:
+        name: 16 hexadecimal digits.
+        number: how many runs had begun in its folder, this one included.
+    """
+
+    name: str
+    number: int
+
+    @classmethod
+    def new(cls, earlier: Iterable[Optional[RunId]]) -> RunId:
+        """Return one for a run that begins where there are checkpoints of these."""
+        return cls(secrets.token_hex(8), 1 + max((run.number for run in earlier if run is not None), default=0))
+
+
+def write_manifest(folder: Path, outline: Any, run: Optional[RunId] = None) -> None:
+    """Write it after all other files of a folder: their sizes and hashes, the outline of the state, the run, the job.
+
+    Without an outline the folder holds the model alone.
+    """
     files = {
         str(file.relative_to(folder)): {"bytes": file.stat().st_size, "blake2b": _hash(file)}
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
-    manifest = {"format": FORMAT, "files": files, "state": outline}
+    manifest: dict[str, Any] = {"format": FORMAT, "files": files, "state": outline}
+    if run is not None:
+        manifest["run"] = asdict(run)
     if (job := job_of_this_process(os.environ)) is not None:
         manifest["job"] = job
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def job_of(path: Path) -> Optional[str]:
-    """The job that has written a checkpoint; None where that is not known."""
-    try:
-        job = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("job")
-    except (OSError, ValueError, AttributeError):
-        return None
+    """Return the job that has written a checkpoint; None where that is not known."""
+    job = _entry(path, "job")
     return job if isinstance(job, str) else None
+
+
+def run_of(path: Path) -> Optional[RunId]:
+    """Return the run that a checkpoint belongs to; None where that is not known."""
+    run = _entry(path, "run")
+    try:
+        return RunId(str(run["name"]), int(run["number"]))
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def _entry(path: Path, name: str) -> Any:
+    try:
+        return json.loads((path / MANIFEST).read_text(encoding="utf-8")).get(name)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
 
 
 def _hash(file: Path) -> str:
@@ -66,6 +109,16 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
             )
         if _hash(file) != expected["blake2b"]:
             raise CheckpointError(f"{path} is damaged: {name} is not what was written, its hash differs")
+    for file in sorted(path.glob(MODEL_FILES)):
+        if file.name not in manifest["files"]:
+            raise CheckpointError(f"{path} is damaged: {file.name} was not written with it, and would be read as well")
+    try:
+        with safe_open(path / STATE, "np") as file:
+            missing = sorted(set(array_names(manifest["state"])) - set(file.keys()))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {STATE}: {error}") from None
+    if missing:
+        raise CheckpointError(f"{path} is damaged: {STATE} lacks {missing[0]!r}, which {MANIFEST} names")
     return manifest
 
 
@@ -75,13 +128,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         version = manifest["format"]
     except OSError:
         raise CheckpointError(
-            f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved with save_only_model, by "
-            "MindNLP's own Trainer, or in part; from_pretrained may load its weights"
+            f"{path} has no {MANIFEST}, so no run can be resumed from it: it was saved by MindNLP's own Trainer, or in "
+            "part; from_pretrained may load its weights"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
     if version != FORMAT:
         raise CheckpointError(f"{path} is of format {version}; this mindnlp_dp reads format {FORMAT}")
+    if manifest.get("state", ...) is None:
+        raise CheckpointError(
+            f"{path} holds the model alone, so no run can be resumed from it: it was saved with save_only_model; "
+            "from_pretrained loads its weights"
+        )
     if wrong := _wrong_with(manifest):
         raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}")
     return manifest

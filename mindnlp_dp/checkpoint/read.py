@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from mindnlp_dp.arrays.conversion import from_host, set_weight, to_host
 from mindnlp_dp.arrays.types import dtype_name
-from mindnlp_dp.replicas.weights import all_names
+from mindnlp_dp.replicas.weights import all_names, transient_buffers
 
 from .manifest import MODEL_FILES, STATE, CheckpointError, check_checkpoint
 from .state_tree import PackedState
@@ -34,12 +34,16 @@ def read_weights(model: Any, folder: Path) -> None:
     if not files:
         raise CheckpointError(f"{folder} holds no weights: there is no {MODEL_FILES}")
     by_name = all_names(model)
+    # Files of other versions of a library may hold them; no state dict does today.
+    passed_over = {name for name, _ in transient_buffers(model)}
     read: set[int] = set()
     for path in files:
         try:
             with safe_open(path, "np") as file:
                 names = file.keys()
                 for name in names:
+                    if name in passed_over:
+                        continue
                     _read_weight(by_name.get(name), name, file.get_tensor(name), path)
                     read.add(id(by_name[name]))
         except SafetensorError as error:

@@ -8,6 +8,7 @@ call these functions, and those that restore get the same tree on every rank.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -124,11 +125,29 @@ class Run:
 
 def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: str) -> None:
     """Raise ValueError unless two descriptions of the data, and of its order, are the same."""
-    differences = [f"{key} was {then.get(key)} and is {now[key]}" for key in now if now[key] != then.get(key)]
+    differences = []
+    for key in now:
+        if isinstance(now[key], Mapping) and isinstance(then.get(key), Mapping):
+            names = [name for name in {**then[key], **now[key]} if then[key].get(name) != now[key].get(name)]
+            differences += [f"{key} differ in {name!r}" for name in names]
+        elif now[key] != then.get(key):
+            differences.append(f"{key} was {then.get(key)} and is {now[key]}")
     if differences:
         raise ValueError(
-            f"the checkpoint's data cannot be taken up where it was left: {'; '.join(differences)}. Resume with what "
+            f"the checkpoint's run cannot be resumed with these data: {'; '.join(differences)}. Resume with what "
             f"it was trained with, or {way_out}"
+        )
+
+
+def warn_of_other_settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    """Warn where settings of a run are not those that it was saved with."""
+    differences = [f"{key} was {then[key]} and is {now[key]}" for key in now if key in then and now[key] != then[key]]
+    if differences:
+        warnings.warn(
+            f"resuming with other settings: {'; '.join(differences)}. The optimizer and its schedule continue with "
+            "the checkpoint's, the rest with the new ones: this is not the run that would have gone on",
+            RuntimeWarning,
+            stacklevel=3,
         )
 
 

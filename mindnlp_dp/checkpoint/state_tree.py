@@ -8,6 +8,7 @@ accepted, so nothing that is read back can run code.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,19 @@ class PackedState:
 
     outline: Any
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def array_names(outline: Any) -> Iterator[str]:
+    """Yield the names of the arrays that an outline names."""
+    if isinstance(outline, list):
+        for item in outline:
+            yield from array_names(item)
+    elif isinstance(outline, dict):
+        for key, item in outline.items():
+            if key in (ARRAY, TENSOR):
+                yield item
+            else:
+                yield from array_names(item)
 
 
 def pack_state(tree: Any) -> PackedState:

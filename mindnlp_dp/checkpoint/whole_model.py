@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
 from mindnlp_dp.replicas.digests import assert_replicas_in_sync, replica_digest
 
@@ -75,6 +75,25 @@ class WholeModel:
     def own_optimizer(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
         """What is here of a whole state, for an optimizer of parameters with these ``names``, by group, where it is."""
         return whole
+
+
+def data_group(parts: Optional[WholeModel]) -> ProcessGroup:
+    """Return the ranks that share out the samples of a model: those of its own mesh, if it is cut as ``parts`` say.
+
+    Raises:
+        ValueError: it is whole, and the job's mesh has ranks that would train the same model on the same samples.
+    """
+    if parts is not None:
+        return parts.group
+    group, world = get_data_group(), get_process_group()
+    if group.world_size != world.world_size:
+        raise ValueError(
+            f"this model is whole on each rank, and the mesh that was made last cuts models: of {world.world_size} "
+            f"ranks {group.world_size} read samples, and the others would do the same work once more. Call "
+            "mindnlp_dp.parallelize(model) before training, or "
+            f'mindnlp_dp.init_device_mesh({{"dp": {world.world_size}}}) to train it on all ranks'
+        )
+    return group
 
 
 def whole_model(model: Any, group: Optional[ProcessGroup] = None) -> WholeModel:

@@ -12,24 +12,25 @@ from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.replicas.weights import named_weights
 from mindnlp_dp.runtime.atomic_files import in_place_of
 
-from .manifest import MODEL, STATE, write_manifest
+from .manifest import MODEL, STATE, RunId, write_manifest
 from .state_tree import pack_state
 
 
-def write_checkpoint(path: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> None:
-    """Write a checkpoint to ``path``, in place of one that is there.
+def write_checkpoint(
+    path: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None], run: Optional[RunId] = None
+) -> None:
+    """Write a checkpoint of ``run`` to ``path``, in place of one that is there.
 
     ``write_model`` is called with the folder to write weights (files ``model*.safetensors``) and whatever else
-    belongs to the model into. Without a state the folder holds the model alone, and no run can be taken up from it.
+    belongs to the model into. Without a state the folder holds the model alone, and no run can be resumed from it.
     """
     packed = None if state is None else pack_state(state)
     with in_place_of(path) as folder:
         folder.mkdir()
         write_model(folder)
-        if packed is None:
-            return
-        save_file({name: _contiguous(array) for name, array in packed.arrays.items()}, folder / STATE)
-        write_manifest(folder, packed.outline)
+        if packed is not None:
+            save_file({name: _contiguous(array) for name, array in packed.arrays.items()}, folder / STATE)
+        write_manifest(folder, None if packed is None else packed.outline, run)
 
 
 def write_weights(model: Any, folder: Path) -> None:

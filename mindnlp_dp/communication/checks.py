@@ -17,6 +17,7 @@ import numpy as np
 
 from mindnlp_dp.arrays.types import dtype_name
 
+from .transports.late_ranks import MissingMessageError
 from .transports.transport import Transport
 
 LEVELS = ("auto", "all", "setup")
@@ -112,10 +113,14 @@ def message_header(x: Optional[Any]) -> np.ndarray:
 
 
 def described_by(header: np.ndarray, src: str = "0") -> tuple[tuple[int, ...], str]:
-    """Shape and type of the message that this is the header of; ValueError when rank ``src`` could not send any."""
+    """Return the shape and type of the message that this is the header of.
+
+    Raises:
+        MissingMessageError: rank ``src`` could not send any.
+    """
     kind, num_dimensions = header[:2].tolist()
     if kind == _CANNOT_BE_SENT:
-        raise ValueError(f"recv: rank {src} could not send its message; its own error says why")
+        raise MissingMessageError(f"recv: rank {src} could not send its message; its own error says why")
     return tuple(header[2 : 2 + num_dimensions].tolist()), TYPES[kind]
 
 

@@ -7,7 +7,7 @@ with them, tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import numpy as np
 
@@ -15,16 +15,19 @@ Columns = dict[str, np.ndarray]
 Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
-class Batch(dict[str, np.ndarray]):
+class Batch(dict[str, Any]):
     """Columns of a batch by their names, and which samples of the data set its rows are.
 
+    A column that has another length than ``indices``, such as weights of classes, belongs to the batch as a whole.
+
     Attributes:
-        indices: int64 of shape ``(rows,)``; in a pipeline, which has no index, the rows' numbers in its order.
+        indices: int64 of shape ``(rows,)``; in a pipeline, which has no index, the rows' numbers in its order. By
+            default the rows of the first column are counted.
     """
 
-    def __init__(self, columns: Mapping[str, np.ndarray], indices: np.ndarray) -> None:
+    def __init__(self, columns: Mapping[str, Any], indices: Optional[np.ndarray] = None) -> None:
         super().__init__(columns)
-        self.indices = indices
+        self.indices = np.arange(_rows_of_first_column(columns)) if indices is None else indices
 
 
 def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
@@ -51,16 +54,20 @@ def as_arrays(batch: Mapping[str, Any]) -> Columns:
     return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
 
 
-def num_rows(batch: Mapping[str, Any]) -> int:
-    """The number of rows of a batch: the first dimension of its first column that has one."""
-    return next((int(x.shape[0]) for x in batch.values() if getattr(x, "ndim", 0)), 1)
-
-
 def num_rows_of(batch: Any) -> int:
-    """The same of a batch of any form: columns by name, a tuple or list of arrays, or one array."""
+    """Return the number of rows of a batch of any form: columns by name, a tuple or list of arrays, or one array.
+
+    A loader's batch knows it; elsewhere it is the first dimension of the first column that has one.
+    """
+    if isinstance(batch, Batch):
+        return len(batch.indices)
     if not isinstance(batch, Mapping):
         batch = dict(enumerate(batch if isinstance(batch, (tuple, list)) else [batch]))
-    return num_rows(batch)
+    return _rows_of_first_column(batch)
+
+
+def _rows_of_first_column(columns: Mapping[Any, Any]) -> int:
+    return next((int(x.shape[0]) for x in columns.values() if getattr(x, "ndim", 0)), 1)
 
 
 def rows_of(batch: Any, begin: int, end: int) -> Any:
@@ -81,10 +88,11 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
 
 
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """MindSpore tensors for a batch's arrays."""
+    """Return a batch with MindSpore tensors in place of its arrays; a loader's batch keeps its indices."""
     import mindspore
 
-    return {name: mindspore.Tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
+    tensors = {name: mindspore.Tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
+    return Batch(tensors, batch.indices) if isinstance(batch, Batch) else tensors
 
 
 def call_with(function: Callable[..., Any], batch: Any) -> Any:

@@ -28,10 +28,18 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 
 from .batch_sizes import accumulation_steps_to_keep, largest_divisor
-from .batches import Batch, Collator, Columns, as_arrays, default_collate, num_rows
-from .same_samples import check_same_lengths, check_same_samples, digest_of_lengths
+from .batches import Batch, Collator, as_arrays, default_collate, num_rows_of
+from .same_samples import check_same_lengths, check_same_samples, digest_of_lengths, sample_digests
 from .sharding import GlobalBatchSampler, split_evenly
-from .source import brings_batches, checked_row, indexed_source, is_mindspore_dataset, seeded_iterator
+from .source import (
+    brings_batches,
+    checked_row,
+    indexed_source,
+    is_mindspore_dataset,
+    reusable,
+    samples_in,
+    seeded_iterator,
+)
 
 
 class IndexedLoader:
@@ -44,10 +52,14 @@ class IndexedLoader:
         group: ProcessGroup,
         collate: Optional[Collator] = None,
         columns: Optional[Sequence[str]] = None,
+        *,
+        readers: Optional[ProcessGroup] = None,
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
         self._group = group
+        self._readers = readers or group
+        self._sample_digests: Optional[dict[str, str]] = None
         self._collate = collate or default_collate
         self._columns = columns
 
@@ -57,9 +69,16 @@ class IndexedLoader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What the order of the samples is a function of: a run that is taken up must have the same."""
+        """What the samples and their order are known by: a run that is resumed must have the same. A collective."""
         own = {name: getattr(self.sampler, name) for name in ("num_samples", "seed", "shuffle", "uneven")}
-        return {**own, "lengths": self.digest_of_lengths}
+        return {**own, "lengths": self.digest_of_lengths, "samples": self.sample_digests}
+
+    @property
+    def sample_digests(self) -> dict[str, str]:
+        """A hash of each column over a few samples. A collective, the first time."""
+        if self._sample_digests is None:
+            self._sample_digests = sample_digests(self.dataset, self._readers, self._columns)
+        return self._sample_digests
 
     @property
     def digest_of_lengths(self) -> Optional[str]:
@@ -108,7 +127,7 @@ class PipelineLoader:
 
     def __init__(
         self,
-        open_batches: Callable[[int], Iterator[Columns]],
+        open_batches: Callable[[int], Iterator[Batch]],
         num_batches: Optional[int],
         group: ProcessGroup,
         accumulation_steps: int = 1,
@@ -128,6 +147,8 @@ class PipelineLoader:
         self._uneven = uneven
         self._num_batches = num_batches
         self._batch_size = batch_size
+        # Columns without a row for each sample, as far as they are known.
+        self._whole: set[str] = set()
 
     @property
     def global_batch_size(self) -> int:
@@ -148,15 +169,18 @@ class PipelineLoader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What this loader adds to the pipeline's own order: a run that is taken up must have the same."""
+        """What this loader adds to the pipeline's own order: a run that is resumed must have the same."""
         return {"num_samples": self.num_samples, "seed": self._seed, "uneven": self._uneven}
 
-    digest_of_lengths = None  # A pipeline brings its batches.
+    # A pipeline brings its batches, and has no samples that could be read out of turn.
+    digest_of_lengths = sample_digests = None
 
     def __len__(self) -> int:
         """Windows in an epoch; TypeError for a stream of unknown length, as ``len`` of any iterator."""
         if self._num_batches is None:
             raise TypeError("this stream has no known length")
+        if self._uneven == "drop" and self._num_samples is not None:
+            return self._num_samples // self.global_batch_size
         full, rest = divmod(self._num_batches, self._accumulation_steps)
         return full + (rest > 0 and self._uneven == "keep")
 
@@ -169,27 +193,36 @@ class PipelineLoader:
         return windows
 
     def _windows(self, epoch: int) -> Iterator[list[Optional[Batch]]]:
-        batches: Iterator[Columns] = iter(())
+        batches: Iterator[Batch] = iter(())
         if self._readers.is_main:
             batches = self._open_batches(epoch)
+
+        def read() -> list[Batch]:
+            nonlocal batches
+            window = list(itertools.islice(batches, self._accumulation_steps))
+            if self._uneven == "drop" and sum(map(num_rows_of, window)) < self.global_batch_size:
+                # A pipeline may have smaller batches elsewhere, too.
+                following = list(itertools.islice(batches, 1))
+                batches = itertools.chain(following, batches)
+                return window if following else []
+            return window
+
         rows_read = 0
-        while True:
-            window = self._readers.call_on_main(
-                lambda: list(itertools.islice(batches, self._accumulation_steps)), "reading the data pipeline"
-            )
-            if not window or (len(window) < self._accumulation_steps and self._uneven == "drop"):
-                return
+        while window := self._readers.call_on_main(read, "reading the data pipeline"):
             mine = []
-            for columns in window:
-                mine.append(self._my_rows(columns, rows_read))
-                rows_read += num_rows(columns)
+            for batch in window:
+                mine.append(self._my_rows(batch, rows_read))
+                rows_read += num_rows_of(batch)
             yield mine
 
-    def _my_rows(self, columns: Columns, rows_before: int) -> Optional[Batch]:
-        first, last = split_evenly(num_rows(columns), self._group.world_size, self._group.rank)
+    def _my_rows(self, batch: Batch, rows_before: int) -> Optional[Batch]:
+        num_rows = num_rows_of(batch)
+        # A column that belonged to a whole batch once still does in a short one that has as many rows by chance.
+        self._whole |= {name for name, x in batch.items() if x.shape[:1] != (num_rows,)}
+        first, last = split_evenly(num_rows, self._group.world_size, self._group.rank)
         if first == last:
             return None
-        rows = {name: array[first:last] for name, array in columns.items()}
+        rows = {name: x if name in self._whole else x[first:last] for name, x in batch.items()}
         return Batch(rows, np.arange(rows_before + first, rows_before + last))
 
 
@@ -233,7 +266,7 @@ def make_loader(
             len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven,
             global_batch_size, lengths,
         )  # fmt: skip
-        return IndexedLoader(source, sampler, group, collate, columns)
+        return IndexedLoader(source, sampler, group, collate, columns, readers=readers)
     if lengths is not None:
         raise ValueError(f"a {type(dataset).__name__} has no index, and its batches cannot be put together by length")
     global_micro_batch_size = micro_batch_size * group.world_size
@@ -247,12 +280,12 @@ def make_loader(
                 f"{group.world_size} ranks once more. Build it without num_shards and shard_id; the trainer shards it"
             )
         # A pipeline that the user has batched keeps its batches: they are the global micro batches.
-        num_samples = None
         if brings_batches(dataset):
             pipeline = dataset
+            num_samples = readers.call_on_main(lambda: samples_in(pipeline), "counting the data pipeline's samples")
         else:
             num_samples = readers.call_on_main(dataset.get_dataset_size, "counting the data pipeline's samples")
-            pipeline = dataset.batch(global_micro_batch_size)
+            pipeline = reusable(dataset).batch(global_micro_batch_size)
 
         size = pipeline.get_batch_size()
         if global_batch_size is not None:
@@ -263,9 +296,9 @@ def make_loader(
                 )
             accumulation_steps = global_batch_size // size
 
-        def open_pipeline(epoch: int) -> Iterator[Columns]:
+        def open_pipeline(epoch: int) -> Iterator[Batch]:
             for batch in seeded_iterator(pipeline, seed, epoch):
-                yield {name: array for name, array in batch.items() if columns is None or name in columns}
+                yield Batch({name: array for name, array in batch.items() if columns is None or name in columns})
 
         num_batches = readers.call_on_main(pipeline.get_dataset_size, "counting the data pipeline's batches")
         return PipelineLoader(
@@ -285,14 +318,14 @@ def make_loader(
             "an object with __len__ and __getitem__, or an iterable of dicts"
         )
 
-    def open_iterable(epoch: int) -> Iterator[Columns]:
+    def open_iterable(epoch: int) -> Iterator[Batch]:
         if hasattr(dataset, "set_epoch"):  # One of the library datasets is shuffled by it.
             dataset.set_epoch(epoch)
         rows = iter(dataset)
         while chunk := list(itertools.islice(rows, global_micro_batch_size)):
             if columns is not None:
                 chunk = [{name: value for name, value in row.items() if name in columns} for row in chunk]
-            yield as_arrays((collate or default_collate)(chunk))
+            yield Batch(as_arrays((collate or default_collate)(chunk)), np.arange(len(chunk)))
 
     return PipelineLoader(
         open_iterable, None, group, accumulation_steps,

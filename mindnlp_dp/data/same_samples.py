@@ -44,7 +44,7 @@ def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Seque
                 f"rank 0 holds {sizes[0]} samples where rank {rank} holds {theirs}; give every rank the whole data "
                 "set, the trainer shards it"
             )
-    probes = np.unique(np.linspace(0, sizes[0] - 1, NUM_PROBES).astype(int)).tolist() if sizes[0] else []
+    probes = _probes(sizes[0])
     texts = group.call_where(
         True, lambda: [_texts(source, index, columns, group.rank) for index in probes], "reading samples to compare"
     )
@@ -60,6 +60,30 @@ def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Seque
         f"{rank_0s}; the data set was shuffled or built with a seed that differs by rank; give every rank the same "
         "one, the trainer shuffles and shards it"
     )
+
+
+def sample_digests(source: Any, group: ProcessGroup, columns: Optional[Sequence[str]] = None) -> dict[str, str]:
+    """Return a hash of each column, over a few samples that rank 0 reads; the same on every rank. A collective.
+
+    By it a run that is resumed knows its data again. Columns that :func:`check_same_samples` passes over are not in it.
+    """
+
+    def read() -> dict[str, str]:
+        samples = [_texts(source, index, columns, group.rank) for index in _probes(len(source))]
+        texts = {name: [sample.get(name) for sample in samples] for name in {n: None for s in samples for n in s}}
+        return {
+            name: hashlib.blake2b("\n".join(map(str, column)).encode(), digest_size=8).hexdigest()
+            for name, column in texts.items()
+            if None not in column
+        }
+
+    digests: dict[str, str] = group.call_on_main(read, "reading samples to know the data again")
+    return digests
+
+
+def _probes(num_samples: Optional[int]) -> list[int]:
+    """The samples that are compared: spread evenly over the data set, its first and its last among them."""
+    return np.unique(np.linspace(0, num_samples - 1, NUM_PROBES).astype(int)).tolist() if num_samples else []
 
 
 def _first_difference(everyone: list[list[dict[str, Optional[str]]]]) -> Optional[tuple[int, int, str]]:

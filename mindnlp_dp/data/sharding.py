@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -116,8 +117,8 @@ class GlobalBatchSampler:
         update = self.num_updates - full - (rest > 0 and self.uneven == "keep")
         return update, samples_read - update * self.global_batch_size
 
-    def shard_indices(self, rank: int, epoch: int, start: int = 0, offset: int = 0) -> list[list[np.ndarray]]:
-        """What ``rank`` reads in ``epoch``, from update ``start`` on: one list of micro batches an update.
+    def shard_indices(self, rank: int, epoch: int, start: int = 0, offset: int = 0) -> Iterator[list[np.ndarray]]:
+        """Yield what ``rank`` reads in ``epoch``, from update ``start`` on: one list of micro batches an update.
 
         Every rank gets the same number of updates and, in each, of micro batches; those of a
         short last global batch may be smaller than ``micro_batch_size``, or empty. All begin ``offset`` samples later
@@ -126,10 +127,8 @@ class GlobalBatchSampler:
         order, size = epoch_order(self.num_samples, self.seed, epoch, self.shuffle), self.global_batch_size
         if self.lengths is not None:
             order = grouped_by_length(order, self.lengths, size)
-        return [
-            self._micro_batches(order[first : first + size], rank)
-            for first in range(start * size + offset, self.num_updates * size + offset, size)
-        ]
+        for first in range(start * size + offset, self.num_updates * size + offset, size):
+            yield self._micro_batches(order[first : first + size], rank)
 
     def _micro_batches(self, batch: np.ndarray, rank: int) -> list[np.ndarray]:
         first, last = split_evenly(len(batch), self.world_size, rank)

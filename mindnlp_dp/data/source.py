@@ -6,6 +6,7 @@ Goes in: a data set of any kind that MindNLP's users have. Comes out: a source w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -20,16 +21,48 @@ def is_mindspore_dataset(dataset: Any) -> bool:
     return isinstance(dataset, mindspore.dataset.Dataset)
 
 
+def reusable(pipeline: Any) -> Any:
+    """Return a MindSpore pipeline that another operation can be put behind, as often as anyone wants.
+
+    MindSpore notes each operation that was put behind a pipeline, and then refuses a pipeline with two of them ("The
+    data pipeline is not a tree"), though the first is not used any more. Here the note is kept on a copy.
+    """
+    again = copy.copy(pipeline)
+    again.parent = []
+    return again
+
+
 def mapped(dataset: Any, map_fn: Any) -> Any:
-    """A MindSpore data set through the Trainer's ``map_fn``; any other data set, and without one, as it is."""
-    if map_fn is None or not is_mindspore_dataset(dataset):
+    """Return a MindSpore data set through the Trainer's ``map_fn``; without one, a data set as it is.
+
+    Raises:
+        ValueError: another kind of data set, or one that is batched: ``map_fn`` would not be called, or with batches.
+    """
+    if map_fn is None:
         return dataset
-    return dataset.map(map_fn, getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None))
+    if not is_mindspore_dataset(dataset) or brings_batches(dataset):
+        kind = type(dataset).__name__
+        raise ValueError(
+            f"map_fn works on the samples of a MindSpore data set, and train_dataset is a {kind}"
+            + (" that is batched already" if is_mindspore_dataset(dataset) else "")
+            + "; leave map_fn out, and map the data set before it is passed, with its own map"
+        )
+    names = (getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None))
+    return reusable(dataset).map(map_fn, *names)
 
 
 def brings_batches(dataset: Any) -> bool:
     """Whether this is a MindSpore pipeline that its user has batched: those are the global micro batches."""
     return is_mindspore_dataset(dataset) and (dataset.get_batch_size() > 1 or is_batched(dataset))
+
+
+def samples_in(pipeline: Any) -> Optional[int]:
+    """Return how many samples the batches of a pipeline hold; None where another operation than batch is the last."""
+    from mindspore.dataset import BatchDataset
+
+    if not isinstance(pipeline, BatchDataset) or pipeline.drop_remainder:
+        return None
+    return int(pipeline.children[0].get_dataset_size()) if isinstance(pipeline.batch_size, int) else None
 
 
 def is_batched(dataset: Any) -> bool:

@@ -7,7 +7,7 @@ once at the end. Averages are never averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
@@ -52,6 +52,9 @@ def evaluate(
             whose experts are spread over ranks, which wait for those that have no rows left.
         has_loss: whether ``predict_fn`` returns a pair, its mean loss and the outputs.
         weight_of: what a batch's loss weighs; by default as for :func:`~mindnlp_dp.make_train_step`, by ``model``.
+
+    Raises:
+        ValueError: an output does not have a row for each sample, such as a loss without ``has_loss``.
     """
     group = group or get_data_group()
     called = model_of(predict_fn) if model is None else model
@@ -75,13 +78,27 @@ def evaluate(
                 run.add(None)
                 continue
             loss, outputs = returned if has_loss else (None, returned)
+            num_rows, outputs = num_rows_of(mine), to_numpy(outputs)
+            _check_rows(outputs, num_rows, group.label())
             if loss is None:
-                run.add(to_numpy(outputs), num_rows_of(mine))
+                run.add(outputs, num_rows)
             elif is_default and terms:
-                run.add(to_numpy(outputs), num_rows_of(mine), *terms[-1])
+                run.add(outputs, num_rows, *terms[-1])
             else:
-                run.add(to_numpy(outputs), num_rows_of(mine), float(loss.asnumpy()), float(weight_of(mine)))
+                run.add(outputs, num_rows, float(loss.asnumpy()), float(weight_of(mine)))
     return Evaluation(*run.finish())
+
+
+def _check_rows(outputs: Any, num_rows: int, rank: str) -> None:
+    """Raise ValueError unless every array of a nested structure has a row for each sample of the batch."""
+    if isinstance(outputs, (tuple, list, Mapping)):
+        for part in outputs.values() if isinstance(outputs, Mapping) else outputs:
+            _check_rows(part, num_rows, rank)
+    elif outputs is not None and (outputs.ndim == 0 or outputs.shape[0] != num_rows):
+        raise ValueError(
+            f"predict_fn returned an array of shape {outputs.shape} for a batch of {num_rows} rows (rank {rank}), and "
+            "outputs have a row for each sample; if it returns a pair, its loss and the outputs, pass has_loss=True"
+        )
 
 
 class EvaluationRun:

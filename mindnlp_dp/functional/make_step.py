@@ -10,22 +10,25 @@ rank's part of a global batch, by the same stages as the Trainer's (:mod:`mindnl
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional, Union
 
 import mindspore
 
+from mindnlp_dp.checkpoint.whole_model import data_group
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_data_group
 from mindnlp_dp.gradients.reducer import ReducerWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.replicas.broadcast import broadcast_parameters
 from mindnlp_dp.replicas.initialized import check_values
+from mindnlp_dp.replicas.weights import named_weights
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.step.loss_weight import checked_weight
 from mindnlp_dp.step.losses import LossMeter
-from mindnlp_dp.step.model_of import BatchWeigher, model_of
+from mindnlp_dp.step.model_of import BatchWeigher, model_of, modules_of
 from mindnlp_dp.step.seeds import step_seed
 from mindnlp_dp.step.span_loss import SpanLoss
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
@@ -50,6 +53,7 @@ def make_train_step(
     leave_out_bad_losses: bool = True,
     zero_stage: Union[int, str] = "auto",
     group: Optional[ProcessGroup] = None,
+    broadcast_weights: bool = True,
     **exchange: Any,
 ) -> FunctionalStep:
     """A step that every rank calls once an update, with its own part of the global batch.
@@ -78,13 +82,17 @@ def make_train_step(
         zero_stage: whether every rank updates everything (0), or a slice, whose optimizer state (1) and averaged
             gradients (2) it alone has. The weights are the same, to the bit. "auto" says what it takes; it divides the
             update where a host's ranks can share one set of weights. Whoever writes to weights between two updates
-            sets it to 0, for ranks that share them would all write to the same ones.
+            sets it to 0, for ranks that share them would all write to the same ones. They are each rank's own again
+            when the step is dropped (``del step``).
+        group: the ranks that share out the samples; by default those of the model's mesh, else all.
+        broadcast_weights: give every rank rank 0's weights and buffers, frozen ones included, of the models that
+            ``forward_fn`` refers to, before the first update, as the Trainer does. Without it they must be the same.
         exchange: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and ``compression``.
 
     Raises:
-        ValueError: options that exclude each other.
+        ValueError: options that exclude each other, or a mesh that cuts models, while this one is whole.
+        ReplicaMismatchError: the ranks' models differ in their names, shapes or types.
     """
-    group = group or get_data_group()
     is_plain = isinstance(optimizer, mindspore.nn.Optimizer)
     if jit and not is_plain:
         raise ValueError(
@@ -102,6 +110,10 @@ def make_train_step(
         raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
     # A module that two models share is in the lists of both.
     parameters = list({id(parameter): parameter for parameter in parameters}.values())
+    parallel = parallel_of(parameters)
+    group = group or data_group(parallel)
+    if broadcast_weights:
+        _broadcast(forward_fn, model, parameters, parallel, group)
     if is_plain:
         parameters = _in_order_of(optimizer, parameters)
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
@@ -110,7 +122,6 @@ def make_train_step(
         gradient_fn = torch_like().autograd.value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
     model = model_of(forward_fn, parameters) if model is None else model
     check_values(_with_names(parameters, model), group)
-    parallel = parallel_of(parameters)
     window: GradientWindow
     if reducer is not None:
         window = ReducerWindow(parameters, reducer, group)
@@ -132,6 +143,21 @@ def make_train_step(
     span_loss = SpanLoss(model if weight_of is None else None, losses.group)
     weight_of = weight_of or BatchWeigher(forward_fn, model)
     return FunctionalStep(step, passes, accumulation_steps, weight_of, seed=seed, span_loss=span_loss)
+
+
+def _broadcast(
+    forward_fn: Callable[..., Any], model: Any, parameters: Sequence[Any], parallel: Any, group: ProcessGroup
+) -> None:
+    """Give every rank rank 0's parameters, and all else that the models have which they belong to. A collective."""
+    if parallel is not None:
+        parallel.broadcast_weights()
+        return
+    models = modules_of(forward_fn, parameters) if model is None else [model]
+    for each in models:
+        broadcast_parameters(each, group)
+    known = {id(weight) for each in models for _, weight in named_weights(each)}
+    others = [(f"parameter {number}", p) for number, p in enumerate(parameters) if id(p) not in known]
+    broadcast_parameters(others, group)
 
 
 def _in_order_of(optimizer: Any, parameters: Sequence[Any]) -> list[Any]:
@@ -182,6 +208,13 @@ class FunctionalStep:
         self.num_updates = 0
         self.grad_norm: Optional[float] = None
         self.synchronizer: GradientWindow = train_step.synchronizer
+        # Who drops the step may write to the weights, which ranks shared.
+        weakref.finalize(self, train_step.updater.make_private).atexit = False
+
+    @property
+    def seed(self) -> int:
+        """What randomness inside the model is a function of, besides the rank, the update and the micro step."""
+        return self._seed
 
     def __call__(self, batches: Any) -> Optional[float]:
         """Do one update; returns this rank's mean loss, None when it had no sample. A collective.

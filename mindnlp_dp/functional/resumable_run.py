@@ -13,18 +13,23 @@ and checkpoints of the Trainer's kind::
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.folders import (
     checkpoint_path,
+    checkpoints_in,
     has_checkpoints,
     newest_checkpoint,
     remove_old_checkpoints,
+    remove_unfinished_checkpoints,
 )
 from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.manifest import RunId, run_of
 from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
 from mindnlp_dp.checkpoint.whole_model import whole_model
 from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
@@ -63,6 +68,11 @@ class FunctionalRun:
         self._opened_at = (0, step.num_updates)
         self._saved: Optional[dict[str, Any]] = None
         self._parts = Run(self._whole, step.train_step)
+        # Read now: all ranks are here.
+        self._data = {**loader.order, "seed": step.seed}
+        # Given by the first checkpoint, which also takes the right to write to the folder.
+        self._run_id: Optional[RunId] = None
+        self._lock: Optional[FolderLock] = None
 
     @property
     def position(self) -> Position:
@@ -95,12 +105,17 @@ class FunctionalRun:
         self._whole.broadcast_buffers()
 
     def save(self) -> Path:
-        """Write a checkpoint; one rank writes, the others return when it has, or raise what it raised."""
+        """Write a checkpoint; one rank writes, the others return when it has, or raise what it raised.
+
+        Raises:
+            RuntimeError: another job is writing to the folder.
+        """
         self.step.synchronizer.forget_errors()
+        run_id = self.group.call_where(self.group.is_main, self._become_writer, "preparing the folder of checkpoints")
         path = checkpoint_path(self.folder, self.step.num_updates)
         state = {
             **self._parts.state(keep=self.group.is_main),
-            "data": self.loader.order,
+            "data": self._data,
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
             "num_updates": self.step.num_updates,
@@ -110,14 +125,24 @@ class FunctionalRun:
         write_model = self._whole.model_writer(self.folder, lambda folder: write_weights(self.model, folder))
 
         def write() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(path, state, write_model)
-            remove_old_checkpoints(self.folder, self.keep, [path])
+            assert run_id is not None, "this rank writes"
+            write_checkpoint(path, state, write_model, run_id)
+            remove_old_checkpoints(self.folder, self.keep, [path], run_id)
 
         request = progress.checkpoint_request()
         self.group.call_where(self.group.is_main, write, "saving a checkpoint")
         progress.has_saved(request)
         return path
+
+    def _become_writer(self) -> RunId:
+        """On the rank that writes: no other job does from now on, until this object or this process is gone."""
+        if self._lock is None:
+            self._lock = lock_folder(self.folder)
+            weakref.finalize(self, self._lock.release)
+            remove_unfinished_checkpoints(self.folder)
+        if self._run_id is None:
+            self._run_id = RunId.new(map(run_of, checkpoints_in(self.folder)))
+        return self._run_id
 
     def resume(self) -> bool:
         """Take up the run from the newest complete checkpoint in ``folder``; False, and nothing done, without any.
@@ -133,8 +158,11 @@ class FunctionalRun:
         path = self.group.call_on_main(choose, "looking for a checkpoint")
         if path is None:
             return False
+        if self.group.is_main:
+            self._run_id = run_of(path)
+            print(f"resuming from {path}", flush=True)
         saved = load_checkpoint(path, self._whole)
-        check_same_data(self.loader.order, saved["data"], "save to another folder")
+        check_same_data(self._data, saved["data"], "save to another folder")
         if self.loader.global_batch_size != saved["global_batch_size"]:
             raise ValueError(
                 f"the checkpoint's updates have {saved['global_batch_size']} samples, this loader's "

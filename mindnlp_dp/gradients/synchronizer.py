@@ -30,6 +30,7 @@ import numpy as np
 
 from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.versions import mindnlp_series
 
 from .buckets.bucket import Bucket
 from .buckets.exchange import exchange_buckets
@@ -41,6 +42,13 @@ from .window import GradientWindow
 
 DEFAULT_BUCKET_CAP_MB = 2.0
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
+
+
+def _lacks_hooks(parameters: Iterable[Any]) -> str:
+    """Why parameters cannot say when their gradient is there; empty where they can."""
+    if mindnlp_series() == "0.5" and any(type(p).__module__.startswith("mindtorch") for p in parameters):
+        return "MindNLP 0.5's parameters cannot say when their gradient is there"
+    return ""
 
 
 class GradientSynchronizer(GradientWindow):
@@ -92,7 +100,7 @@ class GradientSynchronizer(GradientWindow):
         self.pack_in_order(first_order(len(self.parameters)))
         self._hides = not any(b.is_asynchronous for b in self.buckets)
         self.overlap = Overlap(self.parameters, overlap, self.channel, on_device=self.group.on_device)
-        reason = self.channel.cannot_overlap if overlap else "not asked for"
+        reason = (self.channel.cannot_overlap or _lacks_hooks(self.parameters)) if overlap else "not asked for"
         reason = reason or ("PowerSGD needs whole gradients" if self._powersgd else "")
         if reason := reason or ("" if self.buckets else "there is nothing to exchange"):
             self.overlap.turn_off(reason)

@@ -124,16 +124,16 @@ class _Kept:
         """A flat array of ``size`` elements, or up to a quarter more."""
         size = _rounded_up(size)
         with self._lock:
-            used = self._num_used + size
-            most_used = max(self._most_used, used)
             if free := self._free.get(size):
                 memory = free.pop()
                 self._num_free -= size
             else:
-                self._drop(used + self._num_free - most_used * 5 // 4)
+                used = self._num_used + size
+                self._drop(used + self._num_free - max(self._most_used, used) * 5 // 4)
                 memory = np.empty(size, np.float32)
-            # There may be none left: then it is as if nobody had asked.
-            self._num_used, self._most_used = used, most_used
+            # Only now: there may be none left. And added, for what was dropped may have freed more in this thread.
+            self._num_used += size
+            self._most_used = max(self._most_used, self._num_used)
         return np.asarray(_Block(memory, self))
 
     def put(self, memory: np.ndarray) -> None:

@@ -36,6 +36,8 @@ from .verdict import Status, write_status
 
 # Rank 0 is the one that is shown: when all fail together, it gets to speak first.
 OTHERS_WAIT_SECONDS = 0.2
+# ... and one that failed for want of another rank lets that one say why.
+ECHOES_WAIT_SECONDS = 1.0
 
 
 def main() -> None:
@@ -75,8 +77,8 @@ def run() -> None:
     if os.getpid() != this_process:
         # A child that the script has forked, and that came to the script's end.
         os._exit(code)
-    if code != 0 and rank != 0 and not waited:
-        time.sleep(OTHERS_WAIT_SECONDS)
+    if code != 0 and (waited or rank != 0):
+        time.sleep(ECHOES_WAIT_SECONDS if waited else OTHERS_WAIT_SECONDS)
     try:
         write_status(log_dir, rank, Status(code, time.time(), waited))
     except OSError as error:

@@ -9,6 +9,7 @@ from mindnlp_dp.kernels.choice import apply_to, given
 
 from .in_place_of import in_place_of
 from .mindspore_api import let_the_generator_get_on
+from .random_operators import follow_the_seed
 
 
 # Versions: MindSpore 2.7+ on CPU. Cause: its kernels of these operators take 2 to 35 times as long as they have to on a
@@ -22,6 +23,7 @@ def use_kernels_in_layers() -> None:
     from mindnlp_dp.kernels import functions
 
     let_the_generator_get_on()
+    follow_the_seed()
     nn = mindspore.nn
 
     @in_place_of(nn.Dense, "construct")

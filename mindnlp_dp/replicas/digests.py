@@ -20,11 +20,18 @@ from .weights import ReplicaMismatchError, check_same_structure, named_buffers, 
 DIGEST_BYTES = 8
 
 
+# PEFT's frozen copies of modules that are trained and saved whole, such as a new head: nothing computes with them, and
+# no checkpoint holds them. MindNLP 0.4 and PEFT call them so.
+_UNUSED_COPIES = (".original_cell.", ".original_module.")
+
+
 def replica_digest(model: Any) -> str:
-    """A hash of every weight's name, type, shape and bits, as 16 hexadecimal digits."""
+    """Return a hash of every weight's name, type, shape and bits, as 16 hexadecimal digits."""
     total = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    has_adapters = hasattr(model, "peft_config")
     for name, weight in named_weights(model):
-        total.update(weight_digest(name, weight))
+        if not (has_adapters and any(copy in name for copy in _UNUSED_COPIES)):
+            total.update(weight_digest(name, weight))
     return total.hexdigest()
 
 

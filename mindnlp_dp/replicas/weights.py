@@ -14,27 +14,50 @@ class ReplicaMismatchError(RuntimeError):
 
 
 def named_weights(model: Any) -> list[tuple[str, Any]]:
-    """Parameters, frozen ones too, then buffers: ``(name, tensor)``, each tensor once.
+    """Return parameters, frozen ones too, then the buffers of a state dict: ``(name, tensor)``, each tensor once.
 
-    Takes a MindNLP module, a ``mindspore.nn.Cell``, or such pairs.
+    Takes a MindNLP module, a ``mindspore.nn.Cell``, or such pairs. Buffers that are not persistent, such as tables of
+    rotary embeddings that grow with the longest sequence, belong to each process for itself.
     """
     return _each_once(_pairs(model))
 
 
 def named_buffers(model: Any) -> list[tuple[str, Any]]:
-    """What a forward pass may change: the buffers of a MindNLP module; what does not train of a ``mindspore.nn.Cell``.
+    """Return what a forward pass may change, and a state dict holds.
 
-    A Cell knows no buffers: the running statistics of its batch normalisation are parameters that do not train.
+    That is the persistent buffers of a MindNLP module, and what does not train of a ``mindspore.nn.Cell``: the running
+    statistics of its batch normalisation are parameters that do not train.
     """
     if hasattr(model, "named_parameters"):
-        return _each_once(getattr(model, "named_buffers", tuple)())
+        return _each_once(_persistent_buffers(model))
     return _each_once((name, w) for name, w in _pairs(model) if not getattr(w, "requires_grad", True))
+
+
+def transient_buffers(model: Any) -> list[tuple[str, Any]]:
+    """Return the buffers of a MindNLP module that are not persistent: no state dict holds them."""
+    persistent = {id(buffer) for _, buffer in _persistent_buffers(model)}
+    every = model.named_buffers() if hasattr(model, "named_buffers") else ()
+    return _each_once((name, buffer) for name, buffer in every if id(buffer) not in persistent)
+
+
+def _persistent_buffers(model: Any, **options: Any) -> list[tuple[str, Any]]:
+    if not hasattr(model, "named_buffers"):
+        return []
+    transient: set[str] = set()
+    # MindSpore's cells have buffers from 2.10 on, and other names for what is in them.
+    modules = model.cells_and_names() if hasattr(model, "cells_and_names") else model.named_modules()
+    for prefix, module in modules:
+        names = getattr(module, "_non_persistent_buffers_set", ())
+        transient |= {f"{prefix}.{name}" if prefix else name for name in names}
+    return [(name, buffer) for name, buffer in model.named_buffers(**options) if name not in transient]
 
 
 def _pairs(model: Any) -> list[tuple[str, Any]]:
     if hasattr(model, "named_parameters"):
-        return [*model.named_parameters(), *getattr(model, "named_buffers", tuple)()]
-    return list(model.parameters_and_names() if hasattr(model, "parameters_and_names") else model)
+        return [*model.named_parameters(), *_persistent_buffers(model)]
+    if hasattr(model, "parameters_and_names"):
+        return [*model.parameters_and_names(), *_persistent_buffers(model)]
+    return list(model)
 
 
 def _each_once(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -43,10 +66,10 @@ def _each_once(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def all_names(model: Any) -> dict[str, Any]:
-    """Every name of every parameter and buffer, those that share one tensor too."""
+    """Return every name of every parameter and persistent buffer, of those that share one tensor too."""
     if not hasattr(model, "named_parameters"):
         return dict(named_weights(model))
-    pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    pairs = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model, remove_duplicate=False)]
     return {name: weight for name, weight in pairs if weight is not None}
 
 

@@ -18,7 +18,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.arrays.conversion import to_host
-from mindnlp_dp.data.batches import num_rows_of
+from mindnlp_dp.data.batches import Batch, num_rows_of
 
 # The label that the losses of MindNLP and Transformers leave out, as PyTorch's cross-entropy does.
 IGNORED = -100
@@ -118,7 +118,9 @@ def _are_classes(labels: np.ndarray) -> bool:
 
 
 def _num_rows(batch: Any) -> float:
-    """The rows of a batch: of its labels, which have one for each; else of its first column."""
+    """The rows of a batch: those that its loader counted, or of its labels, which have one for each."""
+    if isinstance(batch, Batch):
+        return float(num_rows_of(batch))
     labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
     return float(labels.shape[0] if getattr(labels, "ndim", 0) else num_rows_of(batch))
 

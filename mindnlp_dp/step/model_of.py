@@ -34,6 +34,24 @@ def model_of(function: Callable[..., Any], parameters: Any = None) -> Optional[A
     return ranked[-1][1] if ranked else None
 
 
+def modules_of(function: Callable[..., Any], parameters: Any) -> list[Any]:
+    """Return all models and cells that a function refers to and that have one of ``parameters``, each once."""
+    wanted = {id(parameter) for parameter in parameters}
+    found: dict[int, Any] = {}
+    for each in _referred_to(function, _MAX_DEPTH):
+        if isinstance(each, type):
+            continue
+        if hasattr(each, "named_parameters"):
+            own = each.parameters()
+        elif hasattr(each, "parameters_and_names"):
+            own = (parameter for _, parameter in each.parameters_and_names())
+        else:
+            continue
+        if any(id(parameter) in wanted for parameter in own):
+            found[id(each)] = each
+    return list(found.values())
+
+
 def _referred_to(value: Any, depth: int) -> Iterator[Any]:
     yield value
     if depth == 0:

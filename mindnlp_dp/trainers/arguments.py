@@ -8,18 +8,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import enum
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_data_group, get_process_group
+from mindnlp_dp.communication.process_group import get_process_group
 from mindnlp_dp.gradients.powersgd import DEFAULT_RANK
 from mindnlp_dp.gradients.synchronizer import DEFAULT_BUCKET_CAP_MB
 from mindnlp_dp.update.choose import check_zero_stage
 
 from .library import TrainingArguments
+
+_RESULT_SETTINGS = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "label_smoothing_factor",
+    "neftune_noise_alpha", "compression", "powersgd_rank",
+)  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a checkpoint can hold it."""
+    value = value.value if isinstance(value, enum.Enum) else value
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
 @dataclass(repr=False)
@@ -83,14 +96,6 @@ class RankArguments(TrainingArguments):
         return "distributed" if self.world_size > 1 else "not_distributed"
 
     @property
-    def global_train_batch_size(self) -> int:
-        """Samples in an update: micro batch * accumulation steps * the ranks that share out the samples, if not set."""
-        return (
-            self.global_batch_size
-            or self.train_batch_size * self.gradient_accumulation_steps * get_data_group().world_size
-        )
-
-    @property
     def drops_last(self) -> bool:
         """Whether a last global batch that is not full is left out, rather than split."""
         raise NotImplementedError
@@ -100,7 +105,8 @@ class RankArguments(TrainingArguments):
         return self.seed if self.data_seed is None else self.data_seed
 
     def data_order(self, loader: Any) -> dict[str, Any]:
-        """What a loader's order, and dropout, are functions of: a run that is resumed must have the same."""
+        """What the data and their order are known by, and dropout is a function of: a run that is resumed must have
+        the same. A collective."""
         return {
             "num_samples": loader.num_samples,
             "seed": self.seed,
@@ -108,7 +114,12 @@ class RankArguments(TrainingArguments):
             "dataset_shuffle": self.dataset_shuffle,
             "dataset_drop_last": self.drops_last,
             "lengths": loader.digest_of_lengths,
+            "samples": loader.sample_digests,
         }
+
+    def result_settings(self) -> dict[str, Any]:
+        """The settings, data aside, that change what is trained; those that this library has."""
+        return {name: _plain(getattr(self, name)) for name in _RESULT_SETTINGS if hasattr(self, name)}
 
     def absolute_interval(self, name: str, max_steps: int) -> Optional[int]:
         """``logging_steps``, ``eval_steps`` or ``save_steps`` in updates; below 1 it is a share of the whole run."""

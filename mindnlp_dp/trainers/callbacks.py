@@ -21,7 +21,11 @@ def callback_states(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def load_callback_states(callbacks: Iterable[Any], states: Iterable[tuple[str, Any]]) -> None:
-    """Give every callback the first saved state of its class that is left; one without keeps its own."""
+    """Give every callback the first saved state of its class that is left; one without keeps its own.
+
+    Raises:
+        TypeError: a callback that was saved has no ``load_state_dict``.
+    """
     left = list(states)
     for callback in callbacks:
         match = next((entry for entry in left if entry[0] == type(callback).__name__), None)
@@ -30,5 +34,15 @@ def load_callback_states(callbacks: Iterable[Any], states: Iterable[tuple[str, A
         left.remove(match)
         if hasattr(callback, "load_state_dict"):
             callback.load_state_dict(match[1])
-        else:
+        elif hasattr(callback, _COUNTER):
             setattr(callback, _COUNTER, match[1])
+        else:
+            raise TypeError(
+                f"{type(callback).__name__} has state_dict(), which the checkpoint holds, and no load_state_dict(state)"
+            )
+
+
+def has_lost_patience(callback: Any) -> bool:
+    """Whether an early stopper has stopped the run, by the names that MindNLP and Transformers give its counters."""
+    patience = getattr(callback, "early_stopping_patience", None)
+    return patience is not None and getattr(callback, _COUNTER, 0) >= patience

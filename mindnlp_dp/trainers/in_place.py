@@ -66,7 +66,7 @@ def _step_of(trainer: Any, loop: Any) -> int:
 def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[str, Any]:
     """What rank ``source`` has, which has got furthest, on every rank."""
     world = trainer.world
-    trainer.remove_unfinished_checkpoints()
+    trainer.prepare_output_dir()
     all_have_it = min(steps) == steps[source]
     if not all_have_it:
         if steps[world.rank] < steps[source]:

@@ -14,10 +14,12 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.checkpoint.folders import choose_checkpoint, remove_unfinished_checkpoints
+from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
+from mindnlp_dp.checkpoint.folders import choose_checkpoint, put_right, remove_unfinished_checkpoints
 from mindnlp_dp.checkpoint.load import load_checkpoint
-from mindnlp_dp.checkpoint.whole_model import WholeModel, whole_model
-from mindnlp_dp.communication.process_group import get_data_group, get_process_group
+from mindnlp_dp.checkpoint.manifest import RunId
+from mindnlp_dp.checkpoint.whole_model import WholeModel, data_group, whole_model
+from mindnlp_dp.communication.process_group import get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
@@ -44,13 +46,17 @@ class RankTrainer(abc.ABC):
     args: RankArguments
     model: Any
     state: Any
+    # Whose checkpoints train() writes.
+    run_id: RunId
     preprocess_logits_for_metrics: Any
     training_loop: TrainingLoop
 
     def __init__(self, model: Any, args: RankArguments, *rest: Any, **kwargs: Any) -> None:
         # Those that share out the samples; and all, who may have parts of the model.
-        self.group, self.world = get_data_group(), get_process_group()
+        self.group, self.world = data_group(getattr(model, "parallel", None)), get_process_group()
         self._synchronizer: Optional[GradientWindow] = None
+        self._folder_lock: Optional[FolderLock] = None
+        self.resumed_from: Optional[Path] = None
         self.trainer_loss = TrainerLoss(self)
         self.current_tokens = 0
         # Samples in an update, where the number of ranks is not to change it.
@@ -58,6 +64,8 @@ class RankTrainer(abc.ABC):
         # How many micro steps that has made of how many.
         self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        # Where model_init has made it.
+        self.group = data_group(getattr(self.model, "parallel", None))
         check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()
 
@@ -146,19 +154,44 @@ class RankTrainer(abc.ABC):
             )
         # An earlier call may have failed with an exchange under way, on some ranks further than on others.
         self._synchronizer = None
-        folder, saves = Path(self.args.output_dir), self.args.save_strategy != "no"
-        self.remove_unfinished_checkpoints()
-        self.resumed_from: Optional[Path] = self.world.call_on_main(
-            lambda: choose_checkpoint(folder, resume_from, saves, job=job or job_if_restarted(os.environ)),
-            "looking for a checkpoint",
-        )
+        self.prepare_output_dir()
+        try:
+            self.resumed_from, self.run_id = self.world.call_on_main(
+                lambda: choose_checkpoint(
+                    Path(self.args.output_dir), resume_from, self._saves, job=job or job_if_restarted(os.environ)
+                ),
+                "looking for a checkpoint",
+            )
+        except BaseException:
+            self._release_output_dir()
+            raise
 
-    def remove_unfinished_checkpoints(self) -> None:
-        """What ranks that are gone have left half written. A collective."""
+    @property
+    def _saves(self) -> bool:
+        return self.args.save_strategy != "no"
+
+    def prepare_output_dir(self) -> None:
+        """Become the one job that writes checkpoints there, and remove what killed writers left. A collective.
+
+        Raises:
+            RuntimeError: on every rank, when another job is writing to it.
+        """
         folder = Path(self.args.output_dir)
-        self.world.call_where(
-            self.args.should_save, lambda: remove_unfinished_checkpoints(folder), "removing unfinished checkpoints"
-        )
+
+        def prepare() -> None:
+            if not self._saves:
+                put_right(folder)
+                return
+            if self._folder_lock is None:
+                self._folder_lock = lock_folder(folder)
+            remove_unfinished_checkpoints(folder)
+
+        self.world.call_where(self.args.should_save, prepare, "preparing output_dir")
+
+    def _release_output_dir(self) -> None:
+        lock, self._folder_lock = self._folder_lock, None
+        if lock is not None:
+            lock.release()
 
     def _inner_training_loop(
         self,
@@ -170,6 +203,15 @@ class RankTrainer(abc.ABC):
     ) -> Any:
         if batch_size is not None:
             self._train_batch_size = batch_size
+        try:
+            return self._run_training_loop(ignore_keys_for_eval)
+        finally:
+            self._release_output_dir()
+            # Scripts go on to change the weights in place, each rank for itself.
+            if "training_loop" in vars(self):
+                self.training_loop.make_weights_private()
+
+    def _run_training_loop(self, ignore_keys_for_eval: Optional[list[str]]) -> Any:
         checkpoint = None
         if self.resumed_from is not None:
             checkpoint = load_checkpoint(self.resumed_from, self.whole)

@@ -7,15 +7,15 @@ import os
 from dataclasses import asdict
 from typing import Any, Optional
 
-from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
+from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data, warn_of_other_settings
 from mindnlp_dp.data.source import brings_batches
-from mindnlp_dp.launch.environment import full_size
+from mindnlp_dp.launch.environment import full_size, job_if_restarted
 from mindnlp_dp.step.train_step import TrainStep
 from mindnlp_dp.trainers.control import ControlAgreement
 
 from .arguments import RankArguments
 from .batch_scaling import Pace, batch_of
-from .callbacks import callback_states, load_callback_states
+from .callbacks import callback_states, has_lost_patience, load_callback_states
 from .library import TrainerState
 
 
@@ -31,14 +31,14 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, Pace]
         # By an earlier call.
         trainer.args = copy.copy(trainer.args)
         trainer.args.gradient_accumulation_steps = trainer.accumulation_steps_asked
-    # Older checkpoints know of one size only.
-    planned = _global_batch(trainer) if saved is None else saved.get("planned_batch_size", saved["global_batch_size"])
+    planned = _global_batch(trainer) if saved is None else saved["planned_batch_size"]
     trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
     pace = Pace(loader, planned, trainer.global_batch_size, whole)
+    # Read on every run: later, when a rank was lost, ranks are at different places.
+    data = trainer.args.data_order(loader)
     if saved is not None:
-        way_out = "begin the epoch anew with ignore_data_skip=True"
-        check_same_data(trainer.args.data_order(loader), saved["data"], way_out)
+        check_same_data(data, saved["data"], "start the epoch again with ignore_data_skip=True")
     if trainer.global_batch_size is not None and loader.micro_steps != trainer.args.gradient_accumulation_steps:
         trainer.accumulation_steps_asked = trainer.args.gradient_accumulation_steps
         trainer.args = copy.copy(trainer.args)
@@ -113,6 +113,7 @@ class ResumableLoop:
             **self.parts.state(keep=self.args.should_save if keep is None else keep),
             "callbacks": callback_states(trainer.callback_handler.callbacks),
             "data": self.args.data_order(self.loader),
+            "settings": self.args.result_settings(),
             "global_batch_size": self.loader.global_batch_size,
             "planned_batch_size": self.pace.planned,
             "is_scaled": self.pace.is_scaled,
@@ -137,10 +138,32 @@ class ResumableLoop:
             self.position.update = self.position.offset = 0
         else:
             self.position = self.pace.take_up(self.position, saved)
-        # Whoever gives a finished run more steps wants it to go on; a stop before its last step stands.
-        saved["flags"]["should_training_stop"] &= step < trainer.state.max_steps
-        is_done = step >= self.pace.total(planned_updates, step, self.position)
-        return position.ending_epoch and (saved["flags"]["should_training_stop"] or is_done)
+        if trainer.world.is_main:
+            warn_of_other_settings(self.args.result_settings(), saved["settings"])
+        total = self.pace.total(planned_updates, step, self.position)
+        saved["flags"]["should_training_stop"] = self._stays_stopped(saved, total)
+        return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= total)
+
+    def _stays_stopped(self, saved: dict[str, Any], total: int) -> bool:
+        """Whether a stop that was saved holds: an early stopper's does, and any in a job that restarts by itself.
+
+        Who resumes a run that was stopped by a signal, a time limit or a callback wants it to go on, and so does who
+        gives a finished run more steps. Says which it is.
+        """
+        state = self.trainer.state
+        if not saved["flags"]["should_training_stop"] or state.global_step >= state.max_steps:
+            return False
+        is_restarted = saved.get("in_place", False) or job_if_restarted(os.environ) is not None
+        stopped_early = any(map(has_lost_patience, self.trainer.callback_handler.callbacks))
+        if self.trainer.world.is_main and not saved.get("in_place", False):
+            where = f"this run was stopped at update {state.global_step} of {total}"
+            if stopped_early:
+                print(f"{where} by early stopping, and has ended: nothing is left to train", flush=True)
+            elif is_restarted:
+                print(f"{where}, before its job was restarted, and has ended: nothing is left to train", flush=True)
+            else:
+                print(f"{where}; it is resumed there, and goes on to its end", flush=True)
+        return is_restarted or stopped_early
 
     def restore_what_begins_undo(self) -> None:
         """Random states and stops: callbacks that begin, and reading up to the position, change them."""

@@ -33,9 +33,9 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def write() -> None:
-        write_checkpoint(path, run, write_model)
+        write_checkpoint(path, run, write_model, trainer.run_id)
         keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
-        remove_old_checkpoints(folder, args.save_total_limit, keep)
+        remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id)
 
     trainer.world.call_where(args.should_save, write, "saving a checkpoint")
 

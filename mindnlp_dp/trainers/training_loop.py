@@ -33,6 +33,7 @@ from mindnlp_dp.step.timeline import Timeline
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.trainers.control import STOPS, ControlAgreement
 from mindnlp_dp.update.choose import make_updater
+from mindnlp_dp.update.updater import Updater
 
 from .library import TrainerState, TrainOutput, has_length
 from .resuming import ResumableLoop, open_data
@@ -79,10 +80,8 @@ class TrainingLoop(ResumableLoop):
         trainer.create_optimizer_and_scheduler(num_training_steps=planned)
         self.synchronizer = trainer.synchronizer(trainer.model)
         passes = trainer.passes
-        scope = passes.scope(trainer.optimizer, self.synchronizer.parameters)
-        updater = make_updater(trainer.optimizer, self.synchronizer, args.zero_stage, trainer.lr_scheduler, scope)
         self.train_step = TrainStep(
-            self.synchronizer, updater, self.losses,
+            self.synchronizer, self._make_updater(), self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
             settle=passes.settle,
         )  # fmt: skip
@@ -111,6 +110,7 @@ class TrainingLoop(ResumableLoop):
         self.tokens_before = state.num_input_tokens_seen
         self.timer.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
+        self._follow_optimizer()
         if self.begins_anew:
             is_over |= self._do_what_is_pending()
         self.agree(trainer.control)
@@ -121,6 +121,21 @@ class TrainingLoop(ResumableLoop):
                 self.position = Position(self.position.epoch + 1)
         self.timer.stop()
         return self._finish(began, self.synchronizer.seconds - sync_seconds_before)
+
+    def _make_updater(self) -> Updater:
+        trainer = self.trainer
+        scope = trainer.passes.scope(trainer.optimizer, self.synchronizer.parameters)
+        return make_updater(trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope)
+
+    def _follow_optimizer(self) -> None:
+        """Make the update anew where a callback has put another ``step`` into the optimizer. A collective."""
+        before = self.train_step.updater
+        if all(self.world.all_gather_object(before.follows_optimizer())):
+            return
+        state = before.optimizer_state()
+        before.make_private()
+        self.train_step.updater = self._make_updater()
+        self.train_step.updater.load_optimizer_state(state)
 
     def _do_what_is_pending(self) -> bool:
         """What was to be done between two updates when a rank was lost; whether the run is over then."""
@@ -255,6 +270,11 @@ class TrainingLoop(ResumableLoop):
 
     # After.
 
+    def make_weights_private(self) -> None:
+        """Take the weights out of memory that the ranks of a host share."""
+        if self.is_set_up:
+            self.train_step.updater.make_private()
+
     def _finish(self, began: float, sync_seconds: float) -> TrainOutput:
         trainer, args, state = self.trainer, self.args, self.trainer.state
         if args.past_index >= 0 and hasattr(trainer, "_past"):
@@ -283,10 +303,11 @@ class TrainingLoop(ResumableLoop):
             folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
             self.world.call_where(
                 args.should_save,
-                lambda: remove_old_checkpoints(folder, 1, [best]),
+                lambda: remove_old_checkpoints(folder, 1, [best], trainer.run_id),
                 "removing all checkpoints but the best",
             )
         self.timeline.write()
+        self.make_weights_private()
         trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
         if trainer.neftune_noise_alpha is not None:
             trainer._deactivate_neftune(trainer.model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from typing import Any, Optional, Union
 
 import mindspore
@@ -23,7 +24,7 @@ from mindnlp_dp.versions import mindnlp_series
 from .flat_weights import make_private
 from .joint import JointUpdater
 from .model_scope import ModelScope
-from .updater import MindNLPUpdater, MindSporeUpdater, Updater
+from .updater import MindNLPUpdater, MindSporeUpdater, Updater, is_untouched
 
 ZERO_STAGES = (0, 1, 2, "auto")
 
@@ -64,6 +65,7 @@ def make_updater(
         ]
         return JointUpdater(optimizer, window, updaters)
     _check_agreement(optimizer, window, zero_stage)
+    _warn_of_small_types(optimizer, window)
     if isinstance(window, GradientSynchronizer):
         window.scatter = window.keeps_tensors = False
         window.before_packing = lambda: None
@@ -94,6 +96,7 @@ def make_updater(
     if stage:
         from .dealt import DealtUpdater
 
+        _warn_of_unknown_optimizer(optimizer, window, stage)
         return DealtUpdater(optimizer, window.parameters, window.group, scheduler, scope)
     make_private(window.parameters)
     return MindNLPUpdater(optimizer, window.parameters, scheduler, scope)
@@ -128,7 +131,7 @@ def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[i
             [{name: v for name, v in sorted(group.items()) if name != "params" and isinstance(v, plain)}
              for group in optimizer.param_groups]
         )  # fmt: skip
-        mine["its hooks or step"] = "as its class has them" if _does_as_its_class(optimizer) else "others"
+        mine["its hooks or step"] = "as its class has them" if is_untouched(optimizer) else "others"
     mine["dispatch of operators"] = "synchronous" if _dispatches_synchronously() else "asynchronous"
     for rank, theirs in enumerate(everyone := window.group.all_gather_object(mine)):
         for what, first in everyone[0].items():
@@ -137,6 +140,33 @@ def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[i
                     f"ranks must update in the same way: {what} is {first} on rank 0, and {theirs.get(what)} on rank "
                     f"{rank}; make the optimizer and the step the same way on every rank"
                 )
+
+
+def _warn_of_small_types(optimizer: Any, window: GradientWindow) -> None:
+    """Say on one rank that Adam's squared gradients do not fit into float16."""
+    optim = torch_like().optim
+    is_adam = isinstance(optimizer, (optim.Adam, optim.AdamW, mindspore.nn.Adam, mindspore.nn.AdamWeightDecay))
+    if is_adam and window.group.is_main and any(dtype_name(p) == "float16" for p in window.parameters):
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps its moments in the parameters' type, and float16 makes zero of the "
+            "square of any gradient below 2.4e-4: it will not train what it trains in float32. Train in float32, or "
+            "use SGD",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_unknown_optimizer(optimizer: Any, window: GradientWindow, stage: int) -> None:
+    """Say on one rank what an optimizer of the user's must not do, whose code each rank runs on some parameters."""
+    is_known = type(optimizer).__module__.partition(".")[0] in ("mindnlp", "mindtorch", __package__.partition(".")[0])
+    if not is_known and window.group.is_main:
+        warnings.warn(
+            f"zero_stage={stage}: each rank runs {type(optimizer).__name__}'s own step on some of the parameters. That "
+            "gives the same weights only if it updates each parameter by itself, without a norm or a mean over several "
+            "of them; if it does not, set zero_stage=0",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _can_be_cut(optimizer: Any, window: GradientSynchronizer) -> bool:
@@ -207,7 +237,7 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     optim, kind, groups = torch_like().optim, type(optimizer), optimizer.param_groups
     if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in window.parameters):
         return None
-    if not _does_as_its_class(optimizer) or any(group.get("maximize") or group.get("amsgrad") for group in groups):
+    if not is_untouched(optimizer):
         return None
     if kind in (optim.AdamW, optim.Adam):
         # MindNLP 0.5's groups say it for themselves.
@@ -226,12 +256,4 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
 def _is_elementwise(optimizer: Any) -> bool:
     """Whether it is known to update every element for itself, so that parameters can be cut for its own code."""
     optim = torch_like().optim
-    return type(optimizer) in (optim.AdamW, optim.Adam, optim.SGD) and _does_as_its_class(optimizer)
-
-
-def _does_as_its_class(optimizer: Any) -> bool:
-    """Whether nobody hooked into this object, or put another ``step`` into it; a scheduler does, and only counts."""
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    own = vars(optimizer).get("step")
-    is_own = own is not None and not getattr(own, "_wrapped_by_lr_sched", False)
-    return not is_own and not any(getattr(optimizer, name, None) for name in hooks)
+    return type(optimizer) in (optim.AdamW, optim.Adam, optim.SGD) and is_untouched(optimizer)

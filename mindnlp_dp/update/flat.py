@@ -34,7 +34,7 @@ from .block_sums import BlockSums
 from .model_scope import ModelScope
 from .rules import Rule, Segment, Update
 from .state_shards import StateOwners, StateShards
-from .updater import MindNLPUpdater, Updater
+from .updater import MindNLPUpdater, Updater, is_untouched
 
 # By optimizer: one that is given to another updater keeps its state.
 _owners_of: weakref.WeakKeyDictionary[Any, StateOwners] = weakref.WeakKeyDictionary()
@@ -125,15 +125,32 @@ class FlatUpdater(MindNLPUpdater):
         return math.isfinite(self.norm(gradients))
 
     def norm(self, gradients: Any) -> float:
-        """Of all gradients; every rank sums up its own blocks. Behind them it says how many parameters have moved."""
+        """Return the norm of all gradients; every rank sums up its own blocks.
+
+        After them it says how many parameters have moved, and whether this is still the optimizer's update.
+
+        Raises:
+            RuntimeError: on every rank, when the optimizer of any was changed so that it does something else.
+        """
         # A bucket that nobody used in this window still has its sums of an earlier one.
         mine = np.where(gradients[self._blocks.owners], self._sums, 0)
-        sums = self._group.all_reduce(np.append(mine, float(len(self.place.weights.moved()))), is_hot=True)
-        self._num_moved = int(sums[-1])
+        notes = [float(len(self.place.weights.moved())), float(not self.follows_optimizer())]
+        everyone = self._group.all_reduce(np.append(mine, notes), is_hot=True)
+        sums, self._num_moved, num_changed = everyone[:-2], int(everyone[-2]), int(everyone[-1])
+        if num_changed:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} was changed on {num_changed} of {self._group.world_size} ranks after "
+                "its update had been arranged, and would not be followed: its step was replaced or got hooks, or a "
+                "group has maximize or amsgrad. Do that on every rank before training begins: in on_train_begin at "
+                "the latest, or before make_train_step"
+            )
         if self._scope.is_whole:
-            return math.sqrt(sums[:-1].sum())
-        by_parameter = np.bincount(self._blocks.owners, weights=sums[:-1], minlength=len(self.parameters))
+            return math.sqrt(sums.sum())
+        by_parameter = np.bincount(self._blocks.owners, weights=sums, minlength=len(self.parameters))
         return math.sqrt(self._scope.total(by_parameter))
+
+    def follows_optimizer(self) -> bool:
+        return is_untouched(self.optimizer)
 
     def update(self, gradients: Any) -> None:
         if self._num_moved:
@@ -155,6 +172,9 @@ class FlatUpdater(MindNLPUpdater):
     def release(self) -> None:
         # Behind the update, not within it: by then a rank that goes on in place without another has all of its state.
         self.place.release()
+
+    def make_private(self) -> None:
+        self.place.weights.make_private()
 
     def _groups(self) -> list[Any]:
         """The optimizer's group of every parameter; None of one that it does not update."""

@@ -63,6 +63,7 @@ class FlatWeights:
     ) -> None:
         if is_shared:
             _shared.append(weakref.ref(memory))
+        self._is_shared = is_shared
         self._names = names
         self._parameters = parameters
         self.memory = memory
@@ -84,6 +85,13 @@ class FlatWeights:
         """Let the parameters point into the memory."""
         for index in self._views:
             self._point(index)
+
+    def make_private(self) -> None:
+        """Give the parameters that still point into memory that ranks share memory of this rank's alone."""
+        if self._is_shared:
+            for index in self._views:
+                if _is_in(self.memory, self._parameters[index]):
+                    set_weight(self._parameters[index], copy_of(self._parameters[index]))
 
     def _point(self, index: int) -> None:
         import mindspore

@@ -45,6 +45,13 @@ class JointUpdater(Updater):
         for updater in self._updaters:
             updater.finish()
 
+    def follows_optimizer(self) -> bool:
+        return all(updater.follows_optimizer() for updater in self._updaters)
+
+    def make_private(self) -> None:
+        for updater in self._updaters:
+            updater.make_private()
+
     def release(self) -> None:
         for updater in self._updaters:
             updater.release()

@@ -23,6 +23,21 @@ from mindnlp_dp.runtime.torch_like import torch_like
 from .model_scope import ModelScope
 
 
+def is_untouched(optimizer: Any) -> bool:
+    """Whether ``optimizer`` does what its class says, by default settings.
+
+    It does not when it has step hooks, another ``step`` was put into it, or a group maximises or uses AMSGrad. (A
+    scheduler wraps ``step``, too, but only counts.)
+    """
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    own = vars(optimizer).get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        return False
+    if any(getattr(optimizer, name, None) for name in hooks):
+        return False
+    return not any(group.get("maximize") or group.get("amsgrad") for group in optimizer.param_groups)
+
+
 class Updater(abc.ABC):
     """An optimizer, and the parameters that it updates; gradients are in their order, None where there is none.
 
@@ -54,6 +69,10 @@ class Updater(abc.ABC):
             norm = math.inf
         return self.scaled(gradients, min(1.0, max_norm / (norm + 1e-6))), norm
 
+    def follows_optimizer(self) -> bool:
+        """Whether this still does what the optimizer would do by itself, on this rank."""
+        return True
+
     @abc.abstractmethod
     def norm(self, gradients: Any) -> float:
         """Of averaged gradients, all together, of the whole model."""
@@ -71,6 +90,9 @@ class Updater(abc.ABC):
 
     def release(self) -> None:  # noqa: B027 -- most read nothing that others write to
         """Behind :meth:`finish`: let the others write to what this rank has read for its update. A collective."""
+
+    def make_private(self) -> None:  # noqa: B027 -- most update memory that is this rank's alone
+        """Take the parameters out of memory that ranks share; the next update, if there is one, puts them back."""
 
     @abc.abstractmethod
     def parameter_names(self, model: Any) -> list[list[str]]:

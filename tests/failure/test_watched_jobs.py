@@ -284,7 +284,7 @@ def test_a_job_that_is_restarted_ends_as_if_nothing_had_been(tmp_path, undisturb
     assert exit_code == 0, output
     assert "rank 1 of 2 was killed by signal 9" in output
     assert "restart 1 of 2, from the newest checkpoint" in output
-    assert "restarted: going on from" in (tmp_path / "logs" / "worker_0.log").read_text()
+    assert "restarted: resuming from" in (tmp_path / "logs" / "worker_0.log").read_text()
     found = json.loads((tmp_path / "result.json").read_text())
     if backend == "mpi":
         assert found == undisturbed

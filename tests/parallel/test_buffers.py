@@ -115,3 +115,60 @@ def test_buffers_that_differ_are_named_and_evaluation_makes_them_rank_0s(group, 
     outputs = dp.evaluate(lambda x: network(x), test, model=network).outputs  # noqa: PLW0108 -- the cell has another word for x
     np.testing.assert_allclose(outputs, network(mindspore.Tensor(x)).asnumpy(), rtol=1e-5, atol=1e-6)
     dp.assert_replicas_in_sync(network)
+
+
+class Cached(nn.Module):
+    """A classifier with a table that has as many rows as the longest batch that this process has seen."""
+
+    def __init__(self):
+        super().__init__()
+        from mindnlp.engine.utils import set_seed
+
+        set_seed(0)
+        self.embedding = nn.Embedding(50, 8)
+        self.last = nn.Linear(8, NUM_LABELS)
+        self.register_buffer("table", mindspore.Tensor(np.zeros((1, 8), np.float32)), persistent=False)
+        self.register_buffer("scale", mindspore.Tensor(np.ones(8, np.float32)))
+
+    def forward(self, input_ids=None, labels=None):
+        if input_ids.shape[1] > self.table.shape[0]:
+            self.table = mindspore.Tensor(np.full((input_ids.shape[1], 8), 0.1, np.float32))
+        x = self.embedding(input_ids) * self.scale + self.table[: input_ids.shape[1]]
+        logits = self.last(x.mean(1))
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+class Ragged(Rows):
+    def __getitem__(self, index):
+        return {"input_ids": self.input_ids[index, : 2 + index % 6], "label": int(self.labels[index])}
+
+
+def to_the_longest(samples):
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    ids = [np.pad(sample["input_ids"], (0, longest - len(sample["input_ids"]))) for sample in samples]
+    return {"input_ids": np.stack(ids), "labels": np.array([sample["label"] for sample in samples])}
+
+
+def test_buffers_whose_shape_follows_the_batches_are_each_ranks_own(group, shared_tmp_path):
+    """They are in no state dict: nobody sends, saves or compares them."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "evaluation_strategy": "steps", "eval_steps": 2,
+                "per_device_train_batch_size": 1, "data_collator": to_the_longest, "eval_dataset": Ragged(12),
+                "lr_scheduler_type": "constant"}  # fmt: skip
+    whole = train(Cached(), Ragged(24), shared_tmp_path / "whole", max_steps=4, **settings)
+    train(Cached(), Ragged(24), shared_tmp_path / "parts", max_steps=2, **settings)
+    resumed = train(Cached(), Ragged(24), shared_tmp_path / "parts", max_steps=4, resume=True, **settings)
+    assert resumed.replica_digest == whole.replica_digest
+    # Ranks begin with rank 0's all the same, where they have one shape.
+    model = Cached()
+    model.table = mindspore.Tensor(np.full((1, 8), float(group.rank), np.float32))
+    dp.broadcast_parameters(model)
+    np.testing.assert_array_equal(model.table.asnumpy(), np.zeros((1, 8)))
+
+
+def test_a_running_statistic_of_another_shape_is_named(group):
+    if group.world_size == 1:
+        pytest.skip("one rank agrees with itself")
+    model = Cached()
+    model.scale = mindspore.Tensor(np.ones(8 + group.rank, np.float32))
+    with pytest.raises(ReplicaMismatchError, match=r"rank 0 has 'scale' of shape \(8,\) .*where rank 1 has"):
+        dp.broadcast_buffers(model)

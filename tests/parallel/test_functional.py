@@ -254,3 +254,69 @@ def test_options_that_do_not_go_together(group):
     step = dp.make_train_step(len, plain, parameters, accumulation_steps=2)
     with pytest.raises(ValueError, match="expected 1 to 2 micro batches, got 3"):
         step([None] * 3)
+
+
+def seeded_by_rank(group):
+    """A network whose first layer is frozen, other weights and statistics on every rank."""
+    mindspore.set_seed(group.rank)
+    np.random.seed(group.rank)
+    net = cells.SequentialCell(cells.Dense(6, 6), cells.BatchNorm1d(6), cells.Dense(6, 3))
+    for parameter in net[0].trainable_params():
+        parameter.requires_grad = False
+    net[1].moving_mean.set_data(mindspore.Tensor(np.full(6, float(group.rank), np.float32)))
+    return net
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("broadcast_weights", [True, False])
+def test_ranks_begin_with_rank_0s_weights_frozen_ones_and_buffers_included(group, broadcast_weights):
+    net, loss_fn = seeded_by_rank(group), cells.CrossEntropyLoss()
+    optimizer = cells.SGD(net.trainable_params(), 0.1)
+    step = dp.make_train_step(
+        lambda x, y: loss_fn(net(x), y), optimizer, net.trainable_params(), broadcast_weights=broadcast_weights
+    )
+    assert dp.replicas_in_sync(net) == (broadcast_weights or group.world_size == 1)
+    net.set_train()
+    if broadcast_weights:
+        for batch in dense_batches():
+            step(part(batch, group))
+        dp.broadcast_buffers(net)
+        dp.assert_replicas_in_sync(net)
+
+
+def test_mindnlps_models_begin_with_rank_0s_weights_too(group):
+    model = tiny_roberta(seed=group.rank)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "embeddings" not in name
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    dp.make_train_step(lambda ids: model(ids).loss, optim.SGD(parameters, lr=0.1), parameters)
+    dp.assert_replicas_in_sync(model)
+    np.testing.assert_array_equal(
+        weights(model)["classifier.dense.weight"], weights(tiny_roberta(0))["classifier.dense.weight"]
+    )
+
+
+def test_half_types_and_adam_are_warned_of_once(group):
+    model = tiny_roberta().half()
+    parameters = list(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for kind in (optim.AdamW, optim.SGD):
+            dp.make_train_step(lambda ids: model(ids).loss, kind(parameters, lr=0.1), parameters)
+    said = [str(warning.message) for warning in caught if "moments" in str(warning.message)]
+    assert len(said) == group.is_main
+    assert all(message.startswith("AdamW keeps its moments in the parameters' type, and float16") for message in said)
+
+
+def test_a_reducer_on_one_rank():
+    """MindSpore's ends such a process with a segmentation fault."""
+    with alone():
+        net, loss_fn = network(), cells.CrossEntropyLoss()
+        parameters = net.trainable_params()
+        before = [p.asnumpy().copy() for p in parameters]
+        step = dp.make_train_step(
+            lambda x, y: loss_fn(net(x), y), cells.SGD(parameters, 0.1), parameters,
+            reducer=lambda gradients: pytest.fail("there is nobody to exchange with"),
+        )  # fmt: skip
+        step(tuple(map(mindspore.Tensor, dense_batches()[0])))
+        assert all(not np.array_equal(p.asnumpy(), old) for p, old in zip(parameters, before))

@@ -177,3 +177,37 @@ def test_evaluation_sees_every_row_once_in_order(group, num_samples):
     without = dp.evaluate(lambda features, labels: net(features), dp.make_loader(points, 3))
     assert without.loss is None
     np.testing.assert_array_equal(without.outputs, evaluation.outputs["logits"])
+
+
+def test_an_output_without_a_row_for_each_sample_is_refused(group):
+    loader = dp.make_loader(Points(), 3)
+    with pytest.raises(ValueError, match=r"predict_fn returned an array of shape \(\) .* pass has_loss=True"):
+        dp.evaluate(lambda features, labels: (features.sum(), labels), loader)
+    with pytest.raises(ValueError, match=r"returned an array of shape \(1, 3\) for a batch of 3 rows"):
+        dp.evaluate(lambda features, labels: labels.reshape(1, -1), loader)
+
+
+def test_another_dropout_seed_or_other_data_are_refused(group, shared_tmp_path):
+    def run(seed, samples):
+        mindspore.set_seed(1)
+        net = cells.SequentialCell(cells.Dense(NUM_FEATURES, NUM_LABELS))
+        loss_fn, parameters = cells.CrossEntropyLoss(), net.trainable_params()
+        step = dp.make_train_step(
+            lambda features, labels: loss_fn(net(features), labels), cells.SGD(parameters, 0.1), parameters, seed=seed
+        )
+        return dp.FunctionalRun(shared_tmp_path, net, step, dp.make_loader(samples, 3))
+
+    first = run(0, Points())
+    for number, window in enumerate(first.windows(1)):
+        first.step(window)
+        if number == 1:
+            first.save()
+            break
+    del first
+    other = Points()
+    other.features = other.features + 1
+    with pytest.raises(ValueError, match="seed was 0 and is 5.*save to another folder"):
+        run(5, Points()).resume()
+    with pytest.raises(ValueError, match="samples differ in 'features'"):
+        run(0, other).resume()
+    assert run(0, Points()).resume()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 
+from mindnlp_dp.data.batches import as_tensors, num_rows_of
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from models import Rows
 
@@ -269,3 +270,58 @@ def test_a_source_that_fails_on_one_rank_fails_on_every_rank(group):
     with pytest.raises(OSError, match="the disk is gone"):
         make_loader(Rowwise(row), 2)
     assert group.all_gather_object(group.rank) == list(range(group.world_size))
+
+
+def counted(n):
+    return GeneratorDataset(lambda: count_up(n), ["x"], shuffle=False)
+
+
+def streamed(n):
+    class Stream:
+        def __iter__(self):
+            return ({"x": np.int64(i)} for i in range(n))
+
+    return Stream()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pipeline_is_read_as_often_as_anyone_asks(group, size):
+    """MindSpore calls it no tree, once two operations were put behind it."""
+    pipeline = counted(10).map(lambda x: x + 1, ["x"])
+    first, second = make_loader(pipeline, 2), make_loader(pipeline, size)
+    for loader in (first, second, first, make_loader(pipeline, 2)):
+        assert sorted(sum(union(group, rows_read(loader)), [])) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("kind", ["stream", "pipeline", "batches"])
+def test_a_last_global_batch_that_is_not_full_is_dropped(group, kind, accumulation_steps):
+    micro, each = 2, 2 * group.world_size
+    size = each * accumulation_steps
+    n = 3 * size - 1
+    data = {"stream": streamed, "pipeline": counted, "batches": lambda n: counted(n).batch(each)}[kind](n)
+    loader = make_loader(data, micro, accumulation_steps, uneven="drop")
+    windows = union(group, rows_read(loader))
+    assert [len(window) for window in windows] == [size, size]
+    assert sorted(sum(windows, [])) == list(range(2 * size))
+    if kind != "stream":
+        assert len(loader) == 2
+
+
+def test_columns_that_have_no_row_for_each_sample(group):
+    """Such as the weights of classes, in front of or behind those that have, and scalars."""
+    n = 4 * group.world_size + 3
+
+    def collate(samples):
+        x = np.stack([sample["x"] for sample in samples])
+        return {"weights": np.arange(3.0), "scalar": np.float32(1), "x": x, "more": np.arange(7)}
+
+    for data in (streamed(n), Numbers(n)):
+        loader = make_loader(data, 2, collate=collate)
+        batches = [batch for window in loader.windows() for batch in window if batch is not None]
+        for batch in batches:
+            np.testing.assert_array_equal(batch["weights"], np.arange(3.0))
+            np.testing.assert_array_equal(batch["more"], np.arange(7))
+            assert batch["scalar"] == 1
+            assert num_rows_of(batch) == len(batch["x"]) == len(batch.indices) == num_rows_of(as_tensors(batch))
+        assert sorted(sum(union(group, rows_read(loader)), [])) == list(range(n))

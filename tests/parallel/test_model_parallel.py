@@ -834,3 +834,34 @@ def test_data_parallel_is_a_mesh_of_one_axis(group):
     assert getattr(model, "parallel", None) is None
     dp.assert_replicas_in_sync(model)
     assert plan_for(model).pipeline.layers == "bert.encoder.layer"
+
+
+@pytest.mark.skipif(WORLD_SIZE == 1, reason="one rank cuts nothing")
+def test_a_whole_model_under_a_mesh_that_cuts_models_is_refused(group, tmp_path):
+    """All ranks would train it, on as many samples as fewer ranks read."""
+    dp.init_device_mesh(parse_mesh(a_mesh(group)))
+    model = build("gpt2")
+    refused = pytest.raises(ValueError, match=r"the mesh that was made last cuts models.*parallelize\(model\) before")
+    with refused:
+        train(model, "gpt2", lambda columns: [columns])
+    with refused:
+        train_by_trainer(model, Sentences(), tmp_path)
+    dp.init_device_mesh({"dp": group.world_size})
+    train_by_trainer(model, Sentences(), tmp_path, per_device_train_batch_size=2)
+
+
+@pytest.mark.skipif(WORLD_SIZE == 1, reason="one rank cuts nothing")
+def test_a_model_keeps_the_mesh_that_it_was_cut_for(group, tmp_path):
+    def trained(meanwhile):
+        mesh = dp.init_device_mesh(parse_mesh(a_mesh(group)))
+        model = dp.parallelize(build("gpt2"), mesh)
+        if meanwhile:
+            dp.init_device_mesh({"dp": group.world_size})
+        train_by_trainer(
+            model, Sentences(), tmp_path, per_device_train_batch_size=4 // mesh.data.world_size, optim="sgd"
+        )
+        return whole_weights(model)
+
+    expected = trained(meanwhile=False)
+    for name, weight in trained(meanwhile=True).items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)

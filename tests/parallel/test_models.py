@@ -192,3 +192,22 @@ def test_a_plain_module_with_buffers(group, shared_tmp_path):
     first = str(shared_tmp_path / "checkpoint-1")
     resumed = train(Net(), rows, shared_tmp_path, resume=first, **settings)
     assert resumed.replica_digest == whole.replica_digest
+
+
+def test_lora_with_a_new_head_is_resumed_though_nobody_seeded_the_head(group, shared_tmp_path):
+    """PEFT keeps the head as it was made, in which nothing computes and which no checkpoint holds."""
+
+    def build(seed):
+        model = with_lora()
+        for name, parameter in model.named_parameters():
+            if "original_cell" in name or "modules_to_save" in name:
+                value = np.random.default_rng(seed).standard_normal(parameter.shape).astype(np.float32)
+                parameter.assign_value(mindspore.Tensor(value))
+        return model
+
+    settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 1}
+    rows = Rows(12 * group.world_size)
+    whole = train(build(1), rows, shared_tmp_path, **settings)
+    group.barrier()
+    resumed = train(build(2), rows, shared_tmp_path, resume=str(shared_tmp_path / "checkpoint-1"), **settings)
+    assert resumed.replica_digest == whole.replica_digest

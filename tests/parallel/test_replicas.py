@@ -3,6 +3,7 @@ from __future__ import annotations
 import mindspore
 import numpy as np
 import pytest
+from library import TrainerCallback, optim
 from mindnlp.core import nn, ops
 
 import mindnlp_dp as dp
@@ -123,3 +124,50 @@ def test_digest_sees_bits_names_and_types():
     assert digest == dp.replica_digest([("a", mindspore.Tensor([1.0, 2.0]))])
     assert digest != dp.replica_digest([("b", mindspore.Tensor([1.0, 2.0]))])
     assert digest != dp.replica_digest([("a", mindspore.Tensor([1.0, np.nextafter(np.float32(2), np.float32(3))]))])
+
+
+def halve(model, group):
+    """As a script does that interpolates or prunes weights; returns what they were."""
+    before = weights(model)
+    group.barrier()
+    for parameter in model.parameters():
+        parameter.assign_value(parameter * 0.5)
+    group.barrier()
+    return before
+
+
+def assert_halved(model, before):
+    for name, weight in weights(model).items():
+        np.testing.assert_array_equal(weight, 0.5 * before[name], err_msg=name)
+
+
+def test_weights_are_each_ranks_own_after_training(group, tmp_path):
+    """While it trains, ranks of a host share them: what one writes, all have."""
+    trainer = train(tiny_roberta(), Rows(24), tmp_path, per_device_train_batch_size=4)
+    assert_halved(trainer.model, halve(trainer.model, group))
+    trainer.train()
+    dp.assert_replicas_in_sync(trainer.model)
+
+
+def test_weights_are_each_ranks_own_after_a_training_that_failed(group, tmp_path):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    model = tiny_roberta()
+    with pytest.raises(KeyboardInterrupt):
+        train(model, Rows(24), tmp_path, per_device_train_batch_size=2, callbacks=[Fails()])
+    assert_halved(model, halve(model, group))
+
+
+def test_weights_are_each_ranks_own_when_a_step_is_dropped(group):
+    model = tiny_roberta()
+    parameters = list(model.parameters())
+    step = dp.make_train_step(
+        lambda ids, labels: model(ids, labels=labels).loss, optim.AdamW(parameters, lr=1e-3), parameters
+    )
+    rows = Rows(4)
+    step((mindspore.Tensor(rows.input_ids), mindspore.Tensor(rows.labels)))
+    del step
+    assert_halved(model, halve(model, group))

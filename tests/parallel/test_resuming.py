@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mindspore.dataset import NumpySlicesDataset
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.batches import default_collate
+from mindnlp_dp.trainers import resuming
 from models import LENGTH, Rows, alone, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37
@@ -24,6 +26,11 @@ SETTINGS = {
     "lr_scheduler_type": "cosine", "logging_steps": 3, "save_strategy": "steps", "save_steps": 2,
 }  # fmt: skip
 NUM_STEPS = 15
+# An early stopper wants a metric.
+EVALUATING = {
+    "eval_dataset": Rows(8, seed=1), "load_best_model_at_end": True, "metric_for_best_model": "loss",
+    "evaluation_strategy": "steps", "eval_steps": 100, "save_steps": 100,
+}  # fmt: skip
 
 
 class Stop(TrainerCallback):
@@ -241,21 +248,67 @@ def test_decisions_go_on_where_they_were(group, shared_tmp_path, decided, stop_a
     assert len(rates) > 1  # the plateau was seen
 
 
-def test_an_early_stop_stands(group, shared_tmp_path):
-    """Killed between the checkpoint of the stop and the end, a run does not begin to train again."""
+class StopAt4(TrainerCallback):
+    """A time limit, or what a signal asks for: the last update is saved."""
 
-    class StopAt4(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = control.should_save = state.global_step == 4
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            control.should_training_stop = control.should_save = True
 
-    class Silent(TrainerCallback):
-        pass
 
-    stopped = run(shared_tmp_path, group, callbacks=[StopAt4()])
+class Silent(TrainerCallback):
+    pass
+
+
+def test_a_run_that_was_stopped_and_saved_goes_on_when_it_is_resumed(group, shared_tmp_path, capsys):
+    whole = run(shared_tmp_path / "whole", group, callbacks=[Silent()])
+    assert run(shared_tmp_path / "stopped", group, callbacks=[StopAt4()]).state.global_step == 4
     group.barrier()
-    again = run(shared_tmp_path, group, callbacks=[Silent()], seed=4, resume=True)
+    capsys.readouterr()
+    resumed = run(shared_tmp_path / "stopped", group, callbacks=[Silent()], seed=4, resume=True)
+    said = f"this run was stopped at update 4 of {NUM_STEPS}; it is resumed there, and goes on to its end"
+    assert (said in capsys.readouterr().out) == group.is_main
+    assert_same_run(resumed, whole)
+
+
+@pytest.mark.parametrize("why", ["its job was restarted", "early stopping"])
+def test_a_stop_that_holds_when_it_is_resumed(group, shared_tmp_path, capsys, monkeypatch, why):
+    """In a job that was restarted between its last checkpoint and its end; and where training had become no better."""
+    stopper = EarlyStoppingCallback(early_stopping_patience=1)
+    if why == "early stopping":
+        stopper.early_stopping_patience_counter = 1
+    stopped = run(shared_tmp_path, group, callbacks=[StopAt4(), stopper], **EVALUATING)
+    group.barrier()
+    if why != "early stopping":
+        monkeypatch.setattr(resuming, "job_if_restarted", lambda environ: "a job")
+    capsys.readouterr()
+    fresh = [Silent(), EarlyStoppingCallback(early_stopping_patience=1)]
+    again = run(shared_tmp_path, group, callbacks=fresh, seed=4, resume=True, **EVALUATING)
+    said = capsys.readouterr().out
+    assert (f"this run was stopped at update 4 of {NUM_STEPS}" in said) == group.is_main
+    assert (why in said) == group.is_main
     assert again.state.global_step == stopped.state.global_step == 4
     assert again.replica_digest == stopped.replica_digest
+
+
+def test_other_data_are_refused_and_other_settings_are_named(group, shared_tmp_path):
+    run(shared_tmp_path, group, max_steps=2)
+    group.barrier()
+    for other in (Rows(NUM_SAMPLES, seed=1), Relabelled(NUM_SAMPLES)):
+        with pytest.raises(ValueError, match="samples differ in '(input_ids|label)'"):
+            run(shared_tmp_path, group, other, resume=True, max_steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(shared_tmp_path, group, resume=True, max_steps=4, max_grad_norm=0.5)
+    said = [str(warning.message) for warning in caught if "other settings" in str(warning.message)]
+    assert len(said) == group.is_main
+    assert all("max_grad_norm was 1.0 and is 0.5" in message for message in said)
+
+
+class Relabelled(Rows):
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        return {**row, "label": row["label"] + 1} if index == NUM_SAMPLES - 1 else row
 
 
 def test_an_epoch_that_a_callback_ends(group, shared_tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 
 import mindspore
@@ -705,3 +706,43 @@ def test_ranks_that_would_update_in_different_ways(group, what):
         ValueError, match=rf"ranks must update in the same way: .* on rank {group.world_size - 1}; make"
     ):
         make_updater(optimizer, sync, 2 if differs and what == "zero_stage" else "auto")
+
+
+class Coupled(optim.Optimizer):
+    """A user's: it divides all gradients by their norm together."""
+
+    def step(self, grads=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = sum(float((p.grad**2).sum()) for p in parameters) ** 0.5
+        for parameter in parameters:
+            parameter.assign_value(parameter - 0.1 * parameter.grad / norm)
+
+
+def test_an_optimizer_of_which_nothing_is_known_is_warned_of_when_it_is_divided(group):
+    parameters = make_parameters()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for stage in (0, "auto", 1):
+            make_updater(Coupled(parameters, {"lr": 0.1}), dp.GradientSynchronizer(parameters, group), stage)
+    said = [str(warning.message) for warning in caught if "zero_stage" in str(warning.message)]
+    assert len(said) == group.is_main  # of stage 1
+    assert all("runs Coupled's own step on some of the parameters" in message for message in said)
+
+
+@pytest.mark.parametrize("change", ["step", "maximize"])
+def test_an_optimizer_that_is_changed_behind_our_back_is_an_error_on_all_ranks(group, change):
+    parameters = make_parameters()
+    optimizer = optim.SGD(parameters[:-1], lr=0.1)
+    window = dp.GradientSynchronizer(parameters, group, overlap=False)
+    step = TrainStep(window, make_updater(optimizer, window, "auto"), LossMeter(group))
+    step([MicroStep(1.0, gradients_of(0), 1.0)], 0)
+    before = [p.asnumpy().copy() for p in parameters]
+    if group.rank == group.world_size - 1:
+        if change == "step":
+            optimizer.step = lambda: None
+        else:
+            optimizer.add_param_group({"params": parameters[-1:], "maximize": True})
+    with pytest.raises(RuntimeError, match=f"SGD was changed on 1 of {group.world_size} ranks"):
+        step([MicroStep(1.0, gradients_of(1), 1.0)], 1)
+    for parameter, value in zip(parameters, before):
+        np.testing.assert_array_equal(parameter.asnumpy(), value)

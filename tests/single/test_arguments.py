@@ -39,11 +39,6 @@ def test_a_subclass_keeps_its_fields(tmp_path):
     assert "flavour" in upgraded.to_dict()
 
 
-def test_global_batch_size(tmp_path):
-    args = dp.DataParallelArguments(str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=3)
-    assert args.global_train_batch_size == 12
-
-
 def test_upgraded_arguments_are_checked_too(tmp_path, group, monkeypatch):
     monkeypatch.setattr(type(group), "world_size", 2)
     with pytest.raises(ValueError, match="auto_find_batch_size with several ranks"):

@@ -19,14 +19,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import folder_lock
+from mindnlp_dp.checkpoint.folder_lock import lock_folder
 from mindnlp_dp.checkpoint.folders import (
     checkpoint_path,
     checkpoints_in,
+    has_checkpoints,
     newest_checkpoint,
     remove_old_checkpoints,
     remove_unfinished_checkpoints,
 )
-from mindnlp_dp.checkpoint.manifest import CheckpointError, check_checkpoint
+from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpoint, run_of
 from mindnlp_dp.checkpoint.read import read_state, read_weights
 from mindnlp_dp.checkpoint.run_state import random_state, set_random_state
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
@@ -40,11 +43,15 @@ def group():
     return dp.init_process_group()
 
 
-def write(path, state=None):
+RUN = RunId("0123456789abcdef", 1)
+
+
+def write(path, state=None, run=RUN):
     write_checkpoint(
         path,
         {"step": 1} if state is None else state,
         lambda folder: (folder / "model.safetensors").write_bytes(b"weights"),
+        run,
     )
 
 
@@ -225,6 +232,12 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
+def nest_deeply(checkpoint):
+    manifest = checkpoint / "checkpoint.json"
+    deep = "[" * 10**5 + "]" * 10**5
+    manifest.write_text(manifest.read_text().replace('"state": {', f'"state": {{"deep": {deep}, '))
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -268,6 +281,18 @@ def rewrite(checkpoint, change):
             lambda c: rewrite(c, lambda manifest: manifest["files"].update({"/x": {"bytes": 1, "blake2b": ""}})),
             "checkpoint.json is damaged: '/x' is no file in the folder",
         ),
+        (
+            lambda c: (c / "model-extra.safetensors").write_bytes(b"1"),
+            "model-extra.safetensors was not written with it",
+        ),
+        (
+            lambda c: rewrite(c, lambda manifest: manifest["state"].update(a={"$array": "b"})),
+            "state.safetensors lacks 'b', which checkpoint.json names",
+        ),
+        (
+            nest_deeply,
+            "checkpoint.json is damaged: RecursionError",
+        ),
         (lambda c: rewrite(c, lambda manifest: manifest.pop("state")), "checkpoint.json is damaged: it lacks state"),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"].pop("state.safetensors")),
@@ -304,8 +329,78 @@ def test_checkpoints_are_ordered_by_step_and_other_names_are_left_alone(tmp_path
 def test_old_checkpoints_are_removed(tmp_path, limit, keep, left):
     for step in (1, 2, 3, 4):
         write(checkpoint_path(tmp_path, step))
-    remove_old_checkpoints(tmp_path, limit, [checkpoint_path(tmp_path, step) for step in keep])
+    remove_old_checkpoints(tmp_path, limit, [checkpoint_path(tmp_path, step) for step in keep], RUN)
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+
+
+# Several runs in a folder.
+
+
+def train_until(folder, step, **settings):
+    settings = {"max_steps": step, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3, **settings}
+    return train(tiny_roberta(), Rows(64), folder, **settings)
+
+
+def test_a_run_resumes_and_removes_its_own_checkpoints_only(tmp_path, capsys):
+    train_until(tmp_path, 8, save_total_limit=2)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-6", "checkpoint-8"]
+    with pytest.warns(RuntimeWarning, match="holds checkpoint-8 of an earlier run, and this one begins with update 0"):
+        train_until(tmp_path, 4, save_total_limit=2, seed=5)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    resumed = train_until(tmp_path, 6, save_total_limit=2, seed=5, resume=True)
+    assert f"resuming from {tmp_path}/checkpoint-4" in capsys.readouterr().out
+    assert resumed.state.global_step == 6
+    # The number of the first run's is taken.
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert run_of(tmp_path / "checkpoint-4") == run_of(tmp_path / "checkpoint-6") != run_of(tmp_path / "checkpoint-8")
+    assert [run_of(tmp_path / f"checkpoint-{step}").number for step in (4, 8)] == [2, 1]
+
+
+def test_what_is_resumed_from_another_folder_is_a_run_of_its_own(tmp_path):
+    train_until(tmp_path / "first", 2)
+    train_until(tmp_path / "second", 4, resume=str(tmp_path / "first" / "checkpoint-2"))
+    runs = [run_of(tmp_path / "first" / "checkpoint-2"), run_of(tmp_path / "second" / "checkpoint-4")]
+    assert runs[0].name != runs[1].name
+
+
+def test_one_job_writes_to_a_folder(tmp_path):
+    """Another process that has it, and ends in time or does not."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent("""
+            import sys, time
+            from pathlib import Path
+            from mindnlp_dp.checkpoint.folder_lock import lock_folder
+            lock = lock_folder(Path(sys.argv[1]))
+            print("locked", flush=True)
+            sys.stdin.read()
+        """), str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout.readline() == "locked\n"
+    workspace = tmp_path / ".checkpoint-2-abcdefgh"
+    workspace.mkdir()
+    with pytest.raises(RuntimeError, match=f"another job is writing.*process {holder.pid} on .*its own output_dir"):
+        lock_folder(tmp_path, wait_seconds=0.2)
+    # Who only looks for a checkpoint takes nothing from it.
+    assert not has_checkpoints(tmp_path)
+    assert workspace.exists()
+    holder.stdin.close()
+    locks = [lock_folder(tmp_path), lock_folder(tmp_path)]
+    assert holder.wait() == 0
+    for lock in locks:
+        assert (tmp_path / ".lock").exists()
+        lock.release()
+        lock.release()
+    assert not (tmp_path / ".lock").exists()
+    assert not has_checkpoints(tmp_path)
+    assert not workspace.exists()
+
+
+def test_a_trainer_refuses_a_folder_that_another_job_writes_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "_try_to_lock", lambda folder: None)
+    monkeypatch.setattr(folder_lock.lock_folder, "__defaults__", (0.0,))
+    with pytest.raises(RuntimeError, match="another job is writing its checkpoints"):
+        train_until(tmp_path, 2)
+    train_until(tmp_path, 2, save_strategy="no")
 
 
 # Weights.
@@ -372,7 +467,8 @@ def test_weights_of_another_model_are_refused(tmp_path):
 def test_save_only_model_leaves_a_model_and_nothing_to_resume_from(tmp_path):
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_only_model": True}
     train(tiny_roberta(), Rows(8), tmp_path, **settings)
-    assert sorted(os.listdir(tmp_path / "checkpoint-1")) == ["config.json", "model.safetensors", "trainer_state.json"]
+    names = ["checkpoint.json", "config.json", "model.safetensors", "trainer_state.json"]
+    assert sorted(os.listdir(tmp_path / "checkpoint-1")) == names
     with pytest.raises(CheckpointError, match="saved with save_only_model"):
         train(tiny_roberta(), Rows(8), tmp_path, resume=True, **settings)
 

@@ -25,7 +25,7 @@ NAMED_FROM_BELOW = {
     "mindnlp_dp.launch.remote_shell",
     "mindnlp_dp.launch.worker",
 }
-MOST_LINES = 300
+MOST_LINES = 400
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,10 @@ def timeout_seconds() -> float:
         return DEFAULT_SECONDS
 
 
+class MissingMessageError(LateRankError, ValueError):
+    """A rank failed before it could send a message that this one waited for; its own error says why."""
+
+
 class WatchedCollectives:
     """The functions of ``collectives``, which end when all ranks have come.
 

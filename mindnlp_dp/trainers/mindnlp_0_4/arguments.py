@@ -6,6 +6,7 @@ same files.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from mindnlp_dp.trainers.library import TrainingArguments
 
 # What MindNLP's TrainingArguments take, and its Trainer never looks at.
 _WITHOUT_EFFECT = ("fp16", "bf16")
+# What MindNLP's Trainer hands to MindSpore's pipelines; here samples are read by the rank itself, between its updates.
+_OF_PIPELINES = ("dataset_num_workers", "dataset_prefetch_factor")
 
 
 @dataclass(repr=False)
@@ -42,6 +45,15 @@ class DataParallelArguments(RankArguments):
         for name in _WITHOUT_EFFECT:
             if getattr(self, name):
                 warnings.warn(f"{name} has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=5)
+        defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+        for name in _OF_PIPELINES:
+            if getattr(self, name) != defaults.get(name):
+                warnings.warn(
+                    f"{name} has no effect here: each rank reads its samples itself, between its updates. Map what "
+                    "takes long before training, or pass a MindSpore pipeline that does it with workers of its own",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
 
 
 def upgrade_arguments(args: Any) -> DataParallelArguments:
