@@ -320,13 +320,13 @@ def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
 
     assert run_job(tmp_path, INTERRUPTIBLE, tmp_path).exit_code == 0
     job = job_of(tmp_path / "checkpoint-21")
-    with pytest.warns(RuntimeWarning, match="begins anew"):
-        assert choose_checkpoint(tmp_path, None, job="another") is None
-    assert choose_checkpoint(tmp_path, None, job=job).name == "checkpoint-21"
+    with pytest.warns(RuntimeWarning, match="begins with update 0"):
+        assert choose_checkpoint(tmp_path, None, job="another")[0] is None
+    assert choose_checkpoint(tmp_path, None, job=job)[0].name == "checkpoint-21"
     # An earlier run had got further.
     manifest = tmp_path / "checkpoint-21/checkpoint.json"
     manifest.write_text(manifest.read_text().replace(job, "another"))
-    assert choose_checkpoint(tmp_path, None, job=job).name == "checkpoint-18"
+    assert choose_checkpoint(tmp_path, None, job=job)[0].name == "checkpoint-18"
 
 
 @pytest.mark.parametrize("victim", ["mpirun", "launcher"])

@@ -12,6 +12,7 @@ from mindspore import nn as cells
 
 import mindnlp_dp as dp
 from mindnlp_dp.gradients.buckets.host import HostBucket
+from mindnlp_dp.replicas.digests import replicas_in_sync
 from models import VOCAB_SIZE, Rows, alone, assert_same_sums, tiny_roberta, weights
 
 NUM_STEPS, GLOBAL_BATCH = 4, 8
@@ -275,7 +276,7 @@ def test_ranks_begin_with_rank_0s_weights_frozen_ones_and_buffers_included(group
     step = dp.make_train_step(
         lambda x, y: loss_fn(net(x), y), optimizer, net.trainable_params(), broadcast_weights=broadcast_weights
     )
-    assert dp.replicas_in_sync(net) == (broadcast_weights or group.world_size == 1)
+    assert replicas_in_sync(net) == (broadcast_weights or group.world_size == 1)
     net.set_train()
     if broadcast_weights:
         for batch in dense_batches():
