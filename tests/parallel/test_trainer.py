@@ -291,3 +291,40 @@ def test_main_process_first_waits(group, shared_tmp_path):
         if group.is_main:
             (shared_tmp_path / "made").write_text("by rank 0")
         assert (shared_tmp_path / "made").read_text() == "by rank 0"
+
+
+class CountsSteps(TrainerCallback):
+    """Wraps the optimizer's step when training begins, as those do that add noise or keep an average."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        step = optimizer.step
+
+        def counted(*args, **kwargs):
+            self.num_calls += 1
+            return step(*args, **kwargs)
+
+        optimizer.step = counted
+
+
+@pytest.mark.parametrize("zero_stage", ["auto", 0])
+def test_a_step_that_a_callback_puts_into_the_optimizer_is_called(group, shared_tmp_path, zero_stage):
+    settings = {"per_device_train_batch_size": 12 // group.world_size, "zero_stage": zero_stage, "save_steps": 2,
+                "save_strategy": "steps"}  # fmt: skip
+    plain = train(tiny_roberta(), Rows(48), shared_tmp_path / "plain", **settings)
+    counts = CountsSteps()
+    trainer = train(tiny_roberta(), Rows(48), shared_tmp_path / "counted", callbacks=[counts], **settings)
+    assert counts.num_calls == trainer.state.global_step == 4
+    for name, weight in weights(plain.model).items():
+        np.testing.assert_allclose(weights(trainer.model)[name], weight, rtol=0, atol=5e-5, err_msg=name)
+    # What it has of the optimizer goes on.
+    group.barrier()
+    counts = CountsSteps()
+    resumed = train(
+        tiny_roberta(seed=1), Rows(48), shared_tmp_path / "counted", callbacks=[counts],
+        resume=str(shared_tmp_path / "counted" / "checkpoint-2"), **settings,
+    )  # fmt: skip
+    assert counts.num_calls == 2
+    assert resumed.replica_digest == trainer.replica_digest

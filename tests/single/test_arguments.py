@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 from mindnlp.engine import TrainingArguments
+from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
+from mindnlp_dp.data.source import mapped
 from mindnlp_dp.gradients.synchronizer import DEFAULT_BUCKET_CAP_MB
+from mindnlp_dp.trainers.callbacks import callback_states, load_callback_states
 from mindnlp_dp.trainers.mindnlp_0_4.arguments import upgrade_arguments
 
 
@@ -70,3 +73,27 @@ def test_settings_that_mindnlp_would_ignore_or_die_of(tmp_path):
         dp.DataParallelArguments(str(tmp_path), bf16=True)
     with pytest.raises(ValueError, match="recompute: MindNLP 0.4.1 cannot recompute activations"):
         dp.DataParallelArguments(str(tmp_path), recompute=True)
+
+
+def test_workers_that_nobody_starts_are_named(tmp_path):
+    with pytest.warns(RuntimeWarning, match="dataset_num_workers has no effect here: each rank reads its samples"):
+        dp.DataParallelArguments(str(tmp_path), dataset_num_workers=4)
+
+
+def test_a_map_fn_that_would_not_be_called_is_refused():
+    with pytest.raises(ValueError, match="map_fn works on the samples of a MindSpore data set, .* is a list;"):
+        mapped([{"x": 1}], lambda x: x)
+    batches = NumpySlicesDataset({"x": [1, 2]}).batch(2)
+    with pytest.raises(ValueError, match="is a BatchDataset that is batched already"):
+        mapped(batches, lambda x: x)
+
+
+def test_a_callback_that_cannot_take_its_state_back_is_named():
+    class Keeps:
+        def state_dict(self):
+            return {"n": 1}
+
+    states = callback_states([Keeps()])
+    with pytest.raises(TypeError, match="Keeps has state_dict.*and no load_state_dict"):
+        load_callback_states([Keeps()], states)
+    assert not hasattr(Keeps(), "early_stopping_patience_counter")

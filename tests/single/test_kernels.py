@@ -830,3 +830,21 @@ class TestChoice:
         monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
         choice.choose("mindspore", 1)
         assert nn.Linear(3, 2)(Tensor(numbers(4, 3))).shape == (4, 2)
+
+
+def test_memory_that_is_freed_while_other_memory_is_taken_is_counted(monkeypatch):
+    """By the garbage collector, in the same thread."""
+    kept = memory._Kept()
+    first = kept.take(1024)
+    drop = kept._drop
+
+    def drop_and_collect(size):
+        nonlocal first
+        first = None
+        drop(size)
+
+    monkeypatch.setattr(kept, "_drop", drop_and_collect)
+    second = kept.take(4096)
+    assert kept._num_used == second.size
+    del second
+    assert kept._num_used == 0
