@@ -20,8 +20,8 @@ import pytest
 from mindnlp_dp.launch import fork_client
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# A job takes a second or two, one that imports MindSpore itself ten. Where other jobs keep the cores busy, three ranks on
-# two cores wait for each other for seconds in each update.
+# A job takes a second or two, one that imports MindSpore itself ten. Where other jobs keep the cores busy, three ranks
+# on two cores wait for each other for seconds in each update.
 TIMEOUT_SECONDS = 500
 # What a fork server grants its ranks when their stand-ins are killed, and some.
 FORKED_RANKS_SECONDS = 10.0
