@@ -160,7 +160,6 @@ class FunctionalRun:
             return False
         if self.group.is_main:
             self._run_id = run_of(path)
-            print(f"resuming from {path}", flush=True)
         saved = load_checkpoint(path, self._whole)
         check_same_data(self._data, saved["data"], "save to another folder")
         if self.loader.global_batch_size != saved["global_batch_size"]:
