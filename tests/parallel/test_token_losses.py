@@ -103,7 +103,7 @@ def test_a_loop_of_ones_own_finds_its_model(group, name, call):
     def run(group, num_rows):
         model = build(model_class)
         parameters = list(model.parameters())
-        step = dp.make_train_step(call(model), optim.SGD(parameters, lr=0.1), parameters, overlap=False)
+        step = dp.make_train_step(call(model), optim.SGD(parameters, lr=0.1), parameters)
         for window in dp.make_loader(samples(model_class, model, 4 * together.world_size + 3), num_rows).windows():
             step(window[0])
         return weights(model)
@@ -125,7 +125,7 @@ def test_a_tuple_of_arguments_has_their_names(group):
         return model(input_ids, labels=labels)[0]
 
     parameters = list(model.parameters())
-    step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters, overlap=False)
+    step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.1), parameters)
     step((mindspore.Tensor(ids), mindspore.Tensor(labels)))
     assert step.synchronizer.total_weight == group.world_size * np.count_nonzero(labels[:, 1:] != IGNORED)
 
@@ -217,9 +217,7 @@ def test_a_failure_within_an_update_leaves_no_hook_in_the_model(group):
     model_class = find("BertForQuestionAnswering")
     model = build(model_class)
     parameters = list(model.parameters())
-    step = dp.make_train_step(
-        lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters, overlap=False
-    )
+    step = dp.make_train_step(lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters)
     window = {key: np.stack([row[key] for row in samples(model_class, model, 8)]) for key in ("input_ids",)}
     # More ends than starts are within the text, so that the model's own loss is not used.
     window.update(start_positions=np.array([0, 99] * 4), end_positions=np.arange(8))
