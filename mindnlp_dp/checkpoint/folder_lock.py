@@ -1,5 +1,8 @@
-"""One writer for a folder of checkpoints: a second job in it would overwrite the first one's, and remove its unfinished
-ones. Taken by the Trainers and by :class:`~mindnlp_dp.FunctionalRun` before they write."""
+"""This module lets one job at a time write checkpoints to a folder.
+
+A second job would overwrite the first one's checkpoints, and remove its unfinished ones. The Trainers and
+:class:`~mindnlp_dp.FunctionalRun` take the lock before they write.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> FolderLock:
 
 
 def try_to_lock_folder(folder: Path) -> Optional[FolderLock]:
-    """The same without waiting; None where another process has it, or the folder cannot be written to."""
+    """Return the lock without waiting; None where another process has it, or the folder cannot be written to."""
     try:
         return _try_to_lock(folder) if folder.is_dir() else None
     except OSError:

@@ -95,7 +95,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def _newest_complete(paths: Sequence[Path]) -> tuple[Optional[Path], list[str]]:
-    """Of checkpoints in the order of their steps; and what is wrong with those behind it, of which it warns."""
+    """Return the last complete one of checkpoints in the order of their steps, and what is wrong with those after it."""
     wrong: list[str] = []
     for path in reversed(paths):
         try:

@@ -22,10 +22,10 @@ def is_mindspore_dataset(dataset: Any) -> bool:
 
 
 def reusable(pipeline: Any) -> Any:
-    """Return a MindSpore pipeline that another operation can be put behind, as often as anyone wants.
+    """Return a copy of a MindSpore pipeline to which an operation can be added, as often as the caller wants.
 
-    MindSpore notes each operation that was put behind a pipeline, and then refuses a pipeline with two of them ("The
-    data pipeline is not a tree"), though the first is not used any more. Here the note is kept on a copy.
+    MindSpore records each operation that was added to a pipeline, and refuses a pipeline with two of them ("The data
+    pipeline is not a tree"), though the first is not used any more. Here the record is kept on the copy.
     """
     again = copy.copy(pipeline)
     again.parent = []

@@ -187,6 +187,7 @@ class FunctionalStep:
         train_step: the stages of an update, which are the Trainer's too.
         grad_norm: of the last averaged gradient, where gradients are clipped.
         synchronizer: the exchange.
+        seed: what randomness inside the model is a function of, besides the rank, the update and the micro step.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class FunctionalStep:
     ) -> None:
         self.train_step = train_step
         self._span_loss = span_loss or SpanLoss(None, train_step.synchronizer.group)
-        self._seed = seed
+        self.seed = seed
         self._passes = passes
         self.accumulation_steps = accumulation_steps
         self._weight_of = weight_of
@@ -210,11 +211,6 @@ class FunctionalStep:
         self.synchronizer: GradientWindow = train_step.synchronizer
         # Who drops the step may write to the weights, which ranks shared.
         weakref.finalize(self, train_step.updater.make_private).atexit = False
-
-    @property
-    def seed(self) -> int:
-        """What randomness inside the model is a function of, besides the rank, the update and the micro step."""
-        return self._seed
 
     def __call__(self, batches: Any) -> Optional[float]:
         """Do one update; returns this rank's mean loss, None when it had no sample. A collective.
@@ -248,4 +244,4 @@ class FunctionalStep:
         return 0.0 if batch is None else checked_weight(self._weight_of(batch), self.synchronizer.group.label())
 
     def _seed_of(self, number: int) -> int:
-        return step_seed(self._seed, self._passes.seed_rank, self.num_updates, number)
+        return step_seed(self.seed, self._passes.seed_rank, self.num_updates, number)

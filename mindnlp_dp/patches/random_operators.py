@@ -1,4 +1,4 @@
-"""MindSpore's random operators that take no notice of ``mindspore.set_seed``: from here on they follow it.
+"""This module makes MindSpore's random operators follow ``mindspore.set_seed`` where they ignore it.
 
 What a training step draws is a function of its seed, so that a run that is resumed draws the same again.
 """
@@ -20,7 +20,7 @@ from .in_place_of import in_place_of
 # Goes when: they follow mindspore.set_seed, as ops.rand and ops.dropout do.
 @functools.cache
 def follow_the_seed() -> None:
-    """Have every operator do so, in PyNative mode, from now on; one that cannot says so once."""
+    """Make every operator follow the seed in PyNative mode; one that cannot warns once."""
     import mindspore
     from mindspore import ops
     from mindspore.ops import operations

@@ -19,7 +19,7 @@ from mindnlp_dp.checkpoint.folders import choose_checkpoint, put_right, remove_u
 from mindnlp_dp.checkpoint.load import load_checkpoint
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.checkpoint.whole_model import WholeModel, data_group, whole_model
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.process_group import get_data_group, get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
@@ -53,7 +53,7 @@ class RankTrainer(abc.ABC):
 
     def __init__(self, model: Any, args: RankArguments, *rest: Any, **kwargs: Any) -> None:
         # Those that share out the samples; and all, who may have parts of the model.
-        self.group, self.world = data_group(getattr(model, "parallel", None)), get_process_group()
+        self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientWindow] = None
         self._folder_lock: Optional[FolderLock] = None
         self.resumed_from: Optional[Path] = None
@@ -64,7 +64,7 @@ class RankTrainer(abc.ABC):
         # How many micro steps that has made of how many.
         self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
-        # Where model_init has made it.
+        # Only now: model_init may have made the model, and cut it.
         self.group = data_group(getattr(self.model, "parallel", None))
         check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()

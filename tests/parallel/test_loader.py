@@ -286,7 +286,7 @@ def streamed(n):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_pipeline_is_read_as_often_as_anyone_asks(group, size):
-    """MindSpore calls it no tree, once two operations were put behind it."""
+    """MindSpore refuses a pipeline to which two operations were added."""
     pipeline = counted(10).map(lambda x: x + 1, ["x"])
     first, second = make_loader(pipeline, 2), make_loader(pipeline, size)
     for loader in (first, second, first, make_loader(pipeline, 2)):
@@ -309,7 +309,7 @@ def test_a_last_global_batch_that_is_not_full_is_dropped(group, kind, accumulati
 
 
 def test_columns_that_have_no_row_for_each_sample(group):
-    """Such as the weights of classes, in front of or behind those that have, and scalars."""
+    """Such as the weights of classes, before or after those that have, and scalars."""
     n = 4 * group.world_size + 3
 
     def collate(samples):
