@@ -95,7 +95,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def _newest_complete(paths: Sequence[Path]) -> tuple[Optional[Path], list[str]]:
-    """Return the last complete one of checkpoints in the order of their steps, and what is wrong with those after it."""
+    """Return the last complete checkpoint of ``paths``, which are in order, and what is wrong with those after it."""
     wrong: list[str] = []
     for path in reversed(paths):
         try:

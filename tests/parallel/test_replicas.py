@@ -131,7 +131,8 @@ def halve(model, group):
     before = weights(model)
     group.barrier()
     for parameter in model.parameters():
-        parameter.assign_value(parameter * 0.5)
+        # In place: assign_value would give the parameter other memory.
+        mindspore.ops.assign(parameter, parameter * 0.5)
     group.barrier()
     return before
 
