@@ -127,12 +127,13 @@ def test_digest_sees_bits_names_and_types():
 
 
 def halve(model, group):
-    """As a script does that interpolates or prunes weights; returns what they were."""
+    """As a script does that interpolates or prunes weights, the ranks in turns; returns what they were."""
     before = weights(model)
-    group.barrier()
-    for parameter in model.parameters():
-        # In place: assign_value would give the parameter other memory.
-        mindspore.ops.assign(parameter, parameter * 0.5)
+    for rank in range(group.world_size):
+        group.barrier()
+        for parameter in model.parameters() if rank == group.rank else ():
+            # In place: assign_value would give the parameter other memory.
+            mindspore.ops.assign(parameter, parameter * 0.5)
     group.barrier()
     return before
 
