@@ -865,3 +865,16 @@ def test_a_model_keeps_the_mesh_that_it_was_cut_for(group, tmp_path):
     expected = trained(meanwhile=False)
     for name, weight in trained(meanwhile=True).items():
         np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+@pytest.mark.skipif(WORLD_SIZE == 1, reason="one rank cuts nothing")
+def test_model_init_may_make_a_model_and_cut_it(group, tmp_path):
+    mesh = dp.init_device_mesh(parse_mesh(a_mesh(group)))
+
+    class ByInit(dp.DataParallelTrainer):
+        def __init__(self, model, *args, **kwargs):
+            super().__init__(None, *args, model_init=lambda: dp.parallelize(build("gpt2"), mesh), **kwargs)
+
+    trainer = train_by_trainer(None, Sentences(), tmp_path, ByInit, per_device_train_batch_size=2)
+    assert trainer.group is mesh.data
+    assert trainer.state.global_step > 0
