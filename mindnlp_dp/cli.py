@@ -170,8 +170,9 @@ def _run(args: argparse.Namespace) -> int:
         if most is None:
             most = RESTARTS_OF_ELASTIC_JOBS if args.nproc.is_elastic or args.nnodes.is_elastic else 0
         options = JobOptions(
-            args.hang_timeout, most, args.tee, args.grow_after, args.log_mb, args.in_place, args.scale_batch
-        )
+            hang_timeout=args.hang_timeout, max_restarts=most, tee=args.tee, grow_after=args.grow_after,
+            grace_period=args.grace_period, log_mb=args.log_mb, in_place=args.in_place, scale_batch=args.scale_batch,
+        )  # fmt: skip
         return run_job(
             args.nproc, command, backend=args.backend, log_dir=args.log_dir, options=options, nnodes=args.nnodes,
             rendezvous=rendezvous_of(args), node_rank=args.node_rank,

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -33,6 +34,8 @@ from mindnlp_dp.versions import (
 )
 
 DISTRIBUTION = "mindnlp-dp"
+# What is tried runs here: python -c and -m search their folder first, and the user's may hold anything.
+_ROOT = Path(__file__).resolve().parents[2]
 # What to install, by the series of MindNLP that is there. The newer one brings PyTorch with CUDA if it is let.
 BEST = {
     "0.4": {"mindspore": f'"mindspore=={BEST_MINDSPORE}"', "mindnlp": f'"mindnlp=={BEST_MINDNLP}"'},
@@ -165,7 +168,9 @@ def check_imports() -> Iterator[Finding]:
         "MindNLP": f"import mindnlp_dp.trainers.library, mindspore; {device}",
     }.items():
         try:
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, timeout=IMPORT_SECONDS
+            )
         except subprocess.TimeoutExpired:
             yield Finding(f"{what} was not imported after {IMPORT_SECONDS} s", "run the import by hand, and see where")
             continue
@@ -198,7 +203,11 @@ def _try_backend(backend: str, advice: str) -> Finding:
     command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend, "--log-dir", folder]
     try:
         done = subprocess.run(
-            [*command, "-m", "mindnlp_dp.doctor.probe"], capture_output=True, text=True, timeout=JOB_SECONDS
+            [*command, "-m", "mindnlp_dp.doctor.probe"],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=JOB_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return Finding(f"{backend}: not done after {JOB_SECONDS} s", f"see {folder}; {advice}")

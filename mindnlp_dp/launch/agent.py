@@ -18,6 +18,7 @@ from .engines import LaunchError, NotMetError
 from .head import Rendezvous
 from .host import LocalHost
 from .messages import Connection, WrongPeerError, this_host_name
+from .termination import Termination
 from .tries import Try
 
 _REPORT_SECONDS = 0.5
@@ -56,8 +57,11 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
             why = "it does not answer"
             connection.close()
         except (EOFError, WrongPeerError):
-            # The endpoint hangs up on who does not know its token.
+            # It hangs up on who does not know its token; before it has asked for that, on whoever is one too many.
             why = "it does not know our token: the same has to be set on every host"
+            if not connection.was_asked:
+                why = "it hung up before it asked for our token: too many call it, or it has ended"
+            connection.close()
         except (OSError, UnicodeError) as error:
             why = str(error)
         waited = time.monotonic() - began
@@ -73,10 +77,18 @@ class Agent:
     """Of this host, which takes ``slots`` ranks at most."""
 
     def __init__(
-        self, rendezvous: Rendezvous, environ: Mapping[str, str], slots: int, *, version: str, node_rank: Optional[int]
+        self,
+        rendezvous: Rendezvous,
+        environ: Mapping[str, str],
+        slots: int,
+        *,
+        version: str,
+        node_rank: Optional[int],
+        termination: Termination,
     ) -> None:
-        self._rendezvous = rendezvous
-        self._host = LocalHost(environ, slots)
+        self._rendezvous, self._termination = rendezvous, termination
+        self._host = LocalHost(environ, slots, sleep=self._sleep_and_say_so)
+        self._said = 0.0
         self._join = {
             "say": "join", "name": this_host_name(), "slots": slots, "job": rendezvous.job, "version": version,
             "node_rank": node_rank, "launcher": secrets.token_hex(8),
@@ -103,6 +115,7 @@ class Agent:
                 try:
                     return self._serve(self._connection)
                 except _HeadIsLostError as error:
+                    self._termination.end(is_saved=True)
                     print(f"{error}; this host's ranks are ended, and it is called again", file=sys.stderr)
                     self._host.end()
                     self._connection.socket.close()
@@ -116,9 +129,21 @@ class Agent:
             if self._connection is not None:
                 self._connection.close()
 
+    def _sleep_and_say_so(self, seconds: float) -> None:
+        """While ranks are ended, which may take longer than a silent host is waited for."""
+        now = time.monotonic()
+        if now - self._said >= _REPORT_SECONDS:
+            self._said = now
+            self._say(say="busy")
+        time.sleep(seconds)
+
     def _serve(self, connection: Connection) -> int:
+        with self._termination.awaited():
+            return self._obey_until_it_is_over(connection)
+
+    def _obey_until_it_is_over(self, connection: Connection) -> int:
         self._say(**self._join)
-        heard, reported, last = time.monotonic(), 0.0, None
+        heard, looked, reported, last, has_told = time.monotonic(), time.monotonic(), 0.0, None, False
         with selectors.DefaultSelector() as selector:
             selector.register(connection.socket, selectors.EVENT_READ)
             while True:
@@ -130,6 +155,10 @@ class Agent:
                         f"the endpoint {self._rendezvous.host}:{self._rendezvous.port} is gone ({error or 'closed'})"
                     ) from None
                 now = time.monotonic()
+                if now - looked > self._rendezvous.lost_after / 2:
+                    # This launcher was stopped itself; what was sent to it comes now.
+                    heard = now
+                looked = now
                 if orders:
                     heard = now
                 elif now - heard > self._rendezvous.lost_after:
@@ -143,6 +172,11 @@ class Agent:
                             print(order["why"], file=sys.stderr)
                         return int(order["code"])
                     self._obey(order)
+                looked = time.monotonic()
+                if self._termination.asked is not None and not has_told:
+                    has_told = True
+                    self._say(say="terminates")
+                self._termination.end(is_saved=self._host.number < 0)
                 # An end is said at once, progress twice a second; without a try it is a sign of life.
                 report = self._host.look()
                 ended = (sorted(report.statuses), len(report.ended))
@@ -161,9 +195,9 @@ class Agent:
             )
             try:
                 self._host.start(this)
-            except (LaunchError, OSError) as error:
+            except LaunchError as error:
                 self._say(say="leave", why=str(error))
-                raise LaunchError(str(error)) from None
+                raise
         elif do == "daemon":
             self._host.run_daemon(str(order["command"]))
         elif do == "prepare":

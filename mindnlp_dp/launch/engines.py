@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
 
+from mindnlp_dp.runtime.progress import Progress
+
 from .environment import clean_environment, cluster_environment, find_mpirun
+from .run_module import command as module_command
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
@@ -28,16 +31,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 class LaunchError(Exception):
-    """The job cannot be started as asked."""
+    """The job cannot be started as asked: the command line is wrong, or something has to be installed."""
 
     exit_code = 2
 
 
-class NotMetError(LaunchError):
-    """The job's hosts have not met; they may, another time."""
+class TemporaryError(LaunchError):
+    """The job cannot be started now; the same command may work another time: a disk is full, a port is taken."""
 
-    # As sysexits.h has it: try again later. 2 would say that the line is wrong.
+    # EX_TEMPFAIL of sysexits.h. Who starts jobs would not try again after 2.
     exit_code = 75
+
+
+class NotMetError(TemporaryError):
+    """The job's hosts have not met."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +86,20 @@ def start_mpi(
     environment = clean_environment(environ)
     environment.setdefault("PRTE_MCA_prte_local_tmpdir_base", str(scratch))
     if len(counts) > 1:
+        if ipv6 := [address for address in counts if ":" in address]:
+            raise LaunchError(
+                f"mpirun does not take IPv6 addresses ({', '.join(ipv6)}): give the endpoint by an IPv4 address, or by "
+                "a name that has one, or use --backend mindspore"
+            )
         hosts = ",".join(f"{address}:{count}" for address, count in counts.items())
         options += ["--host", hosts, "--prtemca", "plm_ssh_agent", " ".join(remote_shell), "--map-by", "slot"]
         environment.setdefault("OMPI_MCA_pml", "ob1")
     else:
         options.append("--oversubscribe")
         environment.setdefault("OMPI_MCA_btl_sm_backing_directory", str(scratch))
-    # OpenMPI 5 else looks for other ways to reach a neighbour, and sleeps a second in MPI_Init meanwhile.
-    environment.setdefault("OMPI_MCA_btl", "self,sm,tcp")
+    # OpenMPI 5 else looks for other ways to reach a neighbour, and sleeps a second in MPI_Init meanwhile. Ranks of one
+    # host listen on no network: MPI's connections check nobody (docs/launching.md).
+    environment.setdefault("OMPI_MCA_btl", "self,sm,tcp" if len(counts) > 1 else "self,sm")
     return [Process(_popen([mpirun, *options, *worker], environment, log), None)]
 
 
@@ -114,7 +127,7 @@ def start_cluster(
 def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -> Process:
     """Where its workers meet, on this host."""
     scheduler = "mindnlp_dp.communication.transports.mindspore_scheduler"
-    command = [sys.executable, "-m", "mindnlp_dp.launch.fork_client", scheduler]
+    command = [*module_command(sys.executable, "mindnlp_dp.launch.fork_client"), scheduler]
     environment = cluster_environment(environ, "MS_SCHED", cluster.num_workers, cluster.scheduler)
     with open(log_file, "wb") as log:
         return Process(_popen(command, environment, log), None, serves=True)
@@ -126,6 +139,13 @@ def start_daemon(command: str, environ: dict[str, str], log: BinaryIO) -> Proces
 
 
 def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    launcher = os.getpid()
+
+    def begin() -> None:
+        # What a shell script has in its background ignores SIGINT; ranks do not, whoever starts them.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_the_parent(launcher)
+
     # A session of its own: Ctrl-C reaches the launcher alone, which then ends every rank.
     return subprocess.Popen(
         command,
@@ -134,19 +154,16 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
         stdout=log,
         stderr=log,
         start_new_session=True,
-        preexec_fn=_begin,  # noqa: PLW1509 -- the launcher has no threads
+        preexec_fn=begin,  # noqa: PLW1509 -- the launcher has no threads
     )
 
 
-def _begin() -> None:
-    # What a shell script has in its background ignores SIGINT; ranks do not, whoever starts them.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    end_with_the_parent()
-
-
-def end_with_the_parent(number: int = signal.SIGTERM) -> None:
+def end_with_the_parent(parent: int, number: int = signal.SIGTERM) -> None:
     """Ask Linux to end this process when its parent does, which may be killed without a chance to do it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        # It was killed before it was asked.
+        os._exit(1)
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:
@@ -175,32 +192,16 @@ def end_what_is_left_of(pid: int) -> None:
         _signal_session(pid, signal.SIGKILL)
 
 
-def end_ranks(pids: Sequence[int], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def end_ranks(ranks: Sequence[Progress], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """See to it that ranks, which may be another launcher's children, have ended when this returns."""
     deadline = time.monotonic() + grace
-    while (left := [pid for pid in pids if _is_a_rank(pid)]) and time.monotonic() < deadline:
+    while (left := [rank for rank in ranks if rank.state]) and time.monotonic() < deadline:
         sleep(POLL_SECONDS / 5)
-    for pid in left:
+    for rank in left:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(rank.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-
-
-def state_of(pid: int) -> str:
-    """A process's state as proc(5) has it, such as "T", stopped; "" where there is none that has not ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return "" if state in ("Z", "X") else state
-
-
-def _is_a_rank(pid: int) -> bool:
-    try:
-        return bool(state_of(pid)) and b"mindnlp_dp.launch." in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _signal_session(pid: int, number: int) -> None:

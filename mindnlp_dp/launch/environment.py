@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
+from .messages import TOKEN_VARIABLE
+
 # What earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale role
 # makes a process of an MPI job wait for a cluster.
 CLUSTER_VARIABLES = (
@@ -97,6 +99,11 @@ def job_of_this_process(environ: Mapping[str, str]) -> Optional[str]:
     return environ.get(_JOB) or None
 
 
+def name_of_try(environ: Mapping[str, str]) -> str:
+    """Of the job and its try that these variables are of."""
+    return f"{environ.get(_JOB, '')}:{environ.get(_RESTART_COUNT, '0')}"
+
+
 def job_if_restarted(environ: Mapping[str, str]) -> Optional[str]:
     """The same, where this is not its first try."""
     return None if environ.get(_RESTART_COUNT, "0") == "0" else job_of_this_process(environ)
@@ -114,11 +121,11 @@ def ranks_of_this_host(environ: Mapping[str, str], nproc: int) -> range:
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what earlier or outer jobs left, and with quiet, unbuffered logs."""
+    """``environ`` without what earlier or outer jobs left, and the launchers' token; with quiet, unbuffered logs."""
     cleaned = {
         name: value
         for name, value in environ.items()
-        if name not in (*CLUSTER_VARIABLES, *_OUTER_VARIABLES) and not name.startswith(_MPI_PREFIXES)
+        if name not in (*CLUSTER_VARIABLES, *_OUTER_VARIABLES, TOKEN_VARIABLE) and not name.startswith(_MPI_PREFIXES)
     }
     # Errors only: MindSpore's cluster warns many times in every healthy start.
     cleaned.setdefault("GLOG_v", "3")

@@ -1,6 +1,6 @@
 """A process whose work is done by a fork server's child (:mod:`mindnlp_dp.launch.fork_server`), for which it stands in.
 
-``python -m mindnlp_dp.launch.fork_client MODULE`` has MODULE's ``run()`` done so, or does it itself.
+``python run_module.py mindnlp_dp.launch.fork_client MODULE`` has MODULE's ``run()`` done so, or does it itself.
 
 Goes in: what this process was called with. Comes out: how the child ended, in the same way.
 """
@@ -67,8 +67,6 @@ class WorkerCall:
         os.environ.pop(VARIABLE, None)
         os.sched_setaffinity(0, self.cores)
         sys.argv = self.argv
-        # In its place comes the script's folder.
-        sys.path.insert(0, "")
 
 
 def stand_in(environ: Mapping[str, str], module: str) -> Optional[int]:

@@ -40,8 +40,10 @@ from .fork_client import (
     changes_of,
     what_python_read,
 )
+from .run_module import command as module_command
 from .scratch import Scratch
 
+_MODULE = "mindnlp_dp.launch.fork_server"
 # Less than what launchers grant to ranks.
 _GRACE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
@@ -99,7 +101,8 @@ class _Server:
 
     def _answer(self, connection: socket.socket) -> Optional[WorkerCall]:
         """In the child, the call; None in the server."""
-        connection.settimeout(10)
+        # Who calls has all of it ready; the others' calls wait meanwhile.
+        connection.settimeout(1)
         try:
             call = _receive(connection)
         except (OSError, ValueError, TypeError):
@@ -129,9 +132,7 @@ class _Server:
             return None
         # As mpirun has it for the ranks that it starts: what a rank starts ends with it.
         os.setpgid(0, 0)
-        end_with_the_parent(signal.SIGKILL)
-        if os.getppid() != server:
-            os._exit(1)
+        end_with_the_parent(server, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -212,14 +213,19 @@ def _receive(connection: socket.socket) -> WorkerCall:
     streams = array.array("i")
     for _, _, data in ancillary:
         streams.frombytes(data)
-    text = b""
-    while not text.endswith(b"\n"):
-        part = connection.recv(1 << 16)
-        if not part:
-            raise ValueError("half a call")
-        text += part
-    connection.settimeout(None)
-    return WorkerCall(**{**json.loads(text), "streams": tuple(streams)})
+    try:
+        text = b""
+        while not text.endswith(b"\n"):
+            part = connection.recv(1 << 16)
+            if not part:
+                raise ValueError("half a call")
+            text += part
+        connection.settimeout(None)
+        return WorkerCall(**{**json.loads(text), "streams": tuple(streams)})
+    except (OSError, ValueError, TypeError):
+        for stream in streams:
+            os.close(stream)
+        raise
 
 
 class ForkServer:
@@ -229,12 +235,13 @@ class ForkServer:
         # Should this launcher be killed, the next one removes it.
         self._scratch = Scratch()
         self._socket = str(self._scratch.path / "fork_server")
+        launcher = os.getpid()
         with open(log_dir / "fork_server.log", "wb") as log:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "mindnlp_dp.launch.fork_server", self._socket, str(log_dir)],
+                [*module_command(sys.executable, _MODULE), self._socket, str(log_dir)],
                 env=clean_environment(environ),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=end_with_the_parent,  # noqa: PLW1509 -- the launcher has no threads
+                preexec_fn=lambda: end_with_the_parent(launcher),  # noqa: PLW1509 -- the launcher has no threads
             )  # fmt: skip
 
     @property
@@ -244,7 +251,11 @@ class ForkServer:
 
     def end(self) -> None:
         self._popen.kill()
-        self._popen.wait()
+        try:
+            self._popen.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            # A disk that does not answer keeps it; it ends when that does.
+            pass
         self._scratch.remove()
 
 
@@ -261,7 +272,7 @@ def _others_changes(log_dir: Path, of_imports: set[str]) -> list[str]:
 def main() -> None:
     """Import, serve; a child then is the worker that was called."""
     parser = argparse.ArgumentParser(
-        "python -m mindnlp_dp.launch.fork_server",
+        f"python -m {_MODULE}",
         description="Import MindSpore and MindNLP, then become the ranks of jobs that have MINDNLP_DP_FORK_SERVER set.",
     )
     parser.add_argument("socket", metavar="SOCKET", help="a path at which nothing is, for MINDNLP_DP_FORK_SERVER")
@@ -269,9 +280,10 @@ def main() -> None:
     asked, wanted = parser.parse_args(), clean_environment(os.environ)
     if wanted != dict(os.environ):
         # As ranks have it that begin by themselves; Python has read its part of it by now.
-        os.execve(sys.executable, [sys.executable, "-m", "mindnlp_dp.launch.fork_server", *sys.argv[1:]], wanted)
-    # What stands in this folder is the user's, and not what is meant.
-    del sys.path[0]
+        os.execve(sys.executable, [*module_command(sys.executable, _MODULE), *sys.argv[1:]], wanted)
+    # What stands in this folder is the user's, and not what is meant; python -m searches it first.
+    if sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
     before = dict(os.environ)
     for name in PRELOADED:
         try:

@@ -24,6 +24,8 @@ EXIT_CODE = 124
 # A launcher that was stopped itself, for longer than it takes to look, has not seen anybody hang.
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
 _STACK_SECONDS = 1.0
+# Of all ranks of a host together: they go to the first host in one message (messages.py).
+_MOST_STACKS_BYTES = 1 << 20
 # What ranks may take longer until they have met.
 START_SECONDS = 120.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -114,19 +116,28 @@ def stacks_of(ranks: Mapping[int, Progress], finished: Collection[int], log_dir:
     asked = {}
     for number, rank in ranks.items():
         path = log_dir / f"worker_{number}.stacks"
-        if rank.pid and number not in finished and path.exists():
+        if rank.state and number not in finished and path.exists():
             try:
                 os.kill(rank.pid, signal.SIGUSR1)
                 asked[number] = path
             except OSError:
                 pass
+    most = _MOST_STACKS_BYTES // max(1, len(asked))
     deadline, texts = time.monotonic() + _STACK_SECONDS, dict[int, str]()
     while time.monotonic() < deadline:
-        before, texts = texts, {number: path.read_text(errors="replace") for number, path in asked.items()}
+        before, texts = texts, {number: _read(path) for number, path in asked.items()}
         if all(texts.values()) and texts == before:
             break
         time.sleep(0.05)
-    return texts
+    return {number: text[:most] for number, text in texts.items()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        # Somebody has removed it.
+        return ""
 
 
 def _where(rank: Progress, stacks: str, is_stopped: bool) -> str:

@@ -7,6 +7,7 @@ Goes in: the endpoint's port, the job's token. Comes out: hosts that have joined
 
 from __future__ import annotations
 
+import random
 import select
 import socket
 import sys
@@ -15,14 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from .engines import LaunchError
-from .messages import Connection, WrongPeerError
+from .engines import TemporaryError
+from .messages import Connection, WrongPeerError, address_of, listen_at
 from .remote_host import RemoteHost
 
 _BEAT_SECONDS = 1.0
 _GREETING_SECONDS = 5.0
 # Who have not shown yet that they know the token.
-_MOST_STRANGERS = 64
+_MOST_STRANGERS, _MOST_STRANGERS_OF_ONE_ADDRESS = 256, 64
 # In which a last word is heard.
 _PARTING_SECONDS = 2.0
 
@@ -56,32 +57,36 @@ class Head:
         hosts: those that have joined and are not lost, in the order of their node ranks, else as they came.
 
     Raises:
-        LaunchError: the port cannot be listened at.
+        TemporaryError: the port cannot be listened at.
     """
 
     def __init__(self, rendezvous: Rendezvous, version: str, *, one_a_host: bool = False) -> None:
         self._rendezvous, self._version, self._one_a_host = rendezvous, version, one_a_host
         self.hosts: list[RemoteHost] = []
-        self._strangers: dict[Connection, float] = {}
+        # Since when, and from where.
+        self._strangers: dict[Connection, tuple[float, str]] = {}
         self._by_connection: dict[Connection, RemoteHost] = {}
         # Until when it is waited for those that have been told their last.
         self._parting: dict[Connection, float] = {}
         # Addresses that were named once.
         self._refused: set[str] = set()
-        self._beat = 0.0
-        family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
-        self._listening = socket.socket(family)
-        self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._beat = self._pumped = 0.0
         try:
-            self._listening.bind(("", rendezvous.port))
-            self._listening.listen(128)
+            self._listening = listen_at(rendezvous.host, rendezvous.port)
         except OSError as error:
-            self._listening.close()
-            raise LaunchError(f"port {rendezvous.port} of the endpoint cannot be listened at: {error}") from None
+            raise TemporaryError(f"port {rendezvous.port} of the endpoint cannot be listened at: {error}") from None
         self._listening.setblocking(False)
+
+    @property
+    def own_endpoint(self) -> str:
+        """Where this host itself reaches it, as HOST:PORT."""
+        address, port = self._listening.getsockname()[:2]
+        address = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(address, address)
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
     def pump(self, seconds: float) -> None:
         """Hear what hosts say, for so long at most; shorter where one says something."""
+        self._forgive_own_absence()
         everybody = (*self._strangers, *self._by_connection, *self._parting)
         self._wait([self._listening, *(c.socket for c in everybody)], seconds)
         self._accept()
@@ -91,7 +96,7 @@ class Head:
         for connection, until in list(self._parting.items()):
             if now > until:
                 self._hang_up(connection)
-        for connection, since in list(self._strangers.items()):
+        for connection, (since, _) in list(self._strangers.items()):
             if now - since > _GREETING_SECONDS:
                 self._hang_up(connection)
         for host in self._by_connection.values():
@@ -105,6 +110,14 @@ class Head:
             if host.lost:
                 self._hang_up(connection)
         self.hosts = [host for host in self.hosts if not host.lost]
+
+    def _forgive_own_absence(self) -> None:
+        """Where this launcher was stopped itself, what hosts have said meanwhile is still to be heard."""
+        now, before = time.monotonic(), self._pumped
+        self._pumped = now
+        if before and now - before > self._rendezvous.lost_after / 2:
+            for host in self._by_connection.values():
+                host.heard = now
 
     def pump_until(self, is_done: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -120,17 +133,30 @@ class Head:
         poll.poll(1000 * seconds)
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listening.accept()
-        except OSError:
-            # Nobody has called, or there are no descriptors left for who has.
-            return
-        if len(self._strangers) >= _MOST_STRANGERS:
-            sock.close()
-            return
+        for _ in range(_MOST_STRANGERS):
+            try:
+                sock, name = self._listening.accept()
+            except OSError:
+                # Nobody has called, or there are no descriptors left for who has.
+                return
+            self._make_room(address_of(name))
+            self._greet(sock, address_of(name))
+
+    def _make_room(self, address: str) -> None:
+        """For one more caller. Any of the others may have to go, so that nobody can keep out a host by calling often.
+
+        One of the same address, where that has many.
+        """
+        own = [connection for connection, (_, where) in self._strangers.items() if where == address]
+        if len(own) >= _MOST_STRANGERS_OF_ONE_ADDRESS:
+            self._hang_up(random.choice(own))
+        elif len(self._strangers) >= _MOST_STRANGERS:
+            self._hang_up(random.choice(list(self._strangers)))
+
+    def _greet(self, sock: socket.socket, address: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(sock, self._rendezvous.token, is_server=True)
-        self._strangers[connection] = time.monotonic()
+        self._strangers[connection] = time.monotonic(), address
         try:
             connection.flush()
         except OSError:
@@ -170,7 +196,7 @@ class Head:
 
     def _name_who_was_refused(self, connection: Connection) -> None:
         try:
-            address = connection.socket.getpeername()[0]
+            address = address_of(connection.socket.getpeername())
         except OSError:
             return
         if address not in self._refused and len(self._refused) < _MOST_STRANGERS:
@@ -209,7 +235,7 @@ class Head:
 
     def _has_launcher(self, connection: Connection) -> bool:
         """Whether who calls is on this host, or on one that is there."""
-        theirs, ours = connection.socket.getpeername()[0], connection.socket.getsockname()[0]
+        theirs, ours = (address_of(name) for name in (connection.socket.getpeername(), connection.socket.getsockname()))
         return theirs == ours or any(host.address == theirs for host in self.hosts)
 
     def close(self, code: int) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Optional
+from typing import BinaryIO, Optional, Union
 
 from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.progress import Progress
@@ -21,8 +21,8 @@ from .devices import default_device
 from .engines import (
     GRACE_SECONDS,
     Cluster,
-    LaunchError,
     Process,
+    TemporaryError,
     end,
     end_ranks,
     end_what_is_left_of,
@@ -31,14 +31,14 @@ from .engines import (
     start_daemon,
     start_mpi,
     start_scheduler,
-    state_of,
 )
 from .environment import host_environment
 from .fork_client import VARIABLE
 from .fork_server import ForkServer
 from .hangs import stacks_of
-from .log_dir import forget_earlier_jobs, forget_statuses, put_logs_aside
+from .log_dir import forget_statuses, put_earlier_job_aside, put_logs_aside
 from .messages import this_host_name
+from .run_module import command as module_command
 from .scratch import Scratch
 from .status import progress_file
 from .tries import Report, Try
@@ -50,6 +50,10 @@ _LOOK_SECONDS = 0.5
 class LocalHost:
     """This host.
 
+    Args:
+        remote_shell: of the first of several hosts: by which mpirun starts something on another, called as ssh is. It
+            is given a folder that only this user can read.
+
     Attributes:
         name: its name.
         slots: how many ranks it takes at most.
@@ -57,8 +61,17 @@ class LocalHost:
     """
 
     lost = ""
+    terminates = False
 
-    def __init__(self, environ: Mapping[str, str], slots: int, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        slots: int,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        remote_shell: Callable[[Path], list[str]] = lambda folder: [],
+    ) -> None:
+        self._remote_shell = remote_shell
         self.name, self.slots, self.sleep = this_host_name(), slots, sleep
         self._environ = dict(environ)
         self._processes: list[Process] = []
@@ -77,12 +90,13 @@ class LocalHost:
         return -1 if self._try is None or self._has_ended else self._try.number
 
     def clear(self, log_dir: str, number: int) -> None:
-        """Put aside what the try before this one has written; before the first, forget what earlier jobs have.
+        """Put aside what the try before this one has written; before the first, what an earlier job has.
 
         On all hosts before any begins, for they may share the folder.
 
         Raises:
-            LaunchError: the folder cannot be written to; behind the first try, that one's ends cannot be removed.
+            LaunchError: it holds files of other programs that have the names of logs.
+            TemporaryError: it cannot be written to; behind the first try, that one's ends cannot be removed.
         """
         folder = Path(log_dir)
         try:
@@ -90,34 +104,46 @@ class LocalHost:
             if number:
                 put_logs_aside(folder, number)
             else:
-                forget_earlier_jobs(folder)
+                put_earlier_job_aside(folder)
         except OSError as error:
             if number and forget_statuses(folder):
                 # Its disk is full; there are jobs that go on without logs.
                 print(f"the logs of try {number} in {log_dir} are not put aside: {error}", file=sys.stderr)
                 return
-            raise LaunchError(f"the log folder {log_dir} of {self.name} cannot be written to: {error}") from None
+            raise self._cannot_be_written(log_dir, error) from None
+
+    def _cannot_be_written(self, log_dir: Union[str, Path], error: OSError) -> TemporaryError:
+        return TemporaryError(f"the log folder {log_dir} of {self.name} cannot be written to: {error}")
 
     def start(self, this: Try) -> None:
         """Start its ranks of a try.
 
         Raises:
-            LaunchError: the engine is not there, or the log folder cannot be written to.
+            LaunchError: the engine is not there.
+            TemporaryError: the log folder cannot be written to, or the engine cannot be started now.
         """
         self._try, self._processes, self._daemons = this, [], []
         log_dir = Path(this.log_dir)
         self._looked, self._changed, self._statuses, self._has_ended = 0.0, 0, {}, False
         try:
             progress.create(log_dir / progress_file(this.index), this.num_ranks)
+            if this.backend == "mpi" and this.index:
+                # The first host's mpirun asks for what it needs here: :meth:`run_daemon`.
+                return
+            name = f"launcher_{this.index}.log" if this.index else "launcher.log"
+            self._log = open(log_dir / name, "wb")  # noqa: SIM115 -- closed by end()
         except OSError as error:
-            raise LaunchError(f"the log folder {log_dir} of {self.name} cannot be written to: {error}") from None
-        if this.backend == "mpi" and this.index:
-            # The first host's mpirun asks for what it needs here: :meth:`run_daemon`.
-            return
-        name = f"launcher_{this.index}.log" if this.index else "launcher.log"
-        self._log = open(log_dir / name, "wb")  # noqa: SIM115 -- closed by end()
+            raise self._cannot_be_written(log_dir, error) from None
+        try:
+            self._start_processes(this, log_dir)
+        except OSError as error:
+            raise TemporaryError(f"the ranks of {self.name} cannot be started: {error}") from None
+
+    def _start_processes(self, this: Try, log_dir: Path) -> None:
+        assert self._log is not None
         worker = [
-            sys.executable, "-m", "mindnlp_dp.launch.worker", this.log_dir, str(this.num_ranks), "--", *this.command,
+            *module_command(sys.executable, "mindnlp_dp.launch.worker"),
+            this.log_dir, str(this.num_ranks), "--", *this.command,
         ]  # fmt: skip
         environ = self._environment(this)
         if this.backend == "mpi":
@@ -125,7 +151,7 @@ class LocalHost:
             self._scratch = self._scratch or Scratch()
             self._processes = start_mpi(
                 counts, worker, environ, self._log,
-                scratch=self._scratch.path, remote_shell=this.remote_shell, in_place=this.in_place,
+                scratch=self._scratch.path, remote_shell=self._remote_shell(self._scratch.path), in_place=this.in_place,
             )  # fmt: skip
             return
         cluster = Cluster(this.num_ranks, (this.addresses[0] if this.addresses else "127.0.0.1", this.port))
@@ -148,7 +174,11 @@ class LocalHost:
         assert self._try is not None
         if self._log is None or self._log.closed:
             path = Path(self._try.log_dir, f"launcher_{self._try.index}.log")
-            self._log = open(path, "ab")  # noqa: SIM115 -- closed by end()
+            try:
+                self._log = open(path, "ab")  # noqa: SIM115 -- closed by end()
+            except OSError as error:
+                print(f"what mpirun's daemon says is not in {path}: {error}", file=sys.stderr)
+                self._log = open(os.devnull, "ab")  # noqa: SIM115 -- closed by end()
         self._daemons.append(start_daemon(command, self._environment(self._try), self._log))
 
     def prepare_restart(self) -> None:
@@ -181,9 +211,9 @@ class LocalHost:
         if changed != self._changed or now - self._looked >= _LOOK_SECONDS or not self._looked:
             self._looked, self._changed = now, changed
             self._so_far = self._ranks()
-            self._states = {n: state_of(rank.pid) for n, rank in self._so_far.items() if rank.pid}
+            self._states = {n: rank.state for n, rank in self._so_far.items() if rank.pid}
             # Behind that: of one that is gone it is known by now whether it has said so.
-            self._statuses = read_statuses(log_dir, this.ranks)
+            self._statuses = read_statuses(log_dir, this.ranks, this.name)
         working = [process for process in self._processes if not process.serves]
         ended = [Ended(p.rank, p.popen.returncode) for p in working if p.popen.poll() is not None]
         stopped, gone = ([n for n, state in self._states.items() if state == which] for which in ("T", ""))
@@ -205,7 +235,11 @@ class LocalHost:
     def ask_for_checkpoint(self, number: int) -> None:
         """Of its first rank, as soon as that can be."""
         assert self._try is not None
-        progress.ask_for_checkpoint(Path(self._try.log_dir) / progress_file(self._try.index), number)
+        try:
+            progress.ask_for_checkpoint(Path(self._try.log_dir) / progress_file(self._try.index), number)
+        except OSError as error:
+            # Somebody has removed the folder; ranks go on.
+            print(f"rank {self._try.ranks.start} cannot be asked for a checkpoint: {error}", file=sys.stderr)
 
     def end(self) -> None:
         """End its ranks; when this returns none is left, and all have had their say."""
@@ -214,12 +248,12 @@ class LocalHost:
         grace = grace_seconds(self._environ)
         end([*self._processes, *self._daemons], grace, self.sleep)
         assert self._try is not None
-        ranks = {number: rank.pid for number, rank in self._ranks().items() if rank.pid}
+        ranks = {number: rank for number, rank in self._ranks().items() if rank.pid}
         end_ranks(list(ranks.values()), GRACE_SECONDS, self.sleep)
-        statuses = read_statuses(Path(self._try.log_dir), ranks)
-        for number, pid in ranks.items():
+        statuses = read_statuses(Path(self._try.log_dir), ranks, self._try.name)
+        for number, rank in ranks.items():
             if number not in statuses or statuses[number].exit_code:
-                end_what_is_left_of(pid)
+                end_what_is_left_of(rank.pid)
         if self._log is not None:
             self._log.close()
         if self._scratch is not None:

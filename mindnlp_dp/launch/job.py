@@ -16,12 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
-from .engines import POLL_SECONDS
+from .engines import POLL_SECONDS, TemporaryError
 from .environment import free_port, try_environment
 from .log_file import VARIABLE as LOG_MB
 from .remote_host import RemoteHost
 from .restarts import Restarts
 from .sizes import Host, Members
+from .termination import Termination
 from .tries import Try
 from .verdict import Failure, Status, find_failure, report_failure
 from .watch import JobOptions, Seen, Watch, first_lost, look
@@ -40,12 +41,12 @@ class Job:
         *,
         log_dir: Path,
         options: JobOptions,
-        remote_shell: Sequence[str] = (),
+        termination: Termination,
     ) -> None:
         self._command, self._backend, self._members = list(command), backend, members
         self._log_dir, self._options = log_dir, options
         self._sleep = members.local.sleep
-        self._remote_shell = list(remote_shell)
+        self._termination = termination
         self._restarts = Restarts(options.max_restarts, log_dir)
         self._name = secrets.token_hex(8)
         self._number = 0
@@ -63,7 +64,14 @@ class Job:
             hosts = self._members.gather()
             this = self._next_try(hosts)
             began = time.monotonic()
-            failure, grows = self._run_once(hosts, this)
+            self._seen = Seen([])
+            try:
+                failure, grows = self._run_once(hosts, this)
+            except TemporaryError as error:
+                if not self._number:
+                    raise
+                # What went well before may go well again.
+                failure, grows = Failure(None, error.exit_code, str(error)), False
             seconds = time.monotonic() - began
             self._number += 1
             if grows:
@@ -97,7 +105,7 @@ class Job:
         addresses = [others[0].address_of_head, *(host.address for host in others)] if others else []
         this = Try(
             self._number, self._backend, self._command, str(self._log_dir.absolute()), members.counts(hosts), addresses,
-            port=free_port(), in_place=self._options.in_place, remote_shell=self._remote_shell,
+            port=free_port(), in_place=self._options.in_place,
             variables={
                 LOG_MB: str(self._options.log_mb),
                 **try_environment(
@@ -117,7 +125,10 @@ class Job:
         for host in hosts:
             host.clear(this.log_dir, this.number)
         for attempt in range(2):
-            watch = Watch(hosts, this, self._members, self._restarts, log_dir=self._log_dir, options=self._options)
+            watch = Watch(
+                hosts, this, self._members, self._restarts,
+                log_dir=self._log_dir, options=self._options, termination=self._termination,
+            )  # fmt: skip
             try:
                 # The first host's mpirun asks the others for its daemons: they have to know the try by then.
                 for index, host in reversed(list(enumerate(hosts))):
@@ -156,9 +167,13 @@ class Job:
             return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
         failure = find_failure(ended, statuses, self._log_dir, left)
         missing = [rank for rank in left if rank not in statuses]
+        has_begun = any(rank.pid for rank in self._seen.ranks)
         # mpirun says 0 when it has lost a host, and when ranks may go on without one.
-        if failure is None and missing and (len(hosts) > 1 or this.in_place):
+        if failure is None and missing and (len(hosts) > 1 or this.in_place or not has_begun):
             return Failure(missing[0], 1, "ended without a word")
+        if failure is not None and failure.rank is None and not failure.what and has_begun:
+            what = f"a rank failed with exit code {failure.exit_code}, and could not write to {self._log_dir},"
+            return replace(failure, what=what)
         return failure
 
     def _report(self, failure: Failure, hosts: Sequence[Host], this: Try, seconds: float) -> None:

@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,11 @@ RECORD = "failures.jsonl"
 # What ranks and their engine write into a log folder.
 _WRITTEN = re.compile(r"worker_\d+\.(log|log\.\d+|status|stacks)|launcher(_\d+)?\.log|scheduler\.log")
 _OF_THE_JOB = re.compile(rf"{re.escape(RECORD)}|progress(_\d+)?|fork_server\.log|environ_changes\.json")
-_TRY = re.compile(r"try_\d+")
+_TRY, _JOB = re.compile(r"try_(\d+)"), re.compile(r"job_(\d+)")
+# Says that a job has made the folder its own.
+_MARKER = ".mindnlp_dp"
+# What explains the last failures; an elastic job may have a hundred tries, and each log hundreds of MiB.
+_KEPT_TRIES, _KEPT_JOBS = 10, 3
 
 
 @contextmanager
@@ -70,6 +75,7 @@ def new_log_dir() -> Path:
 
 def put_logs_aside(log_dir: Path, number: int) -> None:
     """What the try before number ``number`` has written, into a folder of its own."""
+    claim(log_dir)
     folder = log_dir / f"try_{number}"
     folder.mkdir(parents=True, exist_ok=True)
     for path in log_dir.iterdir():
@@ -79,17 +85,54 @@ def put_logs_aside(log_dir: Path, number: int) -> None:
             except FileNotFoundError:
                 # Another host's launcher has, in a folder that they share.
                 pass
+    _keep_the_last(log_dir, _TRY, _KEPT_TRIES)
 
 
-def forget_earlier_jobs(log_dir: Path) -> None:
-    """Remove what earlier jobs have left in the log folder, and nothing else: their ranks' ends are not this job's."""
-    tries = [path for path in log_dir.iterdir() if _TRY.fullmatch(path.name) and path.is_dir()]
-    for folder in [log_dir, *tries]:
-        for path in folder.iterdir():
-            if (_WRITTEN.fullmatch(path.name) or _OF_THE_JOB.fullmatch(path.name)) and not path.is_dir():
-                path.unlink(missing_ok=True)
-        if folder != log_dir and not any(folder.iterdir()):
-            folder.rmdir()
+def put_earlier_job_aside(log_dir: Path) -> None:
+    """What an earlier job has left in the log folder, into ``job_N``: it may say why this one was started again.
+
+    Raises:
+        LaunchError: no job has written to this folder yet, and it holds something that has the name of a log.
+    """
+    left = [path for path in log_dir.iterdir() if _is_left_by_a_job(path)]
+    marker = log_dir / _MARKER
+    if left and not marker.exists():
+        raise LaunchError(
+            f"the log folder {log_dir} is no job's, and holds {', '.join(sorted(path.name for path in left))}, which a "
+            "job would overwrite; give another one, --log-dir"
+        )
+    claim(log_dir)
+    if left:
+        folder = log_dir / f"job_{_last_number(log_dir, _JOB) + 1}"
+        folder.mkdir(exist_ok=True)
+        for path in left:
+            path.replace(folder / path.name)
+    _keep_the_last(log_dir, _JOB, _KEPT_JOBS)
+
+
+def claim(log_dir: Path) -> None:
+    """From now on the folder is a job's."""
+    (log_dir / _MARKER).touch()
+
+
+def _is_left_by_a_job(path: Path) -> bool:
+    if path.is_dir():
+        return bool(_TRY.fullmatch(path.name))
+    return any(of.fullmatch(path.name) for of in (_WRITTEN, _OF_THE_JOB))
+
+
+def _last_number(log_dir: Path, pattern: re.Pattern[str]) -> int:
+    found = [pattern.fullmatch(path.name) for path in log_dir.iterdir() if path.is_dir()]
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _keep_the_last(log_dir: Path, pattern: re.Pattern[str], how_many: int) -> None:
+    """Of the folders of that name, those with the highest numbers."""
+    last = _last_number(log_dir, pattern)
+    for path in log_dir.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match and path.is_dir() and int(match[1]) <= last - how_many:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def forget_statuses(log_dir: Path) -> bool:

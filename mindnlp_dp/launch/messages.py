@@ -199,6 +199,11 @@ class Connection:
     def _proof(self, what: bytes, of_server: bytes, of_client: bytes) -> bytes:
         return hmac.digest(self._token, b"mindnlp_dp " + what + of_server + of_client, "sha256")
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether the other end, which was called, has asked for a proof."""
+        return bool(self._key)
+
     @staticmethod
     def _check(given: bytes, expected: bytes) -> None:
         if not hmac.compare_digest(given, expected):
@@ -232,7 +237,34 @@ def parse_endpoint(text: str, default_port: int = 29400) -> tuple[str, int]:
             host = ""
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"an endpoint is HOST:PORT, got {text!r}")
+    if host in ("0.0.0.0", "::"):
+        raise ValueError(f"an endpoint is an address of one host, got {text!r}, which is every host's")
     return host, int(port)
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket at an endpoint that is this host's.
+
+    Only at that address where it is one. A name is often another address for this host than for the others, and one
+    that is a service's is none of this host: there it listens at all of its addresses, those of IPv6 included.
+
+    Raises:
+        OSError: it cannot be listened at.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        family = None
+    if family is not None and is_this_host(host):
+        return socket.create_server((host, port), family=family, backlog=128)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+    return socket.create_server(("", port), backlog=128)
+
+
+def address_of(name: tuple[str, int]) -> str:
+    """Of a socket's name: an address of IPv4 that a socket of IPv6 was called by, as IPv4 has it."""
+    return name[0].removeprefix("::ffff:")
 
 
 def is_this_host(host: str) -> bool:

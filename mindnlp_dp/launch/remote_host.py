@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from .messages import Connection
+from .messages import Connection, address_of
 from .tries import Report, Try
 
 # Behind what a host needs for it, with devices: engines.py.
@@ -30,6 +30,7 @@ class RemoteHost:
     Attributes:
         launcher: an identity of its launcher, which it keeps when it comes again.
         lost: why it does nothing any more; "" while it does.
+        terminates: whether its launcher was asked to end, and waits for a checkpoint.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class RemoteHost:
         self._connection, self._wait = connection, wait
         self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
         self.launcher = str(said["launcher"])
-        self.address = connection.socket.getpeername()[0]
+        self.address = address_of(connection.socket.getpeername())
         # By which it reaches the first host.
-        self.address_of_head = connection.socket.getsockname()[0]
-        self.heard, self.lost = time.monotonic(), ""
+        self.address_of_head = address_of(connection.socket.getsockname())
+        self.heard, self.lost, self.terminates = time.monotonic(), "", False
         self._number, self._report = -1, Report()
         self._has_ended = True
         self._answer: Any = None
@@ -55,6 +56,8 @@ class RemoteHost:
             self._report, self._has_ended = Report.from_json(said["report"]), True
         elif what == "answer":
             self._answer = said["answer"]
+        elif what == "terminates":
+            self.terminates = True
         elif what == "leave":
             self.lost = str(said["why"])
 

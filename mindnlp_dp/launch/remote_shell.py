@@ -1,9 +1,10 @@
 """What mpirun calls to start its daemon on another host, as it would call ssh.
 
-``python -m mindnlp_dp.launch.remote_shell HOST COMMAND...``
+``python run_module.py mindnlp_dp.launch.remote_shell --endpoint=HOST:PORT --token-file=FILE HOST COMMAND...``
 
 Goes in: a host of the job and a line for its shell. Comes out: the same line at that host's launcher, by way of the
-endpoint; no ssh, no password, no second network port.
+endpoint: no ssh, no password. (The daemon that is started so, and the ranks, connect to ports of mpirun's own.) The
+token is in a file, for what stands in mpirun's environment would be in that of all ranks.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 from .agent import call
 from .head import Rendezvous
 from .messages import parse_endpoint, read_token
+from .run_module import command as module_command
 
-ENDPOINT_VARIABLE = "MINDNLP_DP_RDZV_ENDPOINT"
 _SECONDS = 30.0
 
 
 def main() -> int:
-    arguments = sys.argv[1:]
+    options, arguments = {}, sys.argv[1:]
     while arguments and arguments[0].startswith("-"):
-        arguments.pop(0)
-    host, port = parse_endpoint(os.environ[ENDPOINT_VARIABLE])
-    connection = call(Rendezvous(host, port, read_token(os.environ)), _SECONDS)
+        name, _, value = arguments.pop(0).partition("=")
+        options[name] = value
+    host, port = parse_endpoint(options["--endpoint"])
+    connection = call(Rendezvous(host, port, read_token({}, Path(options["--token-file"]))), _SECONDS)
     connection.send({"say": "daemon", "host": arguments[0], "command": " ".join(arguments[1:])})
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:
@@ -39,5 +42,10 @@ def main() -> int:
     return 1
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def command(endpoint: str, token: bytes, folder: Path) -> list[str]:
+    """By which mpirun calls it; the token goes into a file of a folder that only this user can read."""
+    file = folder / "token"
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        out.write(token)
+    arguments = [f"--endpoint={endpoint}", f"--token-file={file}"]
+    return [*module_command(sys.executable, "mindnlp_dp.launch.remote_shell"), *arguments]

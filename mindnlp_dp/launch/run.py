@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Optional, Union
 
@@ -26,10 +25,11 @@ from .host import LocalHost
 from .job import Job, JobOptions
 from .launchers import node_rank_of
 from .log_dir import kept_by_this_job, new_log_dir
-from .messages import TOKEN_VARIABLE, is_this_host
+from .messages import is_this_host
 from .output import Unhurried, hurry
-from .remote_shell import ENDPOINT_VARIABLE
+from .remote_shell import command as remote_shell
 from .sizes import Members, Size
+from .termination import Interrupted, Termination
 
 __all__ = ["HANG_TIMEOUT_SECONDS", "JobOptions", "LaunchError", "run_job"]
 
@@ -70,18 +70,21 @@ def run_job(
         raise LaunchError("--scale-batch is for an elastic job, --nproc MIN:MAX or --nnodes MIN:MAX")
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
-    with _interruptible(), Unhurried():
+    termination = Termination(options.grace_period)
+    with termination.handled(), Unhurried():
         try:
-            if rendezvous is not None:
-                # For the remote shell of mpirun.
-                environ[ENDPOINT_VARIABLE] = f"localhost:{rendezvous.port}"
-                environ[TOKEN_VARIABLE] = rendezvous.token.decode()
             if rendezvous is not None and not _leads(rendezvous, node_rank):
                 rank = node_rank if node_rank is not None else node_rank_of(environ)
-                return Agent(rendezvous, environ, nproc.most, version=__version__, node_rank=rank).run()
+                return Agent(
+                    rendezvous, environ, nproc.most, version=__version__, node_rank=rank, termination=termination
+                ).run()
             head = Head(rendezvous, __version__, one_a_host=backend == "mpi") if rendezvous is not None else None
             log_dir = log_dir or new_log_dir()
-            local = LocalHost(environ, nproc.most, sleep=time.sleep if head is None else head.pump)
+            if head is None or rendezvous is None:
+                local = LocalHost(environ, nproc.most)
+            else:
+                shell = partial(remote_shell, head.own_endpoint, rendezvous.token)
+                local = LocalHost(environ, nproc.most, sleep=head.pump, remote_shell=shell)
             job = Job(
                 command,
                 backend,
@@ -91,13 +94,13 @@ def run_job(
                 ),
                 log_dir=log_dir,
                 options=options,
-                remote_shell=[sys.executable, "-m", "mindnlp_dp.launch.remote_shell"],
+                termination=termination,
             )  # fmt: skip
             return _lead(job, local, head, log_dir)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             hurry()
             print("interrupted: all ranks were ended", file=sys.stderr)
-            return 128 + signal.SIGINT
+            return _code_of(interrupt)
 
 
 def _leads(rendezvous: Rendezvous, node_rank: Optional[int]) -> bool:
@@ -113,8 +116,8 @@ def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path) -> in
         with kept_by_this_job(log_dir):
             code = job.run()
             return code
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+    except KeyboardInterrupt as interrupt:
+        code = _code_of(interrupt)
         raise
     except LaunchError as error:
         code = error.exit_code
@@ -127,18 +130,6 @@ def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path) -> in
             local.leave()
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM, and a terminal that is gone, end the job as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    # nohup has it ignored.
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _code_of(interrupt: KeyboardInterrupt) -> int:
+    """As a shell has it."""
+    return 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)

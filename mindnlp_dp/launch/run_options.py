@@ -57,6 +57,11 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         help="an elastic job takes the place of a lost rank again after so long (default: 60)",
     )  # fmt: skip
     add(
+        "--grace-period", type=_seconds, default=JobOptions.grace_period, metavar="SECONDS",
+        help="at SIGTERM, wait so long for a checkpoint, which dp.DataParallelTrainer writes at its next update and "
+        "dp.FunctionalRun at its next save(), before ranks are ended; 0: end them at once (default: 30)",
+    )  # fmt: skip
+    add(
         "--in-place", action="store_true",
         help="an elastic job of one host under MPI goes on without a lost rank in the same processes (ULFM), where "
         "dp.DataParallelTrainer trains",

@@ -50,7 +50,10 @@ class Scratch:
 
 def _remove_if_left(folder: Path) -> None:
     try:
-        lock = os.open(folder / "lock", os.O_RDWR)
+        if folder.lstat().st_uid != os.geteuid():
+            # What another user has put there may be a link, or make this wait.
+            return
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         # Somebody else's, or just being made.
         return

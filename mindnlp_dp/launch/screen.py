@@ -163,7 +163,8 @@ class _Log:
                     return text
                 self._file.close()
             self._file = open(self._path, "rb")  # noqa: SIM115 -- read for as long as the rank writes
-        except FileNotFoundError:
+        except OSError:
+            # It is not there yet, or there are no descriptors left: the log stays in its folder.
             return b""
         return self._file.read(_MOST_BYTES)
 

@@ -15,7 +15,6 @@ from typing import Any, Optional
 
 from mindnlp_dp.runtime.progress import Progress, is_of_this_system, read
 
-from .engines import state_of
 from .log_dir import RECORD
 from .verdict import read_statuses
 
@@ -114,7 +113,7 @@ def _state(rank: Progress, exit_code: Optional[int], *, is_here: bool) -> str:
         return "done" if exit_code == 0 else f"failed with exit code {exit_code}"
     if not rank.pid:
         return "not begun"
-    if is_here and not state_of(rank.pid):
+    if is_here and not rank.state:
         return "gone"
     return "waits" if rank.waits_in else "works"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mindnlp_dp.runtime.progress import Progress
 
+from .environment import name_of_try
 from .verdict import Ended, Status
 
 
@@ -27,7 +28,6 @@ class Try:
         port: of the scheduler of MindSpore's cluster, which is on the first host.
         variables: what ranks find in their environment besides the host's own.
         in_place: whether ranks go on without one that is lost.
-        remote_shell: by which the first host's mpirun starts something on another host; called as ssh is.
     """
 
     number: int
@@ -40,11 +40,15 @@ class Try:
     port: int = 0
     variables: dict[str, str] = field(default_factory=dict)
     in_place: bool = False
-    remote_shell: list[str] = field(default_factory=list)
 
     @property
     def num_ranks(self) -> int:
         return sum(self.counts)
+
+    @property
+    def name(self) -> str:
+        """As its ranks know it."""
+        return name_of_try(self.variables)
 
     @property
     def ranks(self) -> range:
@@ -78,7 +82,7 @@ class Report:
         now = time.monotonic()
         return {
             "ranks": {n: asdict(_shifted(rank, -now)) for n, rank in self.ranks.items()},
-            "statuses": {n: asdict(_since(status, time.time())) for n, status in self.statuses.items()},
+            "statuses": {n: asdict(_since(status, now)) for n, status in self.statuses.items()},
             "ended": [asdict(ended) for ended in self.ended],
             "all_ended": self.all_ended,
             "stopped": self.stopped,
@@ -90,7 +94,7 @@ class Report:
         now = time.monotonic()
         return cls(
             {int(n): _shifted(Progress(**rank), now) for n, rank in data["ranks"].items()},
-            {int(n): _since(Status(**status), time.time()) for n, status in data["statuses"].items()},
+            {int(n): _since(Status(**status), now) for n, status in data["statuses"].items()},
             [Ended(**ended) for ended in data["ended"]],
             bool(data["all_ended"]),
             [int(n) for n in data["stopped"]],

@@ -24,11 +24,19 @@ _TAIL_BYTES = 1 << 15
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank said at its end; ``waited``: it gave up waiting for another rank."""
+    """What a rank said at its end.
+
+    Attributes:
+        time: by the clock of :func:`time.monotonic`, which nobody sets.
+        waited: whether it gave up waiting for another rank.
+        of: the try whose rank it was (:func:`~mindnlp_dp.launch.environment.name_of_try`): one of a host that was cut
+            off may say it when another try has begun, in a folder that hosts share.
+    """
 
     exit_code: int
     time: float
     waited: bool = False
+    of: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,14 +67,18 @@ def write_status(log_dir: Path, rank: int, status: Status) -> None:
     temporary.replace(path)
 
 
-def read_statuses(log_dir: Path, ranks: Iterable[int]) -> dict[int, Status]:
-    """How those of the ranks that have said so ended."""
+def read_statuses(log_dir: Path, ranks: Iterable[int], of: Optional[str] = None) -> dict[int, Status]:
+    """How those of the ranks that have said so ended; ``of``: only those of that try."""
     statuses = {}
     for rank in ranks:
         try:
-            statuses[rank] = Status(**json.loads((log_dir / f"worker_{rank}.status").read_text()))
-        except (OSError, ValueError):
-            pass
+            said = json.loads((log_dir / f"worker_{rank}.status").read_text())
+            status = Status(int(said["exit_code"]), float(said["time"]), bool(said["waited"]), str(said["of"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            # None, or not of this form.
+            continue
+        if of is None or status.of == of:
+            statuses[rank] = status
     return statuses
 
 

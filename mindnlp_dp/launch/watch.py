@@ -22,6 +22,7 @@ from .losses import Losses
 from .restarts import Restarts
 from .screen import Screen
 from .sizes import Host, Members
+from .termination import GRACE_PERIOD_SECONDS, Termination
 from .tries import Report, Try
 from .verdict import Failure, Status
 
@@ -46,6 +47,7 @@ class JobOptions:
         max_restarts: how many times it is started again after a failure.
         tee: whose output is shown: "0", "all" or "none".
         grow_after: seconds after which an elastic job takes the place of a rank that was lost again.
+        grace_period: seconds that the job gets for a checkpoint when it is asked to end (SIGTERM).
         log_mb: MiB at which a rank's log begins anew; 0: never.
         in_place: whether ranks go on without one that is lost (MPI, on one host).
         scale_batch: whether global batches of an elastic job are in proportion to its ranks.
@@ -55,6 +57,7 @@ class JobOptions:
     max_restarts: int = 0
     tee: str = "0"
     grow_after: float = 60.0
+    grace_period: float = GRACE_PERIOD_SECONDS
     log_mb: int = DEFAULT_MB
     in_place: bool = False
     scale_batch: bool = False
@@ -129,7 +132,9 @@ class Watch:
         *,
         log_dir: Path,
         options: JobOptions,
+        termination: Termination,
     ) -> None:
+        self._termination = termination
         self._hosts, self._try, self._members, self._restarts = hosts, this, members, restarts
         self._log_dir, self._options = log_dir, options
         self._began = time.monotonic()
@@ -145,7 +150,15 @@ class Watch:
         self.grows = False
 
     def until_it_is_over(self, sleep: Callable[[float], None]) -> None:
-        """Show logs until all ranks have ended, or one has failed, or the job hangs, or is to grow."""
+        """Show logs until all ranks have ended, or one has failed, or the job hangs, or is to grow.
+
+        Raises:
+            Interrupted: it was asked to end, and has written a checkpoint, or had its time to.
+        """
+        with self._termination.awaited():
+            self._until_it_is_over(sleep)
+
+    def _until_it_is_over(self, sleep: Callable[[float], None]) -> None:
         looked = 0.0
         while True:
             self.seen = seen = look(self._hosts, self._try)
@@ -156,8 +169,13 @@ class Watch:
                 looked = now
                 self._look_closer(now)
             self._screen.show()
-            lost = first_lost(self._hosts) is not None
             has_saved = self._has_asked and any(seen.ranks[rank].saved for rank in self.losses.left[:1])
+            if not failed:
+                self._termination.end(has_saved or not seen.update)
+            for host in self._hosts:
+                if host.terminates and (has_saved or not seen.update):
+                    host.lost = host.lost or "its launcher was asked to end"
+            lost = first_lost(self._hosts) is not None
             if self.hang or failed or lost or has_saved or self._has_ended(now):
                 break
             sleep(POLL_SECONDS)
@@ -234,10 +252,15 @@ class Watch:
             self._has_prepared = True
             for host in self._hosts:
                 host.prepare_restart()
-        may_grow = not self._has_asked and losses.failure is None and seen.update > 0
-        if may_grow and self._members.could_grow(len(losses.left)):
+        may_ask = not self._has_asked and losses.failure is None and seen.update > 0
+        if may_ask and (self._is_to_end or self._members.could_grow(len(losses.left))):
             self._has_asked = True
             self._members.local.ask_for_checkpoint(1)
+
+    @property
+    def _is_to_end(self) -> bool:
+        """Whether the job, or a host of it, was asked to end."""
+        return self._termination.asked is not None or any(host.terminates for host in self._hosts)
 
     @property
     def _may_start_again(self) -> bool:

@@ -1,6 +1,6 @@
 """What one rank's process does around the user's script.
 
-``python -m mindnlp_dp.launch.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
+``python run_module.py mindnlp_dp.launch.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
 
 On CPU it binds itself to its cores before anything starts threads. It sends its output to
 ``worker_R.log``, runs the script as ``python`` would, and says in ``worker_R.status``
@@ -27,7 +27,7 @@ from typing import Optional
 from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.cores import split_cores
 
-from .environment import goes_on_in_place, ranks_of_this_host
+from .environment import goes_on_in_place, name_of_try, ranks_of_this_host
 from .fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
 from .launchers import launched_rank
 from .log_file import LogFile
@@ -52,6 +52,8 @@ def main() -> None:
 def run() -> None:
     """Be the rank that this process was started as."""
     log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
+    # As long as the script has not changed its environment.
+    name = name_of_try(os.environ)
     command = sys.argv[4:]
     rank = launched_rank(os.environ)
     # A block of cores may be far from a rank's card, which its driver knows better.
@@ -80,7 +82,7 @@ def run() -> None:
     if code != 0 and (waited or rank != 0):
         time.sleep(ECHOES_WAIT_SECONDS if waited else OTHERS_WAIT_SECONDS)
     try:
-        write_status(log_dir, rank, Status(code, time.time(), waited))
+        write_status(log_dir, rank, Status(code, time.monotonic(), waited, name))
     except OSError as error:
         _say(f"how rank {rank} ended is not in {log_dir}: {error}")
     if code != 0:
@@ -130,10 +132,10 @@ def _run(command: list[str]) -> tuple[int, bool]:
     sys.argv = command[1:] if is_module else command
     try:
         if is_module:
-            sys.path[0] = os.getcwd()
+            sys.path.insert(0, os.getcwd())
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+            sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as leave:
         if leave.code is None or isinstance(leave.code, int):

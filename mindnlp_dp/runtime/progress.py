@@ -23,8 +23,8 @@ from typing import Optional
 
 # changes, pid, id of the main thread, updates done, whether the rank has met the others, how many are left, how many
 # requests for checkpoints it has met; when something changed last, since when it waits, loss, samples so far; what it
-# waits in.
-_FORMAT = struct.Struct("<QQQq?3xIQ4d96s")
+# waits in; when its process began.
+_FORMAT = struct.Struct("<QQQq?3xIQ4d96sQ")
 RECORD_BYTES = 256
 # Behind the ranks' records, one of the job's: the number of the last checkpoint that was asked for; where they are.
 _REQUEST = struct.Struct("<Q")
@@ -51,6 +51,7 @@ class Progress:
         loss: of its last update; NaN before.
         samples: that all ranks have trained on.
         waits_in: what it waits in; "" where it does not.
+        born: when its process began (:func:`state_and_birth_of`): its number may be another process's later.
     """
 
     changes: int = 0
@@ -65,6 +66,13 @@ class Progress:
     loss: float = float("nan")
     samples: float = 0.0
     waits_in: str = ""
+    born: int = 0
+
+    @property
+    def state(self) -> str:
+        """Of its process, on this host, as proc(5) has it; "" where it has ended, or has not begun."""
+        state, born = state_and_birth_of(self.pid) if self.pid else ("", 0)
+        return state if born == self.born else ""
 
 
 class Reporter:
@@ -81,6 +89,7 @@ class Reporter:
         self._depth = 0
         self._thread = threading.get_ident()
         self._pid = os.getpid()
+        self._born = state_and_birth_of(self._pid)[1]
         self._changes, self._update, self._has_met, self._saved = 0, 0, False, 0
         self._members = 0
         self._since, self._loss, self._samples, self._waits_in = 0.0, float("nan"), 0.0, b""
@@ -91,6 +100,7 @@ class Reporter:
         _FORMAT.pack_into(
             self._memory, self._begin, self._changes, self._pid, self._thread, self._update, self._has_met,
             self._members, self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
+            self._born,
         )  # fmt: skip
 
     def meet(self) -> None:
@@ -219,11 +229,26 @@ def waiting(what: str) -> Iterator[None]:
         _reporter.end_wait()
 
 
+def state_and_birth_of(pid: int) -> tuple[str, int]:
+    """A process's state as proc(5) has it, such as "T", stopped, and when it began, in clock ticks behind the system.
+
+    ("", 0) where there is none, or it has ended and only waits for its parent to notice.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return ("", 0) if fields[0] in ("Z", "X") else (fields[0], int(fields[19]))
+    except (OSError, IndexError):
+        return "", 0
+
+
 def create(path: Path, num_ranks: int) -> None:
     """A file for so many ranks of this system, none of which has begun."""
     data = bytearray((num_ranks + 1) * RECORD_BYTES)
     _SYSTEM.pack_into(data, len(data) + _SYSTEM_BEGIN, _this_system())
-    path.write_bytes(data)
+    # A rank of an earlier try, on a host that was cut off, may still write to the old one.
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)
 
 
 def is_of_this_system(path: Path) -> bool:
@@ -261,7 +286,7 @@ def read(path: Path) -> list[Progress]:
         return []
     found = []
     for begin in range(0, len(data) - 2 * RECORD_BYTES + 1, RECORD_BYTES):
-        *numbers, name = _FORMAT.unpack_from(data, begin)
-        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace")]
+        *numbers, name, born = _FORMAT.unpack_from(data, begin)
+        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), born]
         found.append(Progress(*fields))
     return found

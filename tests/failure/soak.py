@@ -29,7 +29,6 @@ from pathlib import Path
 import psutil
 
 from conftest import BACKENDS, ROOT, processes_of
-from mindnlp_dp.launch.engines import state_of
 from mindnlp_dp.launch.log_dir import RECORD
 from mindnlp_dp.launch.status import read_of_all_hosts
 
@@ -89,7 +88,7 @@ class Job:
 
     def ranks(self) -> list:
         """Those that live. One that has not begun has no process to be hit; 0 would be this one."""
-        return [rank for rank in read_of_all_hosts(self._logs) if rank.pid and state_of(rank.pid)]
+        return [rank for rank in read_of_all_hosts(self._logs) if rank.state]
 
     def num_failures(self) -> int:
         try:

@@ -242,7 +242,7 @@ def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
     launcher = start_job(tmp_path, script, backend=backend, stdout=subprocess.DEVNULL)
     wait_for_files(tmp_path, "here_*")
     launcher.send_signal(number)
-    assert launcher.wait(TIMEOUT_SECONDS) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    assert launcher.wait(TIMEOUT_SECONDS) == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number)
     assert_nothing_is_left(tmp_path / "logs", soon=True)
 
 

@@ -12,7 +12,14 @@ import pytest
 
 from mindnlp_dp.launch.engines import LaunchError
 from mindnlp_dp.launch.host import LocalHost
-from mindnlp_dp.launch.log_dir import RECORD, forget_earlier_jobs, kept_by_this_job, new_log_dir, put_logs_aside
+from mindnlp_dp.launch.log_dir import (
+    RECORD,
+    claim,
+    kept_by_this_job,
+    new_log_dir,
+    put_earlier_job_aside,
+    put_logs_aside,
+)
 from mindnlp_dp.launch.log_file import VARIABLE, LogFile
 from mindnlp_dp.launch.restarts import Restarts
 from mindnlp_dp.launch.tries import Report
@@ -53,33 +60,49 @@ THEIRS = (
 )
 
 
-def test_an_earlier_jobs_files_go_and_nobody_elses(tmp_path):
+def test_an_earlier_jobs_files_are_put_aside_and_nobody_elses(tmp_path):
+    claim(tmp_path)
     for folder in (tmp_path, tmp_path / "try_1", tmp_path / "try_lr_1e-3"):
         folder.mkdir(exist_ok=True)
         for name in (*OURS, *THEIRS):
             (folder / name).write_text("")
-    (tmp_path / "try_2").mkdir()
     (tmp_path / "progress_4").mkdir()
-    forget_earlier_jobs(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == sorted([*THEIRS, "try_1", "try_lr_1e-3", "progress_4"])
-    assert sorted(os.listdir(tmp_path / "try_1")) == sorted(THEIRS)
-    assert sorted(os.listdir(tmp_path / "try_lr_1e-3")) == sorted([*OURS, *THEIRS])
+    put_earlier_job_aside(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([".mindnlp_dp", *THEIRS, "job_1", "try_lr_1e-3", "progress_4"])
+    assert sorted(os.listdir(tmp_path / "job_1")) == sorted([*OURS, "try_1"])
+    assert sorted(os.listdir(tmp_path / "job_1/try_1")) == sorted([*OURS, *THEIRS])
+    for number in range(2, 6):
+        (tmp_path / "worker_0.log").write_text(str(number))
+        put_earlier_job_aside(tmp_path)
+    # The last three say why a job was started again and again.
+    assert sorted(path.name for path in tmp_path.glob("job_*")) == ["job_3", "job_4", "job_5"]
+    assert (tmp_path / "job_5/worker_0.log").read_text() == "5"
+
+
+def test_a_users_file_is_not_taken_for_a_log(tmp_path):
+    (tmp_path / "progress").write_text("half of the thesis")
+    with pytest.raises(LaunchError, match="is no job's, and holds progress, which a job would overwrite"):
+        put_earlier_job_aside(tmp_path)
+    assert os.listdir(tmp_path) == ["progress"]
 
 
 def test_a_trys_logs_are_put_aside(tmp_path):
     for name in ("worker_0.log", "worker_0.status", "progress", "train.py"):
         (tmp_path / name).write_text(name)
     put_logs_aside(tmp_path, 1)
-    assert sorted(os.listdir(tmp_path)) == ["progress", "train.py", "try_1"]
+    assert sorted(os.listdir(tmp_path)) == [".mindnlp_dp", "progress", "train.py", "try_1"]
     assert sorted(os.listdir(tmp_path / "try_1")) == ["worker_0.log", "worker_0.status"]
+    for number in range(2, 13):
+        put_logs_aside(tmp_path, number)
+    assert sorted(int(path.name[4:]) for path in tmp_path.glob("try_*")) == list(range(3, 13))
 
 
 def test_another_hosts_clock_does_not_say_who_failed_first(monkeypatch):
     """It is an hour ahead: its rank failed two seconds ago, as this host has it."""
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
     sent = json.loads(json.dumps(Report(statuses={3: Status(1, now + 3600 - 2.0)}).to_json()))
-    monkeypatch.setattr(time, "time", lambda: now + 0.5)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 0.5)
     assert Report.from_json(sent).statuses[3].time == pytest.approx(now + 0.5 - 2.0)
 
 

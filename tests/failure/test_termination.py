@@ -1,0 +1,106 @@
+"""SIGTERM: what Kubernetes, Slurm and systemd send to a job before they end it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+
+from conftest import ROOT, TIMEOUT_SECONDS, assert_nothing_is_left, run_job, start_job, wait_for
+
+ELASTIC = ROOT / "tests/failure/elastic.py"
+# Makes updates, and never saves.
+NEVER_SAVES = """
+import time
+import mindnlp_dp as dp
+from mindnlp_dp.runtime import progress
+group = dp.init_process_group()
+for step in range(10_000):
+    progress.finish_update(step + 1, [], 1)
+    time.sleep(0.02)
+    if step == 100:
+        open("updates", "w").close()
+"""
+
+
+def updates(folder):
+    try:
+        return len((folder / "sizes").read_text().splitlines())
+    except OSError:
+        return 0
+
+
+@pytest.mark.core
+def test_a_job_that_is_asked_to_end_saves_first_and_goes_on_later_as_if_it_had_not_been(tmp_path):
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    for folder in (whole, ended):
+        folder.mkdir()
+    how = ("--updates", 12, "--save-steps", 1000, "--seconds", 0.2)
+    assert run_job(whole, ELASTIC, whole, *how).exit_code == 0
+    launcher = start_job(ended, ELASTIC, ended, *how, stdout=subprocess.DEVNULL)
+    wait_for(lambda: updates(ended) >= 3, "three updates")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(TIMEOUT_SECONDS) == 143
+    assert_nothing_is_left(ended / "logs", soon=True)
+    [checkpoint] = ended.glob("checkpoint-*")
+    saved = int(checkpoint.name.partition("-")[2])
+    # At the next update, or the one behind it; nothing of a second was trained in vain.
+    assert 3 <= saved <= updates(ended) <= saved + 3
+    job = run_job(ended, resume_script(ended, saved), ended, *how)
+    assert job.exit_code == 0, job.output
+    assert (ended / "digest").read_text() == digest(whole)
+
+
+def resume_script(folder, step):
+    """The same training, from its checkpoint on."""
+    return f"""
+import runpy, sys
+from pathlib import Path
+import mindnlp_dp as dp
+train = dp.DataParallelTrainer.train
+dp.DataParallelTrainer.train = lambda self: resumed(self)
+def resumed(trainer):
+    output = train(trainer, resume_from_checkpoint={str(folder / f"checkpoint-{step}")!r})
+    if dp.init_process_group().is_main:
+        Path({str(folder / "digest")!r}).write_text(trainer.replica_digest)
+    sys.exit(0)
+sys.argv[0] = {str(ELASTIC)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def digest(folder):
+    return json.loads((folder / "result.json").read_text())["digest"]
+
+
+@pytest.mark.parametrize(("seconds", "least"), [(4, 4), (0, 0)])
+def test_a_job_that_never_saves_gets_its_time_and_no_more(tmp_path, seconds, least):
+    launcher = start_job(tmp_path, "--grace-period", seconds, NEVER_SAVES, stdout=subprocess.DEVNULL)
+    wait_for(lambda: (tmp_path / "updates").exists(), "updates")
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(TIMEOUT_SECONDS) == 143
+    # What it takes to end ranks comes on top.
+    assert least <= time.monotonic() - began < least + 20
+    assert_nothing_is_left(tmp_path / "logs", soon=True)
+
+
+def test_who_asks_twice_does_not_wait(tmp_path):
+    launcher = start_job(tmp_path, "--grace-period", 300, NEVER_SAVES, stdout=subprocess.DEVNULL)
+    wait_for(lambda: (tmp_path / "updates").exists(), "updates")
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) == 143
+
+
+def test_a_job_that_ends_in_its_grace_period_ends_well(tmp_path):
+    script = NEVER_SAVES.replace("10_000", "200")
+    launcher = start_job(tmp_path, "--grace-period", 300, script, stdout=subprocess.DEVNULL)
+    wait_for(lambda: (tmp_path / "updates").exists(), "updates")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(TIMEOUT_SECONDS) == 0
