@@ -125,6 +125,7 @@ class LocalHost:
         self._try, self._processes, self._daemons = this, [], []
         log_dir = Path(this.log_dir)
         self._looked, self._changed, self._statuses, self._has_ended = 0.0, 0, {}, False
+        self._so_far, self._states = {}, {}
         try:
             progress.create(log_dir / progress_file(this.index), this.num_ranks)
             if this.backend == "mpi" and this.index:
@@ -222,6 +223,9 @@ class LocalHost:
     def _ranks(self) -> dict[int, Progress]:
         assert self._try is not None
         found = progress.read(Path(self._try.log_dir) / progress_file(self._try.index))
+        if not found:
+            # Somebody has removed it, or the disk is gone: what was seen last.
+            return self._so_far
         return {number: found[number] for number in self._try.ranks if number < len(found)}
 
     def stacks(self) -> dict[int, str]:

@@ -148,8 +148,8 @@ class Job:
             failure = watch.losses.failure or watch.hang or self._verdict(hosts, this, left)
             # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
             # to start").
-            began = any(self._log_dir.glob("worker_*.log"))
-            if failure is None or watch.hang or attempt or began or this.backend != "mpi" or len(hosts) > 1:
+            has_begun = self._has_begun or any(self._log_dir.glob("worker_*.log"))
+            if failure is None or watch.hang or attempt or has_begun or this.backend != "mpi" or len(hosts) > 1:
                 break
             print("mpirun ended before any rank had begun; it is started once more", file=sys.stderr)
         return failure, False
@@ -167,14 +167,18 @@ class Job:
             return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
         failure = find_failure(ended, statuses, self._log_dir, left)
         missing = [rank for rank in left if rank not in statuses]
-        has_begun = any(rank.pid for rank in self._seen.ranks)
         # mpirun says 0 when it has lost a host, and when ranks may go on without one.
-        if failure is None and missing and (len(hosts) > 1 or this.in_place or not has_begun):
+        if failure is None and missing and (len(hosts) > 1 or this.in_place or not self._has_begun):
             return Failure(missing[0], 1, "ended without a word")
-        if failure is not None and failure.rank is None and not failure.what and has_begun:
+        if failure is not None and failure.rank is None and not failure.what and self._has_begun:
             what = f"a rank failed with exit code {failure.exit_code}, and could not write to {self._log_dir},"
             return replace(failure, what=what)
         return failure
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether any rank of the last try has."""
+        return any(rank.pid for rank in self._seen.ranks)
 
     def _report(self, failure: Failure, hosts: Sequence[Host], this: Try, seconds: float) -> None:
         host = _host_of(failure.rank, hosts, this)

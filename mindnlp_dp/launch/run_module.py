@@ -1,4 +1,4 @@
-"""Run ``main()`` of a module of this package, which returns its exit code, without searching the current folder for what it imports.
+"""Run ``main()`` of a module of this package without searching the current folder for what that imports.
 
 ``python run_module.py MODULE ARGUMENTS...``
 
@@ -31,6 +31,7 @@ def main() -> None:
     import importlib
 
     module = sys.argv.pop(1)
+    # An exit code, or None.
     sys.exit(importlib.import_module(module).main())
 
 

@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from conftest import BACKENDS, ROOT, run_job, run_one_after_another
+from mindnlp_dp.launch.run_module import command as module_command
 
 FINETUNE = ROOT / "scripts" / "finetune.py"
 GOOD = "text,label\n" + "".join(f"this is text {i},{'even' if i % 2 == 0 else 'odd'}\n" for i in range(6))
@@ -160,3 +162,27 @@ def test_the_scripts_say_which_python_they_need():
     )
     assert done.returncode == 1
     assert done.stderr == "error: Python 3.9 to 3.12 is needed, and /bin/false is not; set PYTHON=/path/to/one\n"
+
+
+@pytest.mark.usefixtures("own_imports")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_lies_in_the_current_folder_is_not_imported(tmp_path, backend):
+    """Neither in the place of the standard library, nor of this package (CWE-427)."""
+    here = tmp_path / "here"
+    (here / "mindnlp_dp").mkdir(parents=True)
+    stranger = "open({!r}, 'w').close()\nraise ImportError('a stranger')\n"
+    for name in ("tempfile", "random", "secrets", "select", "queue", "mindnlp_dp/__init__"):
+        (here / f"{name}.py").write_text(stranger.format(str(tmp_path / f"imported_{name.partition('/')[0]}")))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import tempfile\nimport mindnlp_dp as dp\n"
+        "print('rank', dp.init_process_group().rank, tempfile.gettempdir(), dp.__file__)\n"
+    )
+    run = [*module_command(sys.executable, "mindnlp_dp.cli"), "run", "--nproc", "2", "--backend", backend]
+    done = subprocess.run(
+        [*run, "--log-dir", str(tmp_path / "logs"), str(script)], cwd=here, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0 /" in done.stdout
+    assert str(ROOT) in done.stdout
+    assert not list(tmp_path.glob("imported_*"))

@@ -79,7 +79,7 @@ def digest(folder):
 @pytest.mark.parametrize(("seconds", "least"), [(4, 4), (0, 0)])
 def test_a_job_that_never_saves_gets_its_time_and_no_more(tmp_path, seconds, least):
     launcher = start_job(tmp_path, "--grace-period", seconds, NEVER_SAVES, stdout=subprocess.DEVNULL)
-    wait_for(lambda: (tmp_path / "updates").exists(), "updates")
+    wait_for((tmp_path / "updates").exists, "updates")
     began = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(TIMEOUT_SECONDS) == 143
@@ -90,7 +90,7 @@ def test_a_job_that_never_saves_gets_its_time_and_no_more(tmp_path, seconds, lea
 
 def test_who_asks_twice_does_not_wait(tmp_path):
     launcher = start_job(tmp_path, "--grace-period", 300, NEVER_SAVES, stdout=subprocess.DEVNULL)
-    wait_for(lambda: (tmp_path / "updates").exists(), "updates")
+    wait_for((tmp_path / "updates").exists, "updates")
     launcher.send_signal(signal.SIGTERM)
     time.sleep(1)
     assert launcher.poll() is None
@@ -101,6 +101,6 @@ def test_who_asks_twice_does_not_wait(tmp_path):
 def test_a_job_that_ends_in_its_grace_period_ends_well(tmp_path):
     script = NEVER_SAVES.replace("10_000", "200")
     launcher = start_job(tmp_path, "--grace-period", 300, script, stdout=subprocess.DEVNULL)
-    wait_for(lambda: (tmp_path / "updates").exists(), "updates")
+    wait_for((tmp_path / "updates").exists, "updates")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(TIMEOUT_SECONDS) == 0

@@ -313,6 +313,46 @@ def test_restarts_have_an_end(tmp_path):
     assert "the job is over: it was restarted 1 times, as --max-restarts says" in output
 
 
+# The log folder is a file behind the first try, as a disk that is gone.
+LOSES_ITS_LOGS = """
+import os, shutil, sys
+import mindnlp_dp as dp
+group = dp.init_process_group()
+group.barrier()
+if group.is_main:
+    shutil.rmtree("logs")
+    {then}
+    print("said on the way", flush=True)
+sys.exit(3)
+"""
+
+
+def test_a_restart_that_cannot_write_its_logs_is_a_failure_that_may_pass(tmp_path):
+    """Whoever starts jobs, as Kubernetes, is not told that the command line is wrong."""
+    job = run_job(tmp_path, "--max-restarts", 5, LOSES_ITS_LOGS.format(then="open('logs', 'w').close()"))
+    assert job.exit_code == 75, job.output
+    assert "logs of " in job.output
+    assert "cannot be written to" in job.output
+    assert "the job is over: 3 tries in a row have not finished a single update" in job.output
+
+
+def test_ranks_that_cannot_say_how_they_ended(tmp_path):
+    job = run_job(tmp_path, LOSES_ITS_LOGS.format(then="pass"))
+    assert job.exit_code == 3, job.output
+    assert "a rank failed with exit code 3, and could not write to" in job.output
+    assert "before its ranks started" not in job.output
+
+
+def test_an_mpirun_that_says_that_all_is_well_and_has_started_nobody(tmp_path, monkeypatch, capsys):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\nexit 0\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(engines, "find_mpirun", lambda: str(mpirun))
+    (tmp_path / "script.py").write_text("")
+    assert launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs") == 1
+    assert "rank 0 of 2 ended without a word" in capsys.readouterr().err
+
+
 def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
     """Which a run that begins anew in its folder had left alone."""
     from mindnlp_dp.checkpoint.folders import choose_checkpoint

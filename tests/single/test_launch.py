@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -9,12 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from mindnlp_dp.cli import main
+from mindnlp_dp.launch import scratch
 from mindnlp_dp.launch.device_target import obey_device_target
 from mindnlp_dp.launch.devices import default_device
-from mindnlp_dp.launch.engines import grace_seconds
+from mindnlp_dp.launch.engines import end_ranks, grace_seconds
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port
+from mindnlp_dp.launch.hangs import stacks_of
 from mindnlp_dp.launch.launchers import launched_rank
+from mindnlp_dp.launch.messages import LONGEST_BYTES
+from mindnlp_dp.launch.screen import _Log
 from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure, read_statuses, report_failure, write_status
+from mindnlp_dp.runtime.progress import Progress, state_and_birth_of
 
 STALE = {
     "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8", "MS_NODE_ID": "5", "RANK_ID": "5",
@@ -214,3 +220,88 @@ def test_the_log_of_the_rank_that_failed_is_shown_unless_rank_0_was_seen_to_fail
     write_status(tmp_path, 0, Status(1, 6.0))  # later than its output was shown
     report_failure(Failure(1, 1, "failed"), tmp_path, 2, 3.0, log_tail="  why", shown=shown, main=main)
     assert ("worker_1.log ends:\n  why" in capsys.readouterr().err) == is_said
+
+
+def status(code=1, of="job:0"):
+    return Status(code, 1.0, False, of)
+
+
+@pytest.mark.parametrize(
+    "said", ['{"exit_code": 0}', "[1]", '"x"', '{"exit_code": "x", "time": 1, "waited": false, "of": ""}', "{"]
+)
+def test_a_status_of_another_form_is_none(tmp_path, said):
+    (tmp_path / "worker_0.status").write_text(said)
+    assert read_statuses(tmp_path, range(1)) == {}
+
+
+def test_a_status_of_another_try_is_not_this_ones(tmp_path):
+    """A rank of a host that was cut off may write its own when the next try runs in a folder that they share."""
+    write_status(tmp_path, 0, status(of="job:0"))
+    write_status(tmp_path, 1, status(of="job:1"))
+    assert list(read_statuses(tmp_path, range(2), "job:1")) == [1]
+    assert list(read_statuses(tmp_path, range(2))) == [0, 1]
+
+
+def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
+    """Neither for its stack, where SIGUSR1 would end it, nor at the job's end."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        state, born = state_and_birth_of(other.pid)
+        assert state in ("S", "R")
+        ours = Progress(changes=1, pid=other.pid, born=born)
+        somebody_elses = Progress(changes=1, pid=other.pid, born=born - 1)
+        assert (ours.state, somebody_elses.state) == (state_and_birth_of(other.pid)[0], "")
+        (tmp_path / "worker_0.stacks").write_text("")
+        assert stacks_of({0: somebody_elses}, [], tmp_path) == {}
+        end_ranks([somebody_elses], 0.0)
+        assert other.poll() is None
+        end_ranks([ours], 0.0)
+        assert other.wait(10) == -9
+    assert state_and_birth_of(other.pid) == ("", 0)
+
+
+def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):
+    ignores = "trap '' USR1; echo ready; exec sleep 60"
+    with subprocess.Popen(["sh", "-c", ignores], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "ready\n"
+        rank = Progress(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
+        for number in range(64):
+            (tmp_path / f"worker_{number}.stacks").write_text("x" * 70_000)
+        found = stacks_of(dict.fromkeys(range(64), rank), [], tmp_path)
+        other.kill()
+    assert len(found) == 64
+    assert len(json.dumps(found)) < LONGEST_BYTES
+
+
+def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_path):
+    """Its lock may be a link, or what makes the one who opens it wait."""
+    stale = tmp_path / "mindnlp-dp-job-x"
+    stale.mkdir()
+    os.mkfifo(stale / "lock")
+    monkeypatch.setattr(scratch, "_IN_MEMORY", tmp_path)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    scratch.Scratch().remove()
+    assert stale.exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(scratch, "_IN_MEMORY", tmp_path)
+    (stale / "lock").unlink()
+    (stale / "lock").symlink_to("/dev/full")
+    scratch.Scratch().remove()
+    assert stale.exists()
+    (stale / "lock").unlink()
+    (stale / "lock").touch()
+    scratch.Scratch().remove()
+    assert not stale.exists()
+
+
+def test_without_descriptors_left_the_job_goes_on_unseen(tmp_path, monkeypatch):
+    (tmp_path / "worker_0.log").write_text("hello")
+    log = _Log(tmp_path, 0, "")
+
+    def full(*args, **kwargs):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", full)
+        assert log.new() is None
+    assert log.new() == b"hello"

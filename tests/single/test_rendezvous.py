@@ -16,15 +16,27 @@ from types import SimpleNamespace
 import pytest
 
 from mindnlp_dp.cli import main
-from mindnlp_dp.launch.engines import LaunchError, NotMetError
+from mindnlp_dp.launch.agent import Agent, call
+from mindnlp_dp.launch.engines import LaunchError, NotMetError, start_mpi
+from mindnlp_dp.launch.environment import clean_environment
 from mindnlp_dp.launch.fork_client import VARIABLE, WorkerCall, stand_in
 from mindnlp_dp.launch.fork_server import _forget_socket_of_the_dead, _Server
 from mindnlp_dp.launch.head import Head, Rendezvous
 from mindnlp_dp.launch.host import LocalHost
 from mindnlp_dp.launch.launchers import node_rank_of
-from mindnlp_dp.launch.messages import Connection, WrongPeerError, is_this_host, parse_endpoint, read_token
+from mindnlp_dp.launch.messages import (
+    Connection,
+    WrongPeerError,
+    address_of,
+    is_this_host,
+    listen_at,
+    parse_endpoint,
+    read_token,
+)
+from mindnlp_dp.launch.remote_shell import command as remote_shell
 from mindnlp_dp.launch.run_options import rendezvous_of
 from mindnlp_dp.launch.sizes import Members, Size
+from mindnlp_dp.launch.termination import Termination
 from mindnlp_dp.launch.tries import Report, Try
 from mindnlp_dp.launch.verdict import Ended, Status
 from mindnlp_dp.runtime.progress import Progress
@@ -453,3 +465,154 @@ def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():
     elastic = Members(local, None, None, nnodes=Size(1, 2), nproc=Size(3, 8), grow_after=60)
     elastic.lose_a_rank(local)
     assert elastic.counts([local, other]) == [3, 2]
+
+
+def test_many_silent_callers_keep_no_host_out(meeting):
+    """Also where they come again and again, from the host's own address."""
+    head, come = meeting
+    port = head._listening.getsockname()[1]
+    silent, until = [], time.monotonic() + 60
+    is_over = threading.Event()
+
+    def call_on():
+        while not is_over.is_set() and time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                silent.append(socket.create_connection(("127.0.0.1", port)))
+            while len(silent) > 200:
+                silent.pop(0).close()
+            time.sleep(0.001)
+
+    caller = threading.Thread(target=call_on)
+    caller.start()
+    try:
+        while not head.hosts and time.monotonic() < until:
+            with contextlib.suppress(OSError, EOFError):
+                come()
+        assert [host.name for host in head.hosts] == ["b"]
+        assert len(head._strangers) <= 64
+    finally:
+        is_over.set()
+        caller.join()
+        for sock in silent:
+            sock.close()
+
+
+def test_a_full_endpoint_is_not_taken_for_another_token(monkeypatch):
+    monkeypatch.setattr("mindnlp_dp.launch.agent._RETRY_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        is_over = threading.Event()
+        listening.settimeout(0.1)
+
+        def hang_up():
+            while not is_over.is_set():
+                with contextlib.suppress(OSError):
+                    listening.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            with pytest.raises(NotMetError, match="hung up before it asked for our token"):
+                call(Rendezvous("127.0.0.1", listening.getsockname()[1], TOKEN), 0.3)
+        finally:
+            is_over.set()
+            thread.join()
+
+
+class SlowHost:
+    """Takes longer to end its ranks than a silent host is waited for."""
+
+    name, number = "b", 0
+
+    def __init__(self, sleep):
+        self._sleep = sleep
+
+    def look(self):
+        return Report()
+
+    def start(self, this):
+        pass
+
+    def end(self):
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            self._sleep(0.05)
+
+    def leave(self):
+        pass
+
+
+def test_a_host_that_takes_long_to_end_its_ranks_is_not_lost(meeting):
+    head, _ = meeting
+    port = head._listening.getsockname()[1]
+    rendezvous = Rendezvous("127.0.0.1", port, TOKEN, lost_after=1.0)
+    head._rendezvous = rendezvous
+    agent = Agent(rendezvous, {}, 1, version="1", node_rank=1, termination=Termination())
+    agent._host = SlowHost(agent._sleep_and_say_so)
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(agent.run()))
+    thread.start()
+    while not head.hosts:
+        head.pump(0.05)
+    [host] = head.hosts
+    host.start(Try(0, "mpi", ["x.py"], "logs", [1, 1], ["a", "b"], index=1))
+    host.end()
+    assert (host.lost, head.hosts) == ("", [host])
+    head.close(7)
+    thread.join(10)
+    assert codes == [7]
+
+
+def test_a_launcher_that_was_stopped_itself_blames_nobody(meeting):
+    head, come = meeting
+    connection = come()
+    while not head.hosts:
+        head.pump(0.01)
+    connection.send({"say": "busy"})
+    # As after SIGSTOP, or a disk that did not answer.
+    head._pumped -= 60
+    head.hosts[0].heard -= 60
+    head.pump(0.01)
+    assert [host.lost for host in head.hosts] == [""]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost", "service.example"])
+def test_where_the_endpoint_listens(address):
+    listening = listen_at(address, 0)
+    port = listening.getsockname()[1]
+    only = {"127.0.0.1": ["127.0.0.1"], "::1": ["::1"]}.get(address, ["127.0.0.1", "::1"])
+    try:
+        for own in ("127.0.0.1", "::1"):
+            if own in only:
+                with socket.create_connection((own, port), timeout=5), listening.accept()[0] as there:
+                    # As mpirun and people write it.
+                    assert address_of(there.getpeername()) == own
+            else:
+                with pytest.raises(OSError, match="refused"):
+                    socket.create_connection((own, port), timeout=5)
+    finally:
+        listening.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:29400", "[::]:29400"])
+def test_every_hosts_address_is_no_endpoint(address):
+    with pytest.raises(ValueError, match="an address of one host"):
+        parse_endpoint(address)
+
+
+def test_mpirun_takes_no_ipv6(tmp_path):
+    with pytest.raises(LaunchError, match=r"does not take IPv6 addresses \(fd00::1\)"):
+        start_mpi({"fd00::1": 1, "10.0.0.1": 1}, [], {}, None, scratch=tmp_path, remote_shell=[])
+
+
+def test_no_process_of_a_job_has_the_token():
+    found = clean_environment({"MINDNLP_DP_RDZV_TOKEN": TOKEN.decode(), "HOME": "/root"})
+    assert found["HOME"] == "/root"
+    assert not any(TOKEN.decode() in value for value in found.values())
+
+
+def test_the_remote_shells_token_is_in_a_file_of_ours(tmp_path):
+    line = remote_shell("127.0.0.1:29400", TOKEN, tmp_path)
+    assert TOKEN.decode() not in " ".join(line)
+    [file] = tmp_path.iterdir()
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (TOKEN, 0o600)
+    assert f"--token-file={file}" in line
