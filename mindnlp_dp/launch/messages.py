@@ -46,7 +46,10 @@ def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes
         path = file or Path(DEFAULT_TOKEN_FILE)
         try:
             path = path.expanduser()
-            if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            found = path.stat()
+            # Kubernetes' Secrets are root's, and a pod reads them by its group.
+            others = 0o037 if found.st_uid == 0 != os.geteuid() else 0o077
+            if stat.S_IMODE(found.st_mode) & others:
                 raise ValueError(f"{path} can be read by other users: chmod 600 {path}")
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, RuntimeError) as error:

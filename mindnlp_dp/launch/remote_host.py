@@ -14,8 +14,8 @@ from typing import Any
 from .messages import Connection, address_of
 from .tries import Report, Try
 
-# Behind what a host needs for it, with devices: engines.py.
-_ENDING_SECONDS = 30.0
+# Twice the time that ranks with devices have (engines.py), once to end and once to be killed, and some.
+_ENDING_SECONDS = 60.0
 _ANSWER_SECONDS = 3.0
 
 

@@ -142,6 +142,8 @@ def _figure(**options: Any) -> Iterator[Any]:
         "xtick.color": _INK, "ytick.color": _INK, "axes.axisbelow": True, "svg.hashsalt": "mindnlp_dp",
         # Labels of data sets may be Chinese.
         "font.family": ["DejaVu Sans", "Noto Sans CJK SC", "sans-serif"],
+        # Names of folders and labels may have two dollar signs.
+        "text.parse_math": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
         import logging

@@ -369,6 +369,20 @@ def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
     assert choose_checkpoint(tmp_path, None, job=job)[0].name == "checkpoint-18"
 
 
+def test_ranks_of_one_host_listen_on_no_network(tmp_path):
+    """MPI's connections check nobody: whoever reaches such a port talks to a rank."""
+    script = HEAD + "open(f'here_{group.rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    launcher = start_job(tmp_path, script)
+    wait_for_files(tmp_path, "here_*")
+    for path in tmp_path.glob("here_*"):
+        wait_for(path.read_text, "its number")
+        found = psutil.Process(int(path.read_text())).net_connections("inet")
+        listening = [one.laddr for one in found if one.status == psutil.CONN_LISTEN]
+        assert not listening, (path.name, listening)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(TIMEOUT_SECONDS) == 130
+
+
 @pytest.mark.parametrize("victim", ["mpirun", "launcher"])
 def test_what_mpi_keeps_in_memory_goes_with_the_job(tmp_path, victim):
     script = (

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from mindnlp_dp import cli
-from mindnlp_dp.launch.engines import LaunchError, NotMetError
+from mindnlp_dp.launch.engines import DEVICE_GRACE_SECONDS, GRACE_SECONDS, LaunchError, NotMetError
 from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,8 +150,9 @@ def test_pods_have_what_ranks_need(name):
     metadata, spec = pods_of(name)
     container = container_of(name)
     requests = container["resources"]["requests"]
+    grace_period = float(container["args"][container["args"].index("--grace-period") + 1])
     assert requests == container["resources"]["limits"]
-    assert spec["terminationGracePeriodSeconds"] >= 60
+    assert spec["terminationGracePeriodSeconds"] >= grace_period + 2 * DEVICE_GRACE_SECONDS + GRACE_SECONDS
     # The launcher restarts ranks, and the controller pods; of an AscendJob that is said elsewhere.
     assert name == "ascend_job" or spec["restartPolicy"] == "Never"
     assert spec["shareProcessNamespace"]
@@ -167,6 +168,7 @@ def test_pods_have_what_ranks_need(name):
     memory = paths["/dev/shm"]["emptyDir"]
     assert memory["medium"] == "Memory"
     assert 2**26 < size(memory["sizeLimit"]) < size(requests["memory"])
+    assert paths["/etc/mindnlp_dp"]["secret"]["secretName"] == "dp-job-token"
     claim = documents["PersistentVolumeClaim"]
     assert [v["persistentVolumeClaim"]["claimName"] for v in paths.values() if "persistentVolumeClaim" in v] == [
         claim["metadata"]["name"]
@@ -187,8 +189,35 @@ def test_the_head_names_its_commands_and_brings_no_secret(name):
     assert "not run on a cluster" in head
     [made, key] = re.search(r"kubectl create secret generic (\S+) --from-literal=(\w+)=", head).groups()
     assert "Secret" not in load(name)
-    [token] = [one["valueFrom"] for one in container_of(name)["env"] if one["name"] == "MINDNLP_DP_RDZV_TOKEN"]
-    assert token == {"secretKeyRef": {"name": made, "key": key}}
+    container, spec = container_of(name), pods_of(name)[1]
+    # Whose environment is shown in many places.
+    assert "TOKEN" not in json.dumps(container["env"])
+    [secret] = [volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume]
+    [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "token"]
+    args = container["args"]
+    assert (secret, args[args.index("--rdzv-token-file") + 1]) == (made, f"{mount['mountPath']}/{key}")
+
+
+@every_manifest
+def test_pods_have_no_more_rights_than_they_need(name):
+    """What the profile "restricted" of Kubernetes' Pod Security Standards asks for."""
+    documents, _ = job_of(name)
+    metadata, spec = pods_of(name)
+    security, container = spec["securityContext"], container_of(name)["securityContext"]
+    assert (security["runAsNonRoot"], security["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
+    assert security["runAsUser"] == security["fsGroup"] > 0
+    assert (container["allowPrivilegeEscalation"], container["capabilities"]) == (False, {"drop": ["ALL"]})
+    assert spec["automountServiceAccountToken"] is False
+    if name == "volcano":
+        # Its plug-in svc makes one of its own.
+        assert "NetworkPolicy" not in documents
+        return
+    policy = documents["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    pods = {"podSelector": policy["podSelector"]}
+    assert policy["ingress"] == [{"from": [pods]}]
+    term = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
+    assert term["labelSelector"] == policy["podSelector"]
 
 
 def test_an_indexed_job_waits_for_all_hosts_and_its_service_finds_them():

@@ -277,7 +277,7 @@ def test_sizes():
     assert (fixed.counts([local]), fixed.is_elastic) == ([2], False)
 
 
-def test_tokens(tmp_path):
+def test_tokens(tmp_path, monkeypatch):
     path = tmp_path / "token"
     with pytest.raises(ValueError, match="there is none .* openssl rand -hex 32"):
         read_token({}, path)
@@ -287,6 +287,14 @@ def test_tokens(tmp_path):
         read_token({}, path)
     path.chmod(0o600)
     assert read_token({"MINDNLP_DP_RDZV_TOKEN": "other"}, path) == b"0123456789abcdef"
+    if os.geteuid() == 0:
+        # As Kubernetes has it: root's, and the pod's group can read it.
+        path.chmod(0o440)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 1000)
+            assert read_token({}, path) == b"0123456789abcdef"
+        with pytest.raises(ValueError, match="can be read by other users"):
+            read_token({}, path)
     with pytest.raises(ValueError, match="has 5 characters, and needs 16"):
         read_token({"MINDNLP_DP_RDZV_TOKEN": "short"})
 
@@ -456,6 +464,21 @@ def test_a_fork_server_takes_no_path_at_which_something_is(tmp_path):
     # Of a server that has ended.
     _forget_socket_of_the_dead(str(tmp_path / "ranks"))
     assert not (tmp_path / "ranks").exists()
+
+
+def test_half_a_call_costs_a_fork_server_nothing(tmp_path):
+    """Neither descriptors nor, for long, the time of the others."""
+    server = _Server(str(tmp_path / "ranks"))
+    before = len(os.listdir("/proc/self/fd"))
+    for text in (b"", b"{", b"[]\n", b'{"module": 1}\n'):
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        with ours:
+            socket.send_fds(ours, [b"?"], [0, 1, 2])
+            ours.sendall(text)
+            began = time.monotonic()
+            assert server._answer(theirs) is None
+            assert time.monotonic() - began < 5
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():

@@ -123,6 +123,11 @@ def test_a_label_cannot_write_into_the_page(tmp_path):
     assert "<b>" not in page
 
 
+def test_a_folders_name_is_no_formula(tmp_path):
+    folder = write(tmp_path / r"lr $\x$", report_of())
+    assert main(["report", str(folder)]) == 0
+
+
 def test_names_tell_runs_apart(tmp_path):
     first, second = (write(tmp_path / folder / "run", report_of()) for folder in ("a", "b"))
     assert [run.name for run in read_runs([first, second])] == ["a/run", "b/run"]
