@@ -13,6 +13,8 @@ from typing import Optional
 
 import numpy as np
 
+# In the place of a micro step: while the batches of an update are read.
+READING = 2**32 - 1
 # The seed that counts, and how often ranks have drawn apart since it was set.
 _current: Optional[int] = None
 _num_apart = 0

@@ -28,6 +28,7 @@ from mindnlp_dp.data.sharding import plan_updates
 from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.torch_like import torch_like
 from mindnlp_dp.step.losses import LossMeter
+from mindnlp_dp.step.seeds import READING, seeded, step_seed
 from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
 from mindnlp_dp.step.timeline import Timeline
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
@@ -161,7 +162,9 @@ class TrainingLoop(ResumableLoop):
         self.restore_what_begins_undo()
         self.agree(trainer.control)
         while not self._stops():
-            window = next(windows, None)
+            # What a data collator draws, such as masks, is another on each rank, and the same when a run is resumed.
+            with seeded(step_seed(args.seed, trainer.whole.seed_rank, trainer.state.global_step, READING)):
+                window = next(windows, None)
             if window is None:
                 position.epoch_done = True
                 break

@@ -124,7 +124,8 @@ class MindNLPUpdater(Updater):
         self._scope = scope or ModelScope()
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
-        if not self._scope.is_whole:
+        # MindNLP takes the norm in the gradients' type: in float16 ten thousand elements of 3 have an infinite one.
+        if not self._scope.is_whole or any(p.dtype != mindspore.float32 for p in self.parameters):
             return super().clip(gradients, max_norm)
         self._attach(gradients)
         norm = torch_like().nn.utils.clip_grad_norm_(self.parameters, max_norm)

@@ -328,3 +328,28 @@ def test_a_step_that_a_callback_puts_into_the_optimizer_is_called(group, shared_
     )  # fmt: skip
     assert counts.num_calls == 2
     assert resumed.replica_digest == trainer.replica_digest
+
+
+def test_what_a_collator_draws_is_another_on_each_rank_and_the_same_when_resumed(group, shared_tmp_path):
+    """As masks of a language model are drawn."""
+    from mindnlp_dp.data.batches import default_collate
+
+    drawn = []
+
+    def collate(rows):
+        # By MindNLP's own generator where it has one.
+        rand = __import__("mindtorch").rand if is_0_5 else mindspore.ops.rand
+        drawn.append(float(rand(1).asnumpy()[0]) if not is_0_5 else float(rand(1).numpy()[0]))
+        return default_collate(rows)
+
+    def run(resume=None):
+        drawn.clear()
+        settings = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        train(tiny_roberta(), Rows(16), shared_tmp_path, data_collator=collate, resume=resume, **settings)
+        return list(drawn)
+
+    whole = run()
+    everybodys = group.all_gather_object(whole)
+    assert len({*sum(everybodys, [])}) == 4 * group.world_size
+    resumed = run(str(shared_tmp_path / "checkpoint-2"))
+    assert resumed == whole[2:]

@@ -202,7 +202,7 @@ def test_the_head_names_its_commands_and_brings_no_secret(name):
 def test_pods_have_no_more_rights_than_they_need(name):
     """What the profile "restricted" of Kubernetes' Pod Security Standards asks for."""
     documents, _ = job_of(name)
-    metadata, spec = pods_of(name)
+    _, spec = pods_of(name)
     security, container = spec["securityContext"], container_of(name)["securityContext"]
     assert (security["runAsNonRoot"], security["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
     assert security["runAsUser"] == security["fsGroup"] > 0

@@ -9,7 +9,7 @@ from library import is_0_5, nn
 
 import mindnlp_dp as dp
 from mindnlp_dp.optim import LAMB, LARS, parameter_groups, scaled_learning_rate, warmup_factor
-from mindnlp_dp.update.updater import MindSporeUpdater
+from mindnlp_dp.update.updater import MindNLPUpdater, MindSporeUpdater
 from models import tiny_roberta
 from stand_in_device import counted_host_reads
 
@@ -194,3 +194,12 @@ def test_clipping_for_mindspores_optimizers_waits_once():
     for mine, x in zip(clipped, start()):
         np.testing.assert_allclose(mine.asnumpy(), x * 0.5 / norm, rtol=1e-5)
     assert updater.clip([None], 0.5) == ([None], 0.0)
+
+
+def test_a_norm_beyond_float16_is_clipped_and_not_left_out():
+    parameter = nn.Parameter(mindspore.Tensor(np.zeros(10_000, np.float16)))
+    gradient = mindspore.Tensor(np.full(10_000, 3.0, np.float16))
+    [clipped], norm = MindNLPUpdater(None, [parameter]).clip([gradient], 30.0)
+    assert norm == pytest.approx(300.0)
+    assert clipped.dtype == mindspore.float16
+    np.testing.assert_allclose(clipped.asnumpy(), np.full(10_000, 0.3), rtol=1e-3)
