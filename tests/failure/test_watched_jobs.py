@@ -178,7 +178,7 @@ def test_status_from_another_shell(tmp_path):
         assert "waits in barrier of 2 ranks since" in text
     finally:
         launcher.terminate()
-        assert launcher.wait(TIMEOUT_SECONDS) == 130
+        assert launcher.wait(TIMEOUT_SECONDS) == 143
     ended = subprocess.run([*base, "status", str(log_dir)], stdout=subprocess.PIPE, check=True, text=True).stdout
     assert "0 of 2 ranks alive" in ended
     wrong = subprocess.run([*base, "status", str(tmp_path)], stderr=subprocess.PIPE, text=True)

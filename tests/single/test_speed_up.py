@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mindnlp_dp.teaching.speed_up import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
-from mindnlp_dp.teaching.speed_up.prediction import fit, plot, print_report
+from mindnlp_dp.teaching.speed_up.prediction import LAWS, fit, plot, print_report
+
+WAYS = [way for way, _ in LAWS.values()]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
@@ -60,3 +62,12 @@ def test_a_report(capsys, tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     better = {1: dict.fromkeys(rates[1], 100.0), 2: dict.fromkeys(rates[1], 220.0)}
     assert fit(better)["amdahl"]["fraction"] == 1.0
+
+
+def test_ranks_that_are_slower_than_one_predict_nothing(capsys):
+    fitted = fit({1: dict.fromkeys(WAYS, 100.0), 2: dict.fromkeys(WAYS, 80.0)})
+    print_report(fitted)
+    said = capsys.readouterr().out
+    assert said.count("note: 2 ranks are slower than one, which no fraction explains; nothing is predicted") == 2
+    assert [line.split()[0] for line in said.splitlines() if line[:7].strip().isdigit()] == ["1", "2"] * 2
+    assert "0.0000" in said

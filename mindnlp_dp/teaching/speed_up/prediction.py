@@ -41,7 +41,8 @@ def fit(rates: dict[int, dict[str, float]]) -> dict[str, dict[str, Any]]:
         one = rates[1][way]
         speedups = {world_size: rate[way] / one for world_size, rate in rates.items()}
         fraction = parallel_fraction(largest, speedups[largest], law)
-        fitted[law] = {"one": one, "speedups": speedups, "fraction": min(max(fraction, 0.0), 1.0)}
+        fits = 0.0 <= fraction <= 1.0
+        fitted[law] = {"one": one, "speedups": speedups, "fraction": min(max(fraction, 0.0), 1.0), "fits": fits}
     return fitted
 
 
@@ -49,8 +50,13 @@ def print_report(fitted: dict[str, dict[str, Any]]) -> None:
     for law, (way, speedup_of) in LAWS.items():
         found = fitted[law]
         print(f"\n{law.capitalize()}: the {way}; parallel fraction {found['fraction']:.4f}")
+        predicted: Sequence[int] = _PREDICTED
+        if not found["fits"]:
+            predicted = ()
+            how = "slower than one" if found["fraction"] == 0.0 else "faster than as many of one"
+            print(f"note: {max(found['speedups'])} ranks are {how}, which no fraction explains; nothing is predicted")
         print(f"{'ranks':>7}{'rate of one':>14}{'efficiency':>12}{'samples/s':>12}{'speed-up':>10}{'the law says':>14}")
-        for world_size in sorted({*found["speedups"], *_PREDICTED}):
+        for world_size in sorted({*found["speedups"], *predicted}):
             law_says = speedup_of(world_size, found["fraction"])
             measured = found["speedups"].get(world_size)
             efficiency = (law_says if measured is None else measured) / world_size
