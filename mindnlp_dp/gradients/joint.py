@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-import numpy as np
-
 from .synchronizer import GradientSynchronizer
 from .window import GradientWindow, WindowReport
 
@@ -39,20 +37,22 @@ class JointWindow(GradientWindow):
         self.names = [by_place[place][0] for place in sorted(by_place)]
         self.parameters = [by_place[place][1] for place in sorted(by_place)]
         self.group, self.channel = windows[0].group, windows[0].channel
-        self.seconds, self.num_bytes, self.num_calls = 0.0, 0, 0
-        self._exchange_is_off = False
 
     @property
-    def total_weight(self) -> float:  # type: ignore[override]
+    def total_weight(self) -> float:
         return self.windows[0].total_weight
 
     @property
-    def num_skipped(self) -> int:  # type: ignore[override]
+    def num_skipped(self) -> int:
         return self.windows[0].num_skipped
 
     def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
         for window, places, weight_of in zip(self.windows, self.places, self._weights_of):
             window.accumulate([gradients[place] for place in places], weight_of(weight))
+
+    def check_shapes(self) -> None:
+        for window in self.windows:
+            window.check_shapes()
 
     def skip(self) -> None:
         for window in self.windows:
@@ -93,12 +93,3 @@ class JointWindow(GradientWindow):
         self.seconds += self.last_window.exposed_seconds
         self.num_bytes += self.last_window.num_bytes
         self.num_calls += self.last_window.num_calls
-
-    def _put(self, index: int, gradient: Any, weight: float) -> None:
-        raise AssertionError("the windows have their own memory")
-
-    def _exchange(self, used: np.ndarray, scale: float) -> list[Optional[Any]]:
-        raise AssertionError("the windows exchange")
-
-    def _clear(self) -> None:
-        raise AssertionError("the windows clear themselves")

@@ -11,10 +11,10 @@ import numpy as np
 from mindnlp_dp.arrays.types import HALF_TYPES, dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
 
-from .window import GradientWindow
+from .window import AccumulatingWindow
 
 
-class NaiveGradientSynchronizer(GradientWindow):
+class NaiveGradientSynchronizer(AccumulatingWindow):
     """One all-reduce a parameter: slow, and plainly right. The reference for the others."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:

@@ -38,7 +38,7 @@ from .buckets.layout import check_bucket_cap_mb, completed_order, first_order, p
 from .buckets.make import make_buckets
 from .overlap import Overlap
 from .powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed
-from .window import GradientWindow
+from .window import AccumulatingWindow
 
 DEFAULT_BUCKET_CAP_MB = 2.0
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
@@ -51,7 +51,7 @@ def _lacks_hooks(parameters: Iterable[Any]) -> str:
     return ""
 
 
-class GradientSynchronizer(GradientWindow):
+class GradientSynchronizer(AccumulatingWindow):
     """Gradients packed into buckets of ``bucket_cap_mb`` MiB, one all-reduce a bucket that any rank used.
 
     Args:

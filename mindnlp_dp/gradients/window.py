@@ -19,6 +19,7 @@ import numpy as np
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.process_group import get_data_group
+from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.replicas.weights import check_same_structure
 
 
@@ -51,9 +52,11 @@ class WindowReport:
 
 
 class GradientWindow(abc.ABC):
-    """A window of weighted gradients; subclasses say how they are stored and summed over the ranks.
+    """A window of weighted gradients, as a step sees it.
 
     Attributes:
+        names, parameters: whose gradients they are.
+        group: whose ranks exchange them.
         total_weight: of the last window that was reduced, over all ranks.
         num_skipped: micro steps of that window that some rank left out with :meth:`skip`.
         seconds: the computing thread spent on the exchange so far, waits for slower ranks included.
@@ -63,30 +66,23 @@ class GradientWindow(abc.ABC):
         order: in which gradients are packed, where it makes a difference to the last bits; else None.
     """
 
+    names: list[str]
+    parameters: list[Any]
+    group: ProcessGroup
+    channel: Channel
     last_window: WindowReport
     order: Optional[Sequence[int]] = None
+    seconds = 0.0
+    num_bytes = num_calls = 0
+    _exchange_is_off = False
 
-    def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
-        self.group = group or get_data_group()
-        named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
-        check_same_structure(named, self.group)
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        self._shapes = [tuple(parameter.shape) for parameter in self.parameters]
-        self.total_weight = 0.0
-        self.num_skipped = 0
-        self.seconds = 0.0
-        self.num_bytes = 0
-        self.num_calls = 0
-        self.channel = open_gradient_channel(self.group)
-        self._sent_before = self.channel.bytes_sent or 0
-        self._spans: list[tuple[str, float, float]] = []
-        # Whether what is exchanged during the backward pass leaves the computing thread alone.
-        self._hides = False
-        self._weight = 0.0
-        self._skipped = 0
-        self._exchange_is_off = False
-        self._used = np.zeros(len(named), np.float32)
+    @property
+    @abc.abstractmethod
+    def total_weight(self) -> float: ...
+
+    @property
+    @abc.abstractmethod
+    def num_skipped(self) -> int: ...
 
     def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
         """Accumulate one micro step and reduce: the whole window at once.
@@ -127,8 +123,71 @@ class GradientWindow(abc.ABC):
     def forget_errors(self) -> None:  # noqa: B027
         """Forget what the next window would make up for, as a process does that resumes here; called by every rank."""
 
+    def settle(self) -> None:  # noqa: B027
+        """Behind the update that a window was reduced for: whatever waited for it. A collective."""
+
+    @abc.abstractmethod
+    def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
+        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
+
+        Raises:
+            ValueError: the number of gradients or a shape is wrong, or the weight is negative or not finite.
+        """
+
+    @abc.abstractmethod
+    def check_shapes(self) -> None:
+        """Raise ValueError, which names it, when a parameter was given another shape since this was made."""
+
+    @abc.abstractmethod
+    def skip(self) -> None:
+        """Leave a micro step out, such as one whose loss is no number; all ranks learn how many there were."""
+
+    @abc.abstractmethod
     def drop(self) -> None:
         """Forget what this rank has accumulated, as after an exception: no half window is ever exchanged."""
+
+    @abc.abstractmethod
+    def reduce(self) -> list[Optional[Any]]:
+        """Exchange the window and begin a new one; a collective, called by every rank.
+
+        Returns the weighted mean for every parameter, in memory of this rank's own; nothing but None
+        when every micro step that any rank had was skipped.
+
+        Raises:
+            ValueError: on every rank, when the window weighs nothing on any of them.
+        """
+
+
+class AccumulatingWindow(GradientWindow):
+    """One that accumulates gradients itself; subclasses say how they are stored and summed over the ranks."""
+
+    def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
+        self.group = group or get_data_group()
+        named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters)]
+        check_same_structure(named, self.group)
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._shapes = [tuple(parameter.shape) for parameter in self.parameters]
+        self._total_weight = 0.0
+        self._num_skipped = 0
+        self.channel = open_gradient_channel(self.group)
+        self._sent_before = self.channel.bytes_sent or 0
+        self._spans: list[tuple[str, float, float]] = []
+        # Whether what is exchanged during the backward pass leaves the computing thread alone.
+        self._hides = False
+        self._weight = 0.0
+        self._skipped = 0
+        self._used = np.zeros(len(named), np.float32)
+
+    @property
+    def total_weight(self) -> float:
+        return self._total_weight
+
+    @property
+    def num_skipped(self) -> int:
+        return self._num_skipped
+
+    def drop(self) -> None:
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -138,11 +197,6 @@ class GradientWindow(abc.ABC):
         self._clear()
 
     def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
-        """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
-
-        Raises:
-            ValueError: the number of gradients or a shape is wrong, or the weight is negative or not finite.
-        """
         if len(gradients) != len(self.parameters):
             raise ValueError(
                 f"expected {len(self.parameters)} gradients, one a parameter, got {len(gradients)} "
@@ -167,7 +221,6 @@ class GradientWindow(abc.ABC):
             self._add(gradients, weight)
 
     def check_shapes(self) -> None:
-        """Raise ValueError, which names it, when a parameter was given another shape since this was made."""
         for name, parameter, shape in zip(self.names, self.parameters, self._shapes):
             if tuple(parameter.shape) != shape:
                 raise ValueError(
@@ -182,18 +235,9 @@ class GradientWindow(abc.ABC):
                 self._put(index, gradient, weight)
 
     def skip(self) -> None:
-        """Leave a micro step out, such as one whose loss is no number; all ranks learn how many there were."""
         self._skipped += 1
 
     def reduce(self) -> list[Optional[Any]]:
-        """Exchange the window and begin a new one; a collective, called by every rank.
-
-        Returns the weighted mean for every parameter, in memory of this rank's own; nothing but None
-        when every micro step that any rank had was skipped.
-
-        Raises:
-            ValueError: on every rank, when the window weighs nothing on any of them.
-        """
         began = time.perf_counter()
         num_bytes, num_calls = self.num_bytes, self.num_calls
         try:
@@ -214,9 +258,6 @@ class GradientWindow(abc.ABC):
             self._sent_before = sent or 0
             self._begin_window()
 
-    def settle(self) -> None:  # noqa: B027
-        """Behind the update that a window was reduced for: whatever waited for it. A collective."""
-
     def _timed(self, name: str, began: float) -> None:
         """Something of the exchange has just ended."""
         self._spans.append((name, began, time.perf_counter()))
@@ -233,7 +274,7 @@ class GradientWindow(abc.ABC):
         mine = np.array([self._weight, self._skipped, *notes], np.float32)
         header = self.group.sum_header(np.concatenate([self._used, mine]), last_note)
         used, (weight, skipped, *sums) = header[: len(self._used)], header[len(self._used) :]
-        self.total_weight, self.num_skipped = float(weight), int(skipped)
+        self._total_weight, self._num_skipped = float(weight), int(skipped)
         return used > 0, np.array(sums)
 
     def _average(self, used: np.ndarray) -> list[Optional[Any]]:

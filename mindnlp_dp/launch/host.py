@@ -113,7 +113,9 @@ class LocalHost:
             raise self._cannot_be_written(log_dir, error) from None
 
     def _cannot_be_written(self, log_dir: Union[str, Path], error: OSError) -> TemporaryError:
-        return TemporaryError(f"the log folder {log_dir} of {self.name} cannot be written to ({error}); --log-dir names another")
+        return TemporaryError(
+            f"the log folder {log_dir} of {self.name} cannot be written to ({error}); --log-dir names another"
+        )
 
     def start(self, this: Try) -> None:
         """Start its ranks of a try.
