@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .run import run_job
+from .run import JobOptions, run_job
 
 
 def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:
@@ -23,6 +23,7 @@ def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "measured.json")
         command = ["-m", module, *flags, "--write", str(file)]
-        if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs")) != 0:
+        options = JobOptions(tee="none")
+        if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs"), options=options) != 0:
             raise RuntimeError(f"the job with {world_size} ranks failed; its message stands above")
         return json.loads(file.read_text())

@@ -36,7 +36,7 @@ def losses(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=run.name)
     axes.set(ylim=(0, 1.06 * axes.dataLim.ymax), xlim=(0, 1.04 * axes.dataLim.xmax))
     axes.set(xlabel=unit, ylabel="cross entropy (thin: training)", title="loss" + _OVER[over])
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="best")
 
 
 def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
@@ -49,7 +49,7 @@ def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
     axes.set(ylim=(0, 1.02), xlim=(0, 1.04 * axes.dataLim.xmax))
     axes.set(xlabel=unit, ylabel="share of the held-out samples", title="accuracy" + _OVER[over])
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="best")
 
 
 def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:

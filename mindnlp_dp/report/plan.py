@@ -12,12 +12,13 @@ from typing import Any, Optional
 
 from mindnlp_dp.planner import load_cluster, load_model, plan
 from mindnlp_dp.planner.plan_types import Plan, Plans, StagePlan
-from mindnlp_dp.planner.schedule import FORWARD
+from mindnlp_dp.planner.schedule import BACKWARD, FORWARD
 
 from .outputs import write_outputs
 
 PARTS = ("compute", "collectives", "transfers", "bubble", "gradients", "optimizer")
-_COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#BBBBBB", "#E69F00", "#009E73")
+_COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#BBBBBB", "#56B4E9", "#009E73")
+_PASSES = {FORWARD: "#0072B2", BACKWARD: "#E69F00"}
 _MOST_REJECTED = 12
 _MOST_DRAWN = 14
 # An estimate above this share of the memory is near enough to its end to be looked at.
@@ -110,8 +111,8 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
         start = f"mindnlp-dp run --nproc {n}"
     else:
         start = (
-            f"msrun --worker_num={n} --local_worker_num={cluster.devices_per_host} --master_addr=HOST0 "
-            f"--master_port=8118 --node_rank=HOST --join=True"
+            f"mindnlp-dp run --nnodes {cluster.num_hosts} --nproc {cluster.devices_per_host} "
+            "--rdzv-endpoint HOST0:29400"
         )
     settings = {
         "mesh": f"'{found}'" if "|" in str(found) else found, "global-batch-size": plans.batch,
@@ -214,7 +215,7 @@ def _draw_timeline(axes: Any, found: Plan) -> None:
     until = _until(found)
     for event in found.timeline.events:
         if event.began < until:
-            colour = _COLOURS[0] if event.kind == FORWARD else _COLOURS[4]
+            colour = _PASSES[event.kind]
             width = event.ended - event.began
             axes.barh(
                 event.stage, 1e3 * width, left=1e3 * event.began, height=0.86, color=colour, edgecolor="white",

@@ -59,7 +59,8 @@ def _read(path: Path) -> RunReport:
         report = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{file} does not exist; give the folder that a run wrote (its --output-dir), once it has ended"
+            f"{file} does not exist; it is written by scripts/finetune.py when a run has ended: give its --output-dir "
+            "(a Trainer by itself writes none)"
         ) from None
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from None

@@ -144,7 +144,7 @@ def test_speed_up_is_of_one_process_and_the_fastest_of_several():
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, r"report.json does not exist; give the folder that a run wrote"),
+        (None, r"report.json does not exist; it is written by scripts/finetune.py when a run has ended"),
         ("{", r"report.json is not JSON"),
         ("[]", r"is not the report of a run: it lacks world_size, backend"),
         ('{"world_size": 1}', r"is not the report of a run: it lacks backend"),
