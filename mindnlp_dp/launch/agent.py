@@ -125,7 +125,8 @@ class Agent:
                 self._say(say="leave", why="its launcher was ended")
             raise
         finally:
-            self._host.leave()
+            with self._termination.ignored():
+                self._host.leave()
             if self._connection is not None:
                 self._connection.close()
 

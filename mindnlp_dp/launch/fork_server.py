@@ -281,9 +281,6 @@ def main() -> None:
     if wanted != dict(os.environ):
         # As ranks have it that begin by themselves; Python has read its part of it by now.
         os.execve(sys.executable, [*module_command(sys.executable, _MODULE), *sys.argv[1:]], wanted)
-    # What stands in this folder is the user's, and not what is meant; python -m searches it first.
-    if sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]
     before = dict(os.environ)
     for name in PRELOADED:
         try:
@@ -308,4 +305,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # What stands in this folder is the user's, and not what is meant; python -m searches it first.
+    if sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
     main()

@@ -36,7 +36,7 @@ from .environment import host_environment
 from .fork_client import VARIABLE
 from .fork_server import ForkServer
 from .hangs import stacks_of
-from .log_dir import forget_statuses, put_earlier_job_aside, put_logs_aside
+from .log_dir import claim, forget_statuses, put_earlier_job_aside, put_logs_aside
 from .messages import this_host_name
 from .run_module import command as module_command
 from .scratch import Scratch
@@ -102,6 +102,9 @@ class LocalHost:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if number:
+                if self._try is None:
+                    # This host has joined a job that was there before.
+                    claim(folder)
                 put_logs_aside(folder, number)
             else:
                 put_earlier_job_aside(folder)

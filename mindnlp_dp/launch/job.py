@@ -58,6 +58,7 @@ class Job:
         """Its exit code.
 
         Raises:
+            Interrupted: it was asked to end.
             LaunchError: it cannot be started as asked.
         """
         while True:
@@ -75,11 +76,14 @@ class Job:
             seconds = time.monotonic() - began
             self._number += 1
             if grows:
+                self._termination.end(is_saved=True)
                 self._restarts.got_on()
                 continue
             if failure is None:
                 return 0
             self._report(failure, hosts, this, seconds)
+            # Whoever has asked for its end wants no other try.
+            self._termination.end(is_saved=True)
             wait = self._restarts.after(failure, update=self._seen.update, seconds=seconds)
             if wait is None:
                 if self._restarts.why_not:

@@ -75,9 +75,7 @@ def new_log_dir() -> Path:
 
 def put_logs_aside(log_dir: Path, number: int) -> None:
     """What the try before number ``number`` has written, into a folder of its own."""
-    claim(log_dir)
-    folder = log_dir / f"try_{number}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _new_folder(log_dir / f"try_{number}")
     for path in log_dir.iterdir():
         if _WRITTEN.fullmatch(path.name):
             try:
@@ -92,27 +90,38 @@ def put_earlier_job_aside(log_dir: Path) -> None:
     """What an earlier job has left in the log folder, into ``job_N``: it may say why this one was started again.
 
     Raises:
-        LaunchError: no job has written to this folder yet, and it holds something that has the name of a log.
+        LaunchError: as :func:`claim`.
     """
-    left = [path for path in log_dir.iterdir() if _is_left_by_a_job(path)]
-    marker = log_dir / _MARKER
-    if left and not marker.exists():
-        raise LaunchError(
-            f"the log folder {log_dir} is no job's, and holds {', '.join(sorted(path.name for path in left))}, which a "
-            "job would overwrite; give another one, --log-dir"
-        )
     claim(log_dir)
-    if left:
-        folder = log_dir / f"job_{_last_number(log_dir, _JOB) + 1}"
-        folder.mkdir(exist_ok=True)
+    if left := [path for path in log_dir.iterdir() if _is_left_by_a_job(path)]:
+        folder = _new_folder(log_dir / f"job_{_last_number(log_dir, _JOB) + 1}")
         for path in left:
             path.replace(folder / path.name)
     _keep_the_last(log_dir, _JOB, _KEPT_JOBS)
 
 
 def claim(log_dir: Path) -> None:
-    """From now on the folder is a job's."""
-    (log_dir / _MARKER).touch()
+    """From now on the folder is a job's.
+
+    Raises:
+        LaunchError: no job has written to it yet, and it holds something that has the name of a log.
+    """
+    marker = log_dir / _MARKER
+    if not marker.exists():
+        named = [path.name for path in log_dir.iterdir() if _is_left_by_a_job(path) or _JOB.fullmatch(path.name)]
+        if named:
+            raise LaunchError(
+                f"the log folder {log_dir} is no job's, and holds {', '.join(sorted(named))}, which a job would "
+                "overwrite; give another one, --log-dir"
+            )
+        marker.touch()
+
+
+def _new_folder(folder: Path) -> Path:
+    """One that is known to be ours, and may be removed."""
+    folder.mkdir(exist_ok=True)
+    (folder / _MARKER).touch()
+    return folder
 
 
 def _is_left_by_a_job(path: Path) -> bool:
@@ -127,11 +136,11 @@ def _last_number(log_dir: Path, pattern: re.Pattern[str]) -> int:
 
 
 def _keep_the_last(log_dir: Path, pattern: re.Pattern[str], how_many: int) -> None:
-    """Of the folders of that name, those with the highest numbers."""
+    """Of the folders of that name that jobs have made, those with the highest numbers."""
     last = _last_number(log_dir, pattern)
     for path in log_dir.iterdir():
         match = pattern.fullmatch(path.name)
-        if match and path.is_dir() and int(match[1]) <= last - how_many:
+        if match and (path / _MARKER).exists() and int(match[1]) <= last - how_many:
             shutil.rmtree(path, ignore_errors=True)
 
 

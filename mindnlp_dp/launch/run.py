@@ -96,7 +96,7 @@ def run_job(
                 options=options,
                 termination=termination,
             )  # fmt: skip
-            return _lead(job, local, head, log_dir)
+            return _lead(job, local, head, log_dir, termination)
         except KeyboardInterrupt as interrupt:
             hurry()
             print("interrupted: all ranks were ended", file=sys.stderr)
@@ -109,7 +109,7 @@ def _leads(rendezvous: Rendezvous, node_rank: Optional[int]) -> bool:
     return is_this_host(rendezvous.host) if number is None else number == 0
 
 
-def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path) -> int:
+def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path, termination: Termination) -> int:
     """Run a job from here, and tell the other hosts how it ended."""
     code = 1
     try:
@@ -127,7 +127,8 @@ def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path) -> in
             if head is not None:
                 head.close(code)
         finally:
-            local.leave()
+            with termination.ignored():
+                local.leave()
 
 
 def _code_of(interrupt: KeyboardInterrupt) -> int:

@@ -6,6 +6,7 @@ Goes in: signals. Comes out: whether the job is to end, and since when; an excep
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,18 @@ class Termination:
             yield
         finally:
             self._is_awaited = False
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Within it, no signal keeps this launcher from what it does last: to see to it that all ranks have ended."""
+        is_theirs = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if is_theirs else ()
+        previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _hear(self, number: int, frame: object) -> None:
         if number != signal.SIGTERM or not self._is_awaited or self.asked is not None or not self._grace_period:

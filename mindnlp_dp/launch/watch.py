@@ -170,10 +170,14 @@ class Watch:
                 self._look_closer(now)
             self._screen.show()
             has_saved = self._has_asked and any(seen.ranks[rank].saved for rank in self.losses.left[:1])
+            # Before the first update there is nothing to save, and behind the first rank's end nobody who does; the
+            # others may come to theirs.
+            since = min((self._finished.get(rank, now) for rank in self.losses.left[:1]), default=now)
+            can_save = seen.update > 0 and now - since <= _LEAVE_SECONDS
             if not failed:
-                self._termination.end(has_saved or not seen.update)
+                self._termination.end(has_saved or not can_save)
             for host in self._hosts:
-                if host.terminates and (has_saved or not seen.update):
+                if host.terminates and (has_saved or not can_save):
                     host.lost = host.lost or "its launcher was asked to end"
             lost = first_lost(self._hosts) is not None
             if self.hang or failed or lost or has_saved or self._has_ended(now):

@@ -135,7 +135,7 @@ def _run(command: list[str]) -> tuple[int, bool]:
             sys.path.insert(0, os.getcwd())
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+            sys.path.insert(0, os.path.dirname(os.path.realpath(sys.argv[0])))
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as leave:
         if leave.code is None or isinstance(leave.code, int):

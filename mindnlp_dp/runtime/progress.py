@@ -23,9 +23,12 @@ from typing import Optional
 
 # changes, pid, id of the main thread, updates done, whether the rank has met the others, how many are left, how many
 # requests for checkpoints it has met; when something changed last, since when it waits, loss, samples so far; what it
-# waits in; when its process began.
-_FORMAT = struct.Struct("<QQQq?3xIQ4d96sQ")
+# waits in.
+_FORMAT = struct.Struct("<QQQq?3xIQ4d96s")
 RECORD_BYTES = 256
+# When its process began, at the record's end: written once, before the rest, which may be read while it is written.
+_BORN = struct.Struct("<Q")
+_BORN_BEGIN = RECORD_BYTES - _BORN.size
 # Behind the ranks' records, one of the job's: the number of the last checkpoint that was asked for; where they are.
 _REQUEST = struct.Struct("<Q")
 _SYSTEM = struct.Struct("<128s")
@@ -89,7 +92,7 @@ class Reporter:
         self._depth = 0
         self._thread = threading.get_ident()
         self._pid = os.getpid()
-        self._born = state_and_birth_of(self._pid)[1]
+        _BORN.pack_into(self._memory, self._begin + _BORN_BEGIN, state_and_birth_of(self._pid)[1])
         self._changes, self._update, self._has_met, self._saved = 0, 0, False, 0
         self._members = 0
         self._since, self._loss, self._samples, self._waits_in = 0.0, float("nan"), 0.0, b""
@@ -100,7 +103,6 @@ class Reporter:
         _FORMAT.pack_into(
             self._memory, self._begin, self._changes, self._pid, self._thread, self._update, self._has_met,
             self._members, self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
-            self._born,
         )  # fmt: skip
 
     def meet(self) -> None:
@@ -286,7 +288,8 @@ def read(path: Path) -> list[Progress]:
         return []
     found = []
     for begin in range(0, len(data) - 2 * RECORD_BYTES + 1, RECORD_BYTES):
-        *numbers, name, born = _FORMAT.unpack_from(data, begin)
+        *numbers, name = _FORMAT.unpack_from(data, begin)
+        (born,) = _BORN.unpack_from(data, begin + _BORN_BEGIN)
         fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), born]
         found.append(Progress(*fields))
     return found

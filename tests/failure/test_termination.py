@@ -14,7 +14,8 @@ from conftest import ROOT, TIMEOUT_SECONDS, assert_nothing_is_left, run_job, sta
 ELASTIC = ROOT / "tests/failure/elastic.py"
 # Makes updates, and never saves.
 NEVER_SAVES = """
-import time
+import signal, time
+from pathlib import Path
 import mindnlp_dp as dp
 from mindnlp_dp.runtime import progress
 group = dp.init_process_group()
@@ -104,3 +105,38 @@ def test_a_job_that_ends_in_its_grace_period_ends_well(tmp_path):
     wait_for((tmp_path / "updates").exists, "updates")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(TIMEOUT_SECONDS) == 0
+
+
+def test_a_job_that_fails_when_it_was_asked_to_end_is_not_started_again(tmp_path):
+    script = NEVER_SAVES + "    assert not Path('fail').exists()\n"
+    how = ("--grace-period", 300, "--max-restarts", 5)
+    launcher = start_job(tmp_path, *how, script, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    wait_for((tmp_path / "updates").exists, "updates")
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    (tmp_path / "fail").touch()
+    said = launcher.communicate(timeout=TIMEOUT_SECONDS)[1]
+    assert launcher.returncode == 143
+    assert "restart" not in said
+    assert "of 2 failed with exit code 1" in said
+
+
+def test_nobody_is_left_to_save_when_rank_0_has_finished(tmp_path):
+    script = NEVER_SAVES.replace("100", "200") + "    if group.rank == 0 and step == 50:\n        break\n"
+    launcher = start_job(tmp_path, "--grace-period", 300, script, stdout=subprocess.DEVNULL)
+    wait_for((tmp_path / "updates").exists, "updates")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(100) == 143
+
+
+def test_signals_do_not_keep_ranks_alive(tmp_path):
+    """Ranks that ignore SIGTERM, and somebody who is impatient."""
+    script = NEVER_SAVES.replace("group =", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ngroup =")
+    launcher = start_job(tmp_path, script, backend="mindspore", stdout=subprocess.DEVNULL)
+    wait_for((tmp_path / "updates").exists, "updates")
+    for _ in range(6):
+        if launcher.poll() is None:
+            launcher.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    assert launcher.wait(TIMEOUT_SECONDS) == 143
+    assert_nothing_is_left(tmp_path / "logs", soon=True)

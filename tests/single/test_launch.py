@@ -20,6 +20,7 @@ from mindnlp_dp.launch.launchers import launched_rank
 from mindnlp_dp.launch.messages import LONGEST_BYTES
 from mindnlp_dp.launch.screen import _Log
 from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure, read_statuses, report_failure, write_status
+from mindnlp_dp.runtime import progress
 from mindnlp_dp.runtime.progress import Progress, state_and_birth_of
 
 STALE = {
@@ -305,3 +306,21 @@ def test_without_descriptors_left_the_job_goes_on_unseen(tmp_path, monkeypatch):
         patch.setattr("builtins.open", full)
         assert log.new() is None
     assert log.new() == b"hello"
+
+
+def test_a_record_that_is_read_while_it_is_written_is_not_taken_for_a_rank_that_is_gone(tmp_path):
+    """A rank writes thousands of times a second; what is packed is zeroed first."""
+    progress.create(tmp_path / "progress", 1)
+    own = "import sys, threading\nfrom pathlib import Path\nfrom mindnlp_dp.runtime import progress\n" + (
+        "reporter = progress.report_to(Path(sys.argv[1]), 0)\nprint('ready', flush=True)\n"
+        "while True:\n    reporter.step()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", own, str(tmp_path / "progress")], stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout.readline() == "ready\n"
+        found = [progress.read(tmp_path / "progress")[0] for _ in range(20_000)]
+        states = {one.state for one in found if one.pid}
+        rank.kill()
+    assert states
+    assert "" not in states

@@ -69,7 +69,7 @@ def test_an_earlier_jobs_files_are_put_aside_and_nobody_elses(tmp_path):
     (tmp_path / "progress_4").mkdir()
     put_earlier_job_aside(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted([".mindnlp_dp", *THEIRS, "job_1", "try_lr_1e-3", "progress_4"])
-    assert sorted(os.listdir(tmp_path / "job_1")) == sorted([*OURS, "try_1"])
+    assert sorted(os.listdir(tmp_path / "job_1")) == sorted([".mindnlp_dp", *OURS, "try_1"])
     assert sorted(os.listdir(tmp_path / "job_1/try_1")) == sorted([*OURS, *THEIRS])
     for number in range(2, 6):
         (tmp_path / "worker_0.log").write_text(str(number))
@@ -81,17 +81,35 @@ def test_an_earlier_jobs_files_are_put_aside_and_nobody_elses(tmp_path):
 
 def test_a_users_file_is_not_taken_for_a_log(tmp_path):
     (tmp_path / "progress").write_text("half of the thesis")
-    with pytest.raises(LaunchError, match="is no job's, and holds progress, which a job would overwrite"):
+    for number in (100, 101, 102, 103, 104):
+        (tmp_path / f"job_{number}").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(LaunchError, match="is no job's, and holds job_100, job_101, .* progress, which a job would"):
         put_earlier_job_aside(tmp_path)
-    assert os.listdir(tmp_path) == ["progress"]
+    # Nor by a host that joins a later try.
+    with pytest.raises(LaunchError, match="is no job's"):
+        LocalHost({}, 1).clear(str(tmp_path), 2)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_no_folder_that_a_user_made_is_removed(tmp_path):
+    claim(tmp_path)
+    for number in range(101, 107):
+        (tmp_path / f"job_{number}").mkdir()
+        (tmp_path / f"try_{number}").mkdir()
+    put_logs_aside(tmp_path, 200)
+    assert len(list(tmp_path.glob("try_1*"))) == 6
+    put_earlier_job_aside(tmp_path)
+    assert len(list(tmp_path.glob("job_*"))) == 7
 
 
 def test_a_trys_logs_are_put_aside(tmp_path):
+    claim(tmp_path)
     for name in ("worker_0.log", "worker_0.status", "progress", "train.py"):
         (tmp_path / name).write_text(name)
     put_logs_aside(tmp_path, 1)
     assert sorted(os.listdir(tmp_path)) == [".mindnlp_dp", "progress", "train.py", "try_1"]
-    assert sorted(os.listdir(tmp_path / "try_1")) == ["worker_0.log", "worker_0.status"]
+    assert sorted(os.listdir(tmp_path / "try_1")) == [".mindnlp_dp", "worker_0.log", "worker_0.status"]
     for number in range(2, 13):
         put_logs_aside(tmp_path, number)
     assert sorted(int(path.name[4:]) for path in tmp_path.glob("try_*")) == list(range(3, 13))
@@ -193,6 +211,7 @@ def test_a_folder_of_logs_that_leads_nowhere(tmp_path, monkeypatch):
 
 
 def test_statuses_that_cannot_be_put_aside_are_nobodys_ends(tmp_path, capsys):
+    claim(tmp_path)
     (tmp_path / "worker_1.status").write_text("{}")
     (tmp_path / "try_1").write_text("a file of the user's")
     host = LocalHost({}, 1)
