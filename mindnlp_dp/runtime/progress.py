@@ -100,8 +100,9 @@ class Reporter:
 
     def _write(self) -> None:
         self._changes += 1
-        _FORMAT.pack_into(
-            self._memory, self._begin, self._changes, self._pid, self._thread, self._update, self._has_met,
+        # Packed first: pack_into begins with zeros, and who reads them takes this rank for one that has not begun.
+        self._memory[self._begin : self._begin + _FORMAT.size] = _FORMAT.pack(
+            self._changes, self._pid, self._thread, self._update, self._has_met,
             self._members, self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
         )  # fmt: skip
 
