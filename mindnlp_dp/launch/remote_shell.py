@@ -1,10 +1,11 @@
 """What mpirun calls to start its daemon on another host, as it would call ssh.
 
-``python run_module.py mindnlp_dp.launch.remote_shell --endpoint=HOST:PORT --token-file=FILE HOST COMMAND...``
+``python run_module.py mindnlp_dp.launch.remote_shell FILE HOST COMMAND...``
 
 Goes in: a host of the job and a line for its shell. Comes out: the same line at that host's launcher, by way of the
 endpoint: no ssh, no password. (The daemon that is started so, and the ranks, connect to ports of mpirun's own.) The
-token is in a file, for what stands in mpirun's environment would be in that of all ranks.
+endpoint and the token are in a file: what is in mpirun's environment would be in that of all ranks, and mpirun takes
+this command apart at colons.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from pathlib import Path
 
 from .agent import call
 from .head import Rendezvous
-from .messages import parse_endpoint, read_token
+from .messages import parse_endpoint
 from .run_module import command as module_command
 
 _SECONDS = 30.0
 
 
 def main() -> int:
-    options, arguments = {}, sys.argv[1:]
+    file, *arguments = sys.argv[1:]
     while arguments and arguments[0].startswith("-"):
-        name, _, value = arguments.pop(0).partition("=")
-        options[name] = value
-    host, port = parse_endpoint(options["--endpoint"])
-    connection = call(Rendezvous(host, port, read_token({}, Path(options["--token-file"]))), _SECONDS)
+        arguments.pop(0)
+    endpoint, token = Path(file).read_text(encoding="utf-8").splitlines()
+    host, port = parse_endpoint(endpoint)
+    connection = call(Rendezvous(host, port, token.encode()), _SECONDS)
     connection.send({"say": "daemon", "host": arguments[0], "command": " ".join(arguments[1:])})
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:
@@ -44,8 +45,7 @@ def main() -> int:
 
 def command(endpoint: str, token: bytes, folder: Path) -> list[str]:
     """By which mpirun calls it; the token goes into a file of a folder that only this user can read."""
-    file = folder / "token"
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-        out.write(token)
-    arguments = [f"--endpoint={endpoint}", f"--token-file={file}"]
-    return [*module_command(sys.executable, "mindnlp_dp.launch.remote_shell"), *arguments]
+    file = folder / "rendezvous"
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
+        out.write(f"{endpoint}\n{token.decode()}\n")
+    return [*module_command(sys.executable, "mindnlp_dp.launch.remote_shell"), str(file)]
