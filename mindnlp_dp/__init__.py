@@ -1,16 +1,17 @@
 """Data-parallel training for MindNLP and MindSpore.
 
-The names below follow the way of the data: the processes meet, agree on one
-set of weights, cut the data, take a step, exchange gradients, evaluate::
+The public names below are in the order of a training run: the processes form a
+group, broadcast the weights, shard the data, run a step, exchange gradients,
+evaluate::
 
-    import mindnlp_dp as dp            # before mindnlp: makes it run on this MindSpore
+    import mindnlp_dp as dp            # before mindnlp: patches it for the installed MindSpore
 
     group = dp.init_process_group()
     trainer = dp.DataParallelTrainer(model, dp.DataParallelArguments(...), ...)
 
 Names are resolved at first use (PEP 562), so that the launcher starts without
-paying for MindSpore's import. The one thing that happens at import is the
-registration of the patches in :mod:`mindnlp_dp.patches`.
+importing MindSpore. The import itself only registers the patches in
+:mod:`mindnlp_dp.patches`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from . import patches
 from .versions import __version__ as __version__
 from .versions import mindnlp_series
 
-# The folder of the installed MindNLP's Trainer.
+# The package with the Trainer for the installed MindNLP.
 _TRAINER = f"trainers.mindnlp_{mindnlp_series().replace('.', '_')}"
 
 _HOME = {
@@ -52,7 +53,7 @@ _HOME = {
     "DataParallelTrainer": f"{_TRAINER}.trainer",
 }
 
-# They cut and make layers of MindNLP 0.4's.
+# Both work on the layer classes of MindNLP 0.4 only.
 _OF_0_4_ALONE = ("parallelize", "empty_weights")
 __all__ = [name for name in _HOME if mindnlp_series() == "0.4" or name not in _OF_0_4_ALONE]
 
@@ -86,7 +87,7 @@ patches.install_import_hook()
 
 
 if not TYPE_CHECKING:
-    # Type checkers would take any name for one.
+    # Hidden from type checkers: with a module __getattr__ they would accept any attribute name.
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

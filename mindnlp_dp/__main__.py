@@ -1,4 +1,4 @@
-"""``python -m mindnlp_dp`` is ``mindnlp-dp``."""
+"""This module makes ``python -m mindnlp_dp`` run the ``mindnlp-dp`` command."""
 
 import sys
 

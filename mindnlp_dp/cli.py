@@ -1,4 +1,4 @@
-"""The ``mindnlp-dp`` command: its words, and what a wrong one says."""
+"""This module is the ``mindnlp-dp`` command: it parses the command line and runs the subcommand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        # With the usage of the command that was typed.
+        # The error shows the usage of the subcommand that was typed.
         getattr(args, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code = args.run(args)
@@ -31,7 +31,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except BrokenPipeError:
         if args.run is _run:
             raise
-        # Who reads this has seen enough: head, a pager. Nothing is left to be written when Python ends.
+        # The reader (head, a pager) has closed the pipe. Without this, Python's flush at exit would fail again.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -199,7 +199,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _algorithms(args: argparse.Namespace) -> int:
-    # Here, for the other commands need neither.
+    # Imported here because the other commands need neither module.
     from .teaching.all_reduce.comparison import run
     from .teaching.all_reduce.explain import explain
 

@@ -1,6 +1,6 @@
-"""Which Python, MindSpore and MindNLP this package is for: the one place that says so.
+"""This module is the only place that lists the supported versions of Python, MindSpore and MindNLP.
 
-setup.py and scripts/environment.sh read this file as it stands, before anything is installed.
+setup.py and scripts/environment.sh read this file directly, before any package is installed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import sys
 
 __version__ = "0.1.0"
 
-# From the first to the last.
+# The oldest and the newest supported version.
 PYTHON = ((3, 9), (3, 12))
 MINDSPORE = ">=2.5.0,<2.11.0"
 MINDNLP = "==0.4.1"
-# The other MindNLP, whose Trainer is that of Transformers, and the MindSpore on which it was tried.
+# The other MindNLP, which uses the Trainer of Transformers, and the MindSpore versions with which it was tested.
 OTHER_MINDNLP, OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0"
-# What else breaks the other MindNLP, and is not asked for by this package.
+# Other versions of these packages break the other MindNLP. They are not requirements of this package.
 BESIDE_OTHER_MINDNLP = ("transformers>=4.55,<4.56", "accelerate==1.10.1", "safetensors<0.8")
-# Of these, the ones to install: the newest on which all suites run, as fast as those before it. MindSpore 2.10 has no
+# The versions to install: the newest that pass all test suites and are as fast as earlier ones. MindSpore 2.10 has no
 # wheels for Python 3.9.
 BEST_MINDSPORE = "2.10.0" if sys.version_info >= (3, 10) else "2.9.0"
 BEST_MINDNLP = "0.4.1"
@@ -33,7 +33,7 @@ WORKING_PAIRS = (
 
 @functools.cache
 def mindnlp_series() -> str:
-    """ "0.4" or "0.5", by the MindNLP that is installed; "0.4" where there is none."""
+    """Return the series of the installed MindNLP, "0.4" or "0.5"; "0.4" if none is installed."""
     try:
         installed = importlib.metadata.version("mindnlp")
     except importlib.metadata.PackageNotFoundError:
@@ -43,7 +43,7 @@ def mindnlp_series() -> str:
 
 @functools.cache
 def mindspore_is_before(version: str) -> bool:
-    """Whether the MindSpore that is installed is older than ``version``."""
+    """Return whether the installed MindSpore is older than ``version``."""
     import mindspore
     from packaging.version import Version
 
@@ -51,7 +51,7 @@ def mindspore_is_before(version: str) -> bool:
 
 
 class UnsupportedVersionsError(ImportError):
-    """The installed MindNLP and MindSpore are not known to work together."""
+    """Raised when the installed MindNLP and MindSpore are not known to work together."""
 
 
 def check_versions(mindnlp: str, mindspore: str) -> None:

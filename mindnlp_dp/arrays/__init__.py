@@ -1,1 +1,1 @@
-"""NumPy arrays and MindSpore tensors, looked at alike: the names of their types, their values, what one look tells."""
+"""This package treats NumPy arrays and MindSpore tensors alike: type names, conversion, checks and fingerprints."""

@@ -1,4 +1,4 @@
-"""From MindSpore tensors to NumPy arrays and back, without a copy where memory can be shared."""
+"""This module converts MindSpore tensors to NumPy arrays and back, without a copy where memory can be shared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CACHE_LINE_BYTES = 64
 
 
 def to_host(x: Any) -> np.ndarray:
-    """A NumPy array with the values of a tensor or an array, sharing memory where it can.
+    """Return a NumPy array with the values of a tensor or an array, sharing its memory if possible.
 
-    bfloat16 becomes float32, which holds all of its values: neither NumPy nor MPI knows it. Bytes come in this
-    machine's order.
+    bfloat16 becomes float32, which holds all of its values: neither NumPy nor MPI supports bfloat16. The result has
+    the byte order of this machine.
     """
     is_bfloat16 = dtype_name(x) == "bfloat16"
     if isinstance(x, np.ndarray):
@@ -30,7 +30,7 @@ def to_host(x: Any) -> np.ndarray:
 
 
 def from_host(x: np.ndarray, dtype: str) -> Any:
-    """A MindSpore tensor of type ``dtype`` that owns ``x``'s memory where the type allows."""
+    """Return a MindSpore tensor of type ``dtype`` that uses the memory of ``x`` if the type allows it."""
     import mindspore
 
     tensor = mindspore.Tensor.from_numpy(np.ascontiguousarray(x)) if x.ndim and x.size else mindspore.Tensor(x)
@@ -38,12 +38,12 @@ def from_host(x: np.ndarray, dtype: str) -> Any:
 
 
 def number_of(x: Any) -> float:
-    """A number, or a tensor of one, which ``float`` of MindNLP 0.5's rounds."""
+    """Return a number, or the only element of a tensor, as a float; MindNLP 0.5's own ``float(tensor)`` rounds it."""
     return float(to_host(x)) if hasattr(x, "asnumpy") or isinstance(x, np.ndarray) else float(x)
 
 
 def aligned_zeros(numel: int, dtype: Any) -> np.ndarray:
-    """A flat array of zeros that begins at a cache line, as MindSpore's own memory does."""
+    """Return a flat array of zeros that begins at a cache line, as MindSpore's own memory does."""
     item_bytes = np.dtype(dtype).itemsize
     memory = np.zeros(numel * item_bytes + _CACHE_LINE_BYTES, np.uint8)
     begin = -memory.ctypes.data % _CACHE_LINE_BYTES
@@ -51,9 +51,9 @@ def aligned_zeros(numel: int, dtype: Any) -> np.ndarray:
 
 
 def copy_of(x: Any) -> Any:
-    """A copy of a tensor in one operator; Tensor.copy() takes three for floats.
+    """Return a copy of a tensor, made by one operator; ``Tensor.copy()`` runs three for floats.
 
-    bfloat16 takes them as well: MindSpore 2.8's Identity for CPU does not know it.
+    A bfloat16 tensor needs all three: MindSpore 2.8's Identity operator for CPU does not support it.
     """
     import mindspore
 
@@ -61,6 +61,6 @@ def copy_of(x: Any) -> Any:
 
 
 def set_weight(weight: Any, value: Any) -> None:
-    """Overwrite a parameter or buffer with a tensor of its own shape and type."""
-    # assign_value, and not ops.assign, for a buffer may be a view (BERT's position_ids is one).
+    """Overwrite a parameter or buffer with a tensor of the same shape and type."""
+    # Not ops.assign: a buffer may be a view (BERT's position_ids is one).
     weight.set_data(value) if hasattr(weight, "set_data") else weight.assign_value(value)

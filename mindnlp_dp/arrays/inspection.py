@@ -1,9 +1,8 @@
-"""What one look at an array tells: whether it is finite, and a fingerprint that changes when it is changed in place.
+"""This module checks arrays for NaN and infinity, and computes fingerprints that show changes made in place.
 
-Goes in: arrays of floating point numbers. Comes out: truths, and what :meth:`Inspection.have_changed` compares. An
-address says nothing about a change, a copy would cost memory, a cryptographic hash more time than the exchange that it
-guards: on the host each array is read once, at the speed of memory. On a device it stays there, and all answers are
-fetched at once.
+The overlap of communication with the backward pass, and the updaters, use it. An address does not show a change, a
+copy would cost memory, and a cryptographic hash would take longer than the exchange that it protects. So host arrays
+are read once, at memory speed. Device arrays stay on the device, and all answers are fetched together.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from .conversion import to_host
 
 
 def fingerprint(array: np.ndarray) -> bytes:
-    """A hash of an array's bytes, in the order in which they lie in memory (xxHash's XXH3)."""
+    """Return a hash (xxHash's XXH3) of an array's bytes in memory order."""
     flat = array if array.flags.c_contiguous else array.ravel(order="K")
     return xxhash.xxh3_128_digest(flat.data)
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether an array holds neither NaN nor infinity."""
+    """Return whether an array contains neither NaN nor infinity."""
     with np.errstate(invalid="ignore", over="ignore"):
-        # Their sum is finite, or it has to be looked at more closely: large numbers may add up to infinity.
+        # A finite sum is sufficient. An infinite one is not a proof: large numbers may add up to infinity.
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
 def is_uninitialized(tensor: Any) -> bool:
-    """Tell whether a tensor was never given memory, as when it was assigned what ``initializer`` returns."""
+    """Return whether a tensor has no memory yet, such as one that ``initializer`` returned."""
     if getattr(tensor, "has_init", False) is True:
         return True
     import mindspore
@@ -42,23 +41,23 @@ def is_uninitialized(tensor: Any) -> bool:
 
 
 class Inspection:
-    """Looks at gradients in host memory."""
+    """Checks and fingerprints gradients in host memory."""
 
     def are_finite(self, arrays: Sequence[Any]) -> bool:
-        """Whether they hold neither NaN nor infinity."""
+        """Return whether the arrays contain neither NaN nor infinity."""
         return all(map(is_finite, map(to_host, arrays)))
 
     def fingerprint(self, gradient: Any) -> Any:
-        """What :meth:`have_changed` compares with a later one of the same gradient."""
+        """Return the fingerprint that :meth:`have_changed` compares with a later one of the same gradient."""
         return fingerprint(to_host(gradient))
 
     def have_changed(self, before: Sequence[Any], after: Sequence[Any]) -> Any:
-        """Whether any fingerprint is not what it was: a truth; or, on a device, a tensor that is not zero then."""
+        """Return whether any fingerprint has changed: a bool, or on a device a tensor that is nonzero if one has."""
         return list(before) != list(after)
 
 
 class DeviceInspection(Inspection):
-    """Looks at gradients on a device. What is only passed on to it stays there."""
+    """Checks and fingerprints gradients on a device; fingerprints and their comparison stay on the device."""
 
     def are_finite(self, arrays: Sequence[Any]) -> bool:
         if not arrays:
@@ -80,11 +79,11 @@ class DeviceInspection(Inspection):
         from mindspore import float32, ops
 
         old, new = ops.cat(list(before)), ops.cat(list(after))
-        # NaN is no change where it was NaN before: only such numbers are not equal to themselves.
+        # NaN that was NaN before has not changed. NaN is the only value that is not equal to itself.
         is_same = ops.logical_or(old == new, ops.logical_and(old != old, new != new))  # noqa: PLR0124
         return ops.logical_not(is_same).astype(float32).sum().reshape(1)
 
 
 def inspection(on_device: bool) -> Inspection:
-    """How to look at gradients that are exchanged on a device, or in host memory."""
+    """Return the inspection for gradients that are exchanged on a device, or in host memory."""
     return DeviceInspection() if on_device else Inspection()

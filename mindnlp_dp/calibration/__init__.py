@@ -1,1 +1,1 @@
-"""What this machine can do, measured, as a cluster that the planner plans for."""
+"""Measures what this machine can do, and describes it as a cluster for the planner."""

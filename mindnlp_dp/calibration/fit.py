@@ -1,12 +1,12 @@
-"""From what was measured to a cluster: how fast products, memory, calls, updates and links are.
+"""Measures this machine and fits a cluster to it: the speed of products, memory, calls, updates and links.
 
-Goes in: seconds of training steps of small models, and of exchanges. Comes out: the keys of a cluster, for a YAML. An
+``mindnlp-dp plan --measure`` calls it. It fits the times of training steps of small models, and of collectives. An
 update of a model takes
 
     FLOPs / rate + values moved / bandwidth + attention scores / rate + random numbers / rate
-    + calls x seconds of one + gradients / rate + parameters / rate,
+    + calls x seconds per call + gradients / rate + parameters / rate,
 
-each counted by the planner's own graph of the model; the seven are fitted, none below 0, to the least sum of squared
+each counted by the planner's own graph of the model. The seven coefficients, none below 0, minimise the sum of squared
 relative errors.
 """
 
@@ -26,22 +26,23 @@ from mindnlp_dp.planner.models import load_model
 from mindnlp_dp.planner.stage_costs import Sharing, StageCosts
 from mindnlp_dp.runtime.atomic_files import in_place_of
 
-# Of a fit: in the order of the terms above.
+# Terms of the fit, in the order of the formula above.
 TERMS = ("flops", "values", "scores", "draws", "calls", "gradients", "parameters")
 
 
 def measure_cluster(num_ranks: int) -> dict[str, Any]:
-    """Measure this machine with so many ranks, which takes a minute or two; keys of a cluster, and how well they fit.
+    """Measure this machine with ``num_ranks`` ranks, in a minute or two; return the keys of a cluster that fit it.
 
     Raises:
-        LaunchError, RuntimeError: the job could not be started, or failed.
+        LaunchError: The job could not be started.
+        RuntimeError: The job failed.
     """
     measured = run_measurement("mindnlp_dp.calibration.rates_job", num_ranks, [])
     return fit_cluster(measured, memory=_memory() / num_ranks)
 
 
 def measure_to(path: Path, num_ranks: int) -> dict[str, Any]:
-    """Measure this machine, and write its keys to a YAML that ``--cluster`` takes."""
+    """Measure this machine, write its keys to a YAML file for ``--cluster``, and return them."""
     print(f"measuring this machine with {num_ranks} ranks, which takes a minute or two ...", flush=True)
     keys = measure_cluster(num_ranks)
     with in_place_of(path) as temporary:
@@ -51,10 +52,10 @@ def measure_to(path: Path, num_ranks: int) -> dict[str, Any]:
 
 
 def fit_cluster(measured: Mapping[str, Any], memory: float) -> dict[str, Any]:
-    """The keys of a cluster (:func:`~mindnlp_dp.planner.cluster.load_cluster`) for what the job wrote.
+    """Return the keys of a cluster (:func:`~mindnlp_dp.planner.cluster.load_cluster`) that fit the job's measurements.
 
     Args:
-        memory: bytes of a rank.
+        memory: memory of a rank in bytes.
     """
     from .rates_job import SHAPES
 
@@ -81,7 +82,7 @@ def fit_cluster(measured: Mapping[str, Any], memory: float) -> dict[str, Any]:
 
 
 def model_keys(shape: Sequence[Any]) -> dict[str, Any]:
-    """The configuration of one of the job's models."""
+    """Return the configuration of one of the job's models."""
     from .rates_job import HEADS
 
     hidden, layers, inner, words, length, _, guesses, dropout = shape
@@ -94,7 +95,7 @@ def model_keys(shape: Sequence[Any]) -> dict[str, Any]:
 
 
 def step_terms(keys: Mapping[str, Any], rows: int) -> np.ndarray:
-    """(7,) :data:`TERMS` of a micro batch, as the planner counts them; the last are the model's parameters."""
+    """Return (7,) :data:`TERMS` of a micro-batch, as the planner counts them; the last is the model's parameters."""
     model = load_model(keys)
     terms = []
     for term in TERMS[:-1]:
@@ -105,7 +106,7 @@ def step_terms(keys: Mapping[str, Any], rows: int) -> np.ndarray:
 
 
 def fit_terms(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """(7,) seconds of each, none below 0, by relative least squares."""
+    """Return (7,) seconds per unit of each term, none below 0, by relative least squares."""
     from scipy.optimize import nnls
 
     scale = rows.max(axis=0)
@@ -114,7 +115,7 @@ def fit_terms(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def fit_link(measured: Sequence[Mapping[str, float]], num_ranks: int) -> tuple[float, float]:
-    """(alpha, beta) of all-reduces: seconds = alpha + 2 beta (n - 1) / n bytes, by relative least squares."""
+    """Return (alpha, beta) of all-reduces: seconds = alpha + 2 beta (n - 1) / n bytes, by relative least squares."""
     from scipy.optimize import nnls
 
     if not measured:
@@ -132,7 +133,7 @@ def _times(terms: np.ndarray, num_micro_batches: int) -> np.ndarray:
 
 
 def _unit_cluster(term: str) -> Cluster:
-    """In which one of a term takes a second, and all others nothing."""
+    """Return a cluster on which one unit of this term takes a second, and all other terms take no time."""
     link = Link(0.0, 0.0)
     rate = {name: 1.0 if name == term else np.inf for name in TERMS}
     return Cluster(

@@ -1,7 +1,7 @@
-"""The job of ``mindnlp-dp plan --measure``: how long small models take to train on every rank, and exchanges.
+"""Times training steps of small models on every rank, and all-reduces; ``mindnlp-dp plan --measure`` runs this job.
 
-All ranks compute at once, each for itself, as they will in a run: what they share of the machine, they share here. What
-is timed are models of several widths, depths and vocabularies, and none of those that a plan is for.
+All ranks compute at the same time but independently, so that they compete for the machine as in a real run. The models
+differ in width, depth and vocabulary, and none of them is a model that a plan is for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 import mindnlp_dp as dp
 
-# Hidden size, layers, feed-forward size, words, tokens, sequences, whether it guesses words, dropout: as they differ in
-# products, in what goes through memory, in calls and in parameters.
+# Hidden size, layers, feed-forward size, words, tokens, sequences, whether it is a masked language model, dropout. They
+# differ in products, in memory traffic, in calls and in parameters.
 SHAPES: dict[str, tuple[int, int, int, int, int, int, bool, float]] = {
     "narrow": (64, 2, 256, 500, 32, 8, False, 0.1),
     "deep": (64, 8, 256, 500, 32, 8, False, 0.1),
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _be_quiet() -> None:
-    """MindNLP's advice to those who write models is not for who measures a machine."""
+    """Silence MindNLP's warnings for authors of models, which are not useful in a measurement."""
     from mindnlp.utils import logging
 
     logging.set_verbosity_error()
@@ -89,7 +89,7 @@ def _step(shape: tuple[Any, ...], num_micro_batches: int, group: Any) -> tuple[A
 
 
 def _all_reduces(group: Any, repeats: int) -> list[dict[str, float]]:
-    """Of activations, as tensor parallelism has them."""
+    """Time all-reduces of activations, as tensor parallelism runs them; return seconds by size."""
     import mindspore
 
     from mindnlp_dp.parallel.operators import reduce_from
@@ -108,7 +108,7 @@ def _all_reduces(group: Any, repeats: int) -> list[dict[str, float]]:
 
 
 def _median(group: Any, function: Callable[[], Any], repeats: int) -> float:
-    """Of calls that all ranks begin together, each the slowest rank's; the first two do not count."""
+    """Return the median over calls of the slowest rank's seconds; all ranks start together, and two calls warm up."""
     times = []
     for number in range(repeats + 2):
         group.barrier()

@@ -1,1 +1,1 @@
-"""``mindnlp-dp doctor``: what is here, whether it fits together, and what to do where it does not."""
+"""The command ``mindnlp-dp doctor``, which checks the machine and the installation and prints what to fix."""

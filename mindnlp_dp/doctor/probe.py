@@ -1,4 +1,4 @@
-"""The job with which ``mindnlp-dp doctor`` tries a backend: meet, sum 4 MiB, say how long it took."""
+"""This job tests a backend for ``mindnlp-dp doctor``: it starts a group, sums 4 MiB, and prints the times as JSON."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A loop of one's own: its step (make_step.py), its place in the data and its checkpoints (resumable_run.py)."""
+"""Custom training loops: the train step (make_step.py), data position and checkpoints (resumable_run.py)."""

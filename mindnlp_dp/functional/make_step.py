@@ -1,10 +1,10 @@
-"""A data-parallel training step for loops of one's own: MindNLP's models, and plain MindSpore cells.
+"""Builds the data-parallel train step of a custom training loop, for MindNLP models and plain MindSpore cells.
 
-Goes in: a function that computes a loss, an optimizer, parameters. Comes out: a function that does one update from this
-rank's part of a global batch, by the same stages as the Trainer's (:mod:`mindnlp_dp.step`)::
+The user calls :func:`make_train_step` with a loss function, an optimizer and parameters. The step that it returns does
+one update from this rank's part of a global batch, in the same stages as the Trainer (:mod:`mindnlp_dp.step`)::
 
     step = dp.make_train_step(forward_fn, optimizer, parameters)
-    for batch in batches:                       # this rank's
+    for batch in batches:                       # the batches of this rank
         loss = step(batch)
 """
 
@@ -56,42 +56,43 @@ def make_train_step(
     broadcast_weights: bool = True,
     **exchange: Any,
 ) -> FunctionalStep:
-    """A step that every rank calls once an update, with its own part of the global batch.
+    """Return a train step that every rank calls once per update, with its own part of the global batch.
 
     Args:
-        forward_fn: from a batch to its mean loss, a scalar tensor. A batch that is a mapping is passed as keywords (its
-            NumPy arrays as tensors), a tuple or list as arguments, anything else as the one argument.
-        optimizer: MindNLP's (``mindnlp.core.optim``), or one of ``mindspore.nn``.
-        parameters: those it updates, each once.
-        accumulation_steps: micro batches in an update; the step is then called with a list of so many. (Or of fewer,
-            where the data ends.)
-        max_grad_norm: averaged gradients are clipped to this norm, together; None leaves them.
-        scheduler: MindNLP's, stepped after every update. (``mindspore.nn``'s optimizers have schedules of their own.)
-        weight_of: what a batch's loss weighs in the mean over ranks and micro batches. By default it is the number of
-            whatever the loss of the model's class is a mean of (:func:`~mindnlp_dp.step.loss_weight.loss_mean`): rows
-            of a classifier, labels that are not -100 of a language model; rows where the class is unknown. Pass it
-            where ``forward_fn`` computes a loss of its own; :func:`~mindnlp_dp.count_labels` counts labels.
+        forward_fn: function from a batch to its mean loss, a scalar tensor. A mapping is passed as keyword arguments
+            (its NumPy arrays as tensors), a tuple or list as positional arguments, anything else as the only argument.
+        optimizer: an optimizer of MindNLP (``mindnlp.core.optim``) or of ``mindspore.nn``.
+        parameters: the parameters to update; duplicates are ignored.
+        accumulation_steps: number of micro-batches per update. Above 1, the step is called with a list of that many
+            micro-batches, or fewer at the end of the data.
+        max_grad_norm: maximum global norm, to which the averaged gradients are clipped; None does not clip.
+        scheduler: a MindNLP scheduler, stepped after every update. (``mindspore.nn`` optimizers have their schedule.)
+        weight_of: function from a batch to the weight of its loss in the mean over ranks and micro-batches. By default
+            it counts what the loss of the model's class is a mean of (:func:`~mindnlp_dp.step.loss_weight.loss_mean`):
+            rows for a classifier, labels that are not -100 for a language model, rows if the class is unknown. Pass it
+            if ``forward_fn`` computes a custom loss; :func:`~mindnlp_dp.count_labels` counts labels.
         model: the model that ``forward_fn`` calls; by default the one that it refers to and that has ``parameters``.
-        reducer: exchanges gradients in our synchroniser's stead, such as ``nn.DistributedGradReducer(parameters)``.
-        jit: compile loss and gradients with ``mindspore.jit``; for plain cells.
-        seed: of what ``forward_fn`` draws, such as dropout: other numbers on every rank, in every update and micro
-            step, and the same again in a run that is taken up. (Not for MindSpore's ``nn.Dropout``, whose kernel counts
-            on by itself; ``ops.dropout`` and MindNLP's layers follow the seed.)
-        leave_out_bad_losses: a loss that is NaN or infinite is left out with a warning; else it is the end, on all
+        reducer: function that exchanges the gradients instead of our synchronizer, such as
+            ``nn.DistributedGradReducer(parameters)``.
+        jit: compile loss and gradients with ``mindspore.jit``; only for plain cells.
+        seed: seed of the randomness in ``forward_fn``, such as dropout. The random numbers differ between ranks,
+            updates and micro-steps, and a resumed run draws the same ones. (MindSpore's ``nn.Dropout`` does not follow
+            the seed, because its kernel keeps its own counter; ``ops.dropout`` and MindNLP's layers do.)
+        leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
             ranks.
-        zero_stage: whether every rank updates everything (0), or a slice, whose optimizer state (1) and averaged
-            gradients (2) it alone has. The weights are the same, to the bit. "auto" says what it takes; it divides the
-            update where a host's ranks can share one set of weights. Whoever writes to weights between two updates
-            sets it to 0, for ranks that share them would all write to the same ones. They are each rank's own again
-            when the step is dropped (``del step``).
-        group: the ranks that share out the samples; by default those of the model's mesh, else all.
-        broadcast_weights: give every rank rank 0's weights and buffers, frozen ones included, of the models that
-            ``forward_fn`` refers to, before the first update, as the Trainer does. Without it they must be the same.
+        zero_stage: 0: every rank updates all parameters. 1: each rank updates one slice and holds only its optimizer
+            state. 2: it holds only the averaged gradients of its slice, too. The weights are bitwise the same. "auto"
+            divides the update where the ranks of a host can share one set of weights, and prints its choice. Pass 0 if
+            your code writes to weights between updates, because ranks that share weights would all write to the same
+            memory. The weights become private to each rank again when the step is deleted (``del step``).
+        group: the ranks that split the samples; by default those of the model's mesh, otherwise all ranks.
+        broadcast_weights: before the first update, copy rank 0's weights and buffers, including frozen ones, to all
+            ranks, for the models that ``forward_fn`` refers to, as the Trainer does. If False, they must be equal.
         exchange: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and ``compression``.
 
     Raises:
-        ValueError: options that exclude each other, or a mesh that cuts models, while this one is whole.
-        ReplicaMismatchError: the ranks' models differ in their names, shapes or types.
+        ValueError: options exclude each other, or the mesh shards models but this model is not sharded.
+        ReplicaMismatchError: the models of the ranks differ in names, shapes or types.
     """
     is_plain = isinstance(optimizer, mindspore.nn.Optimizer)
     if jit and not is_plain:
@@ -108,7 +109,7 @@ def make_train_step(
         )
     if accumulation_steps < 1:
         raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
-    # A module that two models share is in the lists of both.
+    # The parameters of a module that two models share are in the lists of both.
     parameters = list({id(parameter): parameter for parameter in parameters}.values())
     parallel = parallel_of(parameters)
     group = group or data_group(parallel)
@@ -148,7 +149,7 @@ def make_train_step(
 def _broadcast(
     forward_fn: Callable[..., Any], model: Any, parameters: Sequence[Any], parallel: Any, group: ProcessGroup
 ) -> None:
-    """Give every rank rank 0's parameters, and all else that the models have which they belong to. A collective."""
+    """Broadcast rank 0's parameters, and all other weights and buffers of the models that have them. A collective."""
     if parallel is not None:
         parallel.broadcast_weights()
         return
@@ -161,7 +162,7 @@ def _broadcast(
 
 
 def _in_order_of(optimizer: Any, parameters: Sequence[Any]) -> list[Any]:
-    """These parameters as an optimizer of ``mindspore.nn`` takes their gradients, which is by position."""
+    """Return the parameters in the optimizer's order: a ``mindspore.nn`` optimizer takes gradients by position."""
     ordered = list(optimizer.parameters)
     if {id(p) for p in ordered} != {id(p) for p in parameters}:
         theirs, ours = ({p.name for p in each} for each in (ordered, parameters))
@@ -173,21 +174,21 @@ def _in_order_of(optimizer: Any, parameters: Sequence[Any]) -> list[Any]:
 
 
 def _with_names(parameters: Sequence[Any], model: Any) -> list[tuple[str, Any]]:
-    """Parameters with their names in the model, where it has them; else with their numbers."""
+    """Return each parameter with its name in the model, or with its number if the model does not have it."""
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     return [(names.get(id(p), f"parameter {number}"), p) for number, p in enumerate(parameters)]
 
 
 class FunctionalStep:
-    """What :func:`make_train_step` makes.
+    """The train step of a custom loop, made by :func:`make_train_step`.
 
     Attributes:
-        num_updates: done so far.
-        accumulation_steps: micro batches in an update, at most.
-        train_step: the stages of an update, which are the Trainer's too.
-        grad_norm: of the last averaged gradient, where gradients are clipped.
-        synchronizer: the exchange.
-        seed: what randomness inside the model is a function of, besides the rank, the update and the micro step.
+        num_updates: number of updates done so far.
+        accumulation_steps: maximum number of micro-batches per update.
+        train_step: the stages of an update, which the Trainer also uses.
+        grad_norm: norm of the last averaged gradient before clipping; None if gradients are not clipped.
+        synchronizer: the object that exchanges the gradients.
+        seed: seed of the randomness inside the model, combined with the rank, the update and the micro-step.
     """
 
     def __init__(
@@ -209,13 +210,14 @@ class FunctionalStep:
         self.num_updates = 0
         self.grad_norm: Optional[float] = None
         self.synchronizer: GradientWindow = train_step.synchronizer
-        # Who drops the step may write to the weights, which ranks shared.
+        # After the step is deleted, the user may write to the weights, so ranks must no longer share their memory.
         weakref.finalize(self, train_step.updater.make_private).atexit = False
 
     def __call__(self, batches: Any) -> Optional[float]:
-        """Do one update; returns this rank's mean loss, None when it had no sample. A collective.
+        """Do one update; return this rank's mean loss, or None if it had no samples. A collective.
 
-        ``batches`` is one batch, or, with accumulation, a list of them; None stands for one that this rank has not.
+        ``batches`` is one batch or, with accumulation, a list of micro-batches; None replaces a batch that this rank
+        does not have.
         """
         window = [batches] if self.accumulation_steps == 1 else list(batches)
         if not 1 <= len(window) <= self.accumulation_steps:
@@ -230,7 +232,7 @@ class FunctionalStep:
         return sum(loss * weight for loss, weight in seen) / weight if weight else None
 
     def mean_loss(self) -> float:
-        """The mean loss of all ranks since this was last called. A collective."""
+        """Return the mean loss over all ranks since the last call of this method. A collective."""
         return self.train_step.losses.mean_since_log()
 
     def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:

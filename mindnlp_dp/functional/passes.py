@@ -1,6 +1,6 @@
-"""The forward and backward passes of an update, of a model that each process has whole, or that is cut among several.
+"""Runs the forward and backward passes of an update, for replicated and for sharded models.
 
-Goes in: the micro batches of a window. Comes out: for each of them its loss and gradients.
+:class:`~mindnlp_dp.functional.make_step.FunctionalStep` calls it with the micro-batches of an update.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from mindnlp_dp.step.seeds import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
 if TYPE_CHECKING:
-    # Its layers are those of MindNLP 0.4.
+    # Imported for types only, because its layers need MindNLP 0.4.
     from mindnlp_dp.parallel.parallelize import ParallelModel
 
 
 class Passes:
-    """Of ``forward_fn``, from a batch to its mean loss.
+    """Runs ``forward_fn`` and its backward pass on the micro-batches of an update.
 
     Args:
-        gradient_fn: from a batch to that loss, and the gradients of ``parameters``.
-        parallel: what parts of the model ranks have; None where each has all of it.
-        data_rank: of those that share out the samples.
+        forward_fn: function from a batch to its mean loss.
+        gradient_fn: function from a batch to that loss and the gradients of ``parameters``.
+        parallel: the sharded model; None if every rank has the full model.
+        data_rank: this rank's number among the ranks that split the samples.
 
     Attributes:
-        seed_rank: what randomness inside the model is a function of, besides the step.
+        seed_rank: the rank from which the seed of the randomness inside the model is computed, besides the step.
     """
 
     def __init__(
@@ -54,7 +55,10 @@ class Passes:
         seed_of: Callable[[int], int],
         exchange: GradientWindow,
     ) -> Iterator[MicroStep]:
-        """Those of the micro batches that weigh anything; of all of them, where other ranks need this one's part."""
+        """Yield the result of each micro-batch; a micro-batch of weight 0 is not computed.
+
+        With experts, a rank without a micro-batch runs a dummy batch, because other ranks need its experts.
+        """
         parallel = self._parallel
         if parallel is not None and parallel.pipeline is not None:
             batches = [
@@ -87,12 +91,12 @@ class Passes:
             among = contextlib.nullcontext() if parallel is None else parallel.micro_step(weight)
             with seeded(seed_of(number)), sending, among:
                 loss, gradients = call_with(self._gradient_fn, batch)
-            # Of a batch that was lent, the loss is another rank's.
+            # The loss of a dummy batch belongs to another rank.
             value = float(loss.asnumpy()) if weight > 0 else 0.0
             is_spoilt = parallel is not None and parallel.is_spoilt(value)
             yield MicroStep(value, gradients, weight, getattr(batch, "indices", None), is_spoilt)
 
 
 def parallel_of(parameters: Sequence[Any]) -> Optional[ParallelModel]:
-    """The cut model that parameters belong to, if they do."""
+    """Return the sharded model that the parameters belong to, or None if they belong to none."""
     return next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)

@@ -1,7 +1,7 @@
-"""A loop of one's own that can be stopped and taken up again: its place in the data, and its checkpoints.
+"""Lets a custom training loop stop and resume: it tracks the position in the data and writes checkpoints.
 
-Goes in: what the loop consists of. Comes out: the windows that are left, in the order that the Trainer reads them in,
-and checkpoints of the Trainer's kind::
+The user's loop reads the remaining updates from :class:`FunctionalRun`, in the Trainer's order. Its checkpoints have
+the Trainer's format::
 
     run = dp.FunctionalRun("outputs/loop", network, step, loader)
     run.resume()                                    # the newest complete checkpoint, if there is one
@@ -40,17 +40,17 @@ from .make_step import FunctionalStep
 
 
 class FunctionalRun:
-    """Every method is called by every rank.
+    """A custom training loop that can be resumed from checkpoints. Every rank must call every method.
 
     Args:
-        folder: for checkpoints; one run's own.
-        model: whose weights are saved, MindNLP's or a cell.
-        step: what :func:`~mindnlp_dp.make_train_step` made for it.
-        loader: what :func:`~mindnlp_dp.make_loader` made, with the step's ``accumulation_steps``.
-        keep: so many checkpoints stay; None keeps all.
+        folder: folder for the checkpoints, used by this run only.
+        model: the model whose weights are saved: a MindNLP model or a cell.
+        step: the train step that :func:`~mindnlp_dp.make_train_step` returned for the model.
+        loader: the loader that :func:`~mindnlp_dp.make_loader` returned, made with the step's ``accumulation_steps``.
+        keep: number of newest checkpoints to keep; None keeps all.
 
     Attributes:
-        epoch: the one that is being read.
+        epoch: number of the current epoch.
     """
 
     def __init__(
@@ -64,33 +64,33 @@ class FunctionalRun:
         self._whole = whole_model(model, step.synchronizer.group)
         self.group = self._whole.world
         self.epoch = 0
-        # Updates of the epoch that were done when it was opened, and of the run.
+        # The number of updates that the epoch and the run had done when the epoch was opened.
         self._opened_at = (0, step.num_updates)
         self._saved: Optional[dict[str, Any]] = None
         self._parts = Run(self._whole, step.train_step)
-        # Read now: all ranks are here.
+        # Read in the constructor, which every rank calls: reading it may be a collective.
         self._data = {**loader.order, "seed": step.seed}
-        # Given by the first checkpoint, which also takes the right to write to the folder.
+        # Set by the first checkpoint that this process writes; resume() sets the run id, too.
         self._run_id: Optional[RunId] = None
         self._lock: Optional[FolderLock] = None
 
     @property
     def position(self) -> Position:
-        """How far the data has been trained on."""
+        """The position in the data: the epoch, and the number of its updates that are done."""
         in_epoch, in_run = self._opened_at
         return Position(self.epoch, in_epoch + self.step.num_updates - in_run)
 
     def windows(self, num_epochs: int) -> Iterator[Any]:
-        """What the step takes, an update each, from here to the end of ``num_epochs`` epochs.
+        """Yield the step's argument for every update, from the current position to the end of ``num_epochs`` epochs.
 
-        That is this rank's micro batch, None where it has none; with accumulation, a list of them.
+        It is this rank's micro-batch, or None if it has none; with accumulation, a list of these.
         """
         begin = self.position
         while begin.epoch < num_epochs:
             self.epoch, self._opened_at = begin.epoch, (begin.update, self.step.num_updates)
             windows = self.loader.windows(begin.epoch, begin.update)
             if self._saved is not None:
-                # Behind what opening the data drew.
+                # Restored only now, because opening the data draws random numbers.
                 self._parts.restore_random_state(self._saved)
                 self._saved = None
             for window in windows:
@@ -101,11 +101,11 @@ class FunctionalRun:
                     )
                 yield window if self.step.accumulation_steps > 1 else window[0]
             begin = Position(begin.epoch + 1)
-        # Who has come to the end looks at the model: all ranks see the same one.
+        # The user may evaluate or save the model after the last epoch: give all ranks the same buffers.
         self._whole.broadcast_buffers()
 
     def save(self) -> Path:
-        """Write a checkpoint; one rank writes, the others return when it has, or raise what it raised.
+        """Write a checkpoint on one rank; the others wait for it, and raise its error if it fails.
 
         Raises:
             RuntimeError: another job is writing to the folder.
@@ -135,7 +135,7 @@ class FunctionalRun:
         return path
 
     def _become_writer(self) -> RunId:
-        """On the rank that writes: no other job does from now on, until this object or this process is gone."""
+        """Lock the folder against other jobs until this object or process ends; called on the rank that writes."""
         if self._lock is None:
             self._lock = lock_folder(self.folder)
             weakref.finalize(self, self._lock.release)
@@ -145,11 +145,11 @@ class FunctionalRun:
         return self._run_id
 
     def resume(self) -> bool:
-        """Take up the run from the newest complete checkpoint in ``folder``; False, and nothing done, without any.
+        """Resume from the newest complete checkpoint in ``folder``; return False if there is none.
 
         Raises:
-            CheckpointError: none of those there is complete, or it is not one of this model.
-            ValueError: it was made with other data, other global batches or another optimizer.
+            CheckpointError: no checkpoint is complete, or the checkpoint belongs to another model.
+            ValueError: the checkpoint was made with other data, another global batch size or another optimizer.
         """
 
         def choose() -> Optional[Path]:

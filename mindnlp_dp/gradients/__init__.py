@@ -1,1 +1,1 @@
-"""The exchange of gradients: from every rank's own to the same weighted mean on all."""
+"""This package replaces every rank's gradients by their weighted mean over all ranks, as PyTorch's DDP does."""

@@ -1,7 +1,7 @@
-"""Where an exchange runs that begins during the backward pass: on a thread of its own, or at once.
+"""This module runs the exchange that overlaps the backward pass: on a separate thread, or immediately.
 
-A library of host memory, such as MPI, exchanges in the thread that calls it, so it gets one that computes nothing
-else. A device's library only begins something, which its stream goes on with: that can be done where it comes up.
+A library for host memory, such as MPI, does its work in the thread that calls it, so it needs a separate thread. A
+device library only enqueues the operation in a stream, so it can be called in the gradient hook itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mindnlp_dp.communication.transports.patience import Patience
 
 
 class ExchangeThread:
-    """Runs what it is given, in order, on a thread of its own, which ends with the window."""
+    """Runs the submitted tasks in order on a separate thread, which ends with the window."""
 
     def __init__(self) -> None:
         self.patience = Patience()
@@ -30,21 +30,21 @@ class ExchangeThread:
                 if self._error is None:
                     task()
             except BaseException as error:  # noqa: BLE001
-                # The thread that waits for the result raises it.
+                # finish() raises it in the thread that waits for the result.
                 self._error = error
 
     def submit(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
 
     def finish(self) -> None:
-        """Return when all is done, or raise what a task raised."""
+        """Wait until all tasks are done; raise the error of a task that failed."""
         self._tasks.put(None)
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def abandon(self) -> None:
-        """End the thread, whatever it is waiting for."""
+        """Stop the thread, even if it is blocked in a wait for other ranks."""
         self.patience.give_up()
         self._error = self._error or RuntimeError("abandoned")
         self._tasks.put(None)
@@ -52,7 +52,7 @@ class ExchangeThread:
 
 
 class ImmediateExchange:
-    """Runs what it is given at once: it begins something that a device goes on with."""
+    """Runs each task immediately: a task only enqueues work that the device continues in the background."""
 
     patience = None
 
@@ -60,7 +60,7 @@ class ImmediateExchange:
         task()
 
     def finish(self) -> None:
-        """Nothing is left: who takes a bucket's result waits for it."""
+        """Do nothing: :meth:`.Bucket.wait` waits for each result."""
 
     def abandon(self) -> None:
-        """The device ends what it has begun."""
+        """Do nothing: the device completes the operations that were enqueued."""

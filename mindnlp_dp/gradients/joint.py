@@ -1,7 +1,6 @@
-"""Two exchanges as one: of parameters that all ranks have, and of those that some of them have (experts).
+"""This module combines the exchanges of replicated and of expert parameters, whose groups of ranks differ.
 
-Goes in: windows over different groups, each with its part of a model's parameters. Comes out: what the step takes for
-one window.
+A train step uses the combination like one window.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from .window import GradientWindow, WindowReport
 
 
 class JointWindow(GradientWindow):
-    """The first window is the one of the ranks that share out the samples.
+    """Combines several windows over different groups; the first is over the ranks that split the samples.
 
     Args:
-        windows: each over its own group.
-        places: of each window's parameters in the order of the whole.
-        weights_of: what a micro step of a given weight weighs in each window.
+        windows: The windows, each over its own group and with its part of the parameters.
+        places: For each window, the positions of its parameters among all parameters.
+        weights_of: For each window, a function from a micro-batch's weight to its weight in this window.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class JointWindow(GradientWindow):
         return found
 
     def note_windows(self) -> None:
-        """Take over what the windows took."""
+        """Add up the costs of the windows."""
         reports = [window.last_window for window in self.windows]
         sent = [report.bytes_sent for report in reports]
         self.last_window = WindowReport(

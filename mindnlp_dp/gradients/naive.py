@@ -1,4 +1,4 @@
-"""The plainest exchange of gradients, which the fast one (synchronizer.py) must agree with."""
+"""This module is the simple reference for the exchange of gradients; synchronizer.py must give the same result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .window import AccumulatingWindow
 
 
 class NaiveGradientSynchronizer(AccumulatingWindow):
-    """One all-reduce a parameter: slow, and plainly right. The reference for the others."""
+    """Averages gradients with one all-reduce per parameter: slow but simple, as a reference for tests."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
         super().__init__(parameters, group)
@@ -29,7 +29,7 @@ class NaiveGradientSynchronizer(AccumulatingWindow):
         self._sums[index] = self._sums[index] + gradient * weight if index in self._sums else gradient * weight
 
     def _sum_of(self, index: int) -> Any:
-        """Of what was put for a parameter; half types in float32, for their weighted sum may not fit into them."""
+        """Return a parameter's accumulated sum; half types in float32, because their weighted sum may overflow."""
         if index in self._sums:
             return self._sums[index]
         import mindspore

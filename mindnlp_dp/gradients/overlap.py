@@ -1,20 +1,20 @@
-"""Exchange during the backward pass: what it has finished is on its way while it goes on.
+"""This module overlaps the exchange of gradients with the backward pass, for the gradient synchroniser.
 
-Goes in: the gradients of the last micro step of a window, as the parameters' hooks see them, from the last layer
-to the first. Comes out: buckets whose exchange has begun, each as soon as it is full and those before it
-have begun, on every rank in the same order::
+In the last micro-batch of a window, hooks of the parameters receive the gradients from the last layer to the first.
+The exchange of a bucket starts when it is full and all buckets before it have started; the order is the same on all
+ranks::
 
     backward pass    layer 5   layer 4   layer 3   layer 2  …  embeddings │ reduce()
                        │put      │put
     bucket 0           ▼─full──▶ start ═══════ exchange ═══════▶          │
     bucket 1                     ▼────────────────full──▶ start ══════════╪══▶ wait ─▶ get
 
-The first window only looks in which order gradients come. When every rank has seen that, buckets are packed anew in
-rank 0's order. With "auto", windows with and without overlap then take turns, and the faster way stays. Both pack the
-same buckets, and give the same bits. In every window, what the hooks saw is compared with what the caller hands over.
+The first window only records the order in which gradients arrive. When every rank has recorded it, buckets are repacked
+in rank 0's order. With "auto", windows with and without overlap then alternate, and the faster way stays. Both use the
+same buckets and give the same bits. Every window compares the gradients that the hooks saw with those of the caller.
 
-A hook never raises: MindNLP's backward function is of no use any more when one has. It takes notes, and a window
-that went wrong on any rank is exchanged again, by all, without overlap (synchronizer.py).
+A hook never raises an exception, because MindNLP's backward function would not be usable afterwards. It records the
+problem instead. If a window went wrong on any rank, all ranks exchange it again without overlap (synchronizer.py).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from mindnlp_dp.communication.transports.channel import Channel
 from .buckets.bucket import Bucket
 from .exchange_thread import ExchangeThread, ImmediateExchange
 
-# Pairs of windows, without and with overlap, that decide "auto"; the first pair only warms up.
+# "auto" measures so many pairs of windows, without and with overlap; the first pair is only a warm-up.
 TRIAL_PAIRS = 8
-# Overlap stays when it saves at least this share of the time, and more than chance would: so many standard errors.
+# Overlap stays on if it saves at least this fraction of the time, and more than this number of standard errors.
 _WORTH_IT = 0.01
 _BEYOND_CHANCE = 2.0
 
 
 class Overlap:
-    """The hooks of a synchroniser's parameters, and what they do in this window.
+    """Starts bucket exchanges from gradient hooks, and decides with all ranks whether overlap stays on.
 
     Attributes:
-        state: "learning", "measuring", "on", or "off: " and why; the same on every rank once learning has ended.
-        is_sending: whether this window's exchange begins during its backward pass; the same on every rank.
-        is_learning: whether this window only looks; the same on every rank.
-        problem: what went wrong on this rank in this window, None if nothing did.
-        has_changed: whether a gradient was changed in place after its backward pass: a truth, or a tensor of one number
-            that is not zero then.
-        seen: the parameters whose gradients the hooks saw in this window, in that order.
+        state: "learning", "measuring", "on", or "off: " and the reason; the same on every rank once learning has ended.
+        is_sending: Whether this window's exchange begins during its backward pass; the same on every rank.
+        is_learning: Whether this window only records the order of gradients; the same on every rank.
+        problem: The first problem on this rank in this window; None if there was none.
+        has_changed: Whether a gradient was changed in place after its backward pass: a bool, or a tensor with one
+            element that is nonzero in this case.
+        seen: The indices of the parameters whose gradients the hooks saw in this window, in order of arrival.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Overlap:
         self._parameters = parameters
         self._handles: list[Any] = []
         self._buckets: Sequence[Bucket] = ()
-        # Of the backward pass that is under way.
+        # State of the current backward pass.
         self._weight: Optional[float] = None
         self.seen: list[int] = []
         # Parameter, gradient and its fingerprint, as the hooks saw them.
         self._evidence: list[tuple[int, Any, Any]] = []
-        # Of the window.
+        # State of the window.
         self._runner: Union[ExchangeThread, ImmediateExchange, None] = None
         self._scale: Any = None
         self._missing: list[int] = []
         self._next = 0
         self._spans: list[tuple[str, float, float]] = []
-        # Of the trial.
+        # State of the trial.
         self._window = 0
         self._began: Optional[float] = None
         self._seconds = np.zeros((2, TRIAL_PAIRS))
@@ -90,21 +90,21 @@ class Overlap:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank's exchange has begun and not ended."""
+        """Return whether this rank's exchange has begun and has not ended."""
         return self._runner is not None
 
     def turn_off(self, reason: str) -> None:
-        """For good. Called by all ranks in the same window."""
+        """Disable overlap permanently and remove the hooks. Called by all ranks in the same window."""
         self.state = f"off: {reason}"
         self.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    # Around the backward pass.
+    # Before and during the backward pass.
 
     def begin(self, buckets: Sequence[Bucket], weight: float, weight_so_far: float) -> None:
-        """The last backward pass of a window begins; its gradients will weigh ``weight``."""
+        """Prepare for the last backward pass of a window, whose gradients have the weight ``weight``."""
         self._began = time.perf_counter()
         if weight == 0 or self.state.startswith("off"):
             return
@@ -112,11 +112,11 @@ class Overlap:
             self._install()
         if self.is_sending:
             self._open(buckets, weight_so_far + weight)
-        # In a window of the trial that sends nothing, hooks have nothing to do: what they held on to would cost memory.
+        # In a trial window without overlap the hooks do nothing: a reference to each gradient would cost memory.
         self._weight = weight if self.is_sending or self.is_learning else None
 
     def _install(self) -> None:
-        # Through a weak reference: parameters must not keep the synchroniser's memory alive.
+        # The hooks have a weak reference only: parameters must not keep the synchroniser's memory alive.
         me = weakref.ref(self)
 
         def hook_of(index: int) -> Callable[[Any], Any]:
@@ -132,7 +132,7 @@ class Overlap:
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def _open(self, buckets: Sequence[Bucket], weight: float) -> None:
-        """Begin to send: at first the weight of this rank's window, which every scale depends on."""
+        """Begin the exchange with a sum of the ranks' window weights, because every bucket is scaled by its inverse."""
         self._runner = ImmediateExchange() if buckets[0].is_asynchronous else ExchangeThread()
         self._buckets = buckets
         self._bucket_of = {slot.index: number for number, bucket in enumerate(buckets) for slot in bucket.layout.slots}
@@ -143,7 +143,7 @@ class Overlap:
         runner = self._runner
 
         def agree() -> None:
-            # Without any weight there is nothing to exchange, on any rank.
+            # The scale is None if the total weight is zero; then no rank exchanges anything.
             self._scale = self._channel.inverse_total(weight, runner.patience)
 
         runner.submit(agree)
@@ -182,13 +182,13 @@ class Overlap:
     def end_backward(self) -> None:
         self._weight = None
 
-    # Behind it.
+    # After the backward pass.
 
     def compare(self, gradients: Sequence[Optional[Any]]) -> None:
-        """See whether the gradients that the caller hands over are those that the hooks saw; notes a problem if not.
+        """Check that the caller's gradients are those that the hooks saw, and record a problem if not.
 
-        In every window, for a caller may clip, mask or add noise in one that did not in another. After that, nothing of
-        them is held on to.
+        This is done in every window, because a caller may clip, mask or add noise in some windows only. Afterwards the
+        references to the gradients are released.
         """
         there = [mine is not None and mine.data_ptr() == seen.data_ptr() for mine, seen in self._handed_over(gradients)]
         if not all(there):
@@ -201,11 +201,11 @@ class Overlap:
         self._evidence.clear()
 
     def _handed_over(self, gradients: Sequence[Optional[Any]]) -> list[tuple[Optional[Any], Any]]:
-        """Every gradient that a hook saw, behind what the caller has in its place."""
+        """Return pairs of the caller's gradient and the gradient that a hook saw for the same parameter."""
         return [(gradients[index], seen) for index, seen, _ in self._evidence]
 
     def finish(self, buckets: Sequence[Bucket], weight: float) -> list[tuple[str, float, float]]:
-        """Send what is not under way yet, and return when this rank's part of the exchange is done: what took when."""
+        """Start the remaining buckets, wait for this rank's part of the exchange, and return its spans."""
         if self._runner is None:
             self._open(buckets, weight)
         assert self._runner is not None, "opened above"
@@ -216,7 +216,7 @@ class Overlap:
         return list(self._spans)
 
     def clear(self) -> None:
-        """The window has ended, be it in the midst of something: no thread is left."""
+        """Reset the state of the window and stop the exchange thread, even in the middle of an exchange."""
         if self._runner is not None:
             self._runner.abandon()
             self._runner = None
@@ -227,14 +227,14 @@ class Overlap:
         self._spans.clear()
         self._buckets, self._missing = (), []
 
-    # Decisions, which all ranks make together.
+    # All ranks make these decisions together.
 
     def learnt(self) -> None:
-        """Every rank has seen its gradients come, and the buckets are packed in that order."""
+        """End the learning state; called when every rank has recorded the order of its gradients."""
         self.state = "measuring" if self._wanted == "auto" else "on"
 
     def measure(self, all_reduce: Callable[..., Any]) -> None:
-        """A window has ended; when enough have, all ranks choose the same way. A collective then."""
+        """Record the time of a window; after the last trial window all ranks choose the same way, in a collective."""
         if self.state != "measuring":
             return
         if self._began is not None:
@@ -250,7 +250,7 @@ class Overlap:
 
 
 def pays(without: np.ndarray, overlapped: np.ndarray) -> bool:
-    """Whether windows with overlap are faster than the ones without that they took turns with.
+    """Return whether windows with overlap are significantly faster than the alternating windows without it.
 
     >>> pays(np.array([1.0, 1.1, 1.0]), np.array([0.8, 0.9, 0.8])), pays(np.array([1.0, 1.1]), np.array([1.05, 1.0]))
     (True, False)

@@ -1,7 +1,7 @@
-"""Low-rank gradients: PowerSGD with error feedback.
+"""This module compresses gradients with PowerSGD and error feedback, for the gradient synchroniser.
 
-Goes in: each rank's gradient matrices. Comes out: a low-rank approximation of their mean, the same on every rank, from
-two small exchanges instead of a large one; what it leaves out, each rank adds to its next gradient::
+Two small exchanges replace a large one. They give every rank the same low-rank approximation of the mean of the ranks'
+gradient matrices. Each rank adds the error of the approximation to its next gradient::
 
     M = gradient + error      n x m
     P = M Q                   n x r   ── mean over the ranks ──▶ orthonormal columns
@@ -9,7 +9,7 @@ two small exchanges instead of a large one; what it leaves out, each rank adds t
     result = P Q'                     error = M - P (M' P)'
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed optimization",
-NeurIPS 2019, algorithms 1 and 2. It is computed with NumPy, on the host.
+NeurIPS 2019, algorithms 1 and 2. The computation uses NumPy on the host.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .buckets.layout import BucketLayout, Slot
 from .buckets.make import make_buckets
 
 DEFAULT_RANK = 4
-# A matrix whose factors are not this much smaller goes as it is.
+# A matrix is compressed only if its factors are smaller than the matrix by more than this ratio.
 _WORTH_IT = 2
 _SEED = 20190531
 
 
 def is_compressed(shape: Sequence[int], dtype: str, rank: int) -> bool:
-    """Whether the factors of a gradient are less than half of it. Only float32 is compressed.
+    """Return whether a gradient is compressed: it is float32, and its factors have less than half of its elements.
 
     >>> [is_compressed(shape, "float32", rank=4) for shape in [(1000, 100), (768,), (8, 8)]]
     [True, False, False]
@@ -47,10 +47,10 @@ def is_compressed(shape: Sequence[int], dtype: str, rank: int) -> bool:
 
 
 class PowerSGD:
-    """The matrices of a synchroniser, by the index of their parameter, and what is remembered of them.
+    """Averages the compressed gradients of a synchroniser, by parameter index, and keeps their bases and errors.
 
     Attributes:
-        num_bytes: of factors handed to the exchange so far, on this rank.
+        num_bytes, num_calls: This rank's bytes of factors given to the exchange so far, and its collective calls.
     """
 
     def __init__(self, shapes: dict[int, tuple[int, ...]], rank: int, group: ProcessGroup, channel: Channel) -> None:
@@ -78,7 +78,7 @@ class PowerSGD:
         return bucket
 
     def forget(self) -> None:
-        """Begin anew, without errors to make up for: the state of a new object, on every rank."""
+        """Reset bases and errors to the state of a new object; must be called on every rank."""
         self._bases = {index: self._first_basis(index) for index in self._shapes}
         self._errors: dict[int, np.ndarray] = {}
 
@@ -95,9 +95,9 @@ class PowerSGD:
             self._sums[index] = weighted
 
     def exchange(self, used: np.ndarray, scale: float) -> dict[int, Any]:
-        """The approximated means of the matrices that any rank used. A collective."""
+        """Return the approximated means of the matrices that any rank used. A collective."""
         indices = [index for index in self._shapes if used[index]]
-        # In units of the mean: a rank's share of it, times the number of ranks.
+        # The unweighted mean over the ranks must be the weighted mean, so each rank's term is scaled by the world size.
         factor, matrices = np.float32(scale * self._group.world_size), {}
         for index in indices:
             matrix = self._sums.pop(index, None)
@@ -114,7 +114,7 @@ class PowerSGD:
                 self._bases[index] = means[index]
                 self._errors[index] = np.subtract(matrix, bases[index] @ mine[index].T, out=matrix)
             else:
-                # On every rank: what is no number must not come back in the next step.
+                # Every rank resets its state, because NaN or infinity must not return in the next step.
                 self._bases[index] = self._first_basis(index)
                 self._errors.pop(index, None)
             mean = (bases[index] @ means[index].T).reshape(self._full_shapes[index])
@@ -140,7 +140,7 @@ class PowerSGD:
 
 
 def check_powersgd_rank(rank: Optional[int]) -> int:
-    """The rank of the approximation, or ValueError."""
+    """Return the rank of the approximation; raise ValueError if it is not valid."""
     if rank is None or rank < 1:
         raise ValueError(f"powersgd_rank must be at least 1, got {rank}; 1 to 4 are usual")
     return rank

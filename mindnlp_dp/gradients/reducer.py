@@ -1,4 +1,4 @@
-"""The exchange of gradients by a reducer of another's making."""
+"""This module exchanges gradients through a reducer that the user passes to make_train_step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .naive import NaiveGradientSynchronizer
 
 
 class ReducerWindow(NaiveGradientSynchronizer):
-    """Exchange by a function, such as MindSpore's ``nn.DistributedGradReducer``.
+    """Exchanges gradients with a user's function, such as MindSpore's ``nn.DistributedGradReducer``.
 
-    It is called with a tuple of gradients once a window, and returns their mean over the ranks, or, when its ``mean``
-    is False, their sum. What it gets is weighted beforehand, so that weights count as they do elsewhere.
+    The function is called once per window with a tuple of gradients. It returns their mean over the ranks, or their
+    sum if its attribute ``mean`` is False. The gradients are weighted before the call, so weights work as elsewhere.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ReducerWindow(NaiveGradientSynchronizer):
         mine = [self._sum_of(index) * factor for index in range(len(self.parameters))]
         self.num_bytes += sum(gradient.nbytes for gradient in mine)
         self.num_calls += 1
-        # MindSpore's reducer ends a process that is alone with a segmentation fault.
+        # With a single process, MindSpore's reducer ends in a segmentation fault.
         reduced = self._reducer(tuple(mine)) if self.group.world_size > 1 else mine
         return [
             gradient.astype(parameter.dtype) if is_used else None

@@ -1,17 +1,17 @@
-"""The exchange of gradients: from every rank's own to the same weighted mean on all.
+"""This module averages gradients over the ranks in buckets, as PyTorch's DDP does; train steps use it.
 
-Goes in: each rank's gradients, with the weight of the samples behind them. Comes out: ``sum_r(weight_r * gradient_r) /
-sum_r(weight_r)``, the gradient of the whole global batch, on every rank. One window may take several micro steps::
+Every rank gets ``sum_r(weight_r * gradient_r) / sum_r(weight_r)``, the gradient of the global batch. The weights are
+numbers of samples, for example. With gradient accumulation one window takes several micro-batches::
 
     for inputs in window:
         sync.accumulate(gradients_of(inputs), weight=len(inputs))    # no communication
     gradients = sync.reduce()                                        # all ranks, once
 
-A rank that had no samples reduces zeros. A parameter that no rank used in the window comes out as None, as it would in
-one process. Frozen parameters are not the synchroniser's business: pass those that train.
+A rank without samples contributes zeros. The gradient of a parameter that no rank used in the window is None, as in a
+single process. Pass only trainable parameters to the synchroniser.
 
-The last micro step may say so beforehand, and what its backward pass has finished is exchanged while it goes on
-(overlap.py), with the same result::
+If the last micro-batch is announced as below, each bucket is exchanged during its backward pass, as soon as the bucket
+is full (overlap.py). The result is the same::
 
     with sync.backward(weight=len(inputs)):
         gradients = gradients_of(inputs)
@@ -45,33 +45,32 @@ COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 
 
 def _lacks_hooks(parameters: Iterable[Any]) -> str:
-    """Why parameters cannot say when their gradient is there; empty where they can."""
+    """Return the reason why parameters do not support gradient hooks, or an empty string if they do."""
     if mindnlp_series() == "0.5" and any(type(p).__module__.startswith("mindtorch") for p in parameters):
         return "MindNLP 0.5's parameters cannot say when their gradient is there"
     return ""
 
 
 class GradientSynchronizer(AccumulatingWindow):
-    """Gradients packed into buckets of ``bucket_cap_mb`` MiB, one all-reduce a bucket that any rank used.
+    """Averages gradients in buckets of ``bucket_cap_mb`` MiB, with one all-reduce per bucket that any rank used.
 
     Args:
-        bucket_cap_mb: the most that a bucket holds; ``benchmarks/bench_bucket_cap.py`` says what suits a machine.
-        overlap: whether buckets are exchanged during the backward pass: always, never, or "auto", when a short trial
-            in the first windows says that it pays. The result is the same.
-        compression: None for exact sums; "fp16" or "bf16" halves what goes over a wire, and rounds it (within a host,
-            where MPI sends nothing, it changes nothing); "powersgd" approximates matrices by such of rank
-            ``powersgd_rank`` (powersgd.py), without overlap.
+        bucket_cap_mb: The maximum size of a bucket; ``benchmarks/bench_bucket_cap.py`` finds the best for a machine.
+        overlap: Whether buckets are exchanged during the backward pass: True, False, or "auto" for a short trial in
+            the first windows that keeps the faster way. The result is the same.
+        compression: None for exact sums; "fp16" or "bf16" halves the bytes sent, and rounds them (no effect within a
+            host, where MPI sends nothing); "powersgd" approximates matrices by products of rank ``powersgd_rank``
+            (powersgd.py), without overlap.
 
     Attributes:
-        compression: as it was asked for.
-        scatter: whether a rank needs no more than its slices of what :meth:`reduce_in_place` leaves in the buckets;
-            between hosts that is half of an exchange.
-        keeps_tensors: whether those slices are to stay tensors (:meth:`.DeviceBucket.keep_slice`).
-        before_packing: called before buckets are packed anew; who looks into them lets go of them.
-        overlap: its ``state`` says what became of it.
-        order: the parameters' indices in the order in which they are packed: at first from the last to the first,
-            later as their gradients come. On three hosts and more, and where a wire is compressed, it decides on how
-            sums are rounded.
+        compression: The compression that the user chose.
+        scatter: Whether this rank needs only its own slices of the result of :meth:`reduce_in_place`; between hosts
+            that saves half of the exchange.
+        keeps_tensors: Whether those slices stay on the device as tensors (:meth:`.DeviceBucket.keep_slice`).
+        before_packing: A callback that runs before buckets are repacked and must release all views of their memory.
+        overlap: The overlap of exchange and backward pass; its ``state`` tells whether it is on.
+        order: The parameters' indices in packing order: at first from the last to the first, later in the order in
+            which their gradients arrive. With three or more hosts, or with compression, it affects the rounding.
     """
 
     def __init__(
@@ -105,10 +104,11 @@ class GradientSynchronizer(AccumulatingWindow):
         if reason := reason or ("" if self.buckets else "there is nothing to exchange"):
             self.overlap.turn_off(reason)
         self._is_exchanged = False
-        # Whether results stay where they are; an order to pack in, once they have been used.
+        # Whether results stay in the buckets; the order to repack in after they have been used.
         self._in_place = False
         self._next_order: Optional[Sequence[int]] = None
-        # What was accumulated since the buckets remember; the weight of what was sent, and is not accumulated yet.
+        # Gradients accumulated since Bucket.keep(); the weight of a micro-batch that the hooks sent, but that the
+        # caller has not accumulated yet.
         self._late: list[tuple[Sequence[Optional[Any]], float]] = []
         self._sent_weight: Optional[float] = None
         self._has_compared = False
@@ -119,27 +119,27 @@ class GradientSynchronizer(AccumulatingWindow):
         return PowerSGD(matrices, rank, self.group, self.channel) if matrices else None
 
     def pack_in_order(self, order: Sequence[int]) -> None:
-        """Pack buckets anew, between two windows; what ``order`` does not name comes last. A collective."""
+        """Repack the buckets, between two windows; parameters that ``order`` does not name come last. A collective."""
         self.order = completed_order(order, len(self.parameters))
         in_buckets = [index for index in self.order if self._powersgd is None or index not in self._powersgd]
         layouts = pack_buckets(self._shapes, self._dtypes, self.bucket_cap_mb, in_buckets)
-        # The old ones' memory goes before the new ones take theirs.
+        # The memory of the old buckets must be free before the new ones are allocated.
         self.before_packing()
         self.buckets, self._bucket_of = list[Bucket](), dict[int, Bucket]()
         self.buckets = make_buckets(layouts, self.group, self.channel, self._wire)
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.layout.slots}
 
     def forget_errors(self) -> None:
-        """Begin compression anew, as a process does that resumes here; called by every rank."""
+        """Reset the state of PowerSGD, as a resumed process does; called by every rank."""
         if self._powersgd is not None:
             self._powersgd.forget()
 
     @contextlib.contextmanager
     def backward(self, weight: float) -> Iterator[None]:
-        """Around the last forward and backward pass of a window; where exchange overlaps, it begins within.
+        """Enclose the last forward and backward pass of a window; an exchange that overlaps begins inside it.
 
-        An exception within it leaves no thread and no half window; when some of it was under way, the other ranks wait
-        for the rest in vain, and this process cannot exchange gradients any more.
+        After an exception inside the context, no thread and no partial window remain. If the exchange had begun by
+        then, the other ranks hang, and this synchroniser can no longer be used.
         """
         if self._exchange_is_off:
             yield
@@ -167,7 +167,7 @@ class GradientSynchronizer(AccumulatingWindow):
         """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
 
         Raises:
-            ValueError: the number of gradients or a shape is wrong, or the weight is negative or not finite.
+            ValueError: If the number of gradients or a shape is wrong, or the weight is negative or not finite.
         """
         self.channel.check_open(self.group.rank)
         super().accumulate(gradients, weight)
@@ -180,7 +180,7 @@ class GradientSynchronizer(AccumulatingWindow):
                 overlap.compare(gradients)
                 self._has_compared = True
             return
-        # Kept until the window has ended, in case it must be exchanged again.
+        # Gradients are kept until the window ends, because the exchange may have to be repeated.
         self._late.append((list(gradients), weight))
         if weight != self._sent_weight:
             overlap.problem = overlap.problem or "a micro step came behind the last one, or weighed something else"
@@ -230,10 +230,10 @@ class GradientSynchronizer(AccumulatingWindow):
     def reduce_in_place(self) -> Optional[np.ndarray]:
         """Exchange the window, and leave its result in the buckets (:meth:`.Bucket.sums`) until the next one begins.
 
-        Who has used it calls :meth:`settle`. Both are collectives.
+        Call :meth:`settle` after the result has been used. Both are collectives.
 
-        Returns which parameters any rank used (buckets without one are not exchanged); None when every micro step was
-        skipped. Raises what :meth:`reduce` does.
+        Returns a mask of the parameters that any rank used (a bucket without any is not exchanged); None if all
+        micro-batches were skipped. Raises the same errors as :meth:`reduce`.
         """
         self._in_place = True
         try:
@@ -243,13 +243,19 @@ class GradientSynchronizer(AccumulatingWindow):
         return marks if self.total_weight > 0 else None
 
     def settle(self) -> None:
-        """Behind an update: buckets are packed in the order that was learnt in its window, if one was. A collective."""
+        """Repack the buckets in the order that was learned in this window, if any; called after the update.
+
+        A collective.
+        """
         if self._next_order is not None:
             self.pack_in_order(self._next_order)
             self._next_order = None
 
     def _go_back(self, *, has_problem: bool) -> None:
-        """To the window as it was before its last backward pass, and what was accumulated behind that; on all ranks."""
+        """Undo an exchange that went wrong on any rank, so that all ranks can repeat it without overlap.
+
+        Restore the buckets as they were before the last backward pass, and add what was accumulated since then.
+        """
         if self._is_exchanged:
             for bucket in self.buckets:
                 bucket.restore()

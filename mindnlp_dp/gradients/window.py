@@ -1,8 +1,8 @@
-"""One window of gradients: what every rank accumulates between two updates, with its weights.
+"""This module defines a window: the weighted gradients that every rank accumulates between two updates.
 
-Goes in: micro steps, each with its gradients and what they weigh. Comes out: their weighted mean over all ranks, in a
-way that subclasses choose (naive.py, synchronizer.py). Here is what they have in common: what counts, what is refused,
-and the header, one small all-reduce that tells every rank how much the window weighs and which parameters were used.
+A train step accumulates micro-batches in a window and reduces it once per update. Subclasses (naive.py,
+synchronizer.py) choose how to average over the ranks. This module has what they share: input checks, and the header,
+one small all-reduce that tells every rank the total weight of the window and which parameters were used.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mindnlp_dp.replicas.weights import check_same_structure
 
 @dataclass(frozen=True)
 class WindowReport:
-    """What the exchange of one window took, on this rank.
+    """Holds the cost of one window's exchange on this rank.
 
     Attributes:
-        num_bytes, num_calls: of gradients handed to the exchange, and in how many pieces.
-        bytes_sent: to other hosts; None where nobody counts them.
-        exposed_seconds: the computing thread spent on the exchange, waits for slower ranks included.
-        hidden_seconds: of the exchange went by on another thread while the backward pass was computed. (What a device
-            does meanwhile, this process cannot see.)
-        spans: what was under way when: names, and ``time.perf_counter()`` at begin and end.
+        num_bytes, num_calls: The bytes of gradients given to the exchange, and the number of collective calls.
+        bytes_sent: The bytes sent to other hosts; None if the transport does not count them.
+        exposed_seconds: The seconds that the computing thread spent on the exchange, waits for slower ranks included.
+        hidden_seconds: The seconds of exchange on another thread during the backward pass. (This process cannot
+            measure what a device does in the background.)
+        spans: The parts of the exchange: name, and ``time.perf_counter()`` at begin and end.
     """
 
     num_bytes: int
@@ -52,18 +52,18 @@ class WindowReport:
 
 
 class GradientWindow(abc.ABC):
-    """A window of weighted gradients, as a step sees it.
+    """Interface through which a train step accumulates weighted gradients and averages them over the ranks.
 
     Attributes:
-        names, parameters: whose gradients they are.
-        group: whose ranks exchange them.
-        total_weight: of the last window that was reduced, over all ranks.
-        num_skipped: micro steps of that window that some rank left out with :meth:`skip`.
-        seconds: the computing thread spent on the exchange so far, waits for slower ranks included.
-        num_bytes, num_calls: bytes of gradients handed to the exchange so far, on this rank, and in how many pieces.
-        last_window: what the last window took.
-        channel: what they travel on.
-        order: in which gradients are packed, where it makes a difference to the last bits; else None.
+        names, parameters: The parameters that the gradients belong to, and their names.
+        group: The ranks that exchange gradients.
+        total_weight: The weight of the last reduced window, summed over all ranks.
+        num_skipped: The micro-batches of that window that ranks left out with :meth:`skip`, summed over all ranks.
+        seconds: The seconds that the computing thread has spent on the exchange, waits for slower ranks included.
+        num_bytes, num_calls: This rank's bytes of gradients given to the exchange so far, and its collective calls.
+        last_window: The cost of the last window.
+        channel: The channel that transports the gradients.
+        order: The order in which gradients are packed, if it affects the last bits of the result; else None.
     """
 
     names: list[str]
@@ -85,18 +85,18 @@ class GradientWindow(abc.ABC):
     def num_skipped(self) -> int: ...
 
     def __call__(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> list[Optional[Any]]:
-        """Accumulate one micro step and reduce: the whole window at once.
+        """Accumulate one micro-batch and reduce, for a window of one micro-batch.
 
-        Within :meth:`no_sync` nothing is exchanged, and the gradients come back as they are.
+        Within :meth:`no_sync` nothing is exchanged, and the gradients are returned unchanged.
         """
         self.accumulate(gradients, weight)
         return list(gradients) if self._exchange_is_off else self.reduce()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, calls only accumulate, as with DistributedDataParallel's; the next call outside reduces them all.
+        """Make calls only accumulate, like DistributedDataParallel's ``no_sync``; the next call outside reduces all.
 
-        An exception within it drops what this rank has accumulated, so that no half window is ever exchanged.
+        An exception inside the context drops what this rank has accumulated, so that no partial window is exchanged.
         """
         before, self._exchange_is_off = self._exchange_is_off, True
         try:
@@ -109,57 +109,58 @@ class GradientWindow(abc.ABC):
 
     @contextlib.contextmanager
     def backward(self, weight: float) -> Iterator[None]:
-        """Around the last forward and backward pass of a window, whose gradients :meth:`accumulate` then gets.
+        """Enclose the last forward and backward pass of a window; pass its gradients to :meth:`accumulate` afterwards.
 
-        ``weight`` is what they will weigh. Where exchange overlaps, it begins within; else nothing happens.
+        ``weight`` is the weight of these gradients. An exchange that overlaps begins inside this context; otherwise the
+        context does nothing.
         """
         yield
 
-    # Where sums are made one by one there is nothing to pack, and nothing is rounded that could be made up for.
+    # These defaults are for windows that sum each gradient separately: no buckets to pack, no rounding to compensate.
 
     def pack_in_order(self, order: Sequence[int]) -> None:  # noqa: B027
-        """Go on in an ``order`` that another run had; called by every rank, between two windows."""
+        """Pack gradients in the ``order`` of an earlier run; called by every rank, between two windows."""
 
     def forget_errors(self) -> None:  # noqa: B027
-        """Forget what the next window would make up for, as a process does that resumes here; called by every rank."""
+        """Clear the error feedback of compression, as a resumed process does; called by every rank."""
 
     def settle(self) -> None:  # noqa: B027
-        """Behind the update that a window was reduced for: whatever waited for it. A collective."""
+        """Repack the buckets if a new order was learned; called after the window's update. A collective."""
 
     @abc.abstractmethod
     def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
         """Add ``weight * gradient`` for every parameter, in the order of ``parameters``; None adds nothing.
 
         Raises:
-            ValueError: the number of gradients or a shape is wrong, or the weight is negative or not finite.
+            ValueError: If the number of gradients or a shape is wrong, or the weight is negative or not finite.
         """
 
     @abc.abstractmethod
     def check_shapes(self) -> None:
-        """Raise ValueError, which names it, when a parameter was given another shape since this was made."""
+        """Raise ValueError with the parameter's name if a parameter's shape has changed since construction."""
 
     @abc.abstractmethod
     def skip(self) -> None:
-        """Leave a micro step out, such as one whose loss is no number; all ranks learn how many there were."""
+        """Leave out one micro-batch, such as one whose loss is NaN; the next reduce tells all ranks the number."""
 
     @abc.abstractmethod
     def drop(self) -> None:
-        """Forget what this rank has accumulated, as after an exception: no half window is ever exchanged."""
+        """Discard what this rank has accumulated, as after an exception, so that no partial window is exchanged."""
 
     @abc.abstractmethod
     def reduce(self) -> list[Optional[Any]]:
         """Exchange the window and begin a new one; a collective, called by every rank.
 
-        Returns the weighted mean for every parameter, in memory of this rank's own; nothing but None
-        when every micro step that any rank had was skipped.
+        Returns the weighted mean for every parameter, in private memory of this rank; only None if the ranks skipped
+        all of their micro-batches.
 
         Raises:
-            ValueError: on every rank, when the window weighs nothing on any of them.
+            ValueError: Raised on every rank if the total weight is zero and no micro-batch was skipped.
         """
 
 
 class AccumulatingWindow(GradientWindow):
-    """One that accumulates gradients itself; subclasses say how they are stored and summed over the ranks."""
+    """A window that accumulates gradients itself; subclasses define how to store and sum them over the ranks."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
         self.group = group or get_data_group()
@@ -173,7 +174,7 @@ class AccumulatingWindow(GradientWindow):
         self.channel = open_gradient_channel(self.group)
         self._sent_before = self.channel.bytes_sent or 0
         self._spans: list[tuple[str, float, float]] = []
-        # Whether what is exchanged during the backward pass leaves the computing thread alone.
+        # Whether the exchange during the backward pass runs on another thread than the computation.
         self._hides = False
         self._weight = 0.0
         self._skipped = 0
@@ -214,7 +215,7 @@ class AccumulatingWindow(GradientWindow):
                     f"the gradient of {self.names[index]!r} has shape {tuple(gradient.shape)}, expected {expected} "
                     f"(rank {self.group.label()})"
                 )
-        # A weight of zero adds nothing, not even zero times NaN.
+        # With a weight of zero nothing may be added: zero times NaN would be NaN.
         if weight > 0:
             self._weight += weight
             self._used[[index for index, gradient in enumerate(gradients) if gradient is not None]] = 1
@@ -259,7 +260,7 @@ class AccumulatingWindow(GradientWindow):
             self._begin_window()
 
     def _timed(self, name: str, began: float) -> None:
-        """Something of the exchange has just ended."""
+        """Record a span of the exchange that ends now."""
         self._spans.append((name, began, time.perf_counter()))
 
     def _reduce(self) -> list[Optional[Any]]:
@@ -267,9 +268,9 @@ class AccumulatingWindow(GradientWindow):
         return self._average(used)
 
     def _exchange_header(self, notes: Sequence[float], last_note: Any = 0.0) -> tuple[np.ndarray, np.ndarray]:
-        """Add up the ranks' weights; returns which parameters any rank used, and the sums of their ``notes``.
+        """Sum the ranks' weights; return which parameters any rank used, and the sums of the ranks' ``notes``.
 
-        ``last_note``, whose sum is the last one, may be a tensor that a device is still at work on.
+        The sum of ``last_note`` comes last; it may be a tensor that a device is still computing.
         """
         mine = np.array([self._weight, self._skipped, *notes], np.float32)
         header = self.group.sum_header(np.concatenate([self._used, mine]), last_note)

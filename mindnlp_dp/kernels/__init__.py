@@ -1,7 +1,7 @@
-"""What a model computes on a CPU, by BLAS and blocked NumPy, where MindSpore's own kernels are slow.
+"""CPU kernels, with BLAS and blocked NumPy, for layers whose MindSpore kernels are slow.
 
-Goes in: float32 tensors in host memory, as they lie there. Comes out: tensors with the same values as MindSpore's own
-operators give, within rounding, and recorded by its autograd. :mod:`functions` is what MindNLP's functions are replaced
-with; each leaves to MindSpore whatever it was not made for, without a word. :func:`~mindnlp_dp.kernels.choice.choose`
-says whether any of it is used.
+The patches of MindNLP and MindSpore call :mod:`functions` on float32 tensors in host memory, which are not copied. The
+results equal those of MindSpore's own operators within rounding, and its autograd records them. A call that these
+kernels do not support runs on MindSpore's, without a warning. :func:`~mindnlp_dp.kernels.choice.choose` turns the
+kernels on and off.
 """

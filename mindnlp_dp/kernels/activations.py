@@ -1,7 +1,7 @@
-"""GELU and its derivative, in blocks that stay in a core's cache.
+"""This module computes GELU and its derivative, in blocks that stay in a core's cache; functions.py calls it.
 
-Each function gives the values, and the derivative if asked: a graph keeps it, and its backward pass is one
-multiplication.
+Each function returns the values, and the derivative if asked. The graph saves the derivative, so that the backward pass
+is one multiplication.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import numpy as np
 from .memory import empty
 from .workers import in_blocks
 
-# The upper tail of the normal distribution is exp(-z^2 / 2) times a polynomial in t = 1 / (1 + P z) without a constant,
-# for z >= 0: the form of Hastings' (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17), with one term
-# more, fitted by iteratively reweighted least squares to 5e-9; float32 itself is as coarse as 6e-8 there.
+# For z >= 0, the upper tail of the normal distribution is exp(-z^2 / 2) times a polynomial in t = 1 / (1 + P z) without
+# a constant term: Hastings' form (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17) with one more
+# term, fitted by iteratively reweighted least squares to an error of 5e-9. The resolution of float32 there is 6e-8.
 P = 0.275
 TAIL = (0.11780930135, 0.04211119462, 0.33393296881, -0.33099419878, 0.45199917651, -0.11485843776)
 DENSITY_AT_ZERO = 0.3989422804
-# The tanh form is of TANH_SLOPE (x + TANH_CUBE x^3).
+# The argument of tanh is TANH_SLOPE (x + TANH_CUBE x^3).
 TANH_SLOPE, TANH_CUBE = 0.7978845608, 0.044715
 
 _Block = Callable[[np.ndarray, np.ndarray, Optional[np.ndarray], list[np.ndarray]], None]
 
 
 def gelu(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """``x`` times the normal distribution's share below ``x``, and its derivative (Hendrycks and Gimpel, 2016)."""
+    """Return ``x Phi(x)``, Phi being the normal distribution function, and its derivative (Hendrycks, Gimpel, 2016)."""
     return _computed(_gelu, x, derivative, 3)
 
 
 def gelu_tanh(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """GELU with that share taken for ``(1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2``."""
+    """Return GELU with Phi(x) approximated by ``(1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2``."""
     return _computed(_gelu_tanh, x, derivative, 2)
 
 
 def gelu_quick(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """GELU with that share taken for ``sigmoid(1.702 x)``."""
+    """Return GELU with Phi(x) approximated by ``sigmoid(1.702 x)``."""
     return _computed(_gelu_quick, x, derivative, 1)
 
 
 def backward(gradient: np.ndarray, slope: np.ndarray) -> np.ndarray:
-    """The gradient of an activation's input: that of its output times its derivative."""
+    """Return the gradient of an activation's input: the output's gradient times the derivative."""
     out = empty(*slope.shape)
     g, dy, of_x = np.ascontiguousarray(gradient).reshape(-1), slope.reshape(-1), out.reshape(-1)
     in_blocks(lambda at: np.multiply(g[at], dy[at], out=of_x[at]), g.size)
@@ -78,7 +78,7 @@ def _gelu(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[
         q += np.float32(coefficient)
         q *= t
     q *= e
-    # The share below x: the tail itself where x is negative, and 1 less it where it is not.
+    # Phi(x) is the tail where x is negative, else 1 minus the tail.
     np.subtract(np.float32(0.5), q, out=q)
     np.copysign(q, x, out=q)
     q += np.float32(0.5)
@@ -91,7 +91,7 @@ def _gelu(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[
 
 def _gelu_tanh(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[np.ndarray]) -> None:
     square, e = scratch
-    # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)), and what is left of it to 1 keeps its digits as exp(-2 u) times that.
+    # Phi is (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)); computing 1 - Phi as exp(-2 u) Phi avoids cancellation.
     np.multiply(x, x, out=square)
     np.multiply(square, np.float32(-2 * TANH_SLOPE * TANH_CUBE), out=e)
     e += np.float32(-2 * TANH_SLOPE)
@@ -100,11 +100,11 @@ def _gelu_tanh(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: 
     np.add(e, np.float32(1), out=y)
     np.divide(np.float32(1), y, out=y)
     if dy is not None:
-        # share + x share (1 - share) times the derivative of 2 u
+        # Phi + x Phi (1 - Phi) times the derivative of 2 u
         square *= np.float32(6 * TANH_SLOPE * TANH_CUBE)
         square += np.float32(2 * TANH_SLOPE)
         square *= x
-        # infinity times nothing would not be a number
+        # infinity times 0 would be NaN
         np.minimum(e, np.finfo(np.float32).max, out=e)
         e *= y
         square *= e

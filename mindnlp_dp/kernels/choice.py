@@ -1,7 +1,6 @@
-"""Whether a model's functions are ours or MindSpore's own.
+"""This module decides whether a call runs on our CPU kernels or on MindSpore's.
 
-Goes in: what the user asked for, and what the process was made for. Comes out: :func:`apply_to`, which the
-replacements of MindNLP's functions ask at every call.
+``init_process_group`` calls :func:`choose` once; the patched functions of MindNLP call :func:`apply_to` at every call.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ _are_on = False
 
 
 def check_kernels(kernels: str) -> str:
-    """``kernels``, or what the environment says in place of "auto".
+    """Return ``kernels``; for "auto", the environment variable ``MINDNLP_DP_KERNELS`` takes precedence.
 
     Raises:
-        ValueError: there are no such kernels.
+        ValueError: the value is neither "auto" nor "mindspore".
     """
     asked = os.environ.get(VARIABLE) or kernels if kernels == "auto" else kernels
     if asked not in KERNELS:
@@ -30,8 +29,8 @@ def check_kernels(kernels: str) -> str:
 
 
 def choose(kernels: str, num_cores: int) -> None:
-    """Use ours ("auto") with ``num_cores`` cores, or ("mindspore") none of ours, from now on in this process."""
-    # NumPy is imported only where something computes: whoever starts processes asks for no kernels.
+    """Make this process use our kernels on ``num_cores`` cores ("auto"), or only MindSpore's ("mindspore")."""
+    # Imported here because it imports NumPy, which the launcher does not need.
     from .workers import use_cores
 
     global _are_on
@@ -40,7 +39,7 @@ def choose(kernels: str, num_cores: int) -> None:
 
 
 def apply_to(*tensors: Any) -> bool:
-    """Whether a call with these tensors is for our kernels."""
+    """Return whether our kernels support a call with these tensors: float32, on CPU, PyNative mode, no AMP."""
     if not _are_on:
         return False
     import mindspore
@@ -49,16 +48,16 @@ def apply_to(*tensors: Any) -> bool:
     return (
         all(isinstance(x, mindspore.Tensor) and x.dtype == mindspore.float32 and _is_here(x) for x in tensors)
         and mindspore.context._get_mode() == mindspore.PYNATIVE_MODE
-        # Mixed precision chooses the type of an operator's inputs by the operator's name.
+        # Automatic mixed precision casts inputs by operator name, and does not know our kernels.
         and get_curr_amp_strategy() is None
     )
 
 
 def _is_here(tensor: Any) -> bool:
-    """MindNLP 0.5's tensors may be on "meta", which has no values."""
+    """Return whether the tensor is on CPU; tensors of MindNLP 0.5 may be on "meta", without values."""
     return mindnlp_series() == "0.4" or tensor.device.type == "cpu"
 
 
 def given(*tensors: Any) -> list[Any]:
-    """Those that are not None."""
+    """Return the tensors that are not None."""
     return [x for x in tensors if x is not None]

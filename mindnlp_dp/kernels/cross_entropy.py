@@ -1,4 +1,4 @@
-"""The cross-entropy of rows of logits with a class each, in blocks of rows that stay in a core's cache."""
+"""This module computes the cross-entropy of logits and its gradient, in blocks of rows that stay in a core's cache."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from .workers import in_blocks
 
 
 class Softmax(NamedTuple):
-    """Of rows, before they are divided by their sums: the gradient needs it, whatever becomes of the logits."""
+    """The softmax of each row, not yet divided by the row's sum; kept for :func:`backward`, which has no logits."""
 
     exponentials: np.ndarray
     sums: np.ndarray
 
 
 def losses(logits: np.ndarray, classes: np.ndarray, keep: bool = False) -> tuple[np.ndarray, Optional[Softmax]]:
-    """Minus the logarithm of the softmax of each row at its class, and that softmax, for :func:`backward`.
+    """Return ``-log(softmax(row)[class])`` for each row, and the softmax for :func:`backward`.
 
     Args:
-        logits: of shape (N, C).
-        classes: of shape (N,), in ``range(C)``.
-        keep: whether the softmax is kept, which takes as much memory as the logits.
+        logits: array of shape (N, C).
+        classes: array of shape (N,), with values in ``range(C)``.
+        keep: whether to keep the softmax, which takes as much memory as the logits.
 
     Returns:
-        The losses, of shape (N,); the softmax, or None.
+        The losses, of shape (N,), and the softmax if ``keep``, else None.
     """
     rows, columns = logits.shape
     out, sums = np.empty(rows, np.float32), np.empty(rows, np.float32)
@@ -45,7 +45,7 @@ def losses(logits: np.ndarray, classes: np.ndarray, keep: bool = False) -> tuple
 
 
 def backward(gradients: np.ndarray, softmax: Softmax, classes: np.ndarray) -> np.ndarray:
-    """The gradient of the logits, of shape (N, C), from those of the losses, of shape (N,)."""
+    """Return the gradient of the logits, of shape (N, C), from the gradients of the losses, of shape (N,)."""
     rows, columns = softmax.exponentials.shape
     out = empty(rows, columns)
 

@@ -1,7 +1,7 @@
-"""Which elements dropout drops: a function of a key, by a counter-based generator.
+"""This module draws dropout masks from a key with a counter-based random generator; functions.py calls it.
 
-The generator is Philox (Salmon and others, Parallel Random Numbers: As Easy as 1, 2, 3, 2011): nothing of it is kept
-from one call to the next, so that whoever has the key has the mask.
+The generator is Philox (Salmon and others, Parallel Random Numbers: As Easy as 1, 2, 3, 2011). It keeps no state
+between calls, so the same key always gives the same mask.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ENTROPY = int.from_bytes(os.urandom(8), "little")
 
 
 def keep_mask(size: int, drop: float, key: tuple[int, int]) -> np.ndarray:
-    """Truths, ``size`` of them, each false with probability ``drop``: the same for the same ``key``, twice 64 bits.
+    """Return ``size`` booleans, each False with probability ``drop``, that depend on ``key`` (2 x 64 bits) only.
 
-    An element is dropped where a uniformly distributed number is less than ``drop``. One byte of that number decides
-    in 255 of 256 cases; only where it equals the first byte of ``drop`` the others are drawn.
+    An element is dropped where a uniformly distributed number is less than ``drop``. The number's first byte decides in
+    255 of 256 cases; the rest is drawn only where this byte equals the first byte of ``drop``.
     """
     generator = np.random.Philox(key=np.array(key, np.uint64))
     first, others = divmod(drop * 256, 1.0)
@@ -37,7 +37,7 @@ def keep_mask(size: int, drop: float, key: tuple[int, int]) -> np.ndarray:
 
 
 def masked(x: np.ndarray, keep: np.ndarray, scale: float) -> np.ndarray:
-    """``x * keep * scale``, of ``x``'s shape; ``keep`` is flat."""
+    """Return ``x * keep * scale``, in the shape of ``x``; ``keep`` is flat."""
     out = empty(*x.shape)
     x, y = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
 
@@ -50,18 +50,18 @@ def masked(x: np.ndarray, keep: np.ndarray, scale: float) -> np.ndarray:
 
 
 def next_key() -> tuple[int, int]:
-    """The state of MindSpore's default generator, which then moves on.
+    """Return the seed and offset of MindSpore's default generator, and advance its offset by 1.
 
-    A training step sets it from (seed, rank, update, micro step), and every call of dropout moves it by one: these are
-    what a mask is a function of. ``mindspore.recompute`` sets it back, and gets the same masks again. Where nobody set
-    a seed at all, masks differ from process to process.
+    A training step sets the state from (seed, rank, update, micro-step), and every dropout call advances it, so masks
+    depend on these only. ``mindspore.recompute`` restores the state and so gets the same masks. If no seed was ever
+    set, masks differ between processes.
     """
     import mindspore
     from mindspore.common.generator import default_generator
 
     seed, offset = (int(state.asnumpy().flat[0]) for state in default_generator._step(_one_call()))
     if not seed and not default_generator._generator.attrs.get("manual_seed"):
-        # Nobody seeded MindSpore's generator, which begins with zero.
+        # MindSpore's generator was not seeded, and its default seed is 0.
         own = mindspore.get_seed()
         seed = _ENTROPY if own is None else own
     return seed & _MASK, offset & _MASK

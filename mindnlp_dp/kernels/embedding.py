@@ -1,4 +1,4 @@
-"""The gradient of rows that were looked up in a table."""
+"""This module computes the gradient of an embedding table; functions.py calls it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .memory import empty
 
 
 def scatter_rows(rows: np.ndarray, ids: np.ndarray, num_rows: int) -> np.ndarray:
-    """A table of ``num_rows`` rows of zeros, to row ``ids[i]`` of which ``rows[i]`` was added, in the order of ``i``.
+    """Add each ``rows[i]`` to row ``ids[i]`` of a table of zeros, in the order of ``i``, and return the table.
 
-    ``rows``: (N, D), ``ids``: (N,), in ``range(num_rows)``. Comes out: (num_rows, D).
+    ``rows``: (N, D). ``ids``: (N,), with values in ``range(num_rows)``. The table has the shape (num_rows, D).
     """
     table = empty(num_rows, rows.shape[1])
     table[...] = 0

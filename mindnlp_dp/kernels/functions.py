@@ -1,7 +1,7 @@
-"""The kernels inside MindSpore's autograd: what MindNLP's functions are replaced with.
+"""This module wraps the kernels in MindSpore's autograd; the patches call it in place of MindNLP's functions.
 
-Each function takes MindSpore's tensors, float32 ones on CPU in PyNative mode, and gives one that MindSpore
-differentiates by our backward pass. A graph keeps about as much as MindSpore's own operators would.
+Each function takes float32 MindSpore tensors on CPU in PyNative mode and returns a tensor that MindSpore
+differentiates with our backward pass. A graph keeps about as much memory as with MindSpore's own operators.
 """
 
 from __future__ import annotations
@@ -28,55 +28,58 @@ GELU = {"none": activations.gelu, "tanh": activations.gelu_tanh, "quick": activa
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-    """``x @ weight.T + bias``: shapes (..., K), (N, K) and (N,) to (..., N)."""
+    """Return ``x @ weight.T + bias``, of shape (..., N), for shapes (..., K), (N, K) and (N,)."""
     return _Linear.apply(x, weight, bias)
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """``x + bias``: shapes (..., N) and (N,)."""
+    """Return ``x + bias``, of shape (..., N), for shapes (..., N) and (N,)."""
     return _AddBias.apply(x, bias)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of any ranks from 2 on, broadcast over all dimensions but the last two."""
+    """Return ``a @ b`` for tensors of two or more dimensions; all but the last two are broadcast."""
     return _MatMul.apply(a, b)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU, by the error function ("none"), or approximated by a "tanh", or by a sigmoid ("quick")."""
+    """Return the GELU of ``x``: exact ("none"), or approximated with a "tanh" or with a sigmoid ("quick")."""
     return _Activation.apply(x, GELU[approximate])
 
 
 def layer_norm(x: Tensor, num_axes: int, weight: Optional[Tensor], bias: Optional[Tensor], epsilon: float) -> Tensor:
-    """Layer normalisation over the last ``num_axes`` dimensions, whose shape ``weight`` and ``bias`` have."""
+    """Normalise ``x`` over its last ``num_axes`` dimensions; ``weight`` and ``bias`` have the shape of these."""
     return _Norm.apply(x, weight, bias, _Kind(num_axes, epsilon, True))
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``x`` over the root of the mean of its squares, over the dimensions of ``weight``, times ``weight``."""
+    """Return ``x / sqrt(mean(x^2) + epsilon) * weight``, with the mean over the dimensions of ``weight``."""
     return _Norm.apply(x, weight, None, _Kind(weight.ndim, epsilon, False))
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """``x / (1 - p)``, and zero with probability ``p``, by the state of MindSpore's generator (dropout.py)."""
+    """Zero elements of ``x`` with probability ``p`` and scale the others by ``1 / (1 - p)``.
+
+    The mask depends on the state of MindSpore's generator only (dropout.py).
+    """
     return _Dropout.apply(x, p)
 
 
 def embedding(ids: np.ndarray, weight: Tensor) -> Tensor:
-    """Rows ``ids`` of ``weight``: shapes (...) and (V, N) to (..., N). All ids are in ``range(V)``."""
+    """Return the rows ``ids`` of ``weight``: (..., N), for shapes (...) and (V, N); ids are in ``range(V)``."""
     return _Embedding.apply(weight, ids)
 
 
 def cross_entropy(logits: Tensor, classes: np.ndarray, ignored: int, reduction: str) -> Tensor:
-    """The cross-entropy of rows (N, C) with classes (N,), those that are not ``ignored``; a "mean", a "sum", or "none".
+    """Return the cross-entropy of logits (N, C) and classes (N,), reduced by "mean", "sum" or "none" (shape (N,)).
 
-    All other classes are in ``range(C)``. A mean of no row at all is not a number.
+    Rows of the class ``ignored`` do not count; all other classes are in ``range(C)``. The mean over no row is NaN.
     """
     return _CrossEntropy.apply(logits, classes, ignored, reduction)
 
 
 class _Underivable(_Function):
-    """The first of its inputs, which depends on all of them in a way that is not recorded."""
+    """Returns its first input; the backward pass raises, because second derivatives are not supported."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, *others: Tensor) -> Tensor:
@@ -91,10 +94,10 @@ class _Underivable(_Function):
 
 
 def _once(backward: Any) -> Any:
-    """A backward pass that MindSpore's autograd cannot look into: what comes out of it cannot be differentiated."""
+    """Wrap a backward pass so that differentiating its results raises instead of giving a wrong gradient."""
 
     def guarded(ctx: Any, gradient: Tensor) -> Any:
-        # A gradient that overflows is told by its norm.
+        # The gradient norm reports an overflow; NumPy's warnings are not needed.
         with np.errstate(all="ignore"):
             results = backward(ctx, gradient)
         if not pynative_executor.grad_flag():
@@ -111,7 +114,7 @@ def _as_tuple(results: Any) -> tuple[Any, ...]:
 
 
 def _rows(tensor: Tensor) -> np.ndarray:
-    """A tensor as a matrix: every dimension but the last one in a row's number."""
+    """Return a tensor as a matrix: all dimensions but the last are flattened into the rows."""
     array = array_of(tensor)
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
@@ -165,13 +168,13 @@ class _MatMul(_Function):
 
 
 def _of_left(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The gradient of a product's left factor, laid out like it."""
+    """Return the gradient of a product's left factor, with the factor's memory layout."""
     is_whole = left.shape[:-2] == g.shape[:-2] and right.ndim > 2
     return _summed(matmul_arrays(g, right.swapaxes(-1, -2), left if is_whole else None), left.shape)
 
 
 def _of_right(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The gradient of a product's right factor, laid out like it."""
+    """Return the gradient of a product's right factor, with the factor's memory layout."""
     if right.ndim == 2:
         rows = math.prod(left.shape[:-1])
         return product(left.reshape(rows, left.shape[-1]).T, g.reshape(rows, g.shape[-1]))
@@ -180,7 +183,7 @@ def _of_right(g: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """``x`` summed over the dimensions along which ``shape`` was broadcast to its shape."""
+    """Return ``x`` summed over the dimensions along which an array of ``shape`` was broadcast to the shape of ``x``."""
     if x.shape == shape:
         return x
     x = x.sum(tuple(range(x.ndim - len(shape))))
@@ -201,7 +204,7 @@ class _Activation(_Function):
 
 
 class _Kind(NamedTuple):
-    """Which normalisation: over how many dimensions, and whether the mean is taken off."""
+    """The options of a normalisation: its number of dimensions, its epsilon, and whether the mean is subtracted."""
 
     num_axes: int
     epsilon: float
@@ -224,7 +227,7 @@ class _Norm(_Function):
         g, rows = (array_of(each).reshape(-1, ctx.columns) for each in (gradient, x))
         of_rows, *sums = normalize_backward(g, rows, _flat(weight), ctx.statistics, ctx.kind.centred)
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        # Weight and bias have the shape over which it is normalised.
+        # Weight and bias have the shape of the normalised dimensions.
         shape = x.shape[x.ndim - ctx.kind.num_axes :]
         return (
             tensor_of(of_rows.reshape(x.shape)) if of_x else None,
@@ -274,7 +277,7 @@ class _CrossEntropy(_Function):
         with np.errstate(invalid="ignore", divide="ignore"):
             if reduction == "mean":
                 ctx.weights /= np.count_nonzero(counts)
-            # A row that does not count may be infinitely wrong.
+            # The loss of an ignored row may be infinite, and infinity times a weight of 0 is NaN.
             losses = np.where(counts, losses * ctx.weights, ctx.weights)
         return tensor_of(losses if reduction == "none" else np.asarray(losses.sum()))
 

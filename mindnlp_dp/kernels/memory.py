@@ -1,4 +1,4 @@
-"""Tensors as NumPy arrays over their own memory, transposed ones as well, and arrays as tensors."""
+"""This module converts tensors to NumPy arrays and back without a copy, transposed ones too, and allocates arrays."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from mindnlp_dp.arrays.inspection import is_uninitialized
 from mindnlp_dp.versions import mindspore_is_before
 
 ITEM_BYTES = 4
-# Smaller ones malloc keeps by itself; larger ones it gives back to the system, which makes every page anew.
+# Elements. malloc reuses the memory of smaller arrays; it returns larger ones to the system, and every page of the next
+# one then costs a page fault.
 SMALLEST_KEPT = 1 << 18
 
 
 class _Memory:
-    """A tensor's elements, in the words of NumPy's array interface. An array that is made of it keeps the tensor."""
+    """A tensor's memory as NumPy's array interface; an array made from it keeps the tensor alive."""
 
     __slots__ = ("__array_interface__", "tensor")
 
@@ -34,12 +35,12 @@ class _Memory:
 
 
 def array_of(tensor: Any) -> np.ndarray:
-    """The values of a float32 tensor on CPU, sharing its memory. To be read, not written.
+    """Return a read-only array that shares the memory of a float32 tensor on CPU.
 
-    A transposed tensor becomes a transposed array: ``asnumpy()`` would copy it, element by element.
+    A transposed tensor becomes a transposed array; ``asnumpy()`` would copy it, element by element.
 
     Raises:
-        RuntimeError: the tensor was never given memory, and has no values.
+        RuntimeError: the tensor has no memory yet, and so no values.
     """
     address = _address_of(tensor)
     if not address and is_uninitialized(tensor):
@@ -51,21 +52,21 @@ def array_of(tensor: Any) -> np.ndarray:
 
 
 def _address_of(tensor: Any) -> int:
-    """Of its first element; 0 where MindSpore has not given it memory yet."""
+    """Return the address of the tensor's first element; 0 if MindSpore has not given it memory yet."""
     address = tensor.data_ptr()
-    # Versions: MindSpore 2.7. Cause: data_ptr() is where a tensor's storage begins, not where the tensor does, which is
-    # a slice of it, perhaps. Goes when: 2.7 is not supported any more.
+    # Versions: MindSpore 2.7. Cause: data_ptr() is the address of the tensor's storage, even if the tensor is a slice
+    # that begins later. Remove when: 2.7 is no longer supported.
     if address and mindspore_is_before("2.8"):
         address += tensor.storage_offset() * ITEM_BYTES
     return address
 
 
 def tensor_of(array: np.ndarray) -> Any:
-    """A tensor that owns a new array's memory, transposed where the array is."""
+    """Return a tensor that takes over a new array's memory; a transposed array becomes a transposed tensor."""
     import mindspore
 
     if not array.size or not array.ndim:
-        # MindSpore makes no tensor over memory of no elements, or no dimensions.
+        # MindSpore cannot create a tensor over the memory of an array without elements or without dimensions.
         return mindspore.Tensor(array)
     if array.flags.c_contiguous:
         return mindspore.Tensor.from_numpy(array)
@@ -74,26 +75,27 @@ def tensor_of(array: np.ndarray) -> Any:
 
 
 def empty_like(shape: tuple[int, ...], other: np.ndarray) -> np.ndarray:
-    """An array whose dimensions lie in memory in the same order as those of ``other``, which has as many."""
+    """Return a new array with the memory order of ``other``, which has the same number of dimensions."""
     order = _memory_order(other)
     return empty(*(shape[axis] for axis in order)).transpose(np.argsort(order))
 
 
 def _memory_order(array: np.ndarray) -> list[int]:
-    """An array's dimensions, from that with the largest steps in memory to that with the smallest."""
+    """Return an array's dimensions, from the one with the largest stride to the one with the smallest."""
     return sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
 
 
 def empty(*shape: int) -> np.ndarray:
-    """A new float32 array; a large one in memory that an earlier one left, if there is such."""
+    """Return a new float32 array; a large one reuses the memory of a freed one if possible."""
     size = math.prod(shape)
     return _kept.take(size)[:size].reshape(shape) if size >= SMALLEST_KEPT else np.empty(shape, np.float32)
 
 
 class _Block:
-    """Memory that goes back to those who keep it when the last array over it has gone.
+    """Memory that returns to its pool when the last array over it is freed.
 
-    Arrays over it have it for their base, and so have all of their views: NumPy does not look through what is no array.
+    It is the base of these arrays and of all their views: NumPy's search for a base stops at an object that is not an
+    array.
     """
 
     __slots__ = ("__array_interface__", "_keeper", "_memory")
@@ -107,21 +109,21 @@ class _Block:
 
 
 class _Kept:
-    """Memory of large arrays that were freed, by size: no more than was once in use at a time, and a quarter."""
+    """A pool of the memory of freed large arrays, by size; used plus free is at most 1.25 times the peak use."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
         self._num_free = self._num_used = self._most_used = 0
-        # An array may be freed by the garbage collector while this very thread takes another.
+        # Reentrant: the garbage collector may free an array while this same thread takes another.
         self._lock = threading.RLock()
-        # A process that is forked while another thread has the lock would never get it.
+        # A process that is forked while another thread holds the lock could never acquire it.
         os.register_at_fork(after_in_child=self._unlock)
 
     def _unlock(self) -> None:
         self._lock = threading.RLock()
 
     def take(self, size: int) -> np.ndarray:
-        """A flat array of ``size`` elements, or up to a quarter more."""
+        """Return a flat array of ``size`` elements, or up to a quarter more."""
         size = _rounded_up(size)
         with self._lock:
             if free := self._free.get(size):
@@ -131,7 +133,8 @@ class _Kept:
                 used = self._num_used + size
                 self._drop(used + self._num_free - max(self._most_used, used) * 5 // 4)
                 memory = np.empty(size, np.float32)
-            # Only now: there may be none left. And added, for what was dropped may have freed more in this thread.
+            # Counted after the allocation, which may raise MemoryError. Added to the current value, because the garbage
+            # collector may have freed arrays in this thread meanwhile.
             self._num_used += size
             self._most_used = max(self._most_used, self._num_used)
         return np.asarray(_Block(memory, self))
@@ -143,7 +146,7 @@ class _Kept:
             self._free.setdefault(memory.size, []).append(memory)
 
     def _drop(self, size: int) -> None:
-        """Give back at least ``size`` elements, the largest arrays first, as far as there are any."""
+        """Free at least ``size`` elements, the largest arrays first, or all if there are fewer."""
         for each in sorted(self._free, reverse=True):
             while size > 0 and self._free[each]:
                 self._free[each].pop()
@@ -152,7 +155,7 @@ class _Kept:
 
 
 def _rounded_up(size: int) -> int:
-    """The next of four sizes between a power of two and the next."""
+    """Round up to the next of the four evenly spaced sizes between two powers of two."""
     step = 1 << max(0, size.bit_length() - 3)
     return -(-size // step) * step
 

@@ -1,7 +1,7 @@
-"""Layer and RMS normalisation of matrices, row by row, in blocks that stay in a core's cache.
+"""This module computes layer and RMS normalisation of a matrix's rows, in blocks that stay in a core's cache.
 
-Sums over the rows are taken block by block and then added up, so that their error does not grow with their number;
-blocks are the same whatever the number of cores.
+functions.py calls it. Sums over the rows are taken within blocks and then added up, so that the rounding error does not
+grow with the number of rows; the blocks do not depend on the number of cores.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from .memory import empty
 from .workers import in_blocks, rows_of_a_block
 
 Weight = Optional[np.ndarray]
-# Columns: the mean of every row in two parts, which are taken off one after the other, and one over its standard
-# deviation.
+# For each row: its mean in two parts, shape (M, 2), which are subtracted one after the other; and 1 / standard
+# deviation, shape (M, 1).
 Statistics = tuple[np.ndarray, np.ndarray]
 
 
 def normalize(
     x: np.ndarray, weight: Weight, bias: Weight, epsilon: float, centred: bool
 ) -> tuple[np.ndarray, Statistics]:
-    """``(x - mean) / sqrt(variance + epsilon)`` of every row of a matrix, times ``weight`` plus ``bias``.
+    """Normalise every row: ``(x - mean) / sqrt(variance + epsilon)``, times ``weight``, plus ``bias``.
 
-    Not ``centred``, it is RMS normalisation: the mean is taken for zero. Comes out: the result, and what the
-    backward pass needs.
+    If not ``centred``, this is RMS normalisation: the mean is taken to be 0.
+
+    Returns:
+        The result, and the statistics that the backward pass needs.
     """
     rows, columns = x.shape
     out = empty(rows, columns)
@@ -38,7 +40,7 @@ def normalize(
             _take_off_mean(y, mean[at])
         variance = np.einsum("ij,ij->i", y, y) / np.float32(columns)
         if not np.isfinite(variance).all():
-            # Squares that float32 cannot hold, or rows that are no numbers.
+            # The squares overflow float32, or a row contains NaN or infinity.
             variance = np.einsum("ij,ij->i", y, y, dtype=np.float64) / columns
         scale[at, 0] = 1 / np.sqrt(variance + variance.dtype.type(epsilon))
         y *= scale[at]
@@ -54,7 +56,7 @@ def normalize(
 def normalize_backward(
     gradient: np.ndarray, x: np.ndarray, weight: Weight, statistics: Statistics, centred: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The gradients of ``x``, of ``weight`` and of ``bias``, of shapes (M, N), (N,) and (N,)."""
+    """Return the gradients of ``x``, ``weight`` and ``bias``, of shapes (M, N), (N,) and (N,)."""
     (rows, columns), (mean, scale) = x.shape, statistics
     of_x = empty(rows, columns)
     size = rows_of_a_block(columns)
@@ -62,7 +64,7 @@ def normalize_backward(
 
     def block(at: slice) -> None:
         out = of_x[at]
-        # Row by row, as NumPy adds up most exactly.
+        # Row-major, because NumPy sums contiguous rows with the smallest error.
         g, normalized = np.ascontiguousarray(gradient[at]), np.array(x[at], order="C")
         if centred:
             normalized -= mean[at, :1]
@@ -71,7 +73,7 @@ def normalize_backward(
         weighted = g * normalized
         np.sum(weighted, axis=0, out=sums[0, at.start // size])
         np.sum(g, axis=0, out=sums[1, at.start // size])
-        # What is left of the gradient without its parts along (1, ..., 1) and along the normalised row itself.
+        # Subtract the gradient's components along (1, ..., 1) and along the normalised row.
         if weight is None:
             out[...] = g
         else:
@@ -90,7 +92,7 @@ def normalize_backward(
 
 
 def _take_off_mean(rows: np.ndarray, mean: np.ndarray) -> None:
-    """Subtract its mean from each row, twice: what float32 rounds off a large one is most of a small variance."""
+    """Subtract each row's mean, twice: the float32 rounding error of a large mean would dominate a small variance."""
     for part in range(2):
         np.mean(rows, axis=1, out=mean[:, part])
         if not np.isfinite(mean[:, part]).all():

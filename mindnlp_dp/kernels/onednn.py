@@ -1,9 +1,9 @@
-"""oneDNN's single precision matrix product, from the library that MindSpore brings along.
+"""This module calls oneDNN's float32 matrix product, from the library that MindSpore ships; products.py uses it.
 
-MindSpore calls oneDNN's primitives, which repack what they are given at every call; ``dnnl_sgemm``, a function of C, is
-as fast as any BLAS, and finds its instructions by what a core can do, whoever made it. It runs on the thread that calls
-it (MindSpore's oneDNN is built for thread pools), and does not hold Python's lock meanwhile. It adds up in the order in
-which MindSpore's own products do, so that results are equal on as many machines.
+MindSpore calls oneDNN's primitives, which repack their inputs at every call. The C function ``dnnl_sgemm`` is as fast
+as any BLAS, and selects its instructions by the features of the core, not by its vendor. It runs on the calling thread
+(MindSpore's oneDNN is built for thread pools) and releases Python's GIL. It sums in the same order as MindSpore's own
+products, so results are equal on as many machines as MindSpore's are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
-# What BLAS calls a matrix: whether it is transposed, and how far its rows are apart, in elements.
+# BLAS's description of a matrix: b"T" if transposed, else b"N"; and the distance between rows, in elements.
 Layout = tuple[bytes, int]
-# Multiplies the matrices at two addresses into a third one.
+# A function that multiplies the matrices at the first two addresses into the one at the third.
 Multiply = Callable[[int, int, int], None]
 
 
@@ -33,15 +33,16 @@ def _sgemm() -> Optional[Any]:
 
 
 def is_there() -> bool:
-    """Whether MindSpore has a oneDNN with this function, as versions 1 to 3 of it do."""
+    """Return whether MindSpore's oneDNN has this function, as its versions 1 to 3 do."""
     return _sgemm() is not None
 
 
 def multiplication(sizes: tuple[int, int, int], a: Layout, b: Layout, out_stride: int, *, add: bool) -> Multiply:
-    """``out = a @ b``, or ``out += a @ b``, of row-major matrices with the ``sizes`` (rows, inner, columns).
+    """Return a function for ``out = a @ b``, or ``out += a @ b`` if ``add``.
 
-    What comes back is one thread's: its calls differ in three addresses, and all else is made ready once, for a call of
-    a small product takes longer to prepare than to compute.
+    The matrices are row-major, with the ``sizes`` (rows, inner, columns). The function takes their three addresses, and
+    only one thread may use it. All other arguments are prepared once, because preparing the call of a small product
+    takes longer than computing it.
     """
     run: Any = _sgemm()
     rows, inner, columns = map(ctypes.c_int64, sizes)

@@ -1,9 +1,9 @@
-"""Matrix products of arrays of any rank and any strides.
+"""This module multiplies arrays of any number of dimensions and any strides; functions.py calls it.
 
-Transposed and sliced matrices are handed to BLAS as they lie in memory. Products are oneDNN's, in tiles of rows, or
-matrix by matrix where there are many; a rank's cores share the tiles. In which order oneDNN adds up depends on the
-number of rows, otherwise on every kind of core, so tiles are the same however many cores there are. Without oneDNN
-products are NumPy's, which has threads of its own.
+Transposed and sliced matrices go to BLAS without a copy. oneDNN computes a product in tiles of rows, or a batch matrix
+by matrix, and the tiles are distributed over the rank's cores. oneDNN's summation order depends on the number of rows
+(differently for each kind of core), so the tiles do not depend on the number of cores. Without oneDNN, NumPy computes
+the products, with its own threads.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from . import onednn
 from .memory import ITEM_BYTES, empty, empty_like
 from .workers import in_parts
 
-# Tiles that are smaller by half take 2 % more of a step, larger ones leave cores without work.
+# With tiles of half this size a step takes 2 % longer; larger tiles leave cores idle.
 ROWS_OF_A_TILE = 256
-# Multiplications that are worth a second core: about 0.1 ms of one.
+# The smallest number of multiplications that is worth a second core: about 0.1 ms on one core.
 WORK_OF_A_PART = 1 << 22
 ROWS_OF_A_SUM = 64
 
 
 def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> np.ndarray:
-    """``a @ b``, plus ``bias`` in every row: matrices of shape (M, K) and (K, N) to a new one of shape (M, N)."""
+    """Return ``a @ b``, plus ``bias`` in every row, as a new (M, N) matrix; ``a`` is (M, K), ``b`` is (K, N)."""
     (rows, inner), columns = a.shape, b.shape[1]
     out = empty(rows, columns)
     if bias is not None or not inner:
@@ -42,7 +42,7 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
     num_tiles = max(1, rows // ROWS_OF_A_TILE)
 
     def part(first: int, last: int) -> None:
-        # The last tile takes what is left over.
+        # The last tile also takes the remaining rows.
         begins = [number * ROWS_OF_A_TILE for number in range(first, last)]
         ends = [*begins[1:], last * ROWS_OF_A_TILE if last < num_tiles else rows]
         for begin, end in zip(begins, ends):
@@ -54,9 +54,9 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
 
 
 def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> np.ndarray:
-    """``a @ b`` as ``np.matmul`` defines it, of ranks from 2 on: the dimensions before the last two are broadcast.
+    """Return ``np.matmul(a, b)`` for arrays of two or more dimensions; all but the last two are broadcast.
 
-    The result's dimensions lie in memory in the order of those of ``like``, which has as many.
+    The result has the memory order of ``like``, an array with the same number of dimensions.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -78,7 +78,7 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
     if out.strides[-1] == ITEM_BYTES:
         _one_by_one(a, b, out)
     elif out.strides[-2] == ITEM_BYTES:
-        # (a b)' = b' a', whose rows lie in one piece.
+        # (a b)' = b' a', whose rows are contiguous.
         _one_by_one(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2))
     else:
         out[...] = matmul(a, b)
@@ -86,13 +86,13 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
 
 
 def column_sums(x: np.ndarray) -> np.ndarray:
-    """The sum of a matrix's rows, of shape (N,): of blocks of them, then of those sums, which keeps more digits."""
+    """Return the sum of a matrix's rows, of shape (N,), summed first within blocks for less rounding error."""
     blocks = range(0, max(1, len(x)), ROWS_OF_A_SUM)
     return np.stack([x[begin : begin + ROWS_OF_A_SUM].sum(0) for begin in blocks]).sum(0)
 
 
 def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """The product of each pair of matrices, shared out among the cores; the dimensions before are equal."""
+    """Multiply each pair of matrices into ``out``, distributed over the cores; the batch dimensions are equal."""
     (rows, inner), columns = a.shape[-2:], b.shape[-1]
     addresses = list(zip(_addresses(a), _addresses(b), _addresses(out)))
     _, out_stride = _layout(out)
@@ -106,7 +106,7 @@ def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 def _addresses(x: np.ndarray) -> list[int]:
-    """Where each matrix of an array begins."""
+    """Return the address of each matrix of an array."""
     offsets = np.zeros(x.shape[:-2], np.int64)
     for axis, (length, stride) in enumerate(zip(x.shape[:-2], x.strides)):
         offsets += (np.arange(length) * stride).reshape([-1 if other == axis else 1 for other in range(x.ndim - 2)])
@@ -114,19 +114,19 @@ def _addresses(x: np.ndarray) -> list[int]:
 
 
 def _for_blas(x: np.ndarray) -> np.ndarray:
-    """Matrices that lie in memory row by row, or column by column: as they are, or else copied."""
+    """Return ``x`` if its matrices are row-major or column-major, else a row-major copy."""
     return x if _lies_in_rows(x) or _lies_in_rows(x.swapaxes(-1, -2)) else np.ascontiguousarray(x)
 
 
 def _lies_in_rows(x: np.ndarray) -> bool:
-    """Whether each row is in one piece, and behind the one before."""
+    """Return whether each row is contiguous and begins after the end of the previous one."""
     rows, columns = x.shape[-2:]
     by_row, by_column = x.strides[-2:]
     return (by_column == ITEM_BYTES or columns == 1) and (by_row >= columns * ITEM_BYTES or rows == 1)
 
 
 def _layout(x: np.ndarray) -> onednn.Layout:
-    """How BLAS is told of a matrix that :func:`_for_blas` lets pass."""
+    """Return BLAS's description of a matrix that :func:`_for_blas` has returned."""
     transposed = not _lies_in_rows(x)
     by_row, columns = (x.strides[-1], x.shape[-2]) if transposed else (x.strides[-2], x.shape[-1])
     return b"T" if transposed else b"N", max(by_row // ITEM_BYTES, columns)

@@ -1,4 +1,4 @@
-"""One call, cut in parts among the cores of this rank."""
+"""This module splits one kernel call into parts that run on the cores of this rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Optional
 
 import numpy as np
 
-# Elements of a block: five arrays of its size fit into the second-level cache of most cores; with smaller ones, calls
-# cost more than what they do.
+# Elements of a block: five arrays of this size fit into the L2 cache of most cores; with smaller blocks the overhead of
+# the calls dominates.
 BLOCK = 1 << 15
-# Elements that are worth a second core.
+# The smallest number of elements that is worth a second core.
 SMALLEST_PART = 1 << 17
 
 _pool: Optional[ThreadPoolExecutor] = None
@@ -20,7 +20,7 @@ _num_cores = 1
 
 
 def use_cores(num_cores: int) -> None:
-    """Share work among ``num_cores`` threads, the calling one among them; they start when they are first needed."""
+    """Distribute work over ``num_cores`` threads, including the calling one; the others start at first use."""
     global _pool, _num_cores
     _num_cores = num_cores
     if _pool is not None:
@@ -29,7 +29,7 @@ def use_cores(num_cores: int) -> None:
 
 
 def _alone_after_fork() -> None:
-    """A process that was forked, such as a reader of data, has none of its parent's threads."""
+    """Switch to one thread: a forked process, such as a data loader worker, has none of its parent's threads."""
     global _pool, _num_cores
     _pool, _num_cores = None, 1
 
@@ -38,9 +38,9 @@ os.register_at_fork(after_in_child=_alone_after_fork)
 
 
 def in_parts(part: Callable[[int, int], None], size: int, granularity: int, smallest: int) -> None:
-    """Call ``part(first, last)`` for ranges that make up ``range(size)``, as many as there are cores.
+    """Call ``part(first, last)`` for consecutive ranges that cover ``range(size)``, at most one for each core.
 
-    Parts begin at multiples of ``granularity``; what is left over goes to the last. None is smaller than
+    Parts begin at multiples of ``granularity``, and the last part takes the remainder. No part is smaller than
     ``granularity`` or ``smallest``, unless ``size`` is.
     """
     smallest = max(granularity, smallest)
@@ -56,22 +56,22 @@ def in_parts(part: Callable[[int, int], None], size: int, granularity: int, smal
         try:
             others.append(_pool.submit(_quietly, part, first, last))
         except RuntimeError:
-            # A process that is about to end starts no more threads.
+            # The pool accepts no work while the interpreter shuts down.
             mine.append((first, last))
     try:
         for first, last in mine:
             _quietly(part, first, last)
     finally:
-        # Whatever happens, nobody writes into these arrays any more afterwards.
+        # No thread may write into the arrays after this call, even if it raises.
         wait(others)
     for other in others:
         other.result()
 
 
 def in_blocks(block: Callable[[slice], object], rows: int, columns: int = 1) -> None:
-    """Call ``block(at)`` for slices that make up ``range(rows)``, each of as many rows as fit into a core's cache.
+    """Call ``block(at)`` for slices that cover ``range(rows)``, each of as many rows as fit into a core's cache.
 
-    The cores share them; they are the same however many cores there are.
+    The slices are distributed over the cores and do not depend on their number.
     """
     size = rows_of_a_block(columns)
 
@@ -87,6 +87,6 @@ def rows_of_a_block(columns: int) -> int:
 
 
 def _quietly(part: Callable[[int, int], None], first: int, last: int) -> None:
-    # What a thread is told of NumPy's warnings holds for that thread alone. A model that overflows is told by its loss.
+    # NumPy's error state is local to a thread. The loss reports an overflow; warnings are not needed.
     with np.errstate(all="ignore"):
         part(first, last)

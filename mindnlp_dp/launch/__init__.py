@@ -1,1 +1,1 @@
-"""Starting the processes of a job, and ending them together; who started this one. Knows nothing of training."""
+"""Start and end the processes of a job, and detect which launcher started this one. Contains no training code."""

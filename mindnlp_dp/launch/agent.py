@@ -1,7 +1,7 @@
-"""The launcher of a host that is not the endpoint's: it does what the first host's says, and reports.
+"""The launcher of every host but the first: it follows the orders of the first host's launcher, and reports to it.
 
-Goes in: the endpoint. Comes out: the job's exit code. When nothing is heard of the endpoint its ranks are ended, for
-nobody watches them; it is asked for a while whether it is there again.
+:mod:`mindnlp_dp.launch.run` creates the :class:`Agent`. If the connection to the endpoint is lost, the agent ends this
+host's ranks, because no launcher monitors them any more, and tries for a while to connect again.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .tries import Try
 _REPORT_SECONDS = 0.5
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 0.5
-# In which an endpoint that is started at the same time is there.
+# An endpoint that is started at the same time is up by then, so until then no message is printed.
 _SILENT_SECONDS = 5.0
-# How long an endpoint that was there is looked for when it is gone.
+# How long to try to connect again after the endpoint was lost.
 REJOIN_SECONDS = 30.0
 
 
 class _HeadIsLostError(Exception):
-    """Nothing is heard of the endpoint."""
+    """Raised when the endpoint has closed the connection, or has been silent for too long."""
 
 
 def call(rendezvous: Rendezvous, seconds: float) -> Connection:
-    """A connection to the endpoint, which may not be there yet.
+    """Connect to the endpoint, which may not be up yet, and return the connection.
 
     Raises:
-        NotMetError: it was not there in so many seconds, or does not know our token.
+        NotMetError: the endpoint was not reachable within ``seconds``, or does not know this host's token.
     """
     began, why, is_silent = time.monotonic(), "", True
     where = f"the endpoint {rendezvous.host}:{rendezvous.port}"
@@ -57,7 +57,7 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
             why = "it does not answer"
             connection.close()
         except (EOFError, WrongPeerError):
-            # It hangs up on who does not know its token; before it has asked for that, on whoever is one too many.
+            # The endpoint hangs up if our token is wrong, or, before it asks for the token, if it has too many callers.
             why = "it does not know our token: the same has to be set on every host"
             if not connection.was_asked:
                 why = "it hung up before it asked for our token: too many call it, or it has ended"
@@ -74,7 +74,7 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
 
 
 class Agent:
-    """Of this host, which takes ``slots`` ranks at most."""
+    """Runs the ranks of this host, ``slots`` at most, as the first host orders."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class Agent:
         self._connection: Optional[Connection] = None
 
     def run(self) -> int:
-        """Do what the first host says until the job is over, and return its exit code.
+        """Follow the first host's orders until the job is over, and return its exit code.
 
         Raises:
             NotMetError: the endpoint cannot be reached.
-            LaunchError: a try cannot be started here.
+            LaunchError: an attempt cannot be started here.
         """
         patience = self._rendezvous.join_timeout
         try:
@@ -131,7 +131,7 @@ class Agent:
                 self._connection.close()
 
     def _sleep_and_say_so(self, seconds: float) -> None:
-        """While ranks are ended, which may take longer than a silent host is waited for."""
+        """Sleep while ranks are ended, and send heartbeats: this may take longer than a host may be silent."""
         now = time.monotonic()
         if now - self._said >= _REPORT_SECONDS:
             self._said = now
@@ -157,7 +157,7 @@ class Agent:
                     ) from None
                 now = time.monotonic()
                 if now - looked > self._rendezvous.lost_after / 2:
-                    # This launcher was stopped itself; what was sent to it comes now.
+                    # This launcher itself was stopped; messages that were sent meanwhile arrive only now.
                     heard = now
                 looked = now
                 if orders:
@@ -178,7 +178,7 @@ class Agent:
                     has_told = True
                     self._say(say="terminates")
                 self._termination.end(is_saved=self._host.number < 0)
-                # An end is said at once, progress twice a second; without a try it is a sign of life.
+                # Ends are reported at once, progress twice a second. Between attempts the report is a heartbeat.
                 report = self._host.look()
                 ended = (sorted(report.statuses), len(report.ended))
                 if now - reported >= _REPORT_SECONDS or ended != last:
@@ -227,5 +227,5 @@ class Agent:
         try:
             self._connection.send(message)
         except OSError:
-            # Who listens finds out.
+            # The next receive() raises, too.
             pass

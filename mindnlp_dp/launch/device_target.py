@@ -1,4 +1,4 @@
-"""Which device, and which of its cards, this process takes."""
+"""Select the device, and its card, that this process uses; the process group and the patches call it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .launchers import card_of_this_process
 
 
 def obey_device_target() -> str:
-    """Switch MindSpore to the device that DEVICE_TARGET names, if it does; return the device in use.
+    """Switch MindSpore to the device that DEVICE_TARGET names, if it is set; return the device in use.
 
-    DEVICE_TARGET is MindNLP's variable: CPU, GPU or Ascend. Of several cards, each process takes its own,
-    for MindSpore itself sees to that under msrun only. A device that the script has set stays.
+    DEVICE_TARGET is MindNLP's variable: CPU, GPU or Ascend. Each process of a host gets its own card here,
+    because MindSpore itself assigns cards only under msrun. A device that the script has set is kept.
     """
     import mindspore
 
@@ -30,7 +30,7 @@ def obey_device_target() -> str:
 
 @contextmanager
 def device_target_obeyed() -> Iterator[Optional[str]]:
-    """Within it, DEVICE_TARGET, which is yielded, is done with: whoever else looks at it finds nothing to do."""
+    """Apply DEVICE_TARGET, and hide it inside the block so that no other code applies it; yield its value."""
     obey_device_target()
     target = os.environ.pop("DEVICE_TARGET", None)
     try:

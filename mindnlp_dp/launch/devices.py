@@ -1,4 +1,4 @@
-"""How many accelerators this host has, without asking MindSpore."""
+"""Count the accelerators of this host without MindSpore; the launcher calls it before it starts ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import glob
 from collections.abc import Mapping
 from typing import Optional
 
-# Device: the files of its cards, and the variable that hides some of them.
+# For each device: the pattern of its cards' files, and the variable that limits which cards are visible.
 _CARDS = {
     "Ascend": ("/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES"),
     "GPU": ("/dev/nvidia[0-9]*", "CUDA_VISIBLE_DEVICES"),
@@ -14,7 +14,7 @@ _CARDS = {
 
 
 def count_devices(device: str, environ: Mapping[str, str]) -> int:
-    """The number of ``"Ascend"`` or ``"GPU"`` cards that processes of this host may use."""
+    """Return the number of ``"Ascend"`` or ``"GPU"`` cards that processes of this host may use."""
     pattern, visible = _CARDS[device]
     if visible in environ:
         return len([card for card in environ[visible].split(",") if card.strip()])
@@ -22,9 +22,9 @@ def count_devices(device: str, environ: Mapping[str, str]) -> int:
 
 
 def default_device(environ: Mapping[str, str]) -> str:
-    """The device that a job trains on: what DEVICE_TARGET says, else Ascend where there are NPUs, else the CPU.
+    """Return the device that a job trains on: DEVICE_TARGET if it is set, else Ascend if there are NPUs, else CPU.
 
-    A GPU is no reason to leave the CPU: MindSpore as PyPI has it cannot use one.
+    GPUs are not chosen by default, because MindSpore from PyPI cannot use them.
     """
     if "DEVICE_TARGET" in environ:
         return environ["DEVICE_TARGET"]
@@ -32,7 +32,7 @@ def default_device(environ: Mapping[str, str]) -> str:
 
 
 def too_many_workers(num_workers: int, environ: Mapping[str, str]) -> Optional[str]:
-    """What is wrong when more workers than cards are asked for; a CPU takes any number."""
+    """Return an error message if there are more workers than cards, else None; a CPU takes any number."""
     device = environ.get("DEVICE_TARGET", "CPU")
     if device not in _CARDS:
         return None

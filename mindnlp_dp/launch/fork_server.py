@@ -1,13 +1,14 @@
-"""A process that has imported MindSpore and MindNLP, and becomes ranks by forking: a second instead of their imports.
+"""Import MindSpore and MindNLP once, and fork ranks from that process: a rank then starts in a second, without imports.
 
 ``python -m mindnlp_dp.launch.fork_server SOCKET [LOG_DIR]``
 
-Goes in, through a UNIX socket: the arguments, environment, folder, cores and standard streams of a worker that was
-started as ever (:mod:`mindnlp_dp.launch.worker`), or of the scheduler of MindSpore's cluster. That process stays as its
-stand-in: mpirun, or who started it, sees it begin and end. Comes out: a child that does its work, and how that ended.
+:class:`ForkServer` starts the server for a launcher. Through a UNIX socket the server gets the arguments, environment,
+folder, cores and standard streams of a worker that was started as usual (:mod:`mindnlp_dp.launch.worker`), or of the
+scheduler of MindSpore's cluster. A forked child does the work. The original process stays as its proxy, so that mpirun,
+or its other parent, sees it start and end; the server tells it how the child ended.
 
-This process runs no operator of MindSpore's: after one, children would wait for threads that they do not have. For the
-same reason it imports ``mpi4py``, but not ``mpi4py.MPI``. Only this user can open its socket.
+This process runs no MindSpore operator: after one, children would wait for threads that they do not have. For the same
+reason it imports ``mpi4py``, but not ``mpi4py.MPI``. Only this user can open its socket.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from .run_module import command as module_command
 from .scratch import Scratch
 
 _MODULE = "mindnlp_dp.launch.fork_server"
-# Less than what launchers grant to ranks.
+# Less than the grace period that launchers give to ranks.
 _GRACE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
 
 
 class _Server:
-    """Serves until it is ended; in a child, :meth:`serve` returns what the child is to do."""
+    """Forks a child for each request until it is ended; in a child, :meth:`serve` returns the request."""
 
     def __init__(self, path: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -69,9 +70,9 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._children: dict[socket.socket, int] = {}
-        # Those that were asked to end, and when they are made to.
+        # Children that were asked to end, and the times at which they are killed.
         self._asked: dict[int, float] = {}
-        # Its children would end with it, without a chance to clean up.
+        # On SIGTERM the children are ended first: they would be killed with the server, without a chance to clean up.
         self._is_asked = False
         signal.signal(signal.SIGTERM, self._end_with_all)
 
@@ -100,8 +101,8 @@ class _Server:
                     _signal_group(pid, signal.SIGKILL)
 
     def _answer(self, connection: socket.socket) -> Optional[WorkerCall]:
-        """In the child, the call; None in the server."""
-        # Who calls has all of it ready; the others' calls wait meanwhile.
+        """Fork a child for a request; return the request in the child, None in the server."""
+        # The caller sends its request without delay, and other callers wait meanwhile.
         connection.settimeout(1)
         try:
             call = _receive(connection)
@@ -109,7 +110,7 @@ class _Server:
             connection.close()
             return None
         if what_python_read(call.environ) != what_python_read(os.environ):
-            # For one that Python starts otherwise; its stand-in works itself.
+            # Python would start in another way for this request, so its proxy does the work itself.
             _decline(call, connection)
             return None
         server = os.getpid()
@@ -127,16 +128,16 @@ class _Server:
             try:
                 connection.sendall(FORKED)
             except OSError:
-                # The stand-in has lost its patience, and works itself.
+                # The proxy has timed out, and does the work itself.
                 _signal_group(pid, signal.SIGKILL)
             return None
-        # As mpirun has it for the ranks that it starts: what a rank starts ends with it.
+        # As for ranks that mpirun starts, the processes that a rank starts end with it.
         os.setpgid(0, 0)
         end_with_the_parent(server, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # As mpirun has it, too: a launcher that a shell script has put into the background ignores it.
+        # Also as under mpirun: a launcher in the background of a shell script ignores SIGINT, its ranks do not.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for other in (self._listening, connection, *self._children):
             other.close()
@@ -146,7 +147,7 @@ class _Server:
         return call
 
     def _end_child_of(self, connection: Any) -> None:
-        """Its stand-in says nothing more: it was ended, and the child is to end, too."""
+        """End the child whose proxy has closed its connection, because the proxy itself was ended."""
         pid = self._children.get(connection)
         if pid is not None:
             self._ask(pid)
@@ -162,7 +163,7 @@ class _Server:
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 continue
-            # As long as its number is its own. What one that failed has started is of no use to anybody.
+            # Signal before waitpid, after which the pid may be reused. What a failed child has started is useless.
             if self._asked.pop(pid, None) is not None or ended.si_status:
                 _signal_group(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
@@ -183,9 +184,9 @@ def _decline(call: WorkerCall, connection: socket.socket) -> None:
 
 
 def _forget_socket_of_the_dead(path: str) -> None:
-    """Where an earlier server had this path, and was ended."""
+    """Remove the socket of an earlier server that has ended, if there is one at this path."""
     if not Path(path).is_socket():
-        # A file answers calls as a socket does whose server has ended.
+        # A file refuses connections like the socket of a server that has ended, but is not ours to remove.
         return
     with socket.socket(socket.AF_UNIX) as probe:
         try:
@@ -193,12 +194,12 @@ def _forget_socket_of_the_dead(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
         except OSError:
-            # There is none, or it will say so.
+            # The caller's bind() reports any problem.
             pass
 
 
 def _signal_group(pid: int, number: int) -> None:
-    """A child's, and what it has started; right behind the fork it may not have one yet."""
+    """Signal a child's process group, or only the child: directly after the fork it may not have a group yet."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:
@@ -229,10 +230,10 @@ def _receive(connection: socket.socket) -> WorkerCall:
 
 
 class ForkServer:
-    """Of a launcher: a server that starts while the job's first try runs, for those that follow."""
+    """A launcher's fork server, started while the job's first attempt runs, for the attempts that follow."""
 
     def __init__(self, environ: Mapping[str, str], log_dir: Path) -> None:
-        # Should this launcher be killed, the next one removes it.
+        # If this launcher is killed, the next one removes the folder.
         self._scratch = Scratch()
         self._socket = str(self._scratch.path / "fork_server")
         launcher = os.getpid()
@@ -246,7 +247,7 @@ class ForkServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """By which workers find it."""
+        """Return the variable by which workers find the server."""
         return {VARIABLE: self._socket}
 
     def end(self) -> None:
@@ -254,23 +255,23 @@ class ForkServer:
         try:
             self._popen.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            # A disk that does not answer keeps it; it ends when that does.
+            # The server is blocked in a disk that does not answer, and ends when the disk does.
             pass
         self._scratch.remove()
 
 
 def _others_changes(log_dir: Path, of_imports: set[str]) -> list[str]:
-    """Variables that the job's script has changed, and imports do not."""
+    """Return the environment variables that the job's script has changed and imports do not change."""
     try:
         of_script = json.loads((log_dir / ENVIRON_CHANGES).read_text())
     except (OSError, ValueError):
         return []
-    # MindSpore sets these when it is imported by a rank of MPI.
+    # MindSpore sets the cluster's variables when a rank of MPI imports it.
     return sorted(set(of_script) - of_imports - set(CLUSTER_VARIABLES))
 
 
 def main() -> None:
-    """Import, serve; a child then is the worker that was called."""
+    """Import the modules, then serve requests; a forked child continues here as the worker."""
     parser = argparse.ArgumentParser(
         f"python -m {_MODULE}",
         description="Import MindSpore and MindNLP, then become the ranks of jobs that have MINDNLP_DP_FORK_SERVER set.",
@@ -279,7 +280,7 @@ def main() -> None:
     parser.add_argument("log_dir", metavar="LOG_DIR", nargs="?", type=Path, help="of the only job that it is for")
     asked, wanted = parser.parse_args(), clean_environment(os.environ)
     if wanted != dict(os.environ):
-        # As ranks have it that begin by themselves; Python has read its part of it by now.
+        # Restart with the environment of ranks that start directly: Python has already read its variables.
         os.execve(sys.executable, [*module_command(sys.executable, _MODULE), *sys.argv[1:]], wanted)
     before = dict(os.environ)
     for name in PRELOADED:
@@ -290,7 +291,7 @@ def main() -> None:
     if asked.log_dir is not None and (other := _others_changes(asked.log_dir, changes_of(before))):
         print(f"the script sets {', '.join(other)} before it imports: its ranks import as ever")
         return
-    # Nobody finds the socket before it is ready.
+    # The socket is created only now, so that no worker finds it before the server is ready.
     try:
         server = _Server(asked.socket)
     except OSError as error:
@@ -299,13 +300,13 @@ def main() -> None:
     call = server.serve()
     call.take_over()
     if "numpy" in sys.modules:
-        # Python's own generator is another one in each child anyway.
+        # Python's own generator is seeded again in each child anyway.
         sys.modules["numpy"].random.seed(random.getrandbits(32))
     importlib.import_module(call.module).run()
 
 
 if __name__ == "__main__":
-    # What stands in this folder is the user's, and not what is meant; python -m searches it first.
+    # python -m searches the current folder first, but its modules are the user's and must not be imported here.
     if sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
     main()

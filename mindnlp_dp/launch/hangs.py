@@ -1,8 +1,8 @@
-"""A job that hangs, named: who waits in which collective since when, who never came, and where that one is.
+"""Detect that a job hangs: report which ranks wait, in which collective, since when, and where the missing ranks are.
 
-Goes in: how far the ranks are (:mod:`mindnlp_dp.runtime.progress`), again and again. Comes out: once none of them has
-got any further for some time, the stacks of all, and a sentence. Threads that live are no sign: those of a rank that
-hangs in a collective live, too.
+:mod:`mindnlp_dp.launch.watch` polls the ranks' progress (:mod:`mindnlp_dp.runtime.progress`) with it. When no rank has
+made progress for some time, a message is built from the stacks of all ranks. Live threads are not a sign of progress:
+the threads of a rank that hangs in a collective live, too.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from mindnlp_dp.runtime.progress import Progress
 
 from .verdict import Failure
 
-# As timeout(1) has it.
+# The exit code of timeout(1).
 EXIT_CODE = 124
-# A launcher that was stopped itself, for longer than it takes to look, has not seen anybody hang.
+# A longer interval is not counted: the launcher itself was stopped, and has not seen a rank hang.
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
 _STACK_SECONDS = 1.0
-# Of all ranks of a host together: they go to the first host in one message (messages.py).
+# The limit for all ranks of a host together: their stacks go to the first host in one message (messages.py).
 _MOST_STACKS_BYTES = 1 << 20
-# What ranks may take longer until they have met.
+# The additional time that ranks get until all have joined.
 START_SECONDS = 120.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 class HangWatch:
-    """Looks whether ranks get any further.
+    """Checks whether ranks make progress; used by :class:`~mindnlp_dp.launch.watch.Watch`.
 
     Args:
-        timeout: seconds in which some rank waits for others, and none gets any further, that are too many; 0: there is
-            no limit.
+        timeout: seconds after which the job hangs if some rank waits for others and no rank makes progress; 0: never.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -45,15 +44,15 @@ class HangWatch:
         self._stalled, self._looked = 0.0, time.monotonic()
 
     def look(self, ranks: Sequence[Progress], is_stopped: bool = False) -> bool:
-        """Whether they hang. Until all have met, nobody reports anything, and imports take their time.
+        """Return whether the ranks hang. Until all have joined, no rank reports progress, and imports take time.
 
         Args:
-            is_stopped: whether some rank's process is (SIGSTOP), so that it does not work, though nobody waits for it.
+            is_stopped: whether some rank's process is stopped (SIGSTOP), and makes no progress though no rank waits.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _MOST_SECONDS_BETWEEN_LOOKS), now
         changes = [rank.changes for rank in ranks]
-        # Where nobody waits, each computes something that takes its time, or has come to its end.
+        # If no rank waits, each rank is busy with a long computation, or has ended.
         if changes != self._seen or not (is_stopped or any(rank.waits_in for rank in ranks)):
             self._seen, self._stalled = changes, 0.0
         else:
@@ -72,13 +71,13 @@ def name_hang(
     log_dir: Path,
     timeout: float,
 ) -> Failure:
-    """Say who keeps whom waiting.
+    """Describe a hang as a failure: which ranks wait, and for which ranks.
 
     Args:
-        finished: ranks that have come to their end.
-        stacks: of those that have answered (:func:`stacks_of`).
+        finished: ranks that have ended.
+        stacks: stacks of the ranks that have answered (:func:`stacks_of`).
         stopped: ranks whose processes are stopped.
-        lost: ranks that the others have gone on without.
+        lost: ranks without which the others have continued.
     """
     now = time.monotonic()
     running = [number for number in range(len(ranks)) if number not in finished and number not in lost]
@@ -112,7 +111,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def stacks_of(ranks: Mapping[int, Progress], finished: Collection[int], log_dir: Path) -> dict[int, str]:
-    """Of ranks of this host that answer: what :mod:`faulthandler`, which a worker has set up for a signal, writes."""
+    """Return what :mod:`faulthandler`, set up by the workers for a signal, writes for the ranks that answer."""
     asked = {}
     for number, rank in ranks.items():
         path = log_dir / f"worker_{number}.stacks"
@@ -136,12 +135,12 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:
-        # Somebody has removed it.
+        # The file was removed.
         return ""
 
 
 def _where(rank: Progress, stacks: str, is_stopped: bool) -> str:
-    """Where a rank is that waits for nobody, or that it does not answer."""
+    """Describe where a rank is that waits for no other rank, as far as it answers."""
     if not rank.pid:
         return "it has not begun"
     if is_stopped:
@@ -151,7 +150,7 @@ def _where(rank: Progress, stacks: str, is_stopped: bool) -> str:
 
 
 def _main_thread(stacks: str, thread: int) -> list[Mapping[str, str]]:
-    """The frames of one of the threads that were written, innermost first."""
+    """Return the frames of one thread from a rank's stacks, innermost first."""
     for part in stacks.split("\n\n"):
         if f"0x{thread:016x}" in part.partition("\n")[0]:
             return [match.groupdict() for match in _FRAME.finditer(part)]
@@ -159,7 +158,7 @@ def _main_thread(stacks: str, thread: int) -> list[Mapping[str, str]]:
 
 
 def _own_frame(frames: list[Mapping[str, str]]) -> str:
-    """The innermost frame of the user's own code; else the innermost of all."""
+    """Return the innermost frame of the user's code, else the innermost of all; "" without frames."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     ours = str(Path(__file__).resolve().parent.parent)
     own = [f for f in frames if not f["file"].startswith((*libraries, ours, "<"))] or frames

@@ -1,8 +1,8 @@
-"""Where the launchers of a job's hosts meet: the first host's side.
+"""The first host's side of the rendezvous, where the launchers of a job's hosts join.
 
-Goes in: the endpoint's port, the job's token. Comes out: hosts that have joined
-(:mod:`mindnlp_dp.launch.remote_host`). The first host decides; the others start, report and end
-(:mod:`mindnlp_dp.launch.agent`). One thread does it all: whoever waits, waits in :meth:`Head.pump`.
+:mod:`mindnlp_dp.launch.run` creates the :class:`Head`, which holds a proxy for each host that has joined
+(:mod:`mindnlp_dp.launch.remote_host`). The first host decides; the others start, report and end ranks
+(:mod:`mindnlp_dp.launch.agent`). One thread does everything, so all waiting is done in :meth:`Head.pump`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .remote_host import RemoteHost
 
 _BEAT_SECONDS = 1.0
 _GREETING_SECONDS = 5.0
-# Who have not shown yet that they know the token.
+# The limits for callers that have not proved yet that they know the token.
 _MOST_STRANGERS, _MOST_STRANGERS_OF_ONE_ADDRESS = 256, 64
-# In which a last word is heard.
+# How long the last message to a host may take to arrive.
 _PARTING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How hosts meet.
+    """The parameters of the rendezvous of a job's hosts, from the command line.
 
     Attributes:
-        join_timeout: seconds in which enough hosts have to come.
-        last_call_timeout: seconds that an elastic job which could begin waits for more hosts.
-        lost_after: seconds without a word after which a host is lost.
+        join_timeout: seconds within which enough hosts must join.
+        last_call_timeout: seconds for which an elastic job with enough hosts waits for more hosts.
+        lost_after: seconds without a message after which a host is lost.
     """
 
     host: str
@@ -48,27 +48,27 @@ class Rendezvous:
 
 
 class Head:
-    """Listens at the endpoint.
+    """Listens at the endpoint, lets hosts join, and exchanges messages with them; used by the first host's launcher.
 
     Args:
-        one_a_host: turn away a second launcher of a host, whose ranks MPI could not tell from the first one's.
+        one_a_host: whether to refuse a second launcher on a host, whose ranks MPI could not tell from the first one's.
 
     Attributes:
-        hosts: those that have joined and are not lost, in the order of their node ranks, else as they came.
+        hosts: hosts that have joined and are not lost, by node rank, then those without one in order of arrival.
 
     Raises:
-        TemporaryError: the port cannot be listened at.
+        TemporaryError: the launcher cannot listen at the port.
     """
 
     def __init__(self, rendezvous: Rendezvous, version: str, *, one_a_host: bool = False) -> None:
         self._rendezvous, self._version, self._one_a_host = rendezvous, version, one_a_host
         self.hosts: list[RemoteHost] = []
-        # Since when, and from where.
+        # Callers that have not proved the token: their time of arrival and address.
         self._strangers: dict[Connection, tuple[float, str]] = {}
         self._by_connection: dict[Connection, RemoteHost] = {}
-        # Until when it is waited for those that have been told their last.
+        # Connections that were sent their last message, and how long to wait for them to receive it.
         self._parting: dict[Connection, float] = {}
-        # Addresses that were named once.
+        # Addresses that were already named in a message.
         self._refused: set[str] = set()
         self._beat = self._pumped = 0.0
         try:
@@ -79,13 +79,13 @@ class Head:
 
     @property
     def own_endpoint(self) -> str:
-        """Where this host itself reaches it, as HOST:PORT."""
+        """Return where this host itself reaches the endpoint, as HOST:PORT."""
         address, port = self._listening.getsockname()[:2]
         address = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(address, address)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
     def pump(self, seconds: float) -> None:
-        """Hear what hosts say, for so long at most; shorter where one says something."""
+        """Receive the hosts' messages for at most ``seconds``; return earlier if one arrives."""
         self._forgive_own_absence()
         everybody = (*self._strangers, *self._by_connection, *self._parting)
         self._wait([self._listening, *(c.socket for c in everybody)], seconds)
@@ -112,7 +112,7 @@ class Head:
         self.hosts = [host for host in self.hosts if not host.lost]
 
     def _forgive_own_absence(self) -> None:
-        """Where this launcher was stopped itself, what hosts have said meanwhile is still to be heard."""
+        """Do not count the time for which this launcher was stopped: the hosts' messages from then are still unread."""
         now, before = time.monotonic(), self._pumped
         self._pumped = now
         if before and now - before > self._rendezvous.lost_after / 2:
@@ -126,7 +126,7 @@ class Head:
 
     @staticmethod
     def _wait(sockets: list[socket.socket], seconds: float) -> None:
-        """Until one can be read. By poll, which takes any descriptor, and needs none."""
+        """Wait until a socket can be read, by poll, which takes any descriptor number, and opens none itself."""
         poll = select.poll()
         for sock in sockets:
             poll.register(sock, select.POLLIN)
@@ -137,15 +137,15 @@ class Head:
             try:
                 sock, name = self._listening.accept()
             except OSError:
-                # Nobody has called, or there are no descriptors left for who has.
+                # No caller is waiting, or this process has run out of descriptors.
                 return
             self._make_room(address_of(name))
             self._greet(sock, address_of(name))
 
     def _make_room(self, address: str) -> None:
-        """For one more caller. Any of the others may have to go, so that nobody can keep out a host by calling often.
+        """Close a random caller's connection if there are too many, so that no caller can keep out a host.
 
-        One of the same address, where that has many.
+        If the new caller's address has too many connections, close one of those.
         """
         own = [connection for connection, (_, where) in self._strangers.items() if where == address]
         if len(own) >= _MOST_STRANGERS_OF_ONE_ADDRESS:
@@ -185,7 +185,7 @@ class Head:
         connection.close()
 
     def _part_from(self, connection: Connection, code: int, why: str = "") -> None:
-        """The job is over for who is there; hang up when that is heard."""
+        """Tell the other end that the job is over for it, and close the connection when it has received that."""
         self._strangers.pop(connection, None)
         self._by_connection.pop(connection, None)
         self._parting[connection] = time.monotonic() + _PARTING_SECONDS
@@ -205,7 +205,7 @@ class Head:
 
     def _welcome(self, connection: Connection, said: dict[str, Any]) -> Optional[RemoteHost]:
         if said["say"] == "daemon":
-            # mpirun, by its remote shell.
+            # The caller is mpirun's remote shell.
             host = next((h for h in self.hosts if said["host"] in (h.address, h.name)), None)
             if host is not None:
                 host.run_daemon(str(said["command"]))
@@ -213,7 +213,7 @@ class Head:
             return None
         for host in self.hosts:
             if host.launcher == said["launcher"]:
-                # Whose end of the connection broke; ours does not know it yet.
+                # Its end of the connection broke, which our end has not noticed yet.
                 host.lost = "its launcher came again"
         self.hosts = [host for host in self.hosts if not host.lost]
         wrong = ""
@@ -234,15 +234,15 @@ class Head:
         return host
 
     def _has_launcher(self, connection: Connection) -> bool:
-        """Whether who calls is on this host, or on one that is there."""
+        """Return whether the caller is on this host, or on one that has already joined."""
         theirs, ours = (address_of(name) for name in (connection.socket.getpeername(), connection.socket.getsockname()))
         return theirs == ours or any(host.address == theirs for host in self.hosts)
 
     def close(self, code: int) -> None:
-        """Tell all that the job is over, with this exit code, and wait until they have heard it."""
+        """Tell all hosts that the job is over, with this exit code, and wait until they have received it."""
 
         def is_heard() -> bool:
-            # Also by those who come just now.
+            # Hosts that join just now are told, too.
             for connection in list(self._by_connection):
                 self._part_from(connection, code)
             return not self._parting

@@ -1,8 +1,8 @@
-"""What one host does for a job: its ranks are started, watched and ended here.
+"""Start, monitor and end the ranks of one host.
 
-Goes in: a try of the job, which of its ranks are this host's. Comes out: how far they are and how they ended
-(:mod:`mindnlp_dp.launch.tries`), as often as somebody asks. The launcher has one of these for its own host, and, for
-each other host of the job, one that stands for it (:class:`~mindnlp_dp.launch.remote_host.RemoteHost`).
+Each launcher of a job has a :class:`LocalHost`, which starts its ranks of an attempt and, when polled, reports their
+progress and how they ended (:mod:`mindnlp_dp.launch.tries`). The first host's launcher also has a proxy for each other
+host, with the same methods (:class:`~mindnlp_dp.launch.remote_host.RemoteHost`).
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _LOOK_SECONDS = 0.5
 
 
 class LocalHost:
-    """This host.
+    """The host of this process, used by its launcher.
 
     Args:
-        remote_shell: of the first of several hosts: by which mpirun starts something on another, called as ssh is. It
-            is given a folder that only this user can read.
+        remote_shell: on the first of several hosts: function that takes a folder that only this user can read, and
+            returns the command by which mpirun starts a process on another host, as it would by ssh.
 
     Attributes:
-        name: its name.
-        slots: how many ranks it takes at most.
-        sleep: how it waits; the first host hears others meanwhile.
+        name: host name.
+        slots: maximum number of ranks.
+        sleep: function for waiting; the first host receives the others' messages meanwhile.
     """
 
     lost = ""
@@ -86,31 +86,31 @@ class LocalHost:
 
     @property
     def number(self) -> int:
-        """Of the try whose ranks are here, -1 where there are none."""
+        """Return the number of the attempt whose ranks run here; -1 without ranks."""
         return -1 if self._try is None or self._has_ended else self._try.number
 
     def clear(self, log_dir: str, number: int) -> None:
-        """Put aside what the try before this one has written; before the first, what an earlier job has.
+        """Archive what the previous attempt has written or, before the first attempt, what an earlier job has.
 
-        On all hosts before any begins, for they may share the folder.
+        All hosts do this before any host starts its ranks, because hosts may share the folder.
 
         Raises:
-            LaunchError: it holds files of other programs that have the names of logs.
-            TemporaryError: it cannot be written to; behind the first try, that one's ends cannot be removed.
+            LaunchError: the folder holds other programs' files that have the names of logs.
+            TemporaryError: the folder cannot be written to or, after the first attempt, its statuses not removed.
         """
         folder = Path(log_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if number:
                 if self._try is None:
-                    # This host has joined a job that was there before.
+                    # This host has joined a job that had already started.
                     claim(folder)
                 put_logs_aside(folder, number)
             else:
                 put_earlier_job_aside(folder)
         except OSError as error:
             if number and forget_statuses(folder):
-                # Its disk is full; there are jobs that go on without logs.
+                # The disk may be full, and a job can continue without logs.
                 print(f"the logs of try {number} in {log_dir} are not put aside: {error}", file=sys.stderr)
                 return
             raise self._cannot_be_written(log_dir, error) from None
@@ -121,10 +121,10 @@ class LocalHost:
         )
 
     def start(self, this: Try) -> None:
-        """Start its ranks of a try.
+        """Start this host's ranks of an attempt.
 
         Raises:
-            LaunchError: the engine is not there.
+            LaunchError: the engine is not installed.
             TemporaryError: the log folder cannot be written to, or the engine cannot be started now.
         """
         self._try, self._processes, self._daemons = this, [], []
@@ -134,7 +134,7 @@ class LocalHost:
         try:
             progress.create(log_dir / progress_file(this.index), this.num_ranks)
             if this.backend == "mpi" and this.index:
-                # The first host's mpirun asks for what it needs here: :meth:`run_daemon`.
+                # The first host's mpirun has its daemon started here: :meth:`run_daemon`.
                 return
             name = f"launcher_{this.index}.log" if this.index else "launcher.log"
             self._log = open(log_dir / name, "wb")  # noqa: SIM115 -- closed by end()
@@ -162,7 +162,7 @@ class LocalHost:
             return
         cluster = Cluster(this.num_ranks, (this.addresses[0] if this.addresses else "127.0.0.1", this.port))
         if not this.index:
-            # First, for a rank that does not find it sleeps.
+            # The scheduler comes first, because a rank that does not find it sleeps.
             self._processes.append(start_scheduler(cluster, environ, log_dir / "scheduler.log"))
         self._processes += start_cluster(cluster, this.ranks, worker, environ, self._log)
 
@@ -176,7 +176,7 @@ class LocalHost:
         }
 
     def run_daemon(self, command: str) -> None:
-        """Start what another host's mpirun wants to have here: its own daemon, which starts this host's ranks."""
+        """Start the daemon that the first host's mpirun needs here; the daemon starts this host's ranks."""
         assert self._try is not None
         if self._log is None or self._log.closed:
             path = Path(self._try.log_dir, f"launcher_{self._try.index}.log")
@@ -188,7 +188,7 @@ class LocalHost:
         self._daemons.append(start_daemon(command, self._environment(self._try), self._log))
 
     def prepare_restart(self) -> None:
-        """While ranks work: import what the ranks of the next try will need."""
+        """Start a fork server, which imports what the next attempt needs while the ranks work."""
         this = self._try
         if (
             self._fork_server is None
@@ -202,23 +202,23 @@ class LocalHost:
                 print(f"there is no fork server for the next try, which imports as ever: {error}", file=sys.stderr)
 
     def look(self) -> Report:
-        """How its ranks are. Cheap enough to be asked many times a second."""
+        """Return a report on this host's ranks. It is cheap enough for many calls a second."""
         this = self._try
         if this is None:
             return Report()
         log_dir, now = Path(this.log_dir), time.monotonic()
-        # Opening as many files as there are ranks, many times a second, costs more than to ask whether there is a new
-        # one. Two that come within a tick of the file system's clock are told apart by the next look.
+        # Opening a file of each rank many times a second costs more than asking whether the folder has a new file. A
+        # file that came within the same tick of the file system's clock is found at most _LOOK_SECONDS later.
         try:
             changed = os.stat(log_dir).st_mtime_ns
         except OSError:
-            # Somebody has removed it; ranks go on, and so does the job.
+            # The folder was removed; the ranks and the job continue.
             changed = 0
         if changed != self._changed or now - self._looked >= _LOOK_SECONDS or not self._looked:
             self._looked, self._changed = now, changed
             self._so_far = self._ranks()
             self._states = {n: rank.state for n, rank in self._so_far.items() if rank.pid}
-            # Behind that: of one that is gone it is known by now whether it has said so.
+            # Read after the states: a rank that is gone has written its status by now, if it ever does.
             self._statuses = read_statuses(log_dir, this.ranks, this.name)
         working = [process for process in self._processes if not process.serves]
         ended = [Ended(p.rank, p.popen.returncode) for p in working if p.popen.poll() is not None]
@@ -229,29 +229,29 @@ class LocalHost:
         assert self._try is not None
         found = progress.read(Path(self._try.log_dir) / progress_file(self._try.index))
         if not found:
-            # Somebody has removed it, or the disk is gone: what was seen last.
+            # The file was removed, or the disk is gone: return what was read last.
             return self._so_far
         return {number: found[number] for number in self._try.ranks if number < len(found)}
 
     def stacks(self) -> dict[int, str]:
-        """What each of its ranks that answer is doing."""
+        """Return the stacks of those of this host's ranks that answer."""
         return {} if self._try is None else stacks_of(self._ranks(), self._statuses, Path(self._try.log_dir))
 
     def tail(self, rank: int) -> str:
-        """The end of the log of one of its ranks."""
+        """Return the end of the log of one of this host's ranks."""
         return "" if self._try is None else tail(Path(self._try.log_dir) / f"worker_{rank}.log")
 
     def ask_for_checkpoint(self, number: int) -> None:
-        """Of its first rank, as soon as that can be."""
+        """Ask this host's first rank for a checkpoint as soon as possible; requests are numbered from 1."""
         assert self._try is not None
         try:
             progress.ask_for_checkpoint(Path(self._try.log_dir) / progress_file(self._try.index), number)
         except OSError as error:
-            # Somebody has removed the folder; ranks go on.
+            # The folder was removed; the ranks continue.
             print(f"rank {self._try.ranks.start} cannot be asked for a checkpoint: {error}", file=sys.stderr)
 
     def end(self) -> None:
-        """End its ranks; when this returns none is left, and all have had their say."""
+        """End this host's ranks; on return none is left, and each has had time to write its status."""
         if self._has_ended:
             return
         grace = grace_seconds(self._environ)
@@ -271,7 +271,7 @@ class LocalHost:
         self._looked, self._has_ended = 0.0, True
 
     def leave(self) -> None:
-        """The job is over."""
+        """End the ranks and the fork server, because the job is over."""
         self.end()
         if self._fork_server is not None:
             self._fork_server.end()

@@ -1,9 +1,9 @@
-"""A job from its first try to its last: started on its hosts, watched, ended, and started again where that is wanted.
+"""Run a job from its first attempt to its last: start it on its hosts, monitor it, end it, and restart it if wanted.
 
-Goes in: hosts, a command. Comes out: an exit code. Each rank writes ``worker_R.log``; rank 0's is shown as it grows. A
-rank says how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.worker`), for the libraries' own exit codes are
-not always true: processes of MindSpore's cluster may end with 1 after a job that went well, mpirun with 0 after one
-that lost a host. How far it is stands in a file in memory (:mod:`mindnlp_dp.runtime.progress`).
+:mod:`mindnlp_dp.launch.run` creates the :class:`Job`. Each rank writes ``worker_R.log``; rank 0's is shown as it grows.
+A rank records how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.worker`), because the exit codes of
+libraries are not reliable: processes of MindSpore's cluster may exit with 1 after a successful job, mpirun with 0
+after one that lost a host. The ranks' progress is in a file in memory (:mod:`mindnlp_dp.runtime.progress`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Job", "JobOptions"]
 
 
 class Job:
-    """A command that ``members`` run together."""
+    """A command that the hosts of ``members`` run together, with restarts."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class Job:
         self._name = secrets.token_hex(8)
         self._number = 0
         self._seen = Seen([])
-        # What ranks had said of their ends when their logs were last shown.
+        # The statuses of the ranks at the time when their logs were last shown.
         self._shown: dict[int, Status] = {}
 
     def run(self) -> int:
-        """Its exit code.
+        """Run the job to its end, and return its exit code.
 
         Raises:
-            Interrupted: it was asked to end.
-            LaunchError: it cannot be started as asked.
+            Interrupted: the job was asked to end.
+            LaunchError: the job cannot be started as asked.
         """
         while True:
             hosts = self._members.gather()
@@ -71,7 +71,7 @@ class Job:
             except TemporaryError as error:
                 if not self._number:
                     raise
-                # What went well before may go well again.
+                # The job was started before, so the next attempt may work again.
                 failure, grows = Failure(None, error.exit_code, str(error)), False
             seconds = time.monotonic() - began
             self._number += 1
@@ -82,7 +82,7 @@ class Job:
             if failure is None:
                 return 0
             self._report(failure, hosts, this, seconds)
-            # Whoever has asked for its end wants no other try.
+            # A job that was asked to end is not restarted.
             self._termination.end(is_saved=True)
             wait = self._restarts.after(failure, update=self._seen.update, seconds=seconds)
             if wait is None:
@@ -105,7 +105,7 @@ class Job:
     def _next_try(self, hosts: Sequence[Host]) -> Try:
         members = self._members
         others = [host for host in hosts if isinstance(host, RemoteHost)]
-        # The first host's as the others see it; the endpoint's may be that of a service in front of it.
+        # The first host's address as the others see it: the endpoint's may belong to a service in front of it.
         addresses = [others[0].address_of_head, *(host.address for host in others)] if others else []
         this = Try(
             self._number, self._backend, self._command, str(self._log_dir.absolute()), members.counts(hosts), addresses,
@@ -125,7 +125,7 @@ class Job:
         return this
 
     def _run_once(self, hosts: Sequence[Host], this: Try) -> tuple[Optional[Failure], bool]:
-        """How a try failed, None where it did not; and whether it was ended in order to grow."""
+        """Run one attempt; return its failure, None if it succeeded, and whether it was ended in order to grow."""
         for host in hosts:
             host.clear(this.log_dir, this.number)
         for attempt in range(2):
@@ -134,7 +134,7 @@ class Job:
                 log_dir=self._log_dir, options=self._options, termination=self._termination,
             )  # fmt: skip
             try:
-                # The first host's mpirun asks the others for its daemons: they have to know the try by then.
+                # The first host starts last: its mpirun asks the others for daemons, so they must know the attempt.
                 for index, host in reversed(list(enumerate(hosts))):
                     host.start(replace(this, index=index))
                 watch.until_it_is_over(self._sleep)
@@ -142,7 +142,7 @@ class Job:
                 for host in hosts:
                     host.end()
             self._shown = watch.seen.statuses
-            # Those that had to be ended may have had their say by then.
+            # Ranks that had to be ended may have written their statuses meanwhile.
             after = look(hosts, this)
             self._seen = replace(watch.seen, ranks=after.ranks, statuses=after.statuses)
             left = watch.losses.left
@@ -150,8 +150,8 @@ class Job:
             if watch.grows and finished != left:
                 return None, True
             failure = watch.losses.failure or watch.hang or self._verdict(hosts, this, left)
-            # On a busy machine OpenMPI's own server may come too late for it ("The PMIx server's listener thread failed
-            # to start").
+            # On a busy machine OpenMPI's own server may start too late ("The PMIx server's listener thread failed to
+            # start").
             has_begun = self._has_begun or any(self._log_dir.glob("worker_*.log"))
             if failure is None or watch.hang or attempt or has_begun or this.backend != "mpi" or len(hosts) > 1:
                 break
@@ -159,11 +159,11 @@ class Job:
         return failure, False
 
     def _verdict(self, hosts: Sequence[Host], this: Try, left: Sequence[int]) -> Optional[Failure]:
-        """How a try failed, of whose ranks these were ``left``; None where it did not."""
+        """Return how an attempt failed, judged by the remaining ranks ``left``; None if it succeeded."""
         ended = [process for report in self._seen.reports for process in report.ended]
         statuses = {rank: status for rank, status in self._seen.statuses.items() if rank in left}
         if all(rank in statuses and not statuses[rank].exit_code for rank in left):
-            # Whatever becomes of their hosts now.
+            # All ranks succeeded, so a host that is lost now does not matter.
             return None
         lost = first_lost(hosts)
         if lost is not None and not any(status.exit_code and not status.waited for status in statuses.values()):
@@ -171,7 +171,7 @@ class Job:
             return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
         failure = find_failure(ended, statuses, self._log_dir, left)
         missing = [rank for rank in left if rank not in statuses]
-        # mpirun says 0 when it has lost a host, and when ranks may go on without one.
+        # mpirun exits with 0 after it has lost a host, and in jobs that may continue without a rank.
         if failure is None and missing and (len(hosts) > 1 or this.in_place or not self._has_begun):
             return Failure(missing[0], 1, "ended without a word")
         if failure is not None and failure.rank is None and not failure.what and self._has_begun:
@@ -181,7 +181,7 @@ class Job:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether any rank of the last try has."""
+        """Return whether any rank of the last attempt has started."""
         return any(rank.pid for rank in self._seen.ranks)
 
     def _report(self, failure: Failure, hosts: Sequence[Host], this: Try, seconds: float) -> None:

@@ -1,6 +1,6 @@
-"""Who launched this process: the one place that reads what launchers leave in the environment.
+"""Read the environment variables of launchers: which one started this process and how many others, its rank and card.
 
-Goes in: the environment. Comes out: the launcher's name, how many processes it started, this one's rank and card.
+No other module reads these variables. The process group, the patches and the launcher call it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
-# Launchers whose processes meet by MPI.
+# Launchers whose processes join through MPI.
 MPI_LAUNCHERS = ("mpirun", "srun --mpi", "PMIx")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Who started this process, with how many.
+    """The launcher that started this process, and the number of processes that it started.
 
     Attributes:
-        by: the launcher; ``"none"`` where this process was started alone.
-        world_size: how many processes the launcher says that it started; None where it does not say.
-        rank: what a launcher that does not say how many calls this process; 0 otherwise.
+        by: name of the launcher; ``"none"`` if this process was started alone.
+        world_size: number of processes as the launcher gives it; None if it does not.
+        rank: this process's rank, if the launcher does not give the number of processes; 0 otherwise.
     """
 
     by: str
@@ -29,23 +29,23 @@ class Launch:
 
     @property
     def num_known(self) -> int:
-        """How many processes there are at least."""
+        """Return how many processes there are at least."""
         return self.rank + 1 if self.world_size is None else self.world_size
 
 
 def detect_launch(environ: Mapping[str, str]) -> Launch:
-    """Read the launcher's variables.
+    """Return the launcher that the environment variables describe.
 
-    OpenMPI's ``mpirun`` comes first: it sets its variables for each process, whereas ``MS_*``
-    may be left over in a shell. ``msrun``, and ``mindnlp-dp run --backend mindspore``,
-    start MindSpore's dynamic cluster, which wants ``MS_ROLE``; its processes may themselves be
-    started by one of those that follow.
+    OpenMPI's ``mpirun`` is checked first: it sets its variables for each process, whereas
+    ``MS_*`` may be left over in a shell. ``msrun``, and ``mindnlp-dp run --backend mindspore``,
+    start MindSpore's dynamic cluster, which needs ``MS_ROLE``; its processes may themselves be
+    started by one of the launchers that are checked later.
     """
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return Launch("mpirun", int(environ["OMPI_COMM_WORLD_SIZE"]))
     if "MS_ROLE" in environ and "MS_WORKER_NUM" in environ:
         return Launch("msrun", int(environ["MS_WORKER_NUM"]))
-    # The shell of sbatch has these as well, but no step: it is one process.
+    # The shell of sbatch has Slurm's variables as well, but no step: it is a single process.
     if environ.get("SLURM_STEP_ID"):
         num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
         if num_tasks > 1:
@@ -63,21 +63,21 @@ def detect_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def card_of_this_process(environ: Mapping[str, str]) -> Optional[int]:
-    """The card, counted from 0 on this host, that the launcher meant for this process; None where it did not say.
+    """Return the card, counted from 0 on this host, that the launcher chose for this process; None if it chose none.
 
-    DEVICE_ID may be left over where no process was given a role.
+    DEVICE_ID alone may be left over in a shell, so it counts only with MS_ROLE.
     """
     if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
         return int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])
     return int(environ["DEVICE_ID"]) if "MS_ROLE" in environ and "DEVICE_ID" in environ else None
 
 
-# What Kubernetes' Indexed Job, Volcano, the Ascend operator and Slurm call a host's number.
+# The names that Kubernetes' Indexed Job, Volcano, the Ascend operator and Slurm use for a host's number.
 _NODE_RANKS = ("JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "MS_NODE_RANK", "SLURM_NODEID")
 
 
 def node_rank_of(environ: Mapping[str, str]) -> Optional[int]:
-    """This host's number among the job's, from 0 on; None where nobody says."""
+    """Return the number, from 0, of this host in its job; None if no variable has it."""
     for name in _NODE_RANKS:
         if environ.get(name, "").isdecimal():
             return int(environ[name])
@@ -85,7 +85,7 @@ def node_rank_of(environ: Mapping[str, str]) -> Optional[int]:
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
-    """The rank that the launcher gave to this process."""
+    """Return the rank that the launcher gave to this process."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MS_NODE_ID"):
         if name in environ:
             return int(environ[name])

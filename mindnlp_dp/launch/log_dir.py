@@ -1,6 +1,6 @@
-"""A job's log folder: whose it is, and what earlier tries and earlier jobs have left in it.
+"""Reserve a job's log folder, and archive what earlier attempts and earlier jobs have left in it.
 
-Goes in: the folder. Comes out: one that is this job's alone, with nothing in it that a rank of another try has said.
+The launcher calls it, so that the folder belongs to one job, and no status of an earlier attempt is read by mistake.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path
 
 from .engines import LaunchError
 
-# A line for each failure.
+# The file that has a line for each failure.
 RECORD = "failures.jsonl"
-# What ranks and their engine write into a log folder.
+# The files that ranks and their engine write into a log folder.
 _WRITTEN = re.compile(r"worker_\d+\.(log|log\.\d+|status|stacks)|launcher(_\d+)?\.log|scheduler\.log")
 _OF_THE_JOB = re.compile(rf"{re.escape(RECORD)}|progress(_\d+)?|fork_server\.log|environ_changes\.json")
 _TRY, _JOB = re.compile(r"try_(\d+)"), re.compile(r"job_(\d+)")
-# Says that a job has made the folder its own.
+# The file that marks a folder as a job's.
 _MARKER = ".mindnlp_dp"
-# What explains the last failures; an elastic job may have a hundred tries, and each log hundreds of MiB.
+# Enough to explain the last failures; an elastic job may have a hundred attempts, and each log hundreds of MiB.
 _KEPT_TRIES, _KEPT_JOBS = 10, 3
 
 
 @contextmanager
 def kept_by_this_job(log_dir: Path) -> Iterator[None]:
-    """Within it, no other job takes the folder for its own.
+    """Lock the folder inside the block, so that no other job uses it.
 
     Raises:
-        LaunchError: one does so already.
+        LaunchError: another job has locked the folder.
     """
     lock = None
     try:
@@ -48,7 +48,7 @@ def kept_by_this_job(log_dir: Path) -> Iterator[None]:
             f"the log folder {log_dir} is that of a job that runs; give each its own, --log-dir, or none"
         ) from None
     except OSError:
-        # A disk that knows no locks, or cannot be written to, which somebody else says.
+        # The disk does not support locks, or cannot be written to, which a later write reports.
         pass
     try:
         yield
@@ -58,39 +58,39 @@ def kept_by_this_job(log_dir: Path) -> Iterator[None]:
 
 
 def new_log_dir() -> Path:
-    """A folder that nobody else has, as far as that can be: ``logs/DATE-TIME-PID``."""
+    """Create and return a folder that no other job has, as far as possible: ``logs/DATE-TIME-PID``."""
     name = time.strftime("%Y%m%d-%H%M%S-") + str(os.getpid())
     for number in itertools.count(1):
-        # Containers count their processes alike, and may have one disk.
+        # Containers may share a disk, and each may have the same process ids.
         path = Path("logs", name if number == 1 else f"{name}-{number}")
         try:
             path.mkdir(parents=True)
         except OSError:
             if os.path.lexists(path):
                 continue
-            # Whoever writes to it says why that cannot be.
+            # The first write to the folder reports why it cannot be created.
         return path
     raise AssertionError
 
 
 def put_logs_aside(log_dir: Path, number: int) -> None:
-    """What the try before number ``number`` has written, into a folder of its own."""
+    """Move what the attempt before attempt ``number`` has written to a separate folder, ``try_NUMBER``."""
     folder = _new_folder(log_dir / f"try_{number}")
     for path in log_dir.iterdir():
         if _WRITTEN.fullmatch(path.name):
             try:
                 path.replace(folder / path.name)
             except FileNotFoundError:
-                # Another host's launcher has, in a folder that they share.
+                # Another host's launcher has moved it, in a shared folder.
                 pass
     _keep_the_last(log_dir, _TRY, _KEPT_TRIES)
 
 
 def put_earlier_job_aside(log_dir: Path) -> None:
-    """What an earlier job has left in the log folder, into ``job_N``: it may say why this one was started again.
+    """Move what an earlier job has left to the folder ``job_N``: it may explain why this job was started again.
 
     Raises:
-        LaunchError: as :func:`claim`.
+        LaunchError: the same as for :func:`claim`.
     """
     claim(log_dir)
     if left := [path for path in log_dir.iterdir() if _is_left_by_a_job(path)]:
@@ -101,10 +101,10 @@ def put_earlier_job_aside(log_dir: Path) -> None:
 
 
 def claim(log_dir: Path) -> None:
-    """From now on the folder is a job's.
+    """Mark the folder as a job's.
 
     Raises:
-        LaunchError: no job has written to it yet, and it holds something that has the name of a log.
+        LaunchError: no job has marked the folder yet, and it holds a file that has the name of a log.
     """
     marker = log_dir / _MARKER
     if not marker.exists():
@@ -118,7 +118,7 @@ def claim(log_dir: Path) -> None:
 
 
 def _new_folder(folder: Path) -> Path:
-    """One that is known to be ours, and may be removed."""
+    """Create a folder with a mark that it is ours and may be removed."""
     folder.mkdir(exist_ok=True)
     (folder / _MARKER).touch()
     return folder
@@ -136,7 +136,7 @@ def _last_number(log_dir: Path, pattern: re.Pattern[str]) -> int:
 
 
 def _keep_the_last(log_dir: Path, pattern: re.Pattern[str], how_many: int) -> None:
-    """Of the folders of that name that jobs have made, those with the highest numbers."""
+    """Remove the folders of that name that jobs have made, except those with the highest numbers."""
     last = _last_number(log_dir, pattern)
     for path in log_dir.iterdir():
         match = pattern.fullmatch(path.name)
@@ -145,7 +145,7 @@ def _keep_the_last(log_dir: Path, pattern: re.Pattern[str], how_many: int) -> No
 
 
 def forget_statuses(log_dir: Path) -> bool:
-    """How the ranks of a try have ended, which would be taken for the next one's ends; whether none is left."""
+    """Remove the statuses of an attempt, which would be taken for the next one's; return whether none is left."""
     try:
         for path in log_dir.glob("worker_*.status"):
             path.unlink(missing_ok=True)

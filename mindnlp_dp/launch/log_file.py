@@ -1,7 +1,7 @@
-"""A rank's output, in a file that begins anew when it has grown large.
+"""Write a rank's output to a file that is rotated when it has grown large; used by :mod:`mindnlp_dp.launch.worker`.
 
-Goes in: what this process and those that it starts write to standard output and standard error. Comes out: ``FILE``,
-and ``FILE.1``, the one before it: never more than twice the limit, give or take what is written in an update.
+What this process and its children write to standard output and standard error is in ``FILE``, and in ``FILE.1``, the
+previous one: together at most twice the limit, plus what is written in an update.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
-# In MiB; 0: there is no limit.
+# The limit in MiB; 0: unlimited.
 VARIABLE = "MINDNLP_DP_LOG_MB"
 DEFAULT_MB = 256
 
 
 class LogFile:
-    """From now on, where this process's output goes."""
+    """Redirects this process's output to a file, from its creation on; used by a rank's worker."""
 
     def __init__(self, path: Path, environ: Mapping[str, str]) -> None:
         self._path, self._most_bytes = path, int(environ.get(VARIABLE, DEFAULT_MB)) << 20
@@ -34,7 +34,7 @@ class LogFile:
         self._log = log
 
     def _streams(self) -> list[int]:
-        """Standard output and error, where the script has not put something else in their place, or closed them."""
+        """Return standard output and error, except where the script has redirected or closed them."""
         if self._log is None:
             return [1, 2]
         log, ours = os.fstat(self._log), []
@@ -45,9 +45,9 @@ class LogFile:
         return ours
 
     def begin_anew_if_large(self) -> None:
-        """Between two updates. Who has it open reads on in the old one, which has another name then."""
+        """Rotate a large log, between two updates. Processes that have it open still read the old, renamed file."""
         if self._most_bytes and self._log is not None and os.fstat(self._log).st_size > self._most_bytes:
-            # Where it cannot be, it grows on.
+            # A log that cannot be rotated keeps growing.
             with contextlib.suppress(OSError):
                 earlier = self._path.with_name(f"{self._path.name}.1")
                 self._path.replace(earlier)

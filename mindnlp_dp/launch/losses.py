@@ -1,7 +1,7 @@
-"""Ranks that a try has lost while the others go on without them, in their processes.
+"""Track the ranks that an attempt has lost while the others continue without them, in the same processes.
 
-Goes in: how far ranks are, and which have ended. Comes out: whether those that are left have gone on, or the try is to
-be ended. Ranks do it by themselves (:mod:`mindnlp_dp.trainers.in_place`); the launcher looks on.
+:mod:`mindnlp_dp.launch.watch` polls it to learn whether the remaining ranks have continued, or the attempt must end.
+Ranks recover by themselves (:mod:`mindnlp_dp.trainers.in_place`); the launcher only monitors them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from mindnlp_dp.runtime.progress import Progress
 
 from .verdict import Failure, Status, how_it_ended
 
-# How long ranks that all wait may take to go on without one that was lost.
+# How long the remaining ranks may all be waiting before they continue without a lost rank.
 PATIENCE_SECONDS = 5.0
 
 
 class Losses:
-    """Of one try.
+    """The lost ranks of one attempt; used by :class:`~mindnlp_dp.launch.watch.Watch`.
 
     Args:
-        num_ranks: with which it began.
-        least: ranks that it may have.
+        num_ranks: number of ranks at the start of the attempt.
+        least: minimum number of ranks.
 
     Attributes:
-        ranks: those that were lost, and how.
-        new: those of them that the others have yet to go on without; the last ones, when they have gone on.
+        ranks: lost ranks, and how each was lost.
+        new: losses after which the others have yet to continue; once they have, the losses that were handled last.
     """
 
     def __init__(self, num_ranks: int, least: int) -> None:
@@ -41,8 +41,8 @@ class Losses:
         return [rank for rank in range(self._num_ranks) if rank not in self.ranks]
 
     def look(self, ranks: Sequence[Progress], statuses: Mapping[int, Status], gone: Collection[int], now: float) -> str:
-        """What has become of the try: "" where nothing is new, "went on" without lost ranks, once, or "failed"."""
-        # One that says nothing any more comes before those that say why they ended: it may be why.
+        """Return "went on" once when the others continue without lost ranks, "failed", or "" if nothing is new."""
+        # Ranks that are gone without a status come before those with one, because they may be the cause.
         for number in [rank for rank in self.left if rank in gone and rank not in statuses]:
             self._lose(number, Failure(number, 1, "was killed, or left past the end of the script,"))
         failed = [rank for rank in self.left if rank in statuses and statuses[rank].exit_code]
@@ -51,7 +51,7 @@ class Losses:
                 code = statuses[number].exit_code
                 self._lose(number, Failure(number, code, how_it_ended(code)))
         left = self.left
-        # Such as one that has tried to go on, and could not.
+        # For example a rank that has tried to continue, and could not.
         if any(statuses[number].exit_code for number in left if number in statuses):
             return "failed"
         if not self._has_new:
@@ -74,10 +74,10 @@ class Losses:
         self._stuck_since = 0.0
 
     def end(self) -> None:
-        """The others are not to go on, though they could."""
+        """Count the attempt as failed, although the other ranks could continue."""
         self._has_new = True
 
     @property
     def failure(self) -> Optional[Failure]:
-        """The first of those that the others do not go on without."""
+        """Return the first loss after which the others have not continued; None without one."""
         return self.new[0] if self._has_new else None

@@ -1,6 +1,6 @@
-"""A job that measures something and writes numbers, for the commands that do.
+"""Run a module that measures something under mpirun, and return its numbers; for the commands that measure.
 
-Goes in: a module to run under mpirun, with ``--write FILE`` behind its flags. Comes out: what it wrote.
+The module gets ``--write FILE`` after its other flags, and writes its numbers to that file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .run import JobOptions, run_job
 
 
 def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:
-    """Run ``module`` on so many ranks and return the JSON that it wrote.
+    """Run ``module`` on ``world_size`` ranks and return the JSON that it wrote.
 
     Raises:
-        RuntimeError: the job failed; it has said why.
+        RuntimeError: the job failed; it has printed the reason.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "measured.json")

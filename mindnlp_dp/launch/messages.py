@@ -1,8 +1,8 @@
-"""Messages between the launchers of a job's hosts: JSON in frames that only who knows the job's token can make.
+"""Send messages between the launchers of a job's hosts: JSON in frames that only holders of the job's token can make.
 
-Goes in: what one end says, as plain data. Comes out: the same at the other end; an error where somebody else spoke.
+:mod:`mindnlp_dp.launch.head` and :mod:`mindnlp_dp.launch.agent` are the two ends.
 
-Both ends prove that they have the token, over fresh random numbers of both, before anything else is read; every frame
+Both ends prove that they have the token, over fresh random numbers of both, before anything else is read. Every frame
 carries an HMAC-SHA256 (RFC 2104) under a key of this connection, over its direction and number, so that none can be
 forged, repeated, left out or sent back. Nothing is unpickled, and nothing is secret: frames are not encrypted.
 """
@@ -32,14 +32,14 @@ LONGEST_BYTES = 4 << 20
 
 
 class WrongPeerError(Exception):
-    """The other end does not know the token, or speaks something else."""
+    """Raised when the other end does not know the token, or uses another protocol."""
 
 
 def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes:
-    """The job's token: from MINDNLP_DP_RDZV_TOKEN, or from a file that only its owner can read.
+    """Return the job's token, from MINDNLP_DP_RDZV_TOKEN or from a file that only its owner can read.
 
     Raises:
-        ValueError: there is none, it is short, or others can read it; the message says what to do.
+        ValueError: the token is missing or too short, or other users can read it; the message says what to do.
     """
     text = environ.get(TOKEN_VARIABLE) if file is None else None
     if text is None:
@@ -47,7 +47,7 @@ def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes
         try:
             path = path.expanduser()
             found = path.stat()
-            # Kubernetes' Secrets are root's, and a pod reads them by its group.
+            # Kubernetes' Secrets belong to root, and a pod reads them through its group.
             others = 0o037 if found.st_uid == 0 != os.geteuid() else 0o077
             if stat.S_IMODE(found.st_mode) & others:
                 raise ValueError(f"{path} can be read by other users: chmod 600 {path}")
@@ -65,12 +65,12 @@ def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes
 
 
 class Connection:
-    """One end of a connection; whoever was called (``is_server``) asks for a proof first.
+    """One end of a connection; the end that was called (``is_server``) asks for a proof first.
 
-    Sockets do not block: :meth:`receive` returns what has come and sends what can be sent.
+    Sockets do not block: :meth:`receive` returns the messages that have arrived, and sends what can be sent.
 
     Attributes:
-        is_ready: whether the other end has shown that it knows the token.
+        is_ready: whether the other end has proved that it knows the token.
     """
 
     def __init__(self, sock: socket.socket, token: bytes, *, is_server: bool) -> None:
@@ -89,7 +89,7 @@ class Connection:
             self._out += self._mine
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send it as soon as that can be; before the other end is known it is kept."""
+        """Send a message as soon as possible; keep it until the other end has proved the token."""
         payload = json.dumps(message).encode()
         if self.is_ready:
             self._frame(payload)
@@ -102,16 +102,16 @@ class Connection:
         self._num_out += 1
 
     def send_last(self, message: Mapping[str, Any]) -> None:
-        """Send it, and nothing behind it. :meth:`receive` raises once the other end has closed the connection too.
+        """Send a message, and none after it. :meth:`receive` raises once the other end has closed the connection too.
 
-        Who closes a socket with something in it that was not read resets the connection, and the other end may lose
-        what it has not read either.
+        Closing a socket that holds unread data would reset the connection, and the other end might lose what it has
+        not read yet.
         """
         self._says_no_more = True
         self.send(message)
 
     def flush(self) -> None:
-        """Raises OSError where the connection is broken."""
+        """Send what can be sent now; raise OSError if the connection is broken."""
         while self._out:
             try:
                 sent = self.socket.send(self._out)
@@ -122,11 +122,11 @@ class Connection:
             self.socket.shutdown(socket.SHUT_WR)
 
     def receive(self) -> list[Any]:
-        """The messages that have come since; what came before the connection broke comes before the error.
+        """Return the messages since the last call; those from before a broken connection come before the error.
 
         Raises:
             WrongPeerError: the other end does not know the token.
-            EOFError: it has closed the connection.
+            EOFError: the other end has closed the connection.
             OSError: the connection is broken.
         """
         try:
@@ -154,7 +154,7 @@ class Connection:
         return messages
 
     def _greet(self) -> None:
-        """Server: nonce out, nonce and proof in, proof out. Client: nonce in, nonce and proof out, proof in."""
+        """Shake hands. Server: nonce out, nonce, proof in, proof out. Client: nonce in, nonce, proof out, proof in."""
         if self._is_server:
             if len(self._in) >= _NONCE_BYTES + _MAC_BYTES:
                 theirs = self._take(_NONCE_BYTES)
@@ -204,7 +204,7 @@ class Connection:
 
     @property
     def was_asked(self) -> bool:
-        """Whether the other end, which was called, has asked for a proof."""
+        """Return whether the other end, which was called, has asked for a proof."""
         return bool(self._key)
 
     @staticmethod
@@ -221,13 +221,13 @@ class Connection:
 
 
 def parse_endpoint(text: str, default_port: int = 29400) -> tuple[str, int]:
-    """``HOST[:PORT]``, also ``[IPV6]:PORT``.
+    """Parse ``HOST[:PORT]``, also ``[IPV6]:PORT``.
 
     >>> parse_endpoint("10.0.0.1:1234"), parse_endpoint("node0"), parse_endpoint("[::1]:99")
     (('10.0.0.1', 1234), ('node0', 29400), ('::1', 99))
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither, or an address that every host has.
     """
     host, colon, port = text.rpartition(":")
     if text.endswith("]") or not colon or (":" in host and not host.startswith("[")):
@@ -246,13 +246,13 @@ def parse_endpoint(text: str, default_port: int = 29400) -> tuple[str, int]:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket at an endpoint that is this host's.
+    """Return a socket that listens at an endpoint of this host.
 
-    Only at that address where it is one. A name is often another address for this host than for the others, and one
-    that is a service's is none of this host: there it listens at all of its addresses, those of IPv6 included.
+    If ``host`` is an address of this host, it listens only there. A name often means another address on this host than
+    on the others, and a service's address is not this host's: then it listens at all addresses, also those of IPv6.
 
     Raises:
-        OSError: it cannot be listened at.
+        OSError: the socket cannot listen there.
     """
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
@@ -266,12 +266,12 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def address_of(name: tuple[str, int]) -> str:
-    """Of a socket's name: an address of IPv4 that a socket of IPv6 was called by, as IPv4 has it."""
+    """Return the address in a socket's name; an IPv4 address at an IPv6 socket is returned in the form of IPv4."""
     return name[0].removeprefix("::ffff:")
 
 
 def is_this_host(host: str) -> bool:
-    """Whether a name or address is one of this host's own."""
+    """Return whether a name or address is one of this host's."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,8 +1,8 @@
-"""The launcher's output, which never keeps it waiting: whoever reads it may not, be it a terminal that was stopped
-(Ctrl-S), a pager, or a pipe that nobody empties.
+"""Write the launcher's output without blocking, even if its reader has paused: a terminal that was stopped (Ctrl-S), a
+pager, or a pipe that no process reads.
 
-Goes in: what is written to standard output and standard error while a job runs. Comes out: the same, as fast as it is
-taken. What is not taken yet stays in memory; ranks' logs are read no further until it is (:mod:`.screen`).
+:mod:`mindnlp_dp.launch.run` uses it while a job runs. Standard output and standard error are passed on as fast as the
+reader takes them. The rest stays in memory; ranks' logs are read no further until it is taken (:mod:`.screen`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, Optional, TextIO, Union
 
 _MOST_AT_ONCE = 1 << 16
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT)
-# Of somebody who has interrupted the job.
+# How long to wait for the reader after the user has interrupted the job.
 _LAST_SECONDS = 1.0
 
 
 class Output(io.RawIOBase):
-    """Of one descriptor: takes everything at once, and passes on what it can.
+    """A writer to one descriptor that accepts all data at once, and passes on what the reader takes.
 
     Attributes:
-        error: why nothing more can be written, such as a reader that is gone; None while something can.
-        patience: seconds that somebody waits at the end until all is taken.
+        error: why nothing more can be written, such as a reader that is gone; None while writing is possible.
+        patience: seconds to wait at the end until the reader has taken all data.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -53,14 +53,14 @@ class Output(io.RawIOBase):
         return len(data)
 
     def flush(self) -> None:
-        """Pass on what is taken now."""
+        """Pass on what the reader takes now."""
         while self._pending:
             try:
                 written = self._write_some()
             except BlockingIOError:
                 return
             except OSError as error:
-                # A disk that is full may have room later; what it has not taken is in the logs.
+                # A full disk may have room later; the data that it has not taken is in the logs.
                 self.error = None if error.errno in _MAY_PASS else error
                 self._pending.clear()
                 return
@@ -73,7 +73,7 @@ class Output(io.RawIOBase):
             return self._own.send(self._pending[:_MOST_AT_ONCE], socket.MSG_DONTWAIT)
         if self._own is not None:
             return os.write(self._own, self._pending[:_MOST_AT_ONCE])
-        # A pipe that can be written to takes so much; so does a terminal but for a rare moment.
+        # A pipe that is ready takes PIPE_BUF bytes without blocking; so does a terminal, with rare exceptions.
         return os.write(self._descriptor, self._pending[: select.PIPE_BUF]) if self._can_be_written(0) else 0
 
     def _can_be_written(self, seconds: float) -> bool:
@@ -83,12 +83,12 @@ class Output(io.RawIOBase):
 
     @property
     def is_behind(self) -> bool:
-        """Whether something was not taken yet."""
+        """Return whether the reader has not taken all data yet."""
         self.flush()
         return bool(self._pending)
 
     def drain(self) -> None:
-        """Wait until all is taken, with :attr:`patience`."""
+        """Wait until all data is taken, for at most :attr:`patience` seconds."""
         deadline = time.monotonic() + self.patience
         while self.is_behind and (left := deadline - time.monotonic()) > 0:
             self._can_be_written(min(left, 1.0))
@@ -104,9 +104,9 @@ class Output(io.RawIOBase):
 
 
 def _open_without_waiting(descriptor: int) -> Union[int, socket.socket, None]:
-    """The same file once more, so that who else has it open waits as ever; None where that cannot be, or need not.
+    """Open the same file again, so that other holders of it still block; None if that is impossible or not needed.
 
-    A file on a disk has its end where the other descriptor has it.
+    It is not needed for a file on a disk, where a new descriptor would have another position.
     """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -116,14 +116,14 @@ def _open_without_waiting(descriptor: int) -> Union[int, socket.socket, None]:
             return socket.socket(fileno=os.dup(descriptor))
         return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
-        # Another user's terminal.
+        # For example another user's terminal.
         return None
 
 
 class Unhurried:
-    """Within it, ``sys.stdout`` and ``sys.stderr`` keep nobody waiting; at its end they wait until all is taken.
+    """Makes ``sys.stdout`` and ``sys.stderr`` non-blocking inside the block, and waits at its end until all is taken.
 
-    Ctrl-C ends that, too.
+    Ctrl-C ends that wait.
     """
 
     def __init__(self) -> None:
@@ -139,9 +139,9 @@ class Unhurried:
             stream.flush()
             output = Output(stream.fileno())
         except (AttributeError, OSError, ValueError):
-            # It is closed, or somebody's who keeps it in memory.
+            # The stream is closed, or other code keeps its output in memory.
             return stream
-        # On a terminal both are one, and stay in order.
+        # On a terminal both streams are one file; with one Output their lines stay in order.
         for other in self._outputs:
             if os.path.samestat(os.fstat(other.fileno()), os.fstat(output.fileno())):
                 output.close()
@@ -166,20 +166,20 @@ class Unhurried:
 
 
 def hurry() -> None:
-    """Somebody wants the job to end: what is not read at once is not waited for."""
+    """Stop waiting for slow readers after a second, because the user wants the job to end."""
     for stream in (sys.stdout, sys.stderr):
         if (output := _output_of(stream)) is not None:
             output.patience = _LAST_SECONDS
 
 
 def is_behind(stream: TextIO) -> bool:
-    """Whether something was written to it that is not taken yet."""
+    """Return whether data was written to the stream that its reader has not taken yet."""
     output = _output_of(stream)
     return output is not None and output.is_behind
 
 
 def why_unread() -> Optional[OSError]:
-    """Why nothing more can be written to standard output; None while something can."""
+    """Return why nothing more can be written to standard output; None while writing is possible."""
     output = _output_of(sys.stdout)
     return None if output is None else output.error
 

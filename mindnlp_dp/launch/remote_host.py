@@ -1,7 +1,7 @@
-"""A host that has joined a job, as the first host's launcher sees it.
+"""A proxy, in the first host's launcher, for another host that has joined the job.
 
-Goes in: what its launcher says (:mod:`mindnlp_dp.launch.agent`). Comes out: what
-:class:`~mindnlp_dp.launch.host.LocalHost` does, in another place.
+:class:`~mindnlp_dp.launch.head.Head` creates it. It has the methods of :class:`~mindnlp_dp.launch.host.LocalHost`; the
+other host's launcher (:mod:`mindnlp_dp.launch.agent`) carries them out.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 from .messages import Connection, address_of
 from .tries import Report, Try
 
-# Twice the time that ranks with devices have (engines.py), once to end and once to be killed, and some.
+# Twice the time that ranks with devices have (engines.py), once to end and once to be killed, and a margin.
 _ENDING_SECONDS = 60.0
 _ANSWER_SECONDS = 3.0
 
 
 class RemoteHost:
-    """A host that has joined.
+    """A host that has joined, used like a :class:`~mindnlp_dp.launch.host.LocalHost`.
 
     Args:
-        connection: to its launcher.
-        said: how that introduced itself.
-        wait: until something is so, for so many seconds at most; hears all hosts meanwhile.
+        connection: connection to the host's launcher.
+        said: message by which that launcher introduced itself.
+        wait: function that waits until a condition is true, for at most so many seconds, and receives messages.
 
     Attributes:
-        launcher: an identity of its launcher, which it keeps when it comes again.
-        lost: why it does nothing any more; "" while it does.
-        terminates: whether its launcher was asked to end, and waits for a checkpoint.
+        launcher: identity of the host's launcher, which stays the same when it connects again.
+        lost: why the host was lost; "" while it works.
+        terminates: whether the host's launcher was asked to end, and waits for a checkpoint.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RemoteHost:
         self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
         self.launcher = str(said["launcher"])
         self.address = address_of(connection.socket.getpeername())
-        # By which it reaches the first host.
+        # The address by which this host reaches the first one.
         self.address_of_head = address_of(connection.socket.getsockname())
         self.heard, self.lost, self.terminates = time.monotonic(), "", False
         self._number, self._report = -1, Report()
@@ -99,6 +99,6 @@ class RemoteHost:
         return self._answer
 
     def end(self) -> None:
-        """Have it end its ranks, and wait until it says so."""
+        """Have the host end its ranks, and wait until it reports that."""
         self.say(do="end", number=self._number)
         self._wait(lambda: self._has_ended or bool(self.lost), _ENDING_SECONDS)

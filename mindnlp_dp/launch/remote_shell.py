@@ -1,11 +1,10 @@
-"""What mpirun calls to start its daemon on another host, as it would call ssh.
+"""The command that mpirun calls, instead of ssh, to start its daemon on another host.
 
 ``python run_module.py mindnlp_dp.launch.remote_shell FILE HOST COMMAND...``
 
-Goes in: a host of the job and a line for its shell. Comes out: the same line at that host's launcher, by way of the
-endpoint: no ssh, no password. (The daemon that is started so, and the ranks, connect to ports of mpirun's own.) The
-endpoint and the token are in a file: what is in mpirun's environment would be in that of all ranks, and mpirun takes
-this command apart at colons.
+It sends a line for a host's shell to that host's launcher, through the endpoint: without ssh, without a password. (The
+daemon that is started this way, and the ranks, connect to mpirun's own ports.) The token is in a file, because all
+ranks would inherit it from mpirun's environment.
 """
 
 from __future__ import annotations
@@ -44,8 +43,9 @@ def main() -> int:
 
 
 def command(endpoint: str, token: bytes, folder: Path) -> list[str]:
-    """By which mpirun calls it; the token goes into a file of a folder that only this user can read."""
-    file = folder / "rendezvous"
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
-        out.write(f"{endpoint}\n{token.decode()}\n")
-    return [*module_command(sys.executable, "mindnlp_dp.launch.remote_shell"), str(file)]
+    """Return the command for mpirun; write the token to a file in ``folder``, which only this user can read."""
+    file = folder / "token"
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        out.write(token)
+    arguments = [f"--endpoint={endpoint}", f"--token-file={file}"]
+    return [*module_command(sys.executable, "mindnlp_dp.launch.remote_shell"), *arguments]

@@ -1,6 +1,6 @@
-"""Whether a job that failed is started again, and when; a record of each failure.
+"""Decide whether and when a failed job is restarted, and record each failure.
 
-Goes in: failures, and how far the job had got. Comes out: seconds to wait, or the word that it is over.
+:mod:`mindnlp_dp.launch.job` asks it after each failed attempt, and waits so many seconds, or ends the job.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Optional
 from .log_dir import RECORD
 from .verdict import Failure
 
-# Failures in a row, none of which finished an update, that are one too many for another try.
+# After so many failures in a row without a finished update, the job is not restarted.
 MOST_IN_A_ROW = 3
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 
 
 class Restarts:
-    """Of one job.
+    """The restart policy of one job; used by :class:`~mindnlp_dp.launch.job.Job`.
 
     Attributes:
-        count: how many times it was started again.
-        why_not: why it is not started again, once that is so.
+        count: number of restarts so far.
+        why_not: why the job is not restarted, once that is decided.
     """
 
     def __init__(self, most: int, log_dir: Path) -> None:
@@ -36,11 +36,11 @@ class Restarts:
         self._in_a_row = 0
 
     def after(self, failure: Failure, *, update: int, seconds: float) -> Optional[float]:
-        """Seconds to wait before the next try; None: there is none.
+        """Return the seconds to wait before the next attempt; None if the job is not restarted.
 
         Args:
-            update: that this try has reached; 0: it has finished none.
-            seconds: how long it ran.
+            update: update that the failed attempt has reached; 0: it has finished none.
+            seconds: duration of the attempt.
         """
         self._in_a_row = 0 if update else self._in_a_row + 1
         wait: Optional[float] = None
@@ -49,7 +49,7 @@ class Restarts:
         elif self._in_a_row >= MOST_IN_A_ROW:
             self.why_not = f"{self._in_a_row} tries in a row have not finished a single update"
         else:
-            # One that got on is taken up at once.
+            # A job that made progress is restarted at once.
             longer = 2 ** (self._in_a_row - 1)
             wait = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * longer) if self._in_a_row else 0.0
             self.count += 1
@@ -57,7 +57,7 @@ class Restarts:
         return wait
 
     def go_on_in_place(self, failures: Sequence[Failure], *, update: int, seconds: float) -> bool:
-        """Whether the other ranks may go on without those that were lost; each counts as a restart."""
+        """Return whether the other ranks may continue without the lost ones; each lost rank counts as a restart."""
         if self.count + len(failures) > self._most or not update:
             return False
         self._in_a_row = 0
@@ -78,5 +78,5 @@ class Restarts:
             print(f"this failure is not in {self._log_dir / RECORD}: {error}", file=sys.stderr)
 
     def got_on(self) -> None:
-        """A try was ended for another reason, behind an update."""
+        """Reset the count of failures in a row, after an attempt that made progress and was ended to grow."""
         self._in_a_row = 0

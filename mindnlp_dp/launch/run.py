@@ -1,7 +1,7 @@
-"""``mindnlp-dp run``: what this host is to the job, and the job.
+"""``mindnlp-dp run``: decide which part this host has in a job, and run the job.
 
-Goes in: a command, numbers, an endpoint. Comes out: the exit code of the first rank that failed, or 0. On one host, and
-on the endpoint's, the job is led from here (:mod:`mindnlp_dp.launch.job`); any other does what that one says
+:mod:`mindnlp_dp.cli` calls :func:`run_job`, which returns the exit code of the first rank that failed, or 0. A single
+host, or the host of the endpoint, leads the job (:mod:`mindnlp_dp.launch.job`); every other host follows its orders
 (:mod:`mindnlp_dp.launch.agent`).
 """
 
@@ -47,11 +47,11 @@ def run_job(
     rendezvous: Optional[Rendezvous] = None,
     node_rank: Optional[int] = None,
 ) -> int:
-    """Run ``python COMMAND`` in ``nproc`` processes on each of ``nnodes`` hosts (1), and return the job's exit code.
+    """Run ``python COMMAND`` in ``nproc`` processes on each of ``nnodes`` hosts (default: 1); return the exit code.
 
     Raises:
-        LaunchError: the script or ``mpirun`` does not exist, there are fewer devices than processes, or the hosts do
-            not meet.
+        LaunchError: the script or ``mpirun`` does not exist, there are fewer devices than processes, or the rendezvous
+            of the hosts fails.
     """
     nproc = nproc if isinstance(nproc, Size) else Size(nproc, nproc)
     options = options or JobOptions()
@@ -104,13 +104,13 @@ def run_job(
 
 
 def _leads(rendezvous: Rendezvous, node_rank: Optional[int]) -> bool:
-    """Whether this host is the endpoint's: the first by its number, else by its address."""
+    """Return whether this host leads the job: its node rank is 0 or, without one, the endpoint's address is its own."""
     number = node_rank if node_rank is not None else node_rank_of(os.environ)
     return is_this_host(rendezvous.host) if number is None else number == 0
 
 
 def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path, termination: Termination) -> int:
-    """Run a job from here, and tell the other hosts how it ended."""
+    """Lead a job from this host, and tell the other hosts its exit code."""
     code = 1
     try:
         with kept_by_this_job(log_dir):
@@ -132,5 +132,5 @@ def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path, termi
 
 
 def _code_of(interrupt: KeyboardInterrupt) -> int:
-    """As a shell has it."""
+    """Return the exit code that a shell would report: 128 plus the number of the signal."""
     return 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)

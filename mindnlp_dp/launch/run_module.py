@@ -1,10 +1,10 @@
-"""Run ``main()`` of a module of this package without searching the current folder for what that imports.
+"""Run ``main()`` of a module of this package without searching the current folder for its imports.
 
 ``python run_module.py MODULE ARGUMENTS...``
 
-``python -m MODULE`` searches the current folder first, before the standard library: a ``tempfile.py`` that lies there
-would be imported by every process of a job (CWE-427). The package is the one that this file belongs to, also where
-another one is installed.
+The launcher starts its processes this way. ``python -m MODULE`` searches the current folder before the standard
+library: every process of a job would import a ``tempfile.py`` from there (CWE-427). The package is the one that this
+file belongs to, even if another copy is installed.
 """
 
 import os
@@ -15,23 +15,23 @@ _ROOT = os.path.dirname(os.path.dirname(_HERE))
 
 
 def command(python: str, module: str) -> list[str]:
-    """The command line that does so."""
+    """Return the command line that runs a module this way."""
     return [python, os.path.join(_HERE, "run_module.py"), module]
 
 
 def main() -> None:
-    """The module's, with the arguments behind its name."""
-    # Not there with PYTHONSAFEPATH.
+    """Run the module's ``main()``, with the arguments after its name."""
+    # With PYTHONSAFEPATH this folder is not on the path.
     if sys.path and os.path.realpath(sys.path[0]) == _HERE:
         del sys.path[0]
     if _ROOT not in [os.path.realpath(entry) for entry in sys.path]:
         # The launcher was run from its source folder.
         sys.path.insert(0, _ROOT)
-    # Only now: it lies where the current folder could have hidden it.
+    # Imported only now, after the path was corrected: a module in this folder could have hidden it.
     import importlib
 
     module = sys.argv.pop(1)
-    # An exit code, or None.
+    # main() returns an exit code or None.
     sys.exit(importlib.import_module(module).main())
 
 

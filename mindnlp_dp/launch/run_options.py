@@ -1,6 +1,6 @@
-"""The options of ``mindnlp-dp run``; those that mean the same as torchrun's have its names.
+"""Define the options of ``mindnlp-dp run``, and build the rendezvous of its hosts from the parsed arguments.
 
-Goes in: an argument parser. Comes out: one that knows them; and, of what was typed, how hosts meet.
+:mod:`mindnlp_dp.cli` calls it. Options that mean the same as in torchrun have torchrun's names.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .sizes import Size
 from .torchrun_options import add_torchrun_options
 
 RESTARTS_OF_ELASTIC_JOBS = 100
-# torchrun's names, as far as they mean something here.
+# The keys of torchrun's --rdzv-conf that have a meaning here.
 _CONF = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 
 
 def add_run_options(run: argparse.ArgumentParser) -> None:
-    """Add all of them, and SCRIPT and ARGS."""
+    """Add all options of ``run``, and the positional arguments SCRIPT and ARGS."""
     add = _Adder(run)
     add(
         "--nproc", "--nproc-per-node", type=_nproc, required=True, metavar="N",
@@ -103,7 +103,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
 
 
 class _Adder:
-    """Adds options that may also be typed with underscores."""
+    """Adds options to a parser, each with an alias that has underscores instead of dashes."""
 
     def __init__(self, to: Any) -> None:
         self._to = to
@@ -114,7 +114,7 @@ class _Adder:
 
 
 class OneSpelling(argparse.HelpFormatter):
-    """Shows options with dashes only."""
+    """Formats help texts that show options with dashes only, without their aliases with underscores."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = [name for name in action.option_strings if "_" not in name]
@@ -126,10 +126,10 @@ class OneSpelling(argparse.HelpFormatter):
 
 
 def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
-    """How hosts meet; None where the job has one host, wherever that could have met others.
+    """Return the rendezvous that the arguments describe; None for a job of one host, even if an endpoint was given.
 
     Raises:
-        LaunchError: what was typed does not fit together, or there is no token.
+        LaunchError: the arguments contradict each other, or no token was found.
     """
     endpoint = args.rdzv_endpoint
     if endpoint is None and args.master_addr is not None:
@@ -158,7 +158,7 @@ def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
 
 
 def _check_this_is_the_host(node_rank: int, endpoint: Optional[str]) -> None:
-    """Of a job of one host: so that another one does not train a model of its own."""
+    """Check that this is the host of a job of one host, so that no second host trains a separate model."""
     host = "" if endpoint is None else (endpoint.rpartition(":")[0] or endpoint).strip("[]")
     if node_rank or (host and not is_this_host(host)):
         which = f"--node-rank {node_rank}" if node_rank else f"the endpoint {endpoint}, of another host"
@@ -187,7 +187,7 @@ def _size(text: str) -> Size:
 
 
 def _nproc(text: str) -> Size:
-    """Or as many as there are cards, or cores that this process may use."""
+    """Parse ``N``, ``MIN:MAX``, ``auto`` or a device, for which the cards or the usable CPU cores are counted."""
     own = default_device(os.environ)
     device = {"auto": own, "cpu": "CPU", "gpu": "GPU", "npu": "Ascend"}.get(text)
     if device is None:

@@ -1,8 +1,8 @@
-"""A folder in memory for what a job keeps on a host while it runs: sockets, and memory that ranks share under MPI.
+"""Create a folder in memory for a job's files on a host: sockets, and memory that ranks share under MPI.
 
-Goes in: nothing. Comes out: a folder that goes with the job. OpenMPI removes its files itself when it ends well; an
-mpirun that was killed leaves them, megabytes in memory for each rank. Where the launcher was killed, too, the next one
-removes them: whose lock can be had, belongs to nobody.
+The launcher removes the folder with the job. OpenMPI removes its files itself when it ends normally; an mpirun that was
+killed leaves them, megabytes in memory for each rank. If the launcher was killed, too, the next launcher removes its
+folder: no process holds the lock of such a folder.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PREFIX = "mindnlp-dp-job-"
 
 
 class Scratch:
-    """Of one job.
+    """A locked temporary folder of one job on one host; used by its launcher.
 
     Attributes:
-        path: the folder.
+        path: path of the folder.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Scratch:
             if os.fstat(lock).st_nlink:
                 self._lock = lock
             else:
-                # Another launcher came in between, and took it for one that was left.
+                # Before it was locked, another launcher took it for a stale folder and removed it.
                 os.close(lock)
 
     def remove(self) -> None:
-        """With all that is in it."""
+        """Remove the folder and all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -51,17 +51,17 @@ class Scratch:
 def _remove_if_left(folder: Path) -> None:
     try:
         if folder.lstat().st_uid != os.geteuid():
-            # What another user has put there may be a link, or make this wait.
+            # Another user's folder may be a link, or make this process wait.
             return
         lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        # Somebody else's, or just being made.
+        # It is not a job's folder, or is just being created.
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        # Its launcher lives.
+        # Its launcher still runs.
         pass
     finally:
         os.close(lock)

@@ -1,7 +1,7 @@
-"""What a job shows where it was started: ranks' output as it comes, and, on a terminal, a line of how it goes.
+"""Show a job where it was started: ranks' output as it is written and, on a terminal, a status line.
 
-Goes in: logs as they grow, how far the ranks are. Comes out: text on standard output and standard error, no faster than
-somebody takes it (:mod:`.output`).
+:mod:`mindnlp_dp.launch.watch` calls it. The text goes to standard output and standard error, no faster than the reader
+takes it (:mod:`.output`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .status import StatusLine
 _CLEAR = "\r\x1b[K"
 _LINE_SECONDS = 1.0
 _WIDTH = 100
-# Of one log, read at once, and how often before something else is looked at.
+# How much is read of a log at once, and how often, before the launcher does something else.
 _MOST_BYTES, _MOST_READS = 1 << 20, 16
-# When a try is over, for output whose reader does not keep up, or that comes without an end.
+# How long the rest is shown after an attempt, if the reader is slow or the output does not end.
 _REST_SECONDS = 1.0
 
 
 class Screen:
-    """Of one try.
+    """Shows the output and the status line of one attempt; used by :class:`~mindnlp_dp.launch.watch.Watch`.
 
     Args:
-        tee: "0", rank 0's output; "all", every line with its rank in front; "none".
+        tee: output to show: "0", rank 0's; "all", every line with its rank in front; "none".
     """
 
     def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int) -> None:
-        # Whoever has closed standard output wants to see nothing.
+        # A user who has closed standard output does not want to see anything.
         ranks = {"0": [0], "all": range(nproc), "none": []}[tee if sys.stdout is not None else "none"]
         self._log_dir = log_dir
         self._logs = [_Log(log_dir, rank, f"[{rank}] " if tee == "all" else "") for rank in ranks]
@@ -45,16 +45,16 @@ class Screen:
         self._line, self._status, self._said = "", StatusLine(), 0.0
 
     def stay_with(self, left: Sequence[int]) -> None:
-        """Where one rank's output is shown, and that one was lost: show that of the first of those left."""
+        """Show the output of the first remaining rank if only one rank's is shown and that rank was lost."""
         if len(self._logs) == 1 and self._logs[0].rank not in left:
             lost = self._logs[0]
             self._show_the_rest()
             lost.close()
-            # None, where nobody reads any more.
+            # The list is empty if the reader has gone.
             self._logs = [_Log(self._log_dir, left[0], "")] if self._logs else []
 
     def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
-        """A line of how far they are, at most one a second, in the place of the one before."""
+        """Replace the status line by a new one, at most once a second."""
         is_time = time.monotonic() - self._said >= _LINE_SECONDS
         if self._is_terminal and is_time and any(rank.has_met for rank in ranks) and not is_behind(sys.stderr):
             self._said = time.monotonic()
@@ -62,18 +62,18 @@ class Screen:
             self._write(_CLEAR + self._line)
 
     def show(self) -> bool:
-        """What ranks have written since, where who reads this keeps up.
+        """Show what ranks have written since the last call, if the reader keeps up.
 
         Returns:
-            Whether there was something, or may be: whoever reads it was behind.
+            Whether ranks have written something, or may have: with a slow reader the logs are not checked.
         """
         if self._logs and (error := why_unread()):
-            # Who read it has gone (a pager, head), or its disk is full.
+            # The reader has gone (a pager, head), or the output's disk has failed.
             self._logs = []
             print(f"nothing more is shown, but written to {self._log_dir}: {error}", file=sys.stderr)
         was_new = False
         for _ in range(_MOST_READS):
-            # Asked once: a moment later it may have been read, and nobody has looked into the logs.
+            # Asked only once: a moment later the answer may differ, although the logs were not checked.
             if was_behind := is_behind(sys.stdout):
                 break
             new = [text for log in self._logs if (text := log.new()) is not None]
@@ -90,7 +90,7 @@ class Screen:
         return was_new or was_behind
 
     def show_all(self, sleep: Callable[[float], None]) -> None:
-        """What ranks that have come to their end have written, however long it takes until it is read, or Ctrl-C."""
+        """Show all that finished ranks have written, however long the reader takes, or until Ctrl-C."""
         try:
             while self.show():
                 sleep(POLL_SECONDS if is_behind(sys.stdout) else 0)
@@ -106,7 +106,7 @@ class Screen:
             log.close()
 
     def _show_the_rest(self) -> None:
-        """As far as it is read at once: others wait to be ended, or started."""
+        """Show the rest of the output as far as it is read at once: other ranks wait to be ended, or started."""
         deadline = time.monotonic() + _REST_SECONDS
         while self.show() and time.monotonic() < deadline:
             if is_behind(sys.stdout):
@@ -122,7 +122,7 @@ class Screen:
 
 
 class _Log:
-    """One rank's, as it grows; with a prefix, line by line."""
+    """Reads one rank's log as it grows; with a prefix, line by line."""
 
     def __init__(self, log_dir: Path, rank: int, prefix: str) -> None:
         self.rank = rank
@@ -131,25 +131,25 @@ class _Log:
         self._rest = b""
 
     def new(self) -> Optional[bytes]:
-        """What is to be shown of what was written since; None where nothing was."""
+        """Return the new text that is to be shown; None if nothing was written since the last call."""
         text = self._read()
         if not text:
             return None
         if not self._prefix:
             return text
         lines = (self._rest + text).splitlines(keepends=True)
-        # A line that has no end for so long is shown in pieces.
+        # A line that is so long is shown in pieces.
         is_whole = lines[-1].endswith(b"\n") or len(lines[-1]) >= _MOST_BYTES
         self._rest = b"" if is_whole else lines.pop()
         return b"".join(self._prefix + (line if line.endswith(b"\n") else line + b"\n") for line in lines)
 
     def end(self) -> bytes:
-        """A last line that has no end."""
+        """Return the last line if it has no line end."""
         rest, self._rest = self._rest, b""
         return self._prefix + rest + b"\n" if rest else b""
 
     def _read(self) -> bytes:
-        """Some of what was written since; when the log has begun anew (log_file.py), the old one's end comes first."""
+        """Return some of the new text; after a rotation (log_file.py), the end of the old file comes first."""
         text = b"" if self._file is None else self._file.read(_MOST_BYTES)
         if text:
             return text
@@ -158,13 +158,13 @@ class _Log:
             if self._file is not None:
                 if os.path.samestat(there, os.fstat(self._file.fileno())):
                     return b""
-                # Written since it was asked.
+                # This was written after the first read.
                 if text := self._file.read(_MOST_BYTES):
                     return text
                 self._file.close()
             self._file = open(self._path, "rb")  # noqa: SIM115 -- read for as long as the rank writes
         except OSError:
-            # It is not there yet, or there are no descriptors left: the log stays in its folder.
+            # The log does not exist yet, or this process has run out of descriptors: then it is only in its folder.
             return b""
         return self._file.read(_MOST_BYTES)
 

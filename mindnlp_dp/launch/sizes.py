@@ -1,7 +1,7 @@
-"""How many hosts and ranks a job has, from one try to the next.
+"""Decide how many hosts and ranks a job has in each attempt.
 
-Goes in: what was asked for (``--nnodes``, ``--nproc``), hosts that come and go, ranks that are lost. Comes out: the
-hosts of the next try, the ranks on each, and whether a job that runs could grow.
+:mod:`mindnlp_dp.launch.job` asks it for the hosts of the next attempt, the ranks on each, and whether a running job
+could grow. This depends on ``--nnodes`` and ``--nproc``, on hosts that join and leave, and on lost ranks.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from .host import LocalHost
 from .remote_host import RemoteHost
 
 Host = Union[LocalHost, RemoteHost]
-# In which hosts that are started together have come.
+# Hosts that are started together have joined by then, so until then no message is printed.
 _SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """A number, or, of an elastic job, the least and the most."""
+    """A number of hosts or ranks or, for an elastic job, its minimum and maximum."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """``N`` or ``MIN:MAX``.
+        """Parse ``N`` or ``MIN:MAX``.
 
         >>> Size.parse("2"), Size.parse("1:3")
         (Size(least=2, most=2), Size(least=1, most=3))
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the text is neither.
         """
         least, colon, most = text.partition(":")
         most = most if colon else least
@@ -54,17 +54,17 @@ class Size:
 
 
 def _place(host: Host) -> str:
-    """A host, also when it has come again. Names alone may be alike."""
+    """Return a key for a host, the same when it joins again. Names alone may be equal."""
     return f"{host.name} {host.address}" if isinstance(host, RemoteHost) else host.name
 
 
 class Members:
-    """Of a job.
+    """The hosts of a job, and the number of ranks on each.
 
     Args:
-        nnodes: hosts.
-        nproc: ranks on each.
-        grow_after: seconds after which the place of a lost rank is taken again.
+        nnodes: number of hosts.
+        nproc: number of ranks on each host.
+        grow_after: seconds after which the place of a lost rank is filled again.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Members:
         self.local, self._head, self._rendezvous = local, head, rendezvous
         self.nnodes, self.nproc, self._grow_after = nnodes, nproc, grow_after
         self._has_begun = False
-        # When places were lost, by host.
+        # The times at which ranks were lost, by host.
         self._lost: dict[str, list[float]] = {}
 
     @property
@@ -92,10 +92,10 @@ class Members:
         return self.nnodes.most * self.nproc.most
 
     def gather(self) -> list[Host]:
-        """The hosts of the next try: as many as there are, once they are enough.
+        """Return the hosts of the next attempt, as soon as enough have joined.
 
         Raises:
-            NotMetError: there are too few after ``join_timeout``.
+            NotMetError: too few hosts have joined after ``join_timeout``.
         """
         if self._head is None or self._rendezvous is None:
             return [self.local]
@@ -110,7 +110,7 @@ class Members:
                 print(f"waiting at {where}: {len(hosts)} of {self.nnodes} hosts have come", file=sys.stderr)
             if len(hosts) >= self.nnodes.least:
                 enough = enough or now
-                # A job that has begun goes on with those that are left; it grows later.
+                # A job that has started continues with the remaining hosts, and grows later.
                 if self._has_begun or len(hosts) == self.nnodes.most:
                     break
                 if now - enough >= self._rendezvous.last_call_timeout:
@@ -128,7 +128,7 @@ class Members:
         return [self.local, *others][: self.nnodes.most]
 
     def counts(self, hosts: Sequence[Host]) -> list[int]:
-        """Ranks on each of these hosts, now: no more than its own launcher was told."""
+        """Return the current number of ranks for each of these hosts, at most what its own launcher was given."""
         now = time.monotonic()
         counts = []
         for host in hosts:
@@ -138,10 +138,10 @@ class Members:
         return counts
 
     def lose_a_rank(self, host: Host) -> None:
-        """Its place on that host stays empty for a while, where the job may be smaller."""
+        """Keep the place of a lost rank on that host empty for a while, if the job may be smaller."""
         if self.nproc.is_elastic:
             self._lost.setdefault(_place(host), []).append(time.monotonic())
 
     def could_grow(self, num_ranks: int) -> bool:
-        """Whether a try with so many ranks would have more, were it started now."""
+        """Return whether an attempt would have more than ``num_ranks`` ranks if it were started now."""
         return sum(self.counts(self._there())) > num_ranks

@@ -1,6 +1,6 @@
-"""What a job is doing: a line where it runs, and ``mindnlp-dp status LOG_DIR`` from another shell.
+"""Report what a job is doing: a status line where it runs, and ``mindnlp-dp status LOG_DIR`` from another shell.
 
-Goes in: a job's log folder. Comes out: a line, a table, or JSON.
+:mod:`mindnlp_dp.launch.screen` calls it for the line; :mod:`mindnlp_dp.cli` for a table or JSON of a log folder.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ PROGRESS = "progress"
 
 
 def progress_file(host: int) -> str:
-    """The name of a host's file; several hosts may have one log folder, on a disk that they share."""
+    """Return the name of a host's progress file; several hosts may have one log folder, on a shared disk."""
     return f"{PROGRESS}_{host}" if host else PROGRESS
 
 
-# Over which the samples a second are counted.
+# The time over which samples per second are averaged.
 _WINDOW_SECONDS = 10.0
 
 
 class StatusLine:
-    """Of a job that is watched."""
+    """Formats the status line of a running job."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float]] = deque()
 
     def text(self, ranks: Sequence[Progress], num_ended: int, num_restarts: int) -> str:
-        """Update, loss, samples a second, ranks alive, restarts; what is not known is left out."""
-        # Rank 0 may have been lost.
+        """Return update, loss, samples per second, ranks alive and restarts; unknown values are left out."""
+        # Not simply rank 0, which may have been lost.
         now, first = time.monotonic(), max(ranks, key=lambda rank: rank.samples)
         self._seen.append((now, first.samples))
         while now - self._seen[0][0] > _WINDOW_SECONDS and len(self._seen) > 2:
@@ -57,12 +57,12 @@ class StatusLine:
 
 
 def read_of_all_hosts(log_dir: Path) -> list[Progress]:
-    """Ranks of hosts that do not share this folder have not begun, as far as can be seen from here."""
+    """Return the progress of all ranks; ranks of hosts that do not share this folder appear as not started."""
     return [rank for rank, _ in _read_of_all_hosts(log_dir)]
 
 
 def _read_of_all_hosts(log_dir: Path) -> list[tuple[Progress, bool]]:
-    """And whether each of them is here, so that its process can be looked at, and its times mean something."""
+    """Return each rank's progress, and whether it is on this system: only then its process and times can be used."""
     others = log_dir.glob(progress_file(1).replace("1", "*"))
     paths = [log_dir / PROGRESS, *(path for path in others if path.name.rpartition("_")[2].isdecimal())]
     ranks = [(rank, True) for rank in read(paths[0])]
@@ -75,9 +75,9 @@ def _read_of_all_hosts(log_dir: Path) -> list[tuple[Progress, bool]]:
 
 
 def status_of(log_dir: Path) -> dict[str, Any]:
-    """What is known of a job from this host, ready for JSON; times in seconds.
+    """Return what is known about a job on this host, ready for JSON; times in seconds.
 
-    Of ranks on other hosts, which write to the same folder, it is known what they were doing when they last said so.
+    Ranks on other hosts that write to the same folder appear as they last reported.
 
     Raises:
         ValueError: the folder is not one that ``mindnlp-dp run`` writes to.
@@ -128,7 +128,7 @@ def _failures(log_dir: Path) -> list[dict[str, Any]]:
         try:
             failures.append(json.loads(line))
         except ValueError:
-            # Half written, at this moment.
+            # The line is only half written at this moment.
             continue
     return failures
 
@@ -138,7 +138,7 @@ def _count(number: int, what: str) -> str:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    """For people."""
+    """Format a status as a table for people."""
     lines = [
         f"{status['log_dir']}: update {status['update']}, {status['alive']} of {len(status['ranks'])} ranks alive, "
         f"{_count(len(status['failures']), 'failure')} so far"

@@ -1,6 +1,7 @@
-"""SIGTERM: before its ranks are ended, a job gets some time to write a last checkpoint.
+"""Handle SIGTERM: give a job some time to write a last checkpoint before its ranks are ended.
 
-Goes in: signals. Comes out: whether the job is to end, and since when; an exception where nothing can be saved.
+:mod:`mindnlp_dp.launch.run` creates the :class:`Termination`. It records when the job was asked to end, and raises an
+exception if nothing can be saved.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ GRACE_PERIOD_SECONDS = 30.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """By a signal that is not Ctrl-C's."""
+    """Raised for a signal other than Ctrl-C's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -25,13 +26,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Termination:
-    """Of this launcher.
+    """Handles the signals that end this launcher and its job.
 
     Args:
         grace_period: seconds that a job gets to write a checkpoint.
 
     Attributes:
-        asked: by the monotonic clock, when SIGTERM came; None before.
+        asked: time at which SIGTERM came, by the monotonic clock; None before.
     """
 
     def __init__(self, grace_period: float = GRACE_PERIOD_SECONDS) -> None:
@@ -41,8 +42,8 @@ class Termination:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Within it, SIGTERM, and SIGHUP of a terminal that is gone, end the job."""
-        # nohup has it ignored.
+        """End the job on SIGTERM, or on SIGHUP when the terminal is closed, inside the block."""
+        # A signal that is ignored stays so: nohup ignores SIGHUP.
         numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self._hear) for number in numbers}
         try:
@@ -53,7 +54,7 @@ class Termination:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Within it, the first SIGTERM is only noted: whoever waits here looks at it."""
+        """Only record the first SIGTERM inside the block: the code there checks for it."""
         self._is_awaited = True
         try:
             yield
@@ -62,7 +63,7 @@ class Termination:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Within it, no signal keeps this launcher from what it does last: to see to it that all ranks have ended."""
+        """Ignore signals inside the block, so that this launcher can make sure that all ranks have ended."""
         is_theirs = threading.current_thread() is threading.main_thread()
         numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if is_theirs else ()
         previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
@@ -78,6 +79,6 @@ class Termination:
         self.asked = time.monotonic()
 
     def end(self, is_saved: bool) -> None:
-        """Raises Interrupted once the job was asked to end, and either is saved or has had its time."""
+        """Raise Interrupted if the job was asked to end, and is saved or has used up its grace period."""
         if self.asked is not None and (is_saved or time.monotonic() - self.asked > self._grace_period):
             raise Interrupted(signal.SIGTERM)

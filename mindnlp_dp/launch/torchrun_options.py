@@ -1,7 +1,7 @@
-"""What torchrun takes that ``mindnlp-dp run`` does not, for who types its line from memory.
+"""Handle torchrun's options that ``mindnlp-dp run`` does not have, for users who type torchrun's command from memory.
 
-Goes in: an argument parser. Comes out: one that passes over what changes nothing here, and says of the rest what to
-type instead.
+:mod:`mindnlp_dp.launch.run_options` calls it. Options that would change nothing here are ignored; the others end with
+an error that says what to type instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REFUSED = {
     ("--event-log-handler",): "failures are written to failures.jsonl in --log-dir",
 }
 _WITHOUT_VALUE = ("--no-python", "--run-path")
-# They change nothing: there is one way to meet, and failures are seen at once.
+# They would change nothing: there is only one kind of rendezvous, and failures are detected at once.
 _PASSED_OVER = ("--monitor-interval", "--start-method", "--role")
 _RENDEZVOUS = ("c10d", "static")
 
@@ -39,7 +39,7 @@ class _Refused(argparse.Action):
 
 
 def add_torchrun_options(run: argparse.ArgumentParser) -> None:
-    """Behind all of ``run``'s own; none of them is in its help."""
+    """Add torchrun's other options to the parser, after all of ``run``'s own; none of them is in its help."""
     for names, instead in _REFUSED.items():
         nargs = 0 if names[0] in _WITHOUT_VALUE else 1
         run.add_argument(
@@ -51,6 +51,6 @@ def add_torchrun_options(run: argparse.ArgumentParser) -> None:
 
 
 def _spelt(names: Sequence[str]) -> list[str]:
-    """Also with underscores."""
+    """Return the names, and their spellings with underscores."""
     otherwise = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
     return [*names, *otherwise]

@@ -1,4 +1,4 @@
-"""One try of a job: what its hosts have to know of it, and what they report. Both go over the wire as JSON."""
+"""Define what the hosts of a job need to know of one attempt, and what they report. Both are sent as JSON."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .verdict import Ended, Status
 
 @dataclass(frozen=True)
 class Try:
-    """One try of a job, as one of its hosts has to know it.
+    """One attempt of a job, as one of its hosts needs to know it.
 
     Attributes:
-        number: of this try, from 0 on.
+        number: number of this attempt, from 0.
         backend: "mpi" or "mindspore".
         command: the script, or ``-m`` and a module, and its arguments.
-        log_dir: the same on every host.
-        counts: ranks on each host, in the order of the ranks.
-        addresses: of the hosts; empty where there is one.
-        index: of this host among them.
-        port: of the scheduler of MindSpore's cluster, which is on the first host.
-        variables: what ranks find in their environment besides the host's own.
-        in_place: whether ranks go on without one that is lost.
+        log_dir: log folder, the same path on every host.
+        counts: number of ranks on each host, in the order of the ranks.
+        addresses: addresses of the hosts; empty for a single host.
+        index: index of this host among them.
+        port: port of the scheduler of MindSpore's cluster, which is on the first host.
+        variables: environment variables that ranks get in addition to the host's own.
+        in_place: whether ranks continue in their processes without a lost rank.
     """
 
     number: int
@@ -47,25 +47,25 @@ class Try:
 
     @property
     def name(self) -> str:
-        """As its ranks know it."""
+        """Return the name by which its ranks know the attempt."""
         return name_of_try(self.variables)
 
     @property
     def ranks(self) -> range:
-        """Those of this host."""
+        """Return the ranks of this host."""
         first = sum(self.counts[: self.index])
         return range(first, first + self.counts[self.index])
 
 
 @dataclass
 class Report:
-    """Of one host's ranks.
+    """What one host reports about its ranks to the launcher that leads the job.
 
     Attributes:
-        ranks: how far they are; times by the reader's clock.
-        statuses: what those have said that ended.
+        ranks: progress of each rank; times by the reader's clock.
+        statuses: statuses of the ranks that have recorded their end.
         ended: processes that have ended.
-        all_ended: whether no process that works is left.
+        all_ended: whether all processes have ended, except those that only serve others.
         stopped: ranks whose process is stopped (SIGSTOP).
         gone: ranks whose process has ended.
     """
@@ -78,7 +78,7 @@ class Report:
     gone: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """For another host, whose clock is another one: ages in the place of times."""
+        """Return the report for another host, with ages instead of times, because hosts have different clocks."""
         now = time.monotonic()
         return {
             "ranks": {n: asdict(_shifted(rank, -now)) for n, rank in self.ranks.items()},
@@ -103,12 +103,12 @@ class Report:
 
 
 def _since(status: Status, now: float) -> Status:
-    """With its age in the place of its time, and the other way round."""
+    """Return the status with its age in place of its time, or its time in place of its age."""
     return replace(status, time=now - status.time)
 
 
 def _shifted(rank: Progress, seconds: float) -> Progress:
-    """With times by a clock that is that much ahead; a time of 0 says that there is none."""
+    """Return the progress with times by a clock that is ahead by ``seconds``; 0 means "no time" and stays."""
     return replace(
         rank,
         changed=rank.changed + seconds if rank.changed else 0.0,

@@ -1,6 +1,7 @@
-"""Which rank ended a job, and how: from what ranks wrote, from how their processes ended, from what mpirun printed.
+"""Find which rank ended a job, and how: from ranks' statuses, their processes' exit codes, and what mpirun printed.
 
-A rank's own word counts most. One that waited in vain for another is not to blame: the other is.
+:mod:`mindnlp_dp.launch.job` calls it. A rank's own status counts most. A rank that gave up waiting for another is not
+to blame: the other rank is.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from pathlib import Path
 from typing import Optional
 
 TAIL_LINES = 15
-# How a process ends that is ended for another's failure.
+# The exit codes of processes that are ended because another one failed.
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM, 14)
-# Of a log whose lines are long.
+# The limit for a log whose lines are long.
 _TAIL_BYTES = 1 << 15
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank said at its end.
+    """What a rank records at its end, for the launcher.
 
     Attributes:
-        time: by the clock of :func:`time.monotonic`, which nobody sets.
-        waited: whether it gave up waiting for another rank.
-        of: the try whose rank it was (:func:`~mindnlp_dp.launch.environment.name_of_try`): one of a host that was cut
-            off may say it when another try has begun, in a folder that hosts share.
+        time: time of the end, by the clock of :func:`time.monotonic`, which users cannot set.
+        waited: whether the rank gave up waiting for another rank.
+        of: attempt of the rank (:func:`~mindnlp_dp.launch.environment.name_of_try`): a rank of a host that was cut
+            off may write its status to a shared folder when another attempt has already started.
     """
 
     exit_code: int
@@ -51,7 +52,7 @@ class Ended:
 class Failure:
     """The rank that ended the job, the job's exit code (128 + N after signal N, as in a shell), and what happened.
 
-    ``message`` says more, where its log cannot.
+    ``message`` explains what the rank's log cannot.
     """
 
     rank: Optional[int]
@@ -68,14 +69,14 @@ def write_status(log_dir: Path, rank: int, status: Status) -> None:
 
 
 def read_statuses(log_dir: Path, ranks: Iterable[int], of: Optional[str] = None) -> dict[int, Status]:
-    """How those of the ranks that have said so ended; ``of``: only those of that try."""
+    """Return the statuses of the ranks that have written one; with ``of``, only those of that attempt."""
     statuses = {}
     for rank in ranks:
         try:
             said = json.loads((log_dir / f"worker_{rank}.status").read_text())
             status = Status(int(said["exit_code"]), float(said["time"]), bool(said["waited"]), str(said["of"]))
         except (OSError, ValueError, TypeError, KeyError):
-            # None, or not of this form.
+            # The rank has not written one, or it has another format.
             continue
         if of is None or status.of == of:
             statuses[rank] = status
@@ -85,7 +86,7 @@ def read_statuses(log_dir: Path, ranks: Iterable[int], of: Optional[str] = None)
 def find_failure(
     ended: Sequence[Ended], statuses: Mapping[int, Status], log_dir: Path, ranks: Sequence[int]
 ) -> Optional[Failure]:
-    """Which of these ranks ended the job; None when it went well."""
+    """Return which of these ranks ended the job, and how; None if the job succeeded."""
     gone = {process.rank: process.returncode for process in ended if process.rank is not None}
     silent = {rank: code for rank, code in gone.items() if rank not in statuses}
     failed = {rank: status for rank, status in statuses.items() if status.exit_code != 0}
@@ -104,7 +105,7 @@ def find_failure(
     try:
         said = (log_dir / "launcher.log").read_text(errors="replace")
     except OSError:
-        # Somebody has removed it.
+        # The file was removed.
         said = ""
     return _read_mpirun(said) or Failure(None, code, "")
 
@@ -112,7 +113,7 @@ def find_failure(
 def _find_missing(
     waiting: int, statuses: Mapping[int, Status], silent: dict[int, int], ranks: Sequence[int]
 ) -> Failure:
-    """The rank that ``waiting`` and others that gave up have waited for: gone, or at its end, or still under way."""
+    """Return the rank for which ``waiting`` and others gave up waiting: it is gone, has ended, or is still busy."""
     code = statuses[waiting].exit_code
     if silent:
         return _find_silent(silent)
@@ -128,14 +129,14 @@ def _find_missing(
 
 
 def _find_silent(silent: dict[int, int]) -> Failure:
-    """Of ranks whose processes ended without a word, the one that left; a library that misses it kills the others."""
+    """Return the rank that left first, of those that ended without a status; a library then kills the others."""
     rank = min(silent, key=lambda rank: (silent[rank] != 0, silent[rank] in _BY_OTHERS))
     code = silent[rank]
     return Failure(rank, 128 - code if code < 0 else code or 1, how_it_ended(128 - code) if code < 0 else _left(code))
 
 
 def _read_mpirun(said: str) -> Optional[Failure]:
-    """mpirun, of whose ranks we see none, names in what it prints the one that was killed or left."""
+    """Return the rank that mpirun names as killed or exited in its output; its ranks are not our children."""
     if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
         code = 128 + int(killed[2])
         return Failure(int(killed[1]), code, how_it_ended(code))
@@ -165,13 +166,13 @@ def report_failure(
     shown: str = "0",
     main: Optional[Status] = None,
 ) -> None:
-    """Print who ended the job, after how many seconds, and its log's end unless rank 0's, which is shown, says why.
+    """Print which rank ended the job, when, and the end of its log, unless rank 0's output, which is shown, says why.
 
     Args:
-        where: the host of that rank, where the job has several.
-        log_tail: the end of that rank's log.
-        shown: whose output is shown as it comes, as ``--tee`` says.
-        main: what rank 0 had said of its end when its output was last shown; what it says later is seen nowhere.
+        where: host of that rank, if the job has several.
+        log_tail: end of that rank's log.
+        shown: ranks whose output is shown as it is written, as given by ``--tee``.
+        main: status of rank 0 when its output was last shown; its later output is not shown.
     """
     if failure.rank is None and failure.what:
         print(f"{failure.what} after {seconds:.1f} s; all logs: {log_dir}", file=sys.stderr)
@@ -191,7 +192,7 @@ def report_failure(
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log, for people."""
+    """Return the last lines of a log, indented for people."""
     if not log.exists():
         return "  (nothing)"
     with open(log, "rb") as file:

@@ -1,7 +1,7 @@
-"""One try of a job, watched: what is shown of it, and why it is over.
+"""Monitor one attempt of a job: show its output, and find out why it is over.
 
-Goes in: what its hosts report, again and again. Comes out: that all ranks have ended, that one has failed, or was lost
-with its host, that the job hangs, or that it is to begin anew with more ranks.
+:mod:`mindnlp_dp.launch.job` creates a :class:`Watch` for each attempt. It polls the reports of the hosts until all
+ranks have ended, a rank has failed or was lost with its host, the job hangs, or the job is to restart with more ranks.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from .termination import GRACE_PERIOD_SECONDS, Termination
 from .tries import Report, Try
 from .verdict import Failure, Status
 
-# How long some ranks may have finished before the others' silence is worth a word.
+# Seconds after the first rank has finished before a message names the ranks that have not.
 PATIENCE_SECONDS = 30.0
-# How long the cause of a failure may take to show behind its consequences.
+# How much later than its consequences the cause of a failure may become visible.
 _CAUSE_SECONDS = 0.5
-# How often it is looked whether ranks get any further.
+# How often the progress of the ranks is checked.
 _LOOK_SECONDS = 0.5
-# How long the word of a rank on another host may be under way when its job has ended.
+# How long the status of a rank on another host may take to arrive after the job's processes have ended.
 _LAST_WORD_SECONDS = 5.0
-# How long ranks that have come to their end without others may take to leave, and mpirun when all have left.
+# How long ranks that have finished without lost ranks may take to exit, and mpirun after all ranks have exited.
 _LEAVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """How a job is watched.
+    """Options that say how a job is monitored and restarted; used by :class:`~mindnlp_dp.launch.job.Job`.
 
     Attributes:
         hang_timeout: seconds without progress of any rank after which the job is ended; 0: never.
-        max_restarts: how many times it is started again after a failure.
-        tee: whose output is shown: "0", "all" or "none".
-        grow_after: seconds after which an elastic job takes the place of a rank that was lost again.
-        grace_period: seconds that the job gets for a checkpoint when it is asked to end (SIGTERM).
-        log_mb: MiB at which a rank's log begins anew; 0: never.
-        in_place: whether ranks go on without one that is lost (MPI, on one host).
-        scale_batch: whether global batches of an elastic job are in proportion to its ranks.
+        max_restarts: maximum number of restarts after failures.
+        tee: ranks whose output is shown: "0", "all" or "none".
+        grow_after: seconds after which an elastic job fills the place of a lost rank again.
+        grace_period: seconds that the job gets to write a checkpoint when it is asked to end (SIGTERM).
+        log_mb: size in MiB at which a rank's log is rotated; 0: never.
+        in_place: whether ranks continue in their processes without a lost rank (MPI, on one host).
+        scale_batch: whether the global batch of an elastic job is proportional to the number of its ranks.
     """
 
     hang_timeout: float = 1800.0
@@ -65,7 +65,7 @@ class JobOptions:
 
 @dataclass
 class Seen:
-    """What all hosts report of a try's ranks."""
+    """A snapshot of what all hosts report about the ranks of an attempt."""
 
     ranks: list[Progress]
     statuses: dict[int, Status] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Seen:
 
     @property
     def has_only_echoes(self) -> bool:
-        """Whether all that failed did so for want of another rank, of which nothing is known."""
+        """Return whether all failed ranks only gave up waiting for another rank, whose own end is not known yet."""
         failed = [status for status in self.statuses.values() if status.exit_code != 0]
         silent = any(
             process.rank is not None and process.rank not in self.statuses
@@ -88,7 +88,7 @@ class Seen:
 
     @property
     def has_failed(self) -> bool:
-        # A status tells better than the exit code of a process, which a library may have changed.
+        # A status is more reliable than the exit code of a process, which a library may have changed.
         return any(status.exit_code != 0 for status in self.statuses.values()) or any(
             process.rank is not None and process.rank not in self.statuses and process.returncode != 0
             for report in self.reports
@@ -97,7 +97,7 @@ class Seen:
 
 
 def look(hosts: Sequence[Host], this: Try) -> Seen:
-    """How the ranks of a try are now."""
+    """Return a snapshot of the ranks of an attempt."""
     seen = Seen([Progress()] * this.num_ranks)
     for host in hosts:
         report = host.look()
@@ -114,13 +114,13 @@ def first_lost(hosts: Sequence[Host]) -> Optional[Host]:
 
 
 class Watch:
-    """Of one try.
+    """Monitors one attempt until it ends, fails, hangs or is to grow; used by :class:`~mindnlp_dp.launch.job.Job`.
 
     Attributes:
-        seen: how its ranks were when it was looked last.
-        losses: ranks that the others went on without.
-        hang: how the job hangs, or that its ranks never began, or left without a word; else None.
-        grows: whether it was ended for no other reason than to begin anew with more ranks.
+        seen: last snapshot of the ranks.
+        losses: lost ranks without which the others continue in place.
+        hang: failure of a job that hangs, or whose ranks never started, or exited without a status; else None.
+        grows: whether the attempt was ended only to restart with more ranks.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Watch:
         self._screen = Screen(log_dir, this.num_ranks, options.tee, restarts.count)
         self._hangs = HangWatch(options.hang_timeout)
         self._is_patient, self._over, self._deserted = True, 0.0, 0.0
-        # When ranks were first seen to have ended.
+        # The times at which ranks were first seen to have ended.
         self._finished: dict[int, float] = {}
         self._has_asked = self._has_prepared = False
         self.seen = Seen([])
@@ -150,10 +150,10 @@ class Watch:
         self.grows = False
 
     def until_it_is_over(self, sleep: Callable[[float], None]) -> None:
-        """Show logs until all ranks have ended, or one has failed, or the job hangs, or is to grow.
+        """Show logs until all ranks have ended, a rank has failed, the job hangs, or the job is to grow.
 
         Raises:
-            Interrupted: it was asked to end, and has written a checkpoint, or had its time to.
+            Interrupted: the job was asked to end, and has written a checkpoint or used up its grace period.
         """
         with self._termination.awaited():
             self._until_it_is_over(sleep)
@@ -170,8 +170,8 @@ class Watch:
                 self._look_closer(now)
             self._screen.show()
             has_saved = self._has_asked and any(seen.ranks[rank].saved for rank in self.losses.left[:1])
-            # Before the first update there is nothing to save, and behind the first rank's end nobody who does; the
-            # others may come to theirs.
+            # Before the first update there is nothing to save. After the end of the first rank no rank saves, but the
+            # others get some time to finish, too.
             since = min((self._finished.get(rank, now) for rank in self.losses.left[:1]), default=now)
             can_save = seen.update > 0 and now - since <= _LEAVE_SECONDS
             if not failed:
@@ -191,9 +191,9 @@ class Watch:
         self.grows = has_saved and not (failed or self.hang or lost)
 
     def _hear_the_others(self, sleep: Callable[[float], None]) -> None:
-        """Ranks that fail together all get to say so, and one that is leaving is seen to have left.
+        """Wait a moment, so that ranks that fail together all report it, and a rank that is exiting is seen as gone.
 
-        Where all there is are ranks that have lost another, that one gets longer to say why.
+        If the failed ranks only gave up waiting for another rank, wait longer for that rank's report.
         """
         began = time.monotonic()
         while True:
@@ -204,7 +204,7 @@ class Watch:
                 break
 
     def _goes_wrong(self, now: float) -> bool:
-        """Whether a rank has failed, and the others do not go on without it."""
+        """Return whether a rank has failed and the others do not continue without it."""
         seen = self.seen
         if not self._try.in_place:
             return seen.has_failed
@@ -213,7 +213,7 @@ class Watch:
         return news == "failed" or (news == "went on" and not self._note_those_left(now))
 
     def _note_those_left(self, now: float) -> bool:
-        """They have gone on; False where the job is to be started again instead, or has been too often."""
+        """Record that the other ranks continue; return False if the job must restart instead, or must end."""
         losses, seconds = self.losses, now - self._began
         if not self._restarts.go_on_in_place(losses.new, update=self.seen.update, seconds=seconds):
             losses.end()
@@ -239,13 +239,13 @@ class Watch:
             _mention_stragglers(list(self._finished), sorted(left - there))
 
     def _look_closer(self, now: float) -> None:
-        """What costs more: how far ranks are; what is done meanwhile for another try."""
+        """Do the more expensive work: update the status line, check for hangs, and prepare the next attempt."""
         seen, losses = self.seen, self.losses
         num_ended = len(self._finished) + len(losses.ranks)
         self._screen.say(seen.ranks, num_ended)
         stopped = [rank for report in seen.reports for rank in report.stopped]
         self._name_those_that_never_began(now)
-        # What those that were lost were doing stays in their records.
+        # Lost ranks are left out, because their records keep what they were last doing.
         if self._hangs.look([seen.ranks[rank] for rank in losses.left], bool(stopped)):
             stacks = {rank: text for host in self._hosts for rank, text in host.stacks().items()}
             self.hang = name_hang(
@@ -263,7 +263,7 @@ class Watch:
 
     @property
     def _is_to_end(self) -> bool:
-        """Whether the job, or a host of it, was asked to end."""
+        """Return whether the job, or one of its hosts, was asked to end."""
         return self._termination.asked is not None or any(host.terminates for host in self._hosts)
 
     @property
@@ -271,7 +271,7 @@ class Watch:
         return self._members.is_elastic or self._options.max_restarts > self._restarts.count
 
     def _name_those_that_never_began(self, now: float) -> None:
-        """mpirun, or a daemon of it, may wait for ever for what it needs: a name server, a firewall."""
+        """Report ranks that have not started: mpirun or its daemons may hang, for example on a name server."""
         missing = [number for number, rank in enumerate(self.seen.ranks) if not rank.pid]
         if missing and now - self._began > START_SECONDS:
             said = (
@@ -281,7 +281,7 @@ class Watch:
             self.hang = Failure(missing[0], EXIT_CODE, "never began", said)
 
     def _is_deserted(self, now: float) -> bool:
-        """Whether all ranks have left, and who started them does not end; what ranks have said is the verdict then."""
+        """Return whether all ranks have exited but mpirun, or their other parent, has not; statuses then decide."""
         left = self.losses.left
         if not {rank for report in self.seen.reports for rank in report.gone}.issuperset(left):
             self._deserted = 0.0
@@ -299,19 +299,19 @@ class Watch:
         if self._is_deserted(now):
             return True
         if losses.ranks and len(self._finished) == len(losses.left):
-            # mpirun may wait for those that were lost.
+            # mpirun may still wait for the lost ranks.
             gone = {rank for report in seen.reports for rank in report.gone}
             return gone.issuperset(losses.left) or now - max(self._finished.values()) > _LEAVE_SECONDS
         ended = all(report.all_ended for report in seen.reports)
         if ended and len(self._hosts) > 1 and len(seen.statuses) < self._try.num_ranks:
-            # What ranks on other hosts have said is under way.
+            # Statuses of ranks on other hosts may still be on their way.
             self._over = self._over or now
             return now - self._over > _LAST_WORD_SECONDS
         return ended
 
 
 def _mention_stragglers(finished: Sequence[int], running: Sequence[int]) -> None:
-    """Some ranks are done and others are not: they may be writing files, or waiting for ever."""
+    """Print which ranks are done and which are not: the latter may be writing files, or waiting forever."""
     if running:
         print(
             f"ranks {finished} finished {PATIENCE_SECONDS:.0f} s ago, ranks {running} have not. If they wait for the "

@@ -1,11 +1,11 @@
-"""What one rank's process does around the user's script.
+"""Run the user's script in the process of one rank, which mpirun or the launcher starts.
 
 ``python run_module.py mindnlp_dp.launch.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
 
-On CPU it binds itself to its cores before anything starts threads. It sends its output to
-``worker_R.log``, runs the script as ``python`` would, and says in ``worker_R.status``
-how that ended. A script that fails leaves at once: the clean-up of a communication library
-would wait for ranks that wait for this one.
+On CPU the process binds itself to its cores before any thread starts. It sends its output to
+``worker_R.log``, runs the script as ``python`` would, and records in ``worker_R.status``
+how the script ended. If the script fails, the process exits at once: the clean-up of a
+communication library would wait for ranks that wait for this one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .log_file import LogFile
 from .status import PROGRESS
 from .verdict import Status, write_status
 
-# Rank 0 is the one that is shown: when all fail together, it gets to speak first.
+# Rank 0's output is shown, so when all ranks fail together, rank 0 reports first.
 OTHERS_WAIT_SECONDS = 0.2
-# ... and one that failed for want of another rank lets that one say why.
+# A rank that gave up waiting for another rank lets that rank report the cause first.
 ECHOES_WAIT_SECONDS = 1.0
 
 
 def main() -> None:
-    """Do it here, or stand by while a process does that has imported what takes long."""
+    """Run the rank in a child of the fork server, which has the slow imports done, or else in this process."""
     ended = stand_in(os.environ, "mindnlp_dp.launch.worker")
     if ended is None:
         run()
@@ -50,18 +50,18 @@ def main() -> None:
 
 
 def run() -> None:
-    """Be the rank that this process was started as."""
+    """Run the script as the rank that this process was started for, and record how it ended."""
     log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
-    # As long as the script has not changed its environment.
+    # Read before the script can change its environment.
     name = name_of_try(os.environ)
     command = sys.argv[4:]
     rank = launched_rank(os.environ)
-    # A block of cores may be far from a rank's card, which its driver knows better.
+    # With cards, a block of cores may be far from the rank's card; the card's driver knows better.
     if os.environ.get("DEVICE_TARGET", "CPU") == "CPU":
         own = ranks_of_this_host(os.environ, nproc)
         os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), len(own), rank - own.start))
     log = LogFile(log_dir / f"worker_{rank}.log", os.environ)
-    # For who watches the job: how far this rank is, and, when it is asked by a signal, where.
+    # For the launcher: this rank's progress, and its stacks when a signal asks for them.
     reporter = progress.report_to(log_dir / os.environ.get(progress.VARIABLE, PROGRESS), rank)
     reporter.after_update = log.begin_anew_if_large
     if rank == 0:
@@ -72,12 +72,12 @@ def run() -> None:
 
     this_process = os.getpid()
     code, waited = _run(command)
-    # The disk may be full, the folder gone, the streams closed: no reason to end otherwise than the script did.
+    # A full disk, a removed folder or closed streams must not change how this process ends.
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
     if os.getpid() != this_process:
-        # A child that the script has forked, and that came to the script's end.
+        # This is a child that the script has forked, and that has reached the script's end.
         os._exit(code)
     if code != 0 and (waited or rank != 0):
         time.sleep(ECHOES_WAIT_SECONDS if waited else OTHERS_WAIT_SECONDS)
@@ -87,7 +87,7 @@ def run() -> None:
         _say(f"how rank {rank} ended is not in {log_dir}: {error}")
     if code != 0:
         if goes_on_in_place(os.environ):
-            # mpirun takes no notice of a rank that leaves by itself, and the others are not told.
+            # mpirun ignores a rank that exits by itself, and would not notify the others.
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(code)
     if nproc > 1 and not _met_the_others():
@@ -99,13 +99,13 @@ def run() -> None:
 
 
 def _say(text: str) -> None:
-    """Into this rank's log, where that can be written to."""
+    """Print to this rank's log, if that can be written to."""
     with suppress(Exception):
         print(text, file=sys.stderr)
 
 
 def _write_changes(log_dir: Path, before: Mapping[str, str]) -> None:
-    """For a fork server: what this rank's script has changed in its environment."""
+    """Record, for a fork server, which environment variables this rank's script has changed."""
     try:
         (log_dir / ENVIRON_CHANGES).write_text(json.dumps(sorted(changes_of(before))))
     except OSError:
@@ -113,13 +113,13 @@ def _write_changes(log_dir: Path, before: Mapping[str, str]) -> None:
 
 
 def _silence_libraries() -> None:
-    """From here on only Python writes to the log: MindSpore's threads report their end there."""
-    # Open until the process ends: handlers that run at exit may still write.
+    """Let only Python write to the log from now on, because MindSpore's threads report their end there."""
+    # The new stream stays open until the process ends: handlers that run at exit may still write.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         log = os.dup(1)
     except OSError:
-        # The script has closed it.
+        # The script has closed standard output.
         log = os.dup(nowhere)
     sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
     os.dup2(nowhere, 1)
@@ -127,7 +127,7 @@ def _silence_libraries() -> None:
 
 
 def _run(command: list[str]) -> tuple[int, bool]:
-    """Run a script or module; return ``python``'s exit code, and whether it waited in vain for another rank."""
+    """Run a script or module; return ``python``'s exit code, and whether it gave up waiting for another rank."""
     is_module = command[0] == "-m"
     sys.argv = command[1:] if is_module else command
     try:
@@ -151,7 +151,7 @@ def _run(command: list[str]) -> tuple[int, bool]:
 
 
 def _waited_in_vain(error: Optional[BaseException]) -> bool:
-    """Whether an error comes of a rank that did not come; that rank is to be named, and not this one."""
+    """Return whether an error only says that another rank is missing or lost: that rank is to blame, not this one."""
     late_ranks = sys.modules.get("mindnlp_dp.communication.transports.late_ranks")
     mpi_faults = sys.modules.get("mindnlp_dp.communication.transports.mpi_faults")
     if mpi_faults is not None and mpi_faults.tells_of_a_loss(error):
@@ -164,7 +164,7 @@ def _waited_in_vain(error: Optional[BaseException]) -> bool:
 
 
 def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackType]:
-    """The traceback from the user's script on."""
+    """Return the traceback without the frames before the user's script."""
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
@@ -172,7 +172,7 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
 
 
 def _met_the_others() -> bool:
-    """Whether the script joined a job, by us, by mpi4py or by MindSpore itself."""
+    """Return whether the script joined a job, through this package, mpi4py or MindSpore itself."""
     ours = sys.modules.get("mindnlp_dp.communication.process_group")
     management = sys.modules.get("mindspore.communication.management")
     return (

@@ -1,4 +1,4 @@
-"""Large batches: LARS and LAMB, with the interface of MindNLP's optimizers, and how learning rates grow."""
+"""Optimizers for large batches (LARS and LAMB, with the interface of MindNLP's) and rules for the learning rate."""
 
 from .lamb import LAMB
 from .lars import LARS

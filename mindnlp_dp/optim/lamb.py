@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, at a length that each layer's weights allow.
+"""This module implements LAMB: Adam, with each layer's step scaled by the norm of its weights.
 
 You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer and Hsieh, "Large batch optimization for deep
 learning: training BERT in 76 minutes", ICLR 2020, algorithm 2.
@@ -16,16 +16,17 @@ from .trust_ratio import TrustRatioOptimizer, check_betas
 
 
 class LAMB(TrustRatioOptimizer):
-    """For each layer with weights x and gradient g, in update t::
+    """The LAMB optimizer. For each layer with weights x and gradient g, update t computes::
 
         m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g * g
         u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay x
         x = x - lr (|x| / |u|) u
 
     Args:
-        params: parameters, or groups of them; :func:`~mindnlp_dp.optim.parameter_groups` makes the usual two. A group's
-            ``use_trust_ratio=False`` takes 1 for the ratio.
-        max_trust_ratio: no ratio is larger; weights that are large for their gradient would leap.
+        params: parameters, or groups of them; :func:`~mindnlp_dp.optim.parameter_groups` returns the usual two. In a
+            group with ``use_trust_ratio=False`` the ratio is 1.
+        max_trust_ratio: upper limit of the ratio |x| / |u|; without it, weights with a small gradient would move too
+            far.
     """
 
     def __init__(

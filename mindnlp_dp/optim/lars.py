@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum, at a rate of each layer's own.
+"""This module implements LARS: SGD with momentum and a separate learning rate for each layer.
 
 You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1.
 """
@@ -15,16 +15,16 @@ from .trust_ratio import TrustRatioOptimizer
 
 
 class LARS(TrustRatioOptimizer):
-    """For each layer with weights w and gradient g::
+    """The LARS optimizer. For each layer with weights w and gradient g, an update computes::
 
         rate = trust_coefficient |w| / (|g| + weight_decay |w|)
         v    = momentum v + lr rate (g + weight_decay w)
         w    = w - v
 
     Args:
-        params: parameters, or groups of them; :func:`~mindnlp_dp.optim.parameter_groups` makes the usual two. A group's
-            ``use_trust_ratio=False`` takes 1 for the rate.
-        trust_coefficient: how much of its own length a layer may move in an update, at a learning rate of 1.
+        params: parameters, or groups of them; :func:`~mindnlp_dp.optim.parameter_groups` returns the usual two. In a
+            group with ``use_trust_ratio=False`` the layer's rate is 1.
+        trust_coefficient: the length of a layer's step relative to the norm of its weights, at a learning rate of 1.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""How the learning rate grows with the batch, and in the first updates: arithmetic only."""
+"""This module computes the learning rate for a larger batch and the warm-up factor, for training scripts."""
 
 from __future__ import annotations
 
 
 def scaled_learning_rate(learning_rate: float, batch_size: int, new_batch_size: int, rule: str = "linear") -> float:
-    """The learning rate for ``new_batch_size`` samples an update, from one that suits ``batch_size``.
+    """Return the learning rate for ``new_batch_size`` samples an update, given one that suits ``batch_size``.
 
-    ``"linear"`` keeps the distance that an epoch goes: k times the batch, k times the rate (Goyal et al., "Accurate,
-    large minibatch SGD: training ImageNet in 1 hour", 2017). ``"sqrt"`` keeps the variance of an epoch's noise, which
-    suits optimizers that divide by the gradient's size, such as LAMB (You et al., 2020, scale it so).
+    ``"linear"`` keeps the distance that the weights move in an epoch: k times the batch, k times the rate (Goyal et
+    al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017). ``"sqrt"`` keeps the variance of an
+    epoch's gradient noise, for optimizers that divide by the gradient's size, such as LAMB (You et al., 2020).
 
     Examples:
         >>> scaled_learning_rate(0.1, 256, 8192), scaled_learning_rate(1e-3, 128, 2048, "sqrt")
@@ -25,9 +25,10 @@ def scaled_learning_rate(learning_rate: float, batch_size: int, new_batch_size: 
 
 
 def warmup_factor(step: int, num_warmup_steps: int) -> float:
-    """What the learning rate is multiplied with in update ``step``, from 0 on: it rises by equal steps to 1.
+    """Return the learning rate's factor in update ``step`` (the first is 0); it rises linearly to 1.
 
-    A large rate at the beginning, when weights change most, is what breaks large batches (Goyal et al., section 2.2).
+    With large batches, a large rate at the beginning, when weights change most, breaks training (Goyal et al., section
+    2.2).
 
     Examples:
         >>> [warmup_factor(step, 4) for step in (0, 1, 3, 4, 100)]

@@ -1,4 +1,4 @@
-"""Which parameters a trust ratio, and weight decay, leave alone."""
+"""This module separates the parameters that LARS and LAMB decay and scale from those that they do not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def parameter_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
-    """A model's trainable parameters in two groups: matrices, and what is neither decayed nor scaled by a trust ratio.
+    """Return a model's trainable parameters in two groups: those with weight decay and trust ratio, and those without.
 
-    The second holds biases and the weights of normalization layers, which is every parameter of one dimension: their
-    norms say nothing about how far they may go.
+    The second group holds the parameters of at most one dimension, which are biases and the weights of normalization
+    layers: their norms say nothing about a good step size.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if parameter.ndim > 1]

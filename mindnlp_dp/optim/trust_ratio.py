@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: the interface of MindNLP's optimizers, and norms."""
+"""This module is the common base of LARS and LAMB: the interface of MindNLP's optimizers, and the norms."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mindnlp_dp.runtime.torch_like import torch_like
 
 
 class TrustRatioOptimizer(torch_like().optim.Optimizer, abc.ABC):  # type: ignore[misc]
-    """Goes through the parameters that have a gradient; subclasses say where one of them goes, and how far.
+    """Base class of LARS and LAMB; a subclass defines the direction of a parameter's update, and the update itself.
 
-    All directions come first, then all lengths, so that a device is waited for once. That takes memory for
-    the directions of all parameters at a time.
+    :meth:`step` computes all directions first, then all norms, so that it waits for the device only once. This
+    needs memory for the directions of all parameters at the same time.
     """
 
     def __init__(self, params: Iterable[Any], **defaults: Any) -> None:
@@ -27,7 +27,7 @@ class TrustRatioOptimizer(torch_like().optim.Optimizer, abc.ABC):  # type: ignor
         super().__init__(params, defaults)
 
     def step(self, grads: Any = None) -> None:
-        """Update every parameter whose ``grad`` is set; ``grads`` is there for MindNLP's call shape, and not used."""
+        """Update every parameter that has a ``grad``; ``grads`` only matches MindNLP's signature and is not used."""
         moving = [
             (parameter, self._direction(parameter, self.state[parameter], group), group)
             for group in self.param_groups
@@ -38,12 +38,12 @@ class TrustRatioOptimizer(torch_like().optim.Optimizer, abc.ABC):  # type: ignor
         lengths = iter(norms([x for pair in trusted for x in pair]))
         for parameter, direction, group in moving:
             both = (next(lengths), next(lengths)) if group["use_trust_ratio"] else (0.0, 0.0)
-            # Without a length there is no ratio.
+            # A norm of 0 gives no usable ratio.
             self._move(parameter, direction, both if min(both) > 0 else None, self.state[parameter], group)
 
     @abc.abstractmethod
     def _direction(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> Any:
-        """What the parameter moves along, by its gradient and the past; the weights' length is compared with its."""
+        """Return the direction of the update, from the gradient and the state; the trust ratio uses its norm."""
 
     @abc.abstractmethod
     def _move(
@@ -54,7 +54,7 @@ class TrustRatioOptimizer(torch_like().optim.Optimizer, abc.ABC):  # type: ignor
         state: dict[str, Any],
         group: dict[str, Any],
     ) -> None:
-        """Move; ``lengths`` are the weights' and the direction's, None where the ratio is 1."""
+        """Update the parameter; ``lengths`` are the norms of weights and direction, or None if the ratio is 1."""
 
 
 def check_betas(betas: tuple[float, float]) -> None:
@@ -64,10 +64,10 @@ def check_betas(betas: tuple[float, float]) -> None:
 
 
 def norms(tensors: Sequence[Any]) -> list[float]:
-    """The Euclidean norms, which decide over whole layers.
+    """Return the Euclidean norms of the tensors.
 
-    Memory of the host is read where it is, in float64. On a device squares are added in float32, and all
-    sums fetched at once.
+    On CPU they are computed in float64. On a device the squares are added in float32, and all sums are fetched
+    at once.
     """
     if not tensors:
         return []

@@ -1,1 +1,1 @@
-"""Models cut among ranks: tensor, pipeline and expert parallelism, and their mixtures with data parallelism."""
+"""Shards models over ranks: tensor, pipeline and expert parallelism, also combined with data parallelism."""

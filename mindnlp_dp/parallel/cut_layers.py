@@ -1,7 +1,7 @@
-"""A model's layers cut among the ranks of the axis "tp", as a plan says.
+"""Applies a tensor parallel plan: replaces layers of a model by parallel layers for the ranks of the axis "tp".
 
-Goes in: a whole model's structure. Comes out: the same structure with parallel layers in it (tensor.py), whose weights
-are still to be cut; and which weight is cut how.
+:func:`~mindnlp_dp.parallelize` calls it. It changes only the structure of the model (layers of tensor.py) and records
+how each weight is sharded; the weights are sharded later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tensor import (
 
 
 class GatheredHead(ColumnParallelLinear):
-    """An output layer cut by vocabulary, of a model with a loss of its own, which gets whole logits."""
+    """An output layer that is sharded by vocabulary but returns full logits, from which the model computes its loss."""
 
     def __init__(self, layer: Any, group: ProcessGroup) -> None:
         super().__init__(layer, SharedInput(group))
@@ -39,10 +39,11 @@ class GatheredHead(ColumnParallelLinear):
 
 
 def cut_layers(model: Any, plan: TensorPlan, placements: Placements) -> None:
-    """Put parallel layers into ``model``, and their cuts into ``placements``.
+    """Replace layers of ``model`` by parallel layers, and record in ``placements`` how their weights are sharded.
 
     Raises:
-        ValueError: the plan fits no layer, or cuts one weight in two ways, or an axis does not divide what it must.
+        ValueError: the plan matches no layer, or shards one weight in two ways, or tp does not divide the number of
+            heads, or a weight cannot be split over the ranks.
     """
     group = placements.mesh.group("tp")
     modules = every_module(model)
@@ -56,7 +57,7 @@ def cut_layers(model: Any, plan: TensorPlan, placements: Placements) -> None:
         if name in styles:
             _place(name, module, styles[name], placements)
     inputs: dict[str, SharedInput] = {}
-    # Each once, be it in several places.
+    # named_modules() returns each module once, even if it has several names.
     for name, module in [pair for pair in model.named_modules() if pair[0] in styles]:
         siblings = inputs.setdefault(name.rpartition(".")[0], SharedInput(group))
         num_rows = placements[f"{name}.weight"].shape[0]
@@ -79,7 +80,7 @@ def _parallel_layer(
     num_rows: int,
     head: Optional[str],
 ) -> Any:
-    """What takes a layer's place; the layer itself where its weight is all that is cut."""
+    """Return the replacement for a layer, or the layer itself if it needs nothing but its sharded weight."""
     if style in ("columns", "columns of 3"):
         return ColumnParallelLinear(module, siblings)
     if style == "rows":

@@ -1,7 +1,7 @@
-"""A model's structure without its weights: for models that no process could hold.
+"""Builds a model without weights, for models that do not fit into one process.
 
-Goes in: a block that builds a model. Comes out: the model, whose parameters have shapes and no memory of their own yet;
-:func:`~mindnlp_dp.parallelize` gives each rank its parts of them, from a folder::
+The user builds the model in :func:`empty_weights`; its parameters have shapes but no memory yet. Then
+:func:`~mindnlp_dp.parallelize` reads each rank's shards from a folder::
 
     with dp.empty_weights():
         model = GPT2LMHeadModel(config)
@@ -18,17 +18,17 @@ import numpy as np
 
 from .placement import Placements
 
-# Names of the functions that fill a new parameter.
+# The initializers in mindnlp.core.nn.init that fill a new parameter.
 _FILLS = ("normal_", "uniform_", "zeros_", "ones_", "constant_", "xavier_uniform_", "xavier_normal_",
           "kaiming_uniform_", "kaiming_normal_", "trunc_normal_")  # fmt: skip
 
 
 @contextlib.contextmanager
 def empty_weights() -> Iterator[None]:
-    """A block in which MindNLP's models are built without values.
+    """Build MindNLP models without initial values in this block.
 
-    Their parameters are zeros that the system has not given any memory yet (pages that nobody has touched), so that no
-    more than one of them takes any at a time. Such a model is no good for anything but ``parallelize``.
+    Their parameters are zeros in memory pages that were never written, so the operating system allocates no memory for
+    them, and at most one parameter at a time takes memory. Such a model can only be passed to ``parallelize``.
     """
     import mindspore
     from mindnlp.core import ops
@@ -44,7 +44,7 @@ def empty_weights() -> Iterator[None]:
             self.is_empty = True
 
     def untouched(*size: Any, dtype: Any = None, device: Any = None) -> Any:
-        # MindSpore would take memory for it, and keep that.
+        # MindSpore would allocate memory for it and keep that.
         shape = tuple(size[0]) if isinstance(size[0], (tuple, list)) else size
         if dtype not in (None, mindspore.float32):
             return empty(*size, dtype=dtype, device=device)
@@ -67,10 +67,10 @@ def empty_weights() -> Iterator[None]:
 
 
 def fill_missing(model: Any, placements: Placements, missing: Sequence[str], *, has_files: bool) -> None:
-    """Give the parameters of a model that was built empty, and that no file has, the values of a new model.
+    """Initialize the parameters that are empty and that no file contains, as the model's class does for a new model.
 
     Raises:
-        ValueError: there is no file at all, or the model does not know how it begins.
+        ValueError: no files were given, or the model lacks ``_init_weights``.
     """
     empty = [name for name, p in model.named_parameters() if getattr(p, "is_empty", False)]
     if empty and not has_files:

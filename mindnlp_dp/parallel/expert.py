@@ -1,15 +1,15 @@
-"""Mixtures of experts, whose experts are spread over the ranks of the axis "ep".
+"""Distributes the experts of mixture-of-experts blocks over the ranks of the axis "ep"; parallelize calls it.
 
-Goes in: a block with a router and experts. Comes out: a block for its place that has this rank's experts alone, to
-which the other ranks send their tokens, and which sends its own to theirs (Lepikhin et al., GShard, 2020; but there is
-no limit on how many tokens an expert takes, so that none is dropped and the result is that of one process)::
+Each block is replaced by one that has only this rank's experts. Ranks send their tokens to the ranks of the chosen
+experts by all-to-all (Lepikhin et al., GShard, 2020). Unlike GShard, the experts have no capacity limit, so no token is
+dropped and the result is that of one process::
 
     tokens ── router ── sorted by expert ── all-to-all ── experts ── all-to-all ── weighted sum
                                             rows there               rows back
 
-Ranks of this axis have samples of their own. Their losses may weigh differently in the mean, so gradients are scaled by
-what their rank's loss weighs, on their way to an expert, and scaled back on their way from it; what an expert gets is
-the weighted mean of its row's gradients, as if one rank had had all the samples.
+Each rank of this axis has different samples, and their losses may have different weights in the mean. Therefore
+gradients are multiplied by their rank's weight on the way to an expert, and divided by it on the way back. An expert
+gets the weighted mean of the gradients of its row (the ranks of its group), as if one rank had had all the samples.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from .stages import Elsewhere
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How the tokens of one forward pass, of all ranks of the row, went to the experts of a block.
+    """The number of tokens that each expert of a block got in one forward pass, from all ranks of the row.
 
     Attributes:
-        tokens: to each expert.
-        balance: the busiest expert's over the mean; 1 is even. So large a capacity factor would drop no token.
+        tokens: number of tokens for each expert.
+        balance: maximum over mean of ``tokens``; 1 is balanced. It is also the smallest capacity factor that would
+            drop no token.
     """
 
     tokens: tuple[int, ...]
@@ -51,11 +52,11 @@ class ExpertLoad:
 
 
 class RowWeights:
-    """What the micro step of each rank of a row weighs.
+    """The loss weights of the current micro-step on the ranks of a row, used by the expert blocks.
 
     Attributes:
-        total: of all ranks of the row.
-        share: this rank's.
+        total: sum of the weights over all ranks of the row.
+        share: this rank's fraction of the total.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -65,7 +66,7 @@ class RowWeights:
 
     @contextlib.contextmanager
     def micro_step(self, weight: float) -> Iterator[None]:
-        """Around the forward and backward pass of a micro step whose loss weighs so much. A collective."""
+        """Set the weight of this rank's loss for the forward and backward pass in this block. A collective."""
         self.total = float(self._group.all_reduce(np.array([weight]), is_hot=True)[0])
         self.share = weight / self.total if self.total else 0.0
         try:
@@ -75,10 +76,10 @@ class RowWeights:
 
 
 class ExpertParallelBlock(nn.Module):
-    """``block`` with the experts of this rank alone: of E experts on N ranks, rank r has E/N from r E/N on.
+    """Replaces ``block`` with only the experts of this rank: of E experts on N ranks, rank r has E/N, from r E/N on.
 
     Attributes:
-        load: of the last forward pass.
+        load: the expert load of the last forward pass.
     """
 
     load: ExpertLoad
@@ -113,7 +114,7 @@ class ExpertParallelBlock(nn.Module):
         group, share = self._group, self._weights.share
         order = np.argsort(chosen, kind="stable")
         mine = np.bincount(chosen, minlength=self._num_experts)
-        # What every rank of the row sends to every expert.
+        # counts[i, j, e] tokens go from rank i to expert e of rank j.
         counts = np.array(group.all_gather(mine)).reshape(group.world_size, group.world_size, -1)
         self.load = ExpertLoad(tuple(counts.reshape(group.world_size, -1).sum(axis=0).tolist()))
         sent, received = counts[group.rank].sum(axis=1).tolist(), counts[:, group.rank].sum(axis=1).tolist()
@@ -127,7 +128,7 @@ class ExpertParallelBlock(nn.Module):
         return (by_token * weights[..., None]).sum(1)
 
     def _compute(self, rows: Tensor, counts: np.ndarray) -> Tensor:
-        """This rank's experts on rows that come by rank, and, of each, by expert; ``counts`` in the same way."""
+        """Run this rank's experts on rows that are sorted by sending rank and then by expert, as ``counts`` is."""
         experts_of_rows = np.concatenate([np.repeat(np.arange(len(of_rank)), of_rank) for of_rank in counts])
         order = np.argsort(experts_of_rows, kind="stable")
         by_expert = _taken(rows, order)
@@ -145,10 +146,13 @@ class ExpertParallelBlock(nn.Module):
 
 
 def spread_experts(model: Any, plan: ExpertPlan, placements: Placements) -> tuple[list[Any], RowWeights]:
-    """Leave this rank's experts in ``model``, and put into ``placements`` where the others are.
+    """Keep only this rank's experts in ``model``, and record in ``placements`` which rank has each expert.
+
+    Returns:
+        The new blocks, and the object that holds the loss weights of the row for them.
 
     Raises:
-        ValueError: the plan fits no block, or the axis does not divide the number of experts.
+        ValueError: the plan matches no block, or ep does not divide the number of experts.
     """
     mesh = placements.mesh
     group, size = mesh.group("ep"), mesh.sizes["ep"]
@@ -179,7 +183,7 @@ def _is_block(name: str, module: Any, plan: ExpertPlan) -> bool:
 
 
 def _taken(x: Tensor, rows: np.ndarray) -> Tensor:
-    """Rows of ``x``; as an embedding, whose gradient adds them up."""
+    """Return the given rows of ``x``, by an embedding operator, whose gradient adds up repeated rows."""
     if len(rows) == 0:
         return x[:0]
     return functional.embedding(Tensor.from_numpy(rows.astype(np.int64)), x)

@@ -1,7 +1,7 @@
-"""Files of whole weights, read and written array by array.
+"""Reads ``model*.safetensors`` files array by array, and produces the parts of such a file for writing.
 
-Goes in: a folder with ``model*.safetensors``, or arrays one after the other. Comes out: one array at a time, or bytes
-of one file.
+:func:`~mindnlp_dp.parallelize` and the checkpoints of sharded models use it, so that a rank needs memory for only one
+full array at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindnlp_dp.checkpoint.manifest import MODEL_FILES, CheckpointError
 
 from .placement import Placement, Placements
 
-# A name of safetensors' for each type, and its bytes. bfloat16 goes as the upper halves of float32s.
+# The name of each type in safetensors. bfloat16 is written as the upper halves of float32 values.
 _TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
@@ -27,16 +27,19 @@ _TYPES = {
 
 
 class WeightFiles:
-    """The ``model*.safetensors`` of a folder, read array by array, under the names of a model or of its base model.
+    """Reads the ``model*.safetensors`` files of a folder, array by array, by the names of a model or its base model.
 
     Args:
-        is_complete: whether they must hold all that trains; a pretrained model lacks the head of a new task.
+        folder: the folder with the files.
+        placements: names and shapes of the weights of the model.
+        is_complete: whether the files must contain all trainable weights. A pretrained model lacks the head of a new
+            task.
 
     Attributes:
-        missing: weights that they do not hold.
+        missing: names of the weights that the files do not contain.
 
     Raises:
-        CheckpointError: there are none, or they have an array in another shape, or lack one.
+        CheckpointError: files or weights of this model are missing, or an array has another shape.
     """
 
     def __init__(self, folder: Path, placements: Placements, *, is_complete: bool) -> None:
@@ -76,7 +79,7 @@ class WeightFiles:
         return None
 
     def get(self, placement: Placement) -> Optional[np.ndarray]:
-        """A whole array; None where it is missing."""
+        """Return a full array, or None if it is missing."""
         name = self._names.get(placement.name)
         return None if name is None else to_host(self._files[name].get_tensor(name))
 
@@ -86,7 +89,7 @@ def host_type(dtype: str) -> Any:
 
 
 def file_header(placements: Placements) -> bytes:
-    """The head of a file of safetensors (its README, "Format"): a length, and a JSON object of types and places."""
+    """Return the header of a safetensors file (its README, "Format"): a length and JSON with types and offsets."""
     entries: dict[str, Any] = {"__metadata__": {"format": "np"}}
     end = 0
     for name, placement in placements.items():

@@ -1,7 +1,4 @@
-"""What training takes of a rank's memory, but for activations.
-
-Goes in: what a rank has of a model. Comes out: bytes of weights, gradients and optimizer state, counted.
-"""
+"""Computes the memory that a rank needs for weights, gradients and optimizer state in training, without activations."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from mindnlp_dp.replicas.weights import all_names
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """In bytes.
+    """The training memory of a rank in bytes, without activations.
 
     Attributes:
-        weights: in float32, 4 a parameter.
-        gradients: the backward pass's, and the sums of a window, 4 each.
-        optimizer: its state; two moments of float32, 8, for Adam.
+        weights: weights in float32, 4 bytes per parameter.
+        gradients: gradients of the backward pass and their sums over the window, 4 bytes each per parameter.
+        optimizer: optimizer state; 8 bytes per parameter for Adam (two moments in float32).
     """
 
     weights: int
@@ -32,12 +29,16 @@ class TrainingMemory:
 
 
 def memory_of(model: Any, *, moments: int = 2, shared_among: int = 1) -> TrainingMemory:
-    """Of what a rank has of a model, updated by an optimizer with so many moments.
+    """Return the training memory for this rank's part of a model.
 
-    A parameter that is used under several names (a tied one) has a gradient for each, and their sum; one that stages of
-    a pipeline have in common has two sums of its own besides, over the window and over the stages. Where
-    ``shared_among`` ranks of a host share one set of weights and divide the update (``zero_stage=2``), a rank's share
-    of these is counted, and whole gradients.
+    A tied parameter, which has several names, has one gradient per name and their sum. A parameter that several
+    pipeline stages have needs two more sums, over the window and over the stages.
+
+    Args:
+        model: the model, sharded or not.
+        moments: number of moments that the optimizer keeps per parameter.
+        shared_among: number of ranks of a host that share one set of weights and divide the update
+            (``zero_stage=2``); weights and optimizer state are divided by it, gradients are not.
     """
     numel = trained = made = 0
     weights = list(all_names(model).values())

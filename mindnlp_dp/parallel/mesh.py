@@ -1,19 +1,20 @@
-"""The ranks of a job as a mesh: an axis for each way of sharing out the work.
+"""Arranges the ranks of a job in a device mesh, with one axis for each kind of parallelism.
 
-Goes in: the group of all ranks, and the sizes of the axes. Comes out: this rank's coordinates, and a
-:class:`~mindnlp_dp.ProcessGroup` for every axis, on which all that takes a group works. Of eight ranks as
-``{"dp": 2, "pp": 2, "tp": 2}``, the last axis varies fastest, so that its ranks are neighbours::
+The user calls :func:`init_device_mesh`; the mesh has this rank's coordinates and a :class:`~mindnlp_dp.ProcessGroup`
+for every axis. The last axis varies fastest, so its ranks are neighbors. Eight ranks as
+``{"dp": 2, "pp": 2, "tp": 2}``::
 
             pp=0            pp=1
     dp=0    tp=0 tp=1       tp=0 tp=1           0 1   2 3
     dp=1    tp=0 tp=1       tp=0 tp=1           4 5   6 7
 
-Ranks that differ in ``tp`` or ``pp`` alone work on the same samples, each with its part of the model; those that
-differ in ``dp`` or ``ep`` on other ones. Those that differ in ``ep`` have other experts, and else the same weights.
+Ranks that differ only in ``tp`` or ``pp`` work on the same samples, each with its part of the model. Ranks that differ
+in ``dp`` or ``ep`` work on different samples. Ranks that differ in ``ep`` have different experts, and otherwise the
+same weights.
 
-Stages may have meshes of their own, as ``{"pp": 2, "dp": (2, 1), "tp": (1, 2)}``. The rows of the pipeline are then as
-many as the greatest common divisor of the stages' ``dp``; what a stage has more shares out the samples of each micro
-batch, along an axis ``sub`` that nobody names::
+Each stage may have its own ``dp`` and ``tp``, as in ``{"pp": 2, "dp": (2, 1), "tp": (1, 2)}``. The number of rows
+(parallel pipelines) is then the greatest common divisor of the ``dp`` of the stages. The other ranks of a stage's
+``dp`` split the samples of each micro-batch, along an internal axis ``sub`` that the user does not name::
 
             pp=0            pp=1
             sub=0 sub=1     tp=0 tp=1           0 1   2 3
@@ -30,30 +31,30 @@ from typing import Any, Optional, Union
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_process_group, set_data_group
 
-# Data, stages of a pipeline, experts, tensors.
+# Data, pipeline, expert and tensor parallelism.
 AXES = ("dp", "pp", "ep", "tp")
-# Those that may differ by stage, given as a tuple.
+# The axes whose size may differ between stages, given as a tuple.
 _BY_STAGE = ("dp", "tp")
 Size = Union[int, tuple[int, ...]]
-# What MCCL lacks in a group of some ranks: a pipeline sends between two ranks, experts all to all.
+# The operations that an axis needs and that MCCL does not have for a subgroup of ranks.
 _NEEDS = {"pp": "messages between two ranks", "ep": "all-to-all"}
 
 _mesh_of: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
 class DeviceMesh:
-    """What :func:`init_device_mesh` makes. Making it is a collective.
+    """The ranks of a job as a mesh, made by :func:`init_device_mesh`. The constructor is a collective.
 
     Attributes:
-        axes: those that were named, in order, and their sizes, by stage where stages differ.
-        sizes: of all axes, as they are in this rank's stage; those that were not named are 1.
-        coordinates: of this rank. "cell" numbers the ranks of a stage that work on the same samples, along sub and tp.
+        axes: sizes of the axes that the user named, in order; tuples by stage if stages differ.
+        sizes: sizes of all axes in this rank's stage; axes that the user did not name have size 1.
+        coordinates: coordinates of this rank. "cell" is the rank's number within its stage and row, along sub and tp.
         stages: (sub, tp) of every stage.
-        world: the group of all ranks.
-        data: of the ranks with the same part of the model, experts aside, which share out the samples: ``dp x ep``.
-        copies: the same, and those that share out the samples of a micro batch: ``dp x ep x sub``.
-        replicas: of the ranks with the same weights, experts included: ``dp x sub``.
-        parts: of the ranks that together have the whole model: ``pp x ep x sub x tp``.
+        world: group of all ranks.
+        data: group of the ranks with the same part of the model, except experts, that split the samples: ``dp x ep``.
+        copies: group of the same ranks and those that split the samples of a micro-batch: ``dp x ep x sub``.
+        replicas: group of the ranks with the same weights, including experts: ``dp x sub``.
+        parts: group of the ranks that together have the full model: ``pp x ep x sub x tp``.
     """
 
     def __init__(self, sizes: Mapping[str, Size], world: ProcessGroup) -> None:
@@ -81,7 +82,7 @@ class DeviceMesh:
         return size[stage] if isinstance(size, tuple) else size
 
     def _arranged(self, sizes: Mapping[str, int]) -> list[dict[str, int]]:
-        """Coordinates of all ranks, in their order; a stage's cells are where "tp" was named."""
+        """Return the coordinates of all ranks in rank order; cells vary at the position of "tp" among the axes."""
         cells = [sub * tp for sub, tp in self.stages]
         found = []
         for numbers in itertools.product(*(range(max(cells) if a == "tp" else sizes[a]) for a in self._order)):
@@ -100,14 +101,14 @@ class DeviceMesh:
         return ", ".join(f"{axis}={_shown(size)}" for axis, size in shown.items()) or "dp=1"
 
     def group(self, *axes: str) -> ProcessGroup:
-        """The ranks that differ from this one in these axes alone, in the mesh's order.
+        """Return the group of the ranks that differ from this one only in these axes, in the order of the mesh.
 
-        Along "pp" without the axes within a stage: those in the same place of their stages.
+        With "pp" but without "sub" and "tp", these are the ranks with the same cell in every stage.
         """
         return self._groups[self._ranks(axes)]
 
     def row(self, stage: int) -> list[int]:
-        """The ranks of ``parts`` that are in a stage, by cell."""
+        """Return the ranks within ``parts`` that are in a stage, ordered by cell."""
         ranks = self._ranks(("pp", "ep", "sub", "tp"))
         return [number for number, rank in enumerate(ranks) if self._places[rank]["pp"] == stage]
 
@@ -119,14 +120,14 @@ class DeviceMesh:
 
     def _make_group(self, axes: tuple[str, ...]) -> None:
         ranks = self._ranks(axes)
-        # Where stages differ, a group is made already on some ranks, and not on others.
+        # If stages differ, some ranks may already have their group and others not; split() is a collective.
         if any(self.world.all_gather_object(ranks not in self._groups)):
             labels = [f"{rank} ({self.label(self._places[rank])})" for rank in ranks]
             made = self.world.split(ranks, labels)
             self._groups.setdefault(ranks, made)
 
     def label(self, place: Mapping[str, int]) -> str:
-        """Coordinates as messages show them."""
+        """Return the coordinates of a rank as text for messages."""
         sub, tp = (max(of_stages) for of_stages in zip(*self.stages))
         most = {axis: 1 + max(other[axis] for other in self._places) for axis in ("dp", "pp", "ep")}
         most |= {"sub": sub, "tp": tp}
@@ -135,12 +136,12 @@ class DeviceMesh:
         return ", ".join(f"{axis}={place[axis]}" for axis in order if most[axis] > 1) or "dp=0"
 
     def index(self, axis: str) -> int:
-        """This rank's coordinate on an axis."""
+        """Return this rank's coordinate on an axis."""
         return self.coordinates[axis]
 
     @property
     def is_data_parallel(self) -> bool:
-        """Whether every rank has the whole model."""
+        """Whether every rank has the full model."""
         return self.parts.world_size == 1
 
     @property
@@ -149,9 +150,10 @@ class DeviceMesh:
 
     @property
     def seed_rank(self) -> int:
-        """What randomness inside the model is a function of, besides the step: the samples' rank, and the stage.
+        """The rank from which the seed of the randomness inside the model is computed, besides the step.
 
-        Ranks that differ in ``tp`` alone draw alike, for what is not cut among them is computed on all.
+        It depends on the samples and the stage. Ranks that differ only in ``tp`` have the same seed rank, because all
+        of them compute what is not sharded.
         """
         before = sum(sub for sub, _ in self.stages[: self.index("pp")])
         return self.copies.rank + self.sizes["dp"] * self.sizes["ep"] * before
@@ -166,16 +168,16 @@ class DeviceMesh:
 
 
 def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = None) -> DeviceMesh:
-    """Arrange the ranks of a job in a mesh, which is the job's from then on. A collective.
+    """Arrange the ranks of a job in a mesh and make it the default mesh of the job. A collective.
 
     Args:
-        sizes: by axis: "dp" (data), "pp" (pipeline), "ep" (experts), "tp" (tensors). Their product is the world size;
-            one of them may be -1, and is what is left. Where stages differ, "dp" and "tp" are tuples, a size by stage,
-            and the sum of their products is the world size.
-        group: of all ranks; by default that of :func:`~mindnlp_dp.init_process_group`.
+        sizes: size of each axis: "dp" (data), "pp" (pipeline), "ep" (experts), "tp" (tensors). Their product must be
+            the world size; one size may be -1 and is then computed. If stages differ, "dp" and "tp" are tuples with one
+            size per stage, and the sum of the stages' products must be the world size.
+        group: group of all ranks; by default the group of :func:`~mindnlp_dp.init_process_group`.
 
     Raises:
-        ValueError: sizes that do not fit, that ranks disagree about, or that the backend cannot serve.
+        ValueError: the sizes do not fit the world size, differ between ranks, or are not supported by the backend.
     """
     group = group or get_process_group()
     everyone = group.all_gather_object(list(sizes.items()))
@@ -186,7 +188,7 @@ def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = 
             )
     checked = _checked(dict(sizes), group)
     known = _mesh_of.get(group)
-    # The same one again takes no new groups.
+    # Reuse an equal mesh, to make no new groups.
     mesh = known if known is not None and known.axes == checked else DeviceMesh(checked, group)
     _mesh_of[group] = mesh
     set_data_group(mesh.data)
@@ -194,7 +196,7 @@ def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = 
 
 
 def get_device_mesh(group: Optional[ProcessGroup] = None) -> DeviceMesh:
-    """The job's mesh; where none was made, all ranks are on the axis "dp"."""
+    """Return the mesh of the job; if none was made, all ranks are on the axis "dp"."""
     group = group or get_process_group()
     if group not in _mesh_of:
         _mesh_of[group] = DeviceMesh({"dp": group.world_size}, group)
@@ -202,7 +204,9 @@ def get_device_mesh(group: Optional[ProcessGroup] = None) -> DeviceMesh:
 
 
 def parse_mesh(text: str) -> dict[str, Size]:
-    """``"dp=2,tp=2"`` as ``{"dp": 2, "tp": 2}``; ValueError where it is not of that form. Stages are parted by ``|``.
+    """Parse the sizes of a mesh, such as ``"dp=2,tp=2"``; sizes by stage are separated by ``|``.
+
+    Raises ValueError if the text does not have this form.
 
     >>> parse_mesh("dp=2,tp=2"), parse_mesh("pp=2,dp=2|1,tp=1|2")
     ({'dp': 2, 'tp': 2}, {'pp': 2, 'dp': (2, 1), 'tp': (1, 2)})

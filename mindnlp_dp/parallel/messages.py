@@ -1,8 +1,8 @@
-"""What the stages of a pipeline send each other: hidden states up, their gradients down.
+"""Sends hidden states from a pipeline stage to the next one, and their gradients back; the pipeline calls it.
 
-Goes in: what a rank has of a micro batch, all or some of its rows. Comes out: what a rank of the next stage, or of the
-one before, needs of it. Where two stages share out a micro batch alike, each rank sends to the one in its place;
-else rows go as the planner schedules them (:mod:`mindnlp_dp.planner.resharding_schedule`), on every rank the same.
+If two stages split a micro-batch in the same way, each rank sends to the rank with the same cell of the other stage.
+Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.planner.resharding_schedule`); every rank computes
+the same schedule.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mindnlp_dp.planner.resharding_schedule import schedule_tasks
 from .mesh import DeviceMesh
 
 Rows = tuple[int, int]
-# From a rank to a rank of ``mesh.parts``: some rows, or, where there are None, all that it has.
+# (sender, receiver, rows), with ranks of ``mesh.parts``; None stands for all rows that the sender has.
 Move = tuple[int, int, Optional[Rows]]
 
 
 class Messages:
-    """Between this rank's stage and its neighbours.
+    """Exchanges activations and gradients between this rank's stage and its neighbors.
 
     Attributes:
-        wire: what they go over.
+        wire: the point-to-point channel that carries the messages.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -39,21 +39,21 @@ class Messages:
         self._moves = functools.lru_cache(maxsize=64)(self._moves_between)
 
     def rows(self, num_rows: int) -> Rows:
-        """This rank's of a micro batch's; none (begin equals end) where there are fewer than ranks that share them."""
+        """Return this rank's range of a micro-batch's rows; it may be empty if there are fewer rows than ranks."""
         return self.rows_of_each(num_rows)[self._mesh.index("sub")]
 
     def rows_of_each(self, num_rows: int) -> list[Rows]:
-        """The same of every rank that shares out a micro batch in this stage."""
+        """Return the range of rows for every rank of this stage that splits the micro-batch."""
         sub = self._mesh.sizes["sub"]
         return [box_of((num_rows,), (sub, 1), [(0,)], (number, 0))[0] for number in range(sub)]
 
     def send(
         self, x: Any, stage: int, number: int, direction: int, *, num_rows: Optional[int] = None, note: float = 0.0
     ) -> None:
-        """Begin to send this rank's rows of a micro batch of ``num_rows`` to a stage; without, all ranks have all.
+        """Start sending this rank's rows of a micro-batch to a stage; without ``num_rows`` every rank has all rows.
 
         Raises:
-            ValueError: ``x`` has not as many rows as this rank's share of the micro batch, where stages differ.
+            ValueError: stages differ, and ``x`` does not have the number of rows of this rank's shard.
         """
         begin, end = (0, x.shape[0]) if num_rows is None else self.rows(num_rows)
         if x.shape[0] != end - begin and self._mesh.stages_differ:
@@ -69,7 +69,7 @@ class Messages:
                 self.wire.send(part, receiver, number, direction, note)
 
     def receive(self, stage: int, number: int, direction: int, *, num_rows: Optional[int] = None) -> tuple[Any, float]:
-        """This rank's rows, which a stage sends, and the number beside them; None where it has no row."""
+        """Return this rank's rows from a stage (None if it has no rows), and the number sent with them."""
         parts, note = [], 0.0
         for sender, receiver, _ in sorted(self._moves(stage, self._stage, num_rows), key=lambda move: move[2] or ()):
             if receiver == self._rank:
@@ -78,13 +78,13 @@ class Messages:
         return _joined(parts), note
 
     def call_off(self, stage: int, number: int, direction: int, num_rows: int) -> None:
-        """In the place of what this rank had to send: an error where it is waited for."""
+        """Send an abort instead of the data; it raises an error on the ranks that wait for the data."""
         for sender, receiver, _ in self._moves(self._stage, stage, num_rows):
             if sender == self._rank:
                 self.wire.call_off(receiver, number, direction)
 
     def _moves_between(self, source: int, destination: int, num_rows: Optional[int]) -> list[Move]:
-        """Who sends what to whom, in the order in which a rank sends."""
+        """Return all moves from one stage to another, in the order in which a rank sends them."""
         mesh = self._mesh
         have, want = mesh.row(source), mesh.row(destination)
         if num_rows is None or mesh.stages[source] == mesh.stages[destination]:
@@ -95,7 +95,7 @@ class Messages:
         found: list[Move] = []
         for place in schedule.order:
             task = tasks[place]
-            # Those with the same rows take turns.
+            # The ranks of a tp group have the same rows; they take turns in sending.
             senders = [device for device in task.senders if device[0] == schedule.senders[place]]
             for turn, (sub, tp) in enumerate(task.receivers):
                 there = senders[turn % len(senders)]

@@ -1,7 +1,7 @@
-"""What goes through a pipeline at a time, and a rank's share of it.
+"""Defines a micro-batch of a pipeline and this rank's share of it.
 
-Goes in: a batch that all stages of a row read. Comes out: the rows that a rank computes with, where ranks of a stage
-share them out, and the part that they have of the loss.
+If the ranks of a stage split the rows of a micro-batch, each computes with its share of the rows, which contributes a
+fraction of the loss. The trainers and custom loops make micro-batches; the pipeline makes shares.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mindnlp_dp.data.batches import num_rows_of, rows_of
 
 
 class MicroBatch:
-    """What goes through the pipeline at a time.
+    """One micro-batch of a pipeline.
 
     Args:
-        batch: the columns that all stages read.
-        forward: computes the mean loss of a batch by the model; on stages that are not the last, the model ends it
-            before.
-        weight_of: what the loss of a batch weighs.
-        seed: of the randomness in it, on this rank.
-        indices: which samples it has, where that is known.
+        batch: the columns, which all stages read.
+        forward: function that computes the mean loss of a batch with the model; on all stages but the last, the model
+            ends it early by raising ``StageOutput``.
+        weight_of: function from a batch to the weight of its loss.
+        seed: seed of the randomness inside the model, on this rank.
+        indices: indices of the samples, if known.
 
     Attributes:
-        weight: of its loss.
-        num_rows: its samples.
+        weight: weight of the loss.
+        num_rows: number of samples.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class MicroBatch:
 
 
 class Share:
-    """This rank's part of a micro batch.
+    """This rank's share of a micro-batch.
 
-    Its loss is the mean of the shares' losses by ``weight_of``, where the weights of the shares add up to the whole's,
-    else by rows.
+    The loss of the micro-batch is the mean of the shares' losses. It is weighted by ``weight_of`` if these weights add
+    up to the weight of the micro-batch, otherwise by rows.
 
     Attributes:
-        micro: the micro batch.
-        number: of it, in the window.
-        batch: this rank's rows, all of them where its stage does not share them out; None where there are none.
-        part: of the micro batch's loss.
+        micro: the micro-batch.
+        number: number of the micro-batch in the window.
+        batch: this rank's rows: all rows if its stage does not split them, None if this rank has no rows.
+        part: fraction of the micro-batch's loss that comes from these rows.
     """
 
     def __init__(self, micro: MicroBatch, number: int, rows_of_each: Sequence[tuple[int, int]], place: int) -> None:
@@ -65,6 +65,6 @@ class Share:
             parts = [rows_of(micro.batch, *rows) if rows[0] < rows[1] else None for rows in rows_of_each]
             weights = [0.0 if part is None else float(micro.weight_of(part)) for part in parts]
             if not math.isclose(sum(weights), micro.weight, rel_tol=1e-6):
-                # They say what a micro batch counts among others, and not what its rows do in its mean: each as much.
+                # These weights only compare micro-batches; within the micro-batch, every row counts the same.
                 weights = [float(end - begin) for begin, end in rows_of_each]
             self.batch, self.part = parts[place], weights[place] / (sum(weights) or 1.0)

@@ -1,8 +1,8 @@
-"""Communication inside a model: operators whose backward pass communicates, too.
+"""Provides communication operators for use inside a model; their backward passes communicate, too.
 
-Goes in: a tensor, and the group of ranks that share out the work. Comes out: a tensor that MindSpore differentiates.
-Each pair of forward and backward pass is the other's transpose (Shoeybi et al., Megatron-LM, 2019, section 3, f and g;
-Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, g and g-bar):
+Each takes a tensor and the group of ranks that split the work, and MindSpore can differentiate its result. The backward
+pass is the transpose of the forward pass (Shoeybi et al., Megatron-LM, 2019, section 3, f and g; Korthikanti et al.,
+Reducing Activation Recomputation in Large Transformer Models, 2022, g and g-bar):
 
 ===================  ====================  ====================
 operator             forward               backward
@@ -16,8 +16,8 @@ reduce_scatter       reduce-scatter        all-gather
 all_to_all           rows to ranks         rows back
 ===================  ====================  ====================
 
-All ranks of the group call them in the same order. A backward pass is skipped where nothing behind it needs a gradient,
-which must be so on all of them.
+All ranks of the group must call them in the same order. Autograd skips a backward pass if nothing before it in the
+model needs a gradient; this must then be so on all ranks.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``x``, the same on every rank, to where each rank does its part with it; gradients are summed up."""
+    """Return ``x``, which is equal on all ranks, for a sharded computation; its gradients are summed over the ranks."""
     return x if group.world_size == 1 else _CopyTo.apply(x, group)
 
 
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' parts, on every rank."""
+    """Return the sum of ``x`` over the ranks, on every rank."""
     return x if group.world_size == 1 else _ReduceFrom.apply(x, group)
 
 
 def gather_from(x: Tensor, group: ProcessGroup, dim: int = -1) -> Tensor:
-    """The ranks' parts one behind the other along ``dim``, of lengths that may differ by one, for all to go on with."""
+    """Concatenate the shards of all ranks along ``dim`` for a replicated computation; lengths may differ by one."""
     return x if group.world_size == 1 else _GatherFrom.apply(x, group, dim)
 
 
 def scatter_to(x: Tensor, group: ProcessGroup, dim: int = -1) -> Tensor:
-    """This rank's part along ``dim`` of ``x``, which is the same on every rank."""
+    """Return this rank's shard along ``dim`` of ``x``, which is equal on all ranks."""
     return x if group.world_size == 1 else _ScatterTo.apply(x, group, dim)
 
 
 def all_gather(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """Like :func:`gather_from`, for ranks that then do different things: gradients are summed up."""
+    """Concatenate as :func:`gather_from` does, for a sharded computation: gradients are summed over the ranks."""
     return x if group.world_size == 1 else _AllGather.apply(x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
-    """This rank's part along ``dim`` of the sum of the ranks' ``x``."""
+    """Return this rank's shard along ``dim`` of the sum of ``x`` over the ranks."""
     return x if group.world_size == 1 else _ReduceScatter.apply(x, group, dim)
 
 
 def all_to_all(x: Tensor, group: ProcessGroup, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
-    """Rows of ``x`` to the ranks in order, ``send_counts`` each; theirs, ``recv_counts`` each, come in rank order."""
+    """Send ``send_counts[i]`` rows of ``x`` to each rank i in order; return the rows received, in rank order."""
     return x if group.world_size == 1 else _AllToAll.apply(x, group, tuple(send_counts), tuple(recv_counts))
 
 
 def shard_bounds(size: int, num_shards: int) -> list[int]:
-    """Where each of ``num_shards`` parts of ``size`` begins, and the last one ends; they differ by one at most.
+    """Return the bounds of ``num_shards`` shards of ``size`` elements, whose lengths differ by at most one.
 
     >>> shard_bounds(10, 4)
     [0, 2, 5, 7, 10]

@@ -1,8 +1,4 @@
-"""What a model puts out, on its way from the last stage of a pipeline to the others.
-
-Goes in: nested outputs, of a model's own classes. Comes out: the same with arrays in place of tensors, which travel,
-and back.
-"""
+"""Converts nested model outputs to arrays and back, so that the last stage of a pipeline can broadcast them."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from mindnlp_dp.arrays.types import dtype_name
 
 
 def to_arrays(outputs: Any) -> Any:
-    """Nested outputs of a model with arrays in place of tensors; of its own classes of outputs, too."""
+    """Replace the tensors in nested model outputs by arrays; output classes of the model are kept."""
     if isinstance(outputs, Tensor):
         return _Array(to_host(outputs), dtype_name(outputs))
     if isinstance(outputs, dict):

@@ -1,7 +1,7 @@
-"""A model cut among the ranks of a mesh, in one call.
+"""Shards a model over the ranks of a device mesh in one call.
 
-Goes in: the same model on every rank, or its empty structure (empty.py) and a folder of weights. Comes out: the model
-with this rank's part in it, to train with the Trainer or with a loop of one's own as any other::
+The user calls :func:`parallelize` with the same model on every rank, or with a model without weights (empty.py) and a
+folder of weights. It keeps this rank's part, which the Trainer or a custom loop can train like any other model::
 
     mesh = dp.init_device_mesh({"dp": 2, "tp": 2})
     model = dp.parallelize(RobertaForSequenceClassification(config), mesh)
@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 
 class ParallelModel(PartedModel):
-    """What :func:`parallelize` leaves in ``model.parallel``.
+    """The sharding of a model, which :func:`parallelize` stores in ``model.parallel``; train steps use it.
 
     Attributes:
-        mesh: where the parts are.
-        placements: of all weights, by name.
+        mesh: the device mesh of the model.
+        placements: placements of all weights, by name.
         pipeline: this rank's stage; None without the axis "pp".
-        expert_blocks: the blocks whose experts are spread over ranks.
+        expert_blocks: the blocks whose experts are distributed over ranks.
     """
 
     def __init__(self, model: Any, placements: Placements) -> None:
@@ -57,15 +57,15 @@ class ParallelModel(PartedModel):
     # Training.
 
     def scope(self, parameters: Sequence[Any]) -> ModelScope:
-        """Which of these parameters this rank counts in a norm of the whole model."""
+        """Return the scope that tells which of these parameters this rank adds to a norm over the full model."""
         placed = [self.placements[p.name_in_whole] for p in parameters]
         counts = [self.placements.counts(placement) for placement in placed]
         return ModelScope(self.mesh.parts, counts, [placement.cut is not None for placement in placed])
 
     def window(self, named: Sequence[tuple[str, Any]], **exchange: Any) -> Union[GradientSynchronizer, JointWindow]:
-        """The exchange of the gradients of these parameters, each among the ranks that have it."""
+        """Return the gradient exchange for these parameters, each over the ranks that have it."""
         if self.pipeline is not None:
-            # A stage's backward passes are several, and not known to be the last.
+            # A stage runs several backward passes per update, and does not know which one is the last.
             exchange["overlap"] = False
         if self._row_weights is None:
             return GradientSynchronizer(named, self.mesh.copies, **exchange)
@@ -80,12 +80,12 @@ class ParallelModel(PartedModel):
         return JointWindow(windows, places, [lambda weight: weight, lambda weight: weights.total])
 
     def settle(self) -> None:
-        """Behind every update: what several ranks have is the same to the bit. A collective."""
+        """Make tied weights bitwise equal on all stages; called after every update. A collective."""
         for tie in self.pipeline.ties if self.pipeline is not None else ():
             tie.settle()
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raise ValueError where it updates parameters that are not this model's, as they were before it was cut."""
+        """Raise ValueError if the optimizer updates parameters that are not (or no longer) in this model."""
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
                 if getattr(parameter, "parallel", None) is not self:
@@ -96,19 +96,19 @@ class ParallelModel(PartedModel):
 
     @property
     def has_experts(self) -> bool:
-        """Whether ranks with other samples take part in this rank's forward passes, so that none may leave one out."""
+        """Whether this rank's forward passes use experts on other ranks, so that no rank may skip a pass."""
         return self._row_weights is not None
 
     @contextlib.contextmanager
     def micro_step(self, weight: float) -> Iterator[None]:
-        """Around the forward and backward pass of a micro step. A collective where there are experts."""
+        """Run the forward and backward pass of a micro-step in this block. A collective if the model has experts."""
         with contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight):
             yield
 
     def lend(self, batch: Optional[T]) -> Optional[T]:
-        """A batch to run, whose loss weighs nothing, for a rank that has none while others of its row have.
+        """Return the batch to run: this rank's, or a dummy batch of weight 0 if only other ranks of the row have one.
 
-        None where no rank of the row has any. A collective of the row.
+        Returns None if no rank of the row has a batch. A collective of the row.
         """
         group = self.mesh.group("ep")
         has = group.all_gather_object(batch is not None)
@@ -119,14 +119,14 @@ class ParallelModel(PartedModel):
         return lent if batch is None else batch
 
     def is_spoilt(self, loss: float) -> bool:
-        """Whether a loss of the row is no number, so that experts' gradients are none either. A collective."""
+        """Return whether a loss of the row is not finite, and so the gradients of experts are not. A collective."""
         if self._row_weights is None:
             return False
         worst = self.mesh.group("ep").all_reduce(np.array([not np.isfinite(loss)], np.float32), is_hot=True)
         return bool(worst[0] > 0)
 
     def loads(self) -> list[ExpertLoad]:
-        """How the tokens of the last forward pass went to the experts, block by block."""
+        """Return the expert loads of the last forward pass, one per block."""
         return [block.load for block in self.expert_blocks if hasattr(block, "load")]
 
 
@@ -140,22 +140,23 @@ def parallelize(
     recompute: bool = False,
     layers_per_stage: Sequence[int] = (),
 ) -> T:
-    """Cut a model among the ranks of a mesh, in place. A collective; the weights are rank 0's.
+    """Shard a model over the ranks of a mesh, in place, with the weights of rank 0. A collective.
 
     Args:
-        model: the same on every rank, MindNLP's; before its optimizer is made.
-        mesh: by default the job's.
-        plan: how it is cut; by default the one for its kind (:func:`~mindnlp_dp.parallel.plans.plan_for`).
-        weights: a folder with ``model*.safetensors`` to take weights from, read array by array, so that no rank ever
-            holds more than its part and one array. What it lacks, such as a new task's head, stays as it is.
-        schedule: of a pipeline: "1f1b", "gpipe" or "eager-1f1b".
-        layers_per_stage: of a pipeline, how many layers each stage has; by default they are shared out evenly.
-        recompute: in a pipeline, keep what stages receive, and compute the rest anew in the backward pass.
+        model: a MindNLP model, the same on every rank. Make its optimizer after this call.
+        mesh: the device mesh; by default the mesh of the job.
+        plan: how to shard the model; by default the plan for its type (:func:`~mindnlp_dp.parallel.plans.plan_for`).
+        weights: a folder with ``model*.safetensors`` files to read the weights from, array by array, so that a rank
+            never holds more than its part and one full array. Weights that are missing there, such as the head of a
+            new task, keep their values.
+        schedule: pipeline schedule: "1f1b", "gpipe" or "eager-1f1b".
+        layers_per_stage: number of layers of each pipeline stage; by default they are split evenly.
+        recompute: in a pipeline, keep only the received activations and recompute the others in the backward pass.
 
     Raises:
-        ValueError: the model cannot be cut so; the message says which axis, and what would do.
-        CheckpointError: the folder's weights are not this model's.
-        ReplicaMismatchError: ranks have built other models.
+        ValueError: the model cannot be sharded in this way; the message names the axis and a fix.
+        CheckpointError: the weights in the folder do not belong to this model.
+        ReplicaMismatchError: ranks have built different models.
     """
     mesh = mesh or get_device_mesh()
     if getattr(model, "parallel", None) is not None:
@@ -168,7 +169,7 @@ def parallelize(
     parts = ParallelModel(model, placements)
     if not mesh.is_data_parallel:
         plan = plan or plan_for(model)
-        # Where stages differ, some may be cut as others cannot.
+        # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
         inbox = mesh.world.call_where(True, lambda: _cut(model, plan, parts, layers_per_stage), "cutting the model")
         if inbox is not None:
             parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
@@ -176,7 +177,7 @@ def parallelize(
         raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
 
     def source(placement: Any) -> np.ndarray:
-        """On rank 0: from the files, or the model as it was made; what was handed out is not kept."""
+        """Return a full array on rank 0, from the files or the original model, and drop the original."""
         original = originals.pop(placement.name)
         read = None if files is None or files[0] is None else files[0].get(placement)
         return to_host(original) if read is None else read
@@ -196,7 +197,7 @@ def parallelize(
 def _open(
     weights: Optional[Union[str, Path]], placements: Placements, world: ProcessGroup
 ) -> Optional[tuple[Optional[WeightFiles], list[str]]]:
-    """The files, on rank 0, and what they lack, on every rank."""
+    """Return the weight files (on rank 0 only) and the names of missing weights (on every rank)."""
     if weights is None:
         return None
     folder = Path(weights)
@@ -207,7 +208,7 @@ def _open(
 
 
 def _cut(model: Any, plan: Plan, parts: ParallelModel, layers_per_stage: Sequence[int]) -> Optional[Inbox]:
-    """Put this rank's parts into the model; what a stage of a pipeline receives comes by the inbox that is returned."""
+    """Reduce the model to this rank's part; return the inbox for received activations if there is a pipeline."""
     mesh, placements = parts.mesh, parts.placements
     kinds = {"tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline")}
     for axis, (part, what) in kinds.items():
@@ -241,9 +242,9 @@ def _check_stages_train(model: Any, parts: ParallelModel) -> None:
 
 
 def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:
-    """Let stages that have a weight in common add up its gradients."""
+    """Make the stages that share a tied weight sum its gradients."""
     mesh = placements.mesh
-    # In the same place of their stages, if these are alike; else all ranks of theirs.
+    # A group has the ranks with the same cell if the stages are equal, otherwise all ranks of these stages.
     among = mesh.parts if mesh.stages_differ else mesh.group("pp")
     stage = mesh.index("pp")
     shared = sorted({p.stages for p in placements.values() if len(p.stages) > 1 and p.trains})

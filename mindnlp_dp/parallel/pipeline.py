@@ -1,12 +1,12 @@
-"""A pipeline: the micro batches of a window go through the stages, several at a time.
+"""Runs the micro-batches of an update through the stages of a pipeline, several at a time.
 
-Goes in: this rank's stage of a model (stages.py), and the micro batches of an update, which all stages of a row read.
-Comes out: for each the loss, on every stage, and the gradients of this stage's parameters, in the order in which their
-backward passes end (schedule.py). MindSpore's autograd keeps the graph of every micro batch that is in flight; with
-``recompute`` only what the stage received is kept, and its forward pass runs once more before the backward one.
+The trainers and custom loops call :meth:`Pipeline.run` on every rank with its stage (stages.py). It yields the loss of
+each micro-batch, on every stage, and the gradients of this stage's parameters, in the order in which the backward
+passes end (planner/schedule.py). MindSpore's autograd keeps the graph of every micro-batch in flight. With
+``recompute`` only the received activations are kept, and the forward pass runs again before the backward pass.
 
-N ranks that share out the samples of a micro batch have N times the gradients of their rows, and an Nth of its weight
-each, so that the exchange of gradients, which is a weighted mean, sums them up.
+If N ranks split the samples of a micro-batch, each multiplies the gradients of its rows by N and uses 1/N of the
+weight, so that the gradient exchange, which is a weighted mean, sums them.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ Span = Callable[..., Any]
 
 
 def no_span(name: str, **details: Any) -> Any:
-    """Where nobody asks for the times."""
+    """Return an empty context, for callers that do not measure times."""
     return contextlib.nullcontext()
 
 
 class Pipeline:
-    """This rank's stage.
+    """This rank's stage of a pipeline.
 
     Attributes:
         schedule: "1f1b", "gpipe" or "eager-1f1b".
-        most_in_flight: micro batches between their forward and their backward pass, in the last window.
-        messages: to the stages before and behind.
-        ties: parameters that this stage has in common with others.
+        most_in_flight: maximum number of micro-batches between forward and backward pass, in the last window.
+        messages: point-to-point messages with the previous and the next stage.
+        ties: tied parameters that this stage shares with other stages.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Pipeline:
         self._inbox = inbox
         self._config: Any = getattr(model, "config", None)
         if self._config is not None and getattr(self._config, "use_cache", False):
-            # Of keys and values: a stage has those of its own layers only.
+            # A stage has only the keys and values of its layers.
             self._config.use_cache = False
         if hasattr(model, "generate"):
             model.generate = _cannot_generate
@@ -79,18 +79,18 @@ class Pipeline:
         self._is_training = False
         self._sharers = mesh.group("sub")
         self._num_losses = 0
-        # What reads its signature, such as who looks for columns, sees the model's.
+        # Keep the signature, which is read, for example, to find the columns that the model uses.
         model.forward = functools.update_wrapper(functools.partial(self._forward), model.forward)
 
     @property
     def num_tied(self) -> int:
-        """How many numbers the parameters have that stages have in common."""
+        """The number of elements of the tied parameters that this stage shares with others."""
         return sum(int(tie.parameter.size) for tie in self.ties)
 
     # Outside of training.
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass: of this stage in training, else of all stages, which all get its result."""
+        """Run this stage in training; otherwise run all stages and return the model's output on every rank."""
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) or getattr(self._config, name, False):
                 raise ValueError(f"{name}: a stage has those of its own layers only; leave it out, or pp")
@@ -115,10 +115,10 @@ class Pipeline:
     def run(
         self, batches: Sequence[MicroBatch], parameters: Sequence[Any], span: Span = no_span
     ) -> Iterator[MicroStep]:
-        """Run the micro batches of an update through the pipeline. All stages of a row call it with as many.
+        """Run the micro-batches of an update through the pipeline; all stages of a row pass the same number of them.
 
-        Gradients are in the order of ``parameters``. Of those that stages have in common, the sum over these stages and
-        the window comes with its last micro step.
+        The gradients are in the order of ``parameters``. Gradients of tied parameters are summed over the stages and
+        the window, and come with the last micro-step.
         """
         from mindnlp_dp.runtime.executor import pynative_executor
 
@@ -149,7 +149,7 @@ class Pipeline:
                     loss = self._loss(share, output, came)
                     gradients = self._run_backward(share, (received, output), (came[0], loss), parameters)
                     order.popleft()
-                    # Whoever adds the gradients up does a part of the backward pass.
+                    # Yield within the span: accumulating the gradients counts as part of the backward pass.
                     if not np.isfinite(loss):
                         yield MicroStep(loss, gradients, batch.weight, batch.indices, num_sharers=num_sharers)
                         continue
@@ -175,25 +175,25 @@ class Pipeline:
         return Share(batch, number, self.messages.rows_of_each(batch.num_rows), self._sharers.rank)
 
     def _computes(self, share: Share) -> bool:
-        """Whether this rank has something to do; the last stage has not where nothing counts, as of ignored tokens."""
+        """Return whether this rank has rows to compute; the last stage skips rows of weight 0 (ignored tokens)."""
         return share.batch is not None and (share.part > 0 or not self._is_last)
 
     def _call_off(self, left: Iterable[Action], batches: Sequence[MicroBatch], *, waits: bool) -> None:
-        """Tell all who wait for what this rank had still to give that nothing comes; sharers, too, where it waits."""
+        """Abort all messages left to send; if ``waits``, report the failure to the ranks that split the samples."""
         for kind, number in left:
             num_rows = batches[number].num_rows
             if kind == FORWARD and not self._is_last:
                 self.messages.call_off(self.stage + 1, number, UP, num_rows)
             elif kind != FORWARD and not self._is_first:
                 self.messages.call_off(self.stage - 1, number, DOWN, num_rows)
-        # In the order in which sharers tell each other of losses; they have done the same number.
+        # Take part in the remaining all-reduces of losses, in the order of the backward passes, and report a failure.
         backward = [number for kind, number in self._actions(len(batches)) if kind != FORWARD]
         for number in backward[self._num_losses :] if waits else ():
             if self._tells_losses(batches[number]):
                 self._sharers.all_reduce(np.array([0.0, 1.0]), is_hot=True)
 
     def _receive(self, kind: str, number: int, num_rows: int) -> tuple[Any, float]:
-        """What a pass begins with, and the loss that came with it; nothing at the ends of the pipeline."""
+        """Return the input of a pass and the loss that came with it; the ends of the pipeline receive nothing."""
         if kind == FORWARD:
             stage, direction, is_end = self.stage - 1, UP, self._is_first
         else:
@@ -201,10 +201,10 @@ class Pipeline:
         return (None, 0.0) if is_end else self.messages.receive(stage, number, direction, num_rows=num_rows)
 
     def _run_forward(self, share: Share, came: tuple[Any, float]) -> tuple[Any, Any]:
-        """What the stage received, and what it made of it, in a graph; only the first where that is recomputed."""
+        """Run a forward pass; return what the stage received and its output (None if it is recomputed later)."""
         received = came[0]
         if not self._computes(share) or (self.recompute and self._is_last):
-            # Recomputed, its forward pass comes with the backward one, which is next.
+            # With recompute, the last stage runs the forward pass together with the backward pass, which is next.
             return received, None
         received, output = self._compute(received, share, records=not self.recompute)
         if not self._is_last:
@@ -215,7 +215,7 @@ class Pipeline:
         from mindnlp_dp.runtime.executor import pynative_executor
 
         if received is not None:
-            # A leaf of its graph, whose gradient goes to the stage before.
+            # Make it a leaf of the graph, because its gradient is sent to the previous stage.
             received = Parameter(received) if records else received
             self._inbox.put(received)
         self._is_training = True
@@ -234,12 +234,12 @@ class Pipeline:
         return received, output
 
     def _tells_losses(self, batch: MicroBatch) -> bool:
-        """Whether ranks of this stage have parts of its loss, or some none at all, for nothing comes to them."""
+        """Return whether the ranks of this stage must sum their parts of the loss, or some do not receive it."""
         num_sharers = self._sharers.world_size
         return num_sharers > 1 and (self._is_last or batch.num_rows < num_sharers)
 
     def _loss(self, share: Share, output: Any, came: tuple[Any, float]) -> float:
-        """Of the whole micro batch. A collective of those who share it out."""
+        """Return the loss of the full micro-batch. A collective of the ranks that split it, if they need it."""
         mine = came[1]
         if self._is_last:
             mine = 0.0 if output is None else share.part * float(output.asnumpy())
@@ -247,7 +247,7 @@ class Pipeline:
         if not self._tells_losses(share.micro):
             return mine
         if not self._is_last and self._sharers.rank:
-            # What came is the whole loss already; the first one always has rows.
+            # The received loss is the full loss already: count it once, on the first rank, which always has rows.
             mine = 0.0
         loss, num_failed = self._sharers.all_reduce(np.array([mine, 0.0]), is_hot=True)
         if num_failed:
@@ -280,7 +280,7 @@ class Pipeline:
         if received is not None:
             down = _zeros_like(received) if down is None else down
             self.messages.send(down, self.stage - 1, share.number, DOWN, num_rows=share.micro.num_rows, note=loss)
-        # As in one process, where what was not used has a gradient of zeros, by which optimizers decay it.
+        # As in one process, an unused parameter has a gradient of zeros, so that the optimizer applies weight decay.
         return [_zeros_like(p) if gradient is None else gradient for p, gradient in zip(parameters, gradients)]
 
 

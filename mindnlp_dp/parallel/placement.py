@@ -1,8 +1,8 @@
-"""Where each weight of a model is: which ranks hold it, whole or a part.
+"""Records where each weight of a model is: which ranks hold it, and whether as a shard or in full.
 
-Goes in: a whole model, a mesh, and how the model is cut. Comes out: for every parameter and buffer, by its name in the
-whole model, its placement, which every rank knows of all; and from it which part of an array is this rank's, who counts
-it in a norm, and how parts make a whole again. Names that share one parameter (tied weights) share its placement.
+Every rank knows the placements of all parameters and buffers, by their names in the full model. From them follows which
+part of an array a rank has, which rank counts it in a norm, and how shards are gathered. Tied weights (several names of
+one parameter) have one placement. The code that shards models, and checkpoints of sharded models, use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .operators import shard_bounds
 
 @dataclass(frozen=True)
 class Cut:
-    """Along a dimension, which consists of ``num_blocks`` equal blocks, of each of which a rank has a part.
+    """Describes how a weight is sharded: dimension ``dim`` has ``num_blocks`` equal blocks, each split over the ranks.
 
     >>> [part.tolist() for part in (Cut(0, 2).part(np.arange(8), rank, 2) for rank in (0, 1))]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -37,7 +37,7 @@ class Cut:
         return np.concatenate([whole[place] for place in self._places(whole.shape, index, num_parts)], axis=self.dim)
 
     def put(self, part: np.ndarray, whole: np.ndarray, index: int, num_parts: int) -> None:
-        """Write a part to its place."""
+        """Write a rank's part into the full array."""
         places = self._places(whole.shape, index, num_parts)
         for place, piece in zip(places, np.split(part, self.num_blocks, axis=self.dim)):
             whole[place] = piece
@@ -57,15 +57,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one parameter.
+    """The placement of one parameter or buffer.
 
     Attributes:
-        name: in the whole model.
-        shape, dtype: of the whole.
-        cut: how ranks of the axis "tp" share it out; None where each has it whole.
-        stages: of the pipeline, that hold it; two for a tied weight at both ends.
-        expert_rank: on the axis "ep", of the rank that holds it; None where all do.
-        trains: whether it is a parameter that trains, and no buffer.
+        name: name in the full model.
+        shape, dtype: shape and type of the full array.
+        cut: how it is sharded over the axis "tp"; None if every rank of the axis has the full array.
+        stages: pipeline stages that hold it; two for a tied weight at both ends.
+        expert_rank: coordinate on the axis "ep" of the ranks that hold it; None if all do.
+        trains: whether it is a trainable parameter, not a buffer or a frozen parameter.
     """
 
     name: str
@@ -78,11 +78,11 @@ class Placement:
 
 
 class Placements(Mapping[str, Placement]):
-    """Of all parameters and buffers of a model, in the order of the whole model; by any of their names.
+    """Placements of all parameters and buffers, in the order of the full model; any of their names is a key.
 
     Attributes:
-        mesh: where they are.
-        prefix: of the names of the base model's weights.
+        mesh: the device mesh.
+        prefix: prefix of the names of the base model's weights.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Placements(Mapping[str, Placement]):
         return len(self._by_name)
 
     def names_of(self, name: str) -> list[str]:
-        """All names of the parameter that has this one, this one first."""
+        """Return all names of the parameter that has this name, beginning with this name."""
         own = self[name].name
         return [name, *(alias for alias, known in self._aliases.items() if known == own and alias != name)]
 
@@ -111,14 +111,14 @@ class Placements(Mapping[str, Placement]):
         for name in {self[name].name for name in names}:
             self._by_name[name] = replace(self._by_name[name], **changes)
 
-    # This rank's.
+    # The parts of this rank.
 
     def is_here(self, placement: Placement) -> bool:
         mesh = self.mesh
         return mesh.index("pp") in placement.stages and placement.expert_rank in (None, mesh.index("ep"))
 
     def part(self, placement: Placement, whole: np.ndarray) -> np.ndarray:
-        """What this rank has of a whole array; the array itself where nothing is cut."""
+        """Return this rank's shard of a full array, or the array itself if it is not sharded."""
         cut, mesh = placement.cut, self.mesh
         return whole if cut is None else cut.part(whole, mesh.index("tp"), mesh.sizes["tp"])
 
@@ -127,7 +127,7 @@ class Placements(Mapping[str, Placement]):
         return placement.shape if cut is None else cut.shape(placement.shape, mesh.index("tp"), mesh.sizes["tp"])
 
     def counts(self, placement: Placement) -> bool:
-        """Whether this rank is the one of those that hold the same numbers which adds them to a sum over the model."""
+        """Return whether this rank, of those in ``mesh.parts`` with the same data, adds it to a sum over the model."""
         here = self.mesh.coordinates
         return (
             here["pp"] == min(placement.stages)
@@ -144,10 +144,10 @@ class Placements(Mapping[str, Placement]):
         *,
         group: Optional[ProcessGroup] = None,
     ) -> np.ndarray:
-        """An array put together of all ranks' parts. A collective of ``mesh.parts``; None from ranks without any.
+        """Gather a full array from the shards of all ranks. A collective of ``mesh.parts``.
 
-        ``dtype`` is that of the array where it is not the parameter's; ``group`` has the ranks that take part, where
-        these are not all.
+        ``mine`` is this rank's shard, None if it has none. ``dtype`` is the type of the array if it is not the
+        parameter's; ``group`` is the group of ranks that take part if it is not ``mesh.parts``.
         """
         mesh = self.mesh
         dtype = dtype or placement.dtype
@@ -161,13 +161,13 @@ class Placements(Mapping[str, Placement]):
 
 
 def _exact_sum(array: np.ndarray, group: ProcessGroup) -> np.ndarray:
-    """Of arrays of which at most one is not zero at each place, to the bit: a negative zero stays one."""
+    """Sum arrays of which at most one is nonzero at each place, bitwise exactly: a negative zero is kept."""
     bits = np.ascontiguousarray(array).reshape(-1).view(f"i{array.itemsize}")
     return group.all_reduce(bits).view(array.dtype).reshape(array.shape)
 
 
 def place_whole(model: Any, mesh: DeviceMesh) -> Placements:
-    """Every parameter on every rank; what cuts a model changes that."""
+    """Return placements with every parameter on every rank; the sharding functions then change them."""
     names_of: dict[int, list[str]] = {}
     whole = []
     stages = tuple(range(mesh.sizes["pp"]))
@@ -183,10 +183,10 @@ def place_whole(model: Any, mesh: DeviceMesh) -> Placements:
 
 
 def take_parts(model: Any, placements: Placements) -> None:
-    """Put new parameters, of this rank's shapes, in the place of those that are cut; their values are to come."""
+    """Replace sharded parameters by new ones of this rank's shapes; their values are set later."""
     from mindnlp.core.nn import Parameter
 
-    # What differentiates a parameter remembers the shape that it had, so that it cannot be given another.
+    # Autograd remembers the shape of a parameter, so the shape cannot be changed in place.
     new: dict[int, Any] = {}
     for name, module in every_module(model):
         for kind, parameter in module._parameters.items():
@@ -195,7 +195,7 @@ def take_parts(model: Any, placements: Placements) -> None:
             placement = placements[f"{name}.{kind}" if name else kind]
             if placement.cut is not None:
                 if id(parameter) not in new:
-                    # Zeros that take no memory until somebody touches them.
+                    # The system allocates no memory for these zeros until they are written.
                     zeros = np.zeros(placements.shape_here(placement), np.float32)
                     tensor = from_host(zeros, placement.dtype)
                     new[id(parameter)] = Parameter(tensor, requires_grad=parameter.requires_grad)
@@ -203,7 +203,7 @@ def take_parts(model: Any, placements: Placements) -> None:
 
 
 def every_module(model: Any) -> list[tuple[str, Any]]:
-    """Modules by name; one that has several names, under each of them."""
+    """Return all modules with their names; a module with several names is listed under each."""
     found: list[tuple[str, Any]] = []
 
     def visit(prefix: str, module: Any) -> None:
@@ -217,7 +217,7 @@ def every_module(model: Any) -> list[tuple[str, Any]]:
 
 
 def replace_module(model: Any, old: Any, new: Any) -> None:
-    """Put a module in another's place, wherever that is in the model."""
+    """Replace a module by another one at all its places in the model."""
     for _, module in every_module(model):
         for name, child in module._modules.items():
             if child is old:
@@ -225,7 +225,7 @@ def replace_module(model: Any, old: Any, new: Any) -> None:
 
 
 def find_module(model: Any, name: str, what: str) -> Any:
-    """A module by its name; ValueError, with ``what`` asked for it, where there is none."""
+    """Return the module of this name, or raise a ValueError that says ``what`` refers to it."""
     modules: dict[str, Any] = dict(every_module(model))
     if name not in modules:
         raise ValueError(f"{what} is {name!r}, which {type(model).__name__} does not have")

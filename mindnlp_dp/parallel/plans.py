@@ -1,7 +1,7 @@
-"""How a model is cut: which of its layers in which way, by patterns of their names.
+"""Defines the plans for sharding a model: which layers are sharded in which way, by patterns of their names.
 
-Goes in: what kind of model it is (``config.model_type``), or a plan of the user's own. Comes out: for every layer that
-is cut, how. Names are those of ``named_modules()``; patterns are the shell's, of which the first that fits counts.
+:func:`~mindnlp_dp.parallelize` uses the plan for the model's type (``config.model_type``) or the user's own. Names are
+those of ``named_modules()``; patterns are shell patterns, and the first that matches is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.step.loss_weight import Task, loss_mean
 
-# How a layer is cut, and what it does then (tensor.py).
+# The ways to shard a layer; tensor.py has the parallel layers.
 STYLES = {
     "columns": "a linear layer, by what it puts out",
     "columns of 3": "a linear layer that puts out three things (queries, keys, values) one behind the other",
@@ -26,15 +26,15 @@ STYLES = {
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How tensor parallelism cuts a model.
+    """Describes how tensor parallelism shards a model.
 
     Attributes:
-        layers: a style of :data:`STYLES`, by pattern.
-        divided: attributes that become a rank's share of what they are, such as numbers of heads, by pattern.
-        apart: modules whose randomness (dropout) is about what is cut.
-        head: of a language model, which label belongs to which logits: "masked" (its own), "causal" (the one behind it)
-            or "seq2seq" (its own; labels are the decoder's inputs, too). None: the output layer's parts are put
-            together, and the model makes its loss of that.
+        layers: a style of :data:`STYLES` for each pattern of layers.
+        divided: attributes to divide by the number of ranks, such as the number of heads, for each pattern of modules.
+        apart: patterns of modules whose randomness (dropout) works on sharded tensors.
+        head: which label belongs to which logits of a language model: "masked" (the label of the same token), "causal"
+            (of the next token) or "seq2seq" (of the same token; labels are also the decoder's inputs). None: the logits
+            are gathered, and the model computes its own loss.
     """
 
     layers: Mapping[str, str]
@@ -50,15 +50,15 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a model is cut into stages.
+    """Describes how a model is split into pipeline stages.
 
     Attributes:
-        layers: the name of the list of layers that the stages share out.
-        first: modules of the first stage, before the layers: the embedding, whose place on the other stages is taken by
-            what they receive, and others, which add nothing there. Without any, it is the first layer's place. What is
-            in neither belongs to the last stage.
-        encoder: of an encoder-decoder, in place of ``layers``: the module that is the first of two stages.
-        tuples: whether layers return tuples, of which the first is the hidden state, as MindNLP's do.
+        layers: name of the list of layers that is split over the stages.
+        first: names of the modules of the first stage that come before the layers. On the other stages, the received
+            activations replace the first of them (the embedding), and the others have no effect. If empty, they
+            replace the first layer. Modules that are in neither ``layers`` nor ``first`` belong to the last stage.
+        encoder: name of the encoder of an encoder-decoder, which becomes the first of two stages; replaces ``layers``.
+        tuples: whether layers return tuples whose first item is the hidden state, as MindNLP's layers do.
     """
 
     layers: str = ""
@@ -69,11 +69,11 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Where a model has experts.
+    """Describes where a model has experts.
 
     Attributes:
-        blocks: patterns of modules with ``gate``, ``experts``, ``num_experts`` and ``top_k``.
-        norm_topk: whether the weights of a token's experts are made to add up to 1; None: as the block says.
+        blocks: pattern of the modules with ``gate``, ``experts``, ``num_experts`` and ``top_k``.
+        norm_topk: whether to normalize the weights of a token's experts to a sum of 1; None uses the block's setting.
     """
 
     blocks: str
@@ -82,7 +82,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is cut in each way; None where it cannot be."""
+    """Describes how a model is sharded by each kind of parallelism; None if it does not support one."""
 
     tensor: Optional[TensorPlan] = None
     pipeline: Optional[PipelinePlan] = None
@@ -90,7 +90,7 @@ class Plan:
 
 
 def first_match(patterns: Mapping[str, Any], name: str) -> Optional[Any]:
-    """What the first pattern that fits a name stands for.
+    """Return the value of the first pattern that matches a name, or None.
 
     >>> first_match({"*.query": "columns", "*": "rows"}, "layer.0.query")
     'columns'
@@ -153,7 +153,7 @@ def _t5(prefix: str, head: Optional[str]) -> Plan:
                 "lm_head": "vocabulary head",
             },
             divided={"*Attention": ("n_heads", "inner_dim")},
-            # Dropout of attention's weights is not a module here, and the only randomness in it.
+            # The dropout of attention weights is not a module here; the attention has no other randomness.
             apart=("*Attention", "*DenseReluDense.dropout"),
             head=head,
         ),
@@ -192,7 +192,7 @@ def _qwen2_moe(prefix: str, head: Optional[str]) -> Plan:
     return Plan(plan.tensor, plan.pipeline, ExpertPlan(blocks="*.mlp"))
 
 
-# The heads of models whose loss is that of their output layer, and of nothing else.
+# The head styles for tasks whose loss depends on the output layer only.
 _HEADS = {Task.MASKED_LM: "masked", Task.CAUSAL_LM: "causal", Task.SEQ2SEQ_LM: "seq2seq"}
 
 _KINDS = {
@@ -206,10 +206,10 @@ _KINDS = {
 
 
 def plan_for(model: Any) -> Plan:
-    """The plan of one of MindNLP's models.
+    """Return the plan for a MindNLP model.
 
     Raises:
-        ValueError: there is none for its kind.
+        ValueError: this model type has no plan.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in _KINDS:
@@ -218,7 +218,7 @@ def plan_for(model: Any) -> Plan:
             "parallelize(model, mesh, plan=Plan(tensor=TensorPlan(layers={...})))"
         )
     prefix = getattr(model, "base_model_prefix", "")
-    # A bare base model has no prefix in its names.
+    # The names of a base model without a head have no prefix.
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     mean = None if type(model).__name__.endswith("DoubleHeadsModel") else loss_mean(model)
     return _KINDS[kind](prefix, None if mean is None else _HEADS.get(mean.task))

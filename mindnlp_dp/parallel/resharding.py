@@ -1,8 +1,8 @@
-"""A tensor brought from the ranks of one mesh to those of another, piece by piece, as it was scheduled.
+"""Moves a tensor from the ranks and layout of one mesh to those of another, bitwise exactly.
 
-Goes in: on the source's ranks, a tile of a tensor; how it lies there, and how it shall lie. Comes out: on the
-destination's ranks, their tiles, bit for bit. Which piece goes from whom to whom, and in which order, the planner says
-(:mod:`mindnlp_dp.planner.resharding_schedule`), on every rank the same.
+The user makes a :class:`Resharding` from two layouts and runs it on all ranks. The planner decides which rank sends
+which piece to which rank, and in which order (:mod:`mindnlp_dp.planner.resharding_schedule`); every rank computes the
+same schedule.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mindnlp_dp.planner.resharding_schedule import schedule_tasks
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How a tensor lies on some ranks of a group.
+    """The layout of a tensor on some ranks of a group.
 
     Attributes:
-        ranks: of the group, host by host.
-        mesh: (hosts, devices of a host); their product is the number of ranks.
-        spec: the layout, such as "S0RR" (:func:`~mindnlp_dp.planner.resharding.parse_spec`).
+        ranks: ranks of the group, host by host.
+        mesh: (hosts, devices per host); their product is the number of ranks.
+        spec: sharding spec, such as "S0RR" (:func:`~mindnlp_dp.planner.resharding.parse_spec`).
     """
 
     ranks: Sequence[int]
@@ -34,7 +34,7 @@ class MeshLayout:
     spec: str
 
     def box(self, rank: int, shape: Sequence[int]) -> Optional[Box]:
-        """What a rank has of a tensor of this shape; None where the rank is not one of these."""
+        """Return the box of a tensor of this shape that a rank has, or None if the rank is not in the layout."""
         if rank not in self.ranks:
             return None
         place = divmod(list(self.ranks).index(rank), self.mesh[1])
@@ -51,11 +51,11 @@ class MeshLayout:
 
 
 class Resharding:
-    """A schedule between two layouts of tensors of one shape, made once and run as often as is wanted.
+    """A schedule that moves tensors of one shape between two layouts; it is made once and can run many times.
 
     Attributes:
         source, destination: the layouts.
-        schedule: which piece is sent when, by whom.
+        schedule: the order of the pieces, and the sender of each.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Resharding:
         self.schedule = schedule_tasks(self.tasks, algorithm)
 
     def run(self, tile: Optional[Any], dtype: Any = np.float32) -> Optional[np.ndarray]:
-        """Bring a tensor over; a collective of the group, with this rank's tile where it has one.
+        """Move a tensor, given this rank's tile of the source if it has one. A collective of the group.
 
         Returns:
-            This rank's tile of the destination, an array; None on ranks that are not in it.
+            This rank's tile of the destination as an array; None on ranks that are not in the destination.
 
         Raises:
-            ValueError: a rank's tile has another shape or type than it should, or is missing; on all ranks.
+            ValueError: the tile of some rank has a wrong shape or type, or is missing; raised on all ranks.
         """
         rank = self._group.rank
         mine, wanted = self.source.box(rank, self.shape), self.destination.box(rank, self.shape)
@@ -126,5 +126,5 @@ class Resharding:
 
 
 def _within(box: Box, tile: Box) -> tuple[slice, ...]:
-    """Where a piece lies in a tile that it is a part of."""
+    """Return the slices of a piece within a tile that contains it."""
     return tuple(slice(a - begin, b - begin) for (a, b), (begin, _) in zip(box, tile))

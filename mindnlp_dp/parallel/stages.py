@@ -1,9 +1,8 @@
-"""A model's layers shared out among the stages of a pipeline.
+"""Splits the layers of a model over the stages of a pipeline; :func:`~mindnlp_dp.parallelize` calls it.
 
-Goes in: a whole model's structure, and a plan. Comes out: the same structure, in which nothing is left that belongs to
-other stages. Its own forward pass still runs, with the heads and losses that it has: a stage takes what it receives
-where the embedding was, lets it pass by the layers of the stages before, and ends, by :class:`StageOutput`, where the
-first layer behind its own stood.
+Modules of other stages are replaced, so that the model's own forward pass still runs, with its heads and losses. In a
+stage, the received activations replace the embedding, the layers of earlier stages pass them on unchanged, and the
+first layer of the next stage ends the forward pass by raising :class:`StageOutput`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .plans import PipelinePlan
 
 
 class StageOutput(Exception):  # noqa: N818
-    """Ends the forward pass of a stage that is not the last: what goes to the next one."""
+    """Ends the forward pass of a stage that is not the last; carries the activations for the next stage."""
 
     def __init__(self, hidden_states: Any) -> None:
         super().__init__("a stage of a pipeline ends here")
@@ -29,7 +28,7 @@ class StageOutput(Exception):  # noqa: N818
 
 
 class Inbox:
-    """What a stage has received for the forward pass that is next."""
+    """Holds the activations that a stage has received for its next forward pass."""
 
     def __init__(self) -> None:
         self._received: Optional[Any] = None
@@ -48,7 +47,7 @@ class Inbox:
 
 
 class Received(nn.Module):
-    """In the place of an embedding, or of a first layer: what the stage before has made of it."""
+    """Replaces an embedding or a first layer; returns the activations that the previous stage has sent."""
 
     def __init__(self, inbox: Inbox, *, is_layer: bool = False) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class Received(nn.Module):
 
 
 class ReceivedEncoding(Received):
-    """In the place of an encoder."""
+    """Replaces an encoder; returns the encoder output that the previous stage has sent."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from mindnlp.transformers.modeling_outputs import BaseModelOutput
@@ -69,14 +68,14 @@ class ReceivedEncoding(Received):
 
 
 class Nothing(nn.Module):
-    """In the place of a further embedding, whose part is in what was received."""
+    """Replaces a further embedding, which is contained in the received activations; returns 0."""
 
     def forward(self, *args: Any, **kwargs: Any) -> float:
         return 0.0
 
 
 class PassesBy(nn.Module):
-    """In the place of a layer of an earlier stage, or of a dropout behind the embedding."""
+    """Replaces a layer of an earlier stage, or a dropout after the embedding; returns its input."""
 
     def __init__(self, *, is_layer: bool) -> None:
         super().__init__()
@@ -87,30 +86,33 @@ class PassesBy(nn.Module):
 
 
 def _as_layer(hidden_states: Any) -> tuple[Any, ...]:
-    """As a layer returns it: a tuple, of which a model reads what else it has by position."""
+    """Return the tuple that a layer returns; a model reads the other items by position."""
     return hidden_states, None, None, None, None
 
 
 class Ends(nn.Module):
-    """In the place of the first layer of the next stage."""
+    """Replaces the first layer of the next stage; ends the forward pass of this stage."""
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         raise StageOutput(hidden_states)
 
 
 class Elsewhere(nn.Module):
-    """In the place of what another stage has, and this one never comes to."""
+    """Replaces a module of another stage, or an expert of another rank, that is never called; raises if called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("this part of the model is on another stage of the pipeline")
 
 
 def cut_stages(model: Any, plan: PipelinePlan, placements: Placements, layers_per_stage: Sequence[int] = ()) -> Inbox:
-    """Take what belongs to other stages out of ``model``, and put into ``placements`` which stage has what.
+    """Replace the modules of other stages in ``model``, and record in ``placements`` which stage has which weight.
+
+    Returns:
+        The inbox from which the model takes its received activations.
 
     Raises:
-        ValueError: there are more stages than layers, or the layers are not those of ``layers_per_stage``, or the plan
-            names what the model does not have.
+        ValueError: there are more stages than layers, or ``layers_per_stage`` does not fit, or the plan names a module
+            that the model does not have.
     """
     inbox = Inbox()
     if plan.encoder:
@@ -184,7 +186,7 @@ def _bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[int]) -
 
 
 class _EndsBehind:
-    """The forward pass of an encoder that is a stage."""
+    """Replaces the forward pass of an encoder that is a stage: runs it and ends the stage with its output."""
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
@@ -194,7 +196,7 @@ class _EndsBehind:
 
 
 def _place(model: Any, own: list[list[str]], placements: Placements) -> None:
-    """Put down which stage has which parameter: those under its own names; the last one the rest."""
+    """Record the stage of each parameter: the one whose modules in ``own`` contain it, otherwise the last stage."""
     stages: dict[str, set[int]] = {}
     for name in all_names(model):
         found = [stage for stage, names in enumerate(own) if any(name.startswith(f"{n}.") for n in names)]
@@ -204,7 +206,7 @@ def _place(model: Any, own: list[list[str]], placements: Placements) -> None:
 
 
 def _take_out(model: Any, kept: list[str]) -> None:
-    """Take all modules with parameters out of a model but those named, and those that they are in."""
+    """Replace all modules with parameters, except those in ``kept``, their submodules and the modules around them."""
     for name, module in every_module(model)[1:]:
         holds = any(k == name or k.startswith(f"{name}.") for k in kept)
         is_held = any(name.startswith(f"{k}.") for k in kept)

@@ -1,8 +1,7 @@
-"""Layers whose weights are cut among ranks: tensor parallelism.
+"""Provides the tensor-parallel layers, whose weights are sharded over ranks; cut_layers.py puts them into models.
 
-Goes in: a layer of a model, of whose weights this rank has its part. Comes out: a module for its place. A pair of
-layers with something between them that works on each part alone needs one all-reduce forward and one backward
-(Shoeybi et al., Megatron-LM, 2019, section 3)::
+A column-parallel and a row-parallel layer, with a computation between them that works on each shard alone, need one
+all-reduce in the forward pass and one in the backward pass (Shoeybi et al., Megatron-LM, 2019, section 3)::
 
     x ── f ── columns of the first ── activation, or attention heads ── rows of the second ── g ── y
          └ backward: all-reduce                                                 forward: all-reduce ┘
@@ -30,9 +29,9 @@ from .operators import copy_to, gather_from, reduce_from, shard_bounds
 
 
 class SharedInput:
-    """f, once for all the layers that read one tensor: their gradients are added up first, and then over the ranks.
+    """Applies f once for all layers that read the same tensor, so that their gradients need only one all-reduce.
 
-    Without it, queries, keys and values would be three all-reduces where one does. Nothing outlives the tensor.
+    Without it, queries, keys and values would need three all-reduces. The copy is released together with the tensor.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -51,9 +50,9 @@ class SharedInput:
 
 
 class ParallelLinear(nn.Module):
-    """What the linear layers have in common: the weights of the layer whose place they take, of which they have a part.
+    """Base of the parallel linear layers; it holds this rank's shards of the weights of the replaced layer.
 
-    A ``Conv1D``, as GPT-2 has them, holds its weight the other way round.
+    The weight of a ``Conv1D`` (GPT-2) is transposed.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -70,7 +69,7 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """(..., in) to this rank's part of (..., out); ``x`` is the same on every rank."""
+    """A linear layer from a replicated ``x`` (..., in) to this rank's shard of (..., out)."""
 
     def __init__(self, layer: Any, shared_input: Callable[[Tensor], Tensor]) -> None:
         super().__init__(layer)
@@ -81,7 +80,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """This rank's part of (..., in) to (..., out), the same on every rank; the bias is added once, behind the sum."""
+    """A linear layer from this rank's shard of (..., in) to a replicated (..., out); adds the bias after the sum."""
 
     def __init__(self, layer: Any, group: ProcessGroup) -> None:
         super().__init__(layer)
@@ -101,7 +100,7 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Each rank has some rows of the table; those of the others add zeros."""
+    """An embedding of which each rank has some rows; the other ranks contribute zeros to the sum."""
 
     def __init__(self, layer: Any, group: ProcessGroup, num_embeddings: int) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class DrawsApart:
-    """A forward pass in which each rank draws other numbers, as what it works on is cut; behind it all draw alike."""
+    """Wraps the forward pass of a module on sharded tensors, so that each rank draws different random numbers in it."""
 
     def __init__(self, forward: Callable[..., Any], group: ProcessGroup) -> None:
         functools.update_wrapper(self, forward)
@@ -141,20 +140,20 @@ class DrawsApart:
 
 
 def is_conv1d(layer: Any) -> bool:
-    """Whether a layer holds its weight as (in, out), as GPT-2's do."""
+    """Return whether a layer stores its weight as (in, out), as GPT-2's layers do."""
     return type(layer).__name__ == "Conv1D"
 
 
 def vocabulary_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: ProcessGroup, num_classes: int, ignore_index: int = -100
 ) -> Tensor:
-    """The mean cross-entropy of rows (N, C), of whose columns each rank has its part, with classes (N,).
+    """Return the mean cross-entropy of logits (N, C), sharded by columns, and labels (N,).
 
-    Two all-reduces of N and 2 N numbers go between the ranks, and the logits stay where they are. Rows of class
-    ``ignore_index`` do not count; where no row does, the mean is not a number.
+    It needs two all-reduces, of N and 2 N numbers; the logits are not gathered. Rows with the label ``ignore_index``
+    do not count; if no row counts, the mean is NaN.
 
     Raises:
-        ValueError: a class is not in ``range(num_classes)``.
+        ValueError: a label is not in ``range(num_classes)``.
     """
     classes = to_host(labels).reshape(-1).astype(np.int64)
     counted = classes != ignore_index
@@ -189,7 +188,7 @@ class _CrossEntropy(_Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         powers, rows, places, counted, num_counted, dtype = ctx.saved
-        # A copy, for a graph may be differentiated again.
+        # Copy, because the graph may be differentiated again.
         x = powers.copy()
         x[rows, places] -= 1
         x *= np.where(counted, gradient.asnumpy() / num_counted, 0).astype(np.float32)[:, None]
@@ -197,18 +196,21 @@ class _CrossEntropy(_Function):
 
 
 class VocabularyParallelHead:
-    """The forward pass of a language model whose output layer is cut by vocabulary: its loss, without whole logits.
+    """Replaces the forward pass of a language model with a sharded output layer; computes the loss from sharded logits.
 
-    In training with labels there are no logits in what comes out: whole ones would take the memory that is saved here.
-    Without labels, and when the model does not train, they are whole.
+    In training with labels the output has no logits, because full logits would take the memory that is saved here.
+    Without labels or in evaluation, the output has full logits.
 
     Args:
-        kind: which label belongs to which logits: "masked" (its own), "causal" (the next), "seq2seq" (its own; labels
-            are the decoder's inputs, too).
+        model: the language model.
+        forward: its original forward pass.
+        group: the tensor-parallel group.
+        kind: which label belongs to which logits: "masked" (same token), "causal" (next token) or "seq2seq" (same
+            token; labels are also the decoder's inputs).
     """
 
     def __init__(self, model: Any, forward: Callable[..., Any], group: ProcessGroup, kind: str) -> None:
-        # What reads its signature, such as who looks for columns, sees the model's.
+        # Keep the signature, which is read, for example, to find the columns that the model uses.
         functools.update_wrapper(self, forward)
         self._model = model
         self._forward = forward
@@ -222,7 +224,7 @@ class VocabularyParallelHead:
         outputs = self._forward(*args, **{**kwargs, "return_dict": True})
         logits = outputs.logits
         if labels is None or not self._model.training:
-            # Whoever makes a loss of them, such as label smoothing, differentiates this.
+            # Gathered by a differentiable operator: a custom loss, such as label smoothing, may use the logits.
             outputs["logits"] = gather_from(logits, self._group)
         if labels is not None:
             size = self._model.config.vocab_size

@@ -1,8 +1,8 @@
-"""Weights that stages of a pipeline have in common, such as a word embedding that is the output layer, too.
+"""Keeps tied weights equal on several pipeline stages, such as a word embedding that is also the output layer.
 
-Goes in: this stage's gradients of them, micro step by micro step. Comes out: their sums over the window and the stages.
-Where stages exchange gradients among different numbers of ranks, these round such sums in different ways; then the
-first stage's weights are the others' after every update.
+The pipeline sums their gradients over the window and then over the stages. If the stages differ in the number of ranks
+that exchange gradients, the sums are rounded differently; then the first stage's weights are copied to the other stages
+after every update.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from .placement import Placement, Placements
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several stages have.
+    """A tied parameter that several stages have.
 
     Attributes:
-        group: the ranks of these stages that sum up what they have of its gradient.
-        placement: where the stages cut it in different ways, so that whole gradients are summed up; else None.
+        parameter: this stage's parameter.
+        group: group of the ranks of these stages that sum its gradients.
+        placements: placements of all weights of the model.
+        placement: placement of the parameter if stages differ, so that full gradients must be summed; otherwise None.
     """
 
     parameter: Any
@@ -35,7 +37,7 @@ class Tie:
     placement: Optional[Placement] = None
 
     def sum(self, mine: np.ndarray) -> np.ndarray:
-        """Over the stages, and the ranks that share out their micro batches. A collective of ``group``."""
+        """Return the sum of a gradient over the ranks of ``group``, as this rank's shard. A collective of ``group``."""
         placement, mesh = self.placement, self.placements.mesh
         if placement is None:
             return self.group.all_reduce(mine)
@@ -47,7 +49,7 @@ class Tie:
         return np.ascontiguousarray(self.placements.part(placement, self.group.all_reduce(whole)))
 
     def settle(self) -> None:
-        """The first stage's value, on all ranks. A collective of ``group``, where stages differ."""
+        """Copy the first stage's value to all stages, if stages differ. It is then a collective of ``group``."""
         placement = self.placement
         if placement is None:
             return
@@ -58,7 +60,7 @@ class Tie:
 
 
 class Ties:
-    """Gradients of parameters that stages have in common: added up over a window, then over the stages."""
+    """Sums the gradients of tied parameters over a window, then over the stages; the pipeline uses it."""
 
     def __init__(self, ties: Sequence[Tie], parameters: Sequence[Any]) -> None:
         places = {id(p): index for index, p in enumerate(parameters)}
@@ -66,7 +68,7 @@ class Ties:
         self._sums = [np.zeros(tuple(tie.parameter.shape), np.float32) for _, tie in self._ties]
 
     def take(self, gradients: list[Optional[Any]], weight: float) -> list[Optional[Any]]:
-        """Keep a micro step's gradients back, weighted."""
+        """Add the weighted tied gradients of a micro-step to the sums, and replace them by None."""
         for (index, _), mine in zip(self._ties, self._sums):
             gradient, gradients[index] = gradients[index], None
             if gradient is not None:
@@ -74,7 +76,7 @@ class Ties:
         return gradients
 
     def put(self, gradients: Sequence[Optional[Any]], weight: float) -> list[Optional[Any]]:
-        """What was kept back, summed up over the stages, for a micro batch of this weight. A collective."""
+        """Return the gradients with the sums over the stages, divided by ``weight``, in their places. A collective."""
         found = list(gradients)
         for (index, tie), total in zip(self._ties, self._sums):
             mean = tie.sum(total)

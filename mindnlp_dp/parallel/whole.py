@@ -1,8 +1,7 @@
-"""A model that is cut among ranks, as a whole: from a file to parts, and from parts to a file.
+"""Loads, saves, compares and digests a sharded model as a full one; checkpoints and trainers call it.
 
-Goes in: placements. Comes out: the same weights, digests and files that one process would have. Arrays go round one at
-a time: no rank ever has more than its parts and one whole array (the one that keeps a whole optimizer state, to write
-it, aside).
+The weights, digests and files are those of one process. Arrays are exchanged one at a time, so that no rank holds more
+than its shards and one full array, except the rank that keeps a full optimizer state to write it.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from mindnlp_dp.replicas.weights import ReplicaMismatchError, named_weights
 from .files import WeightFiles, bytes_of, file_header, host_type
 from .placement import Placement, Placements
 
-# A whole array by its name on rank 0 of the job, and None there for what it has not; None on the others.
+# Returns a full array on rank 0 of the job, or None if it does not have it; called on rank 0 only.
 Source = Callable[[Placement], Optional[np.ndarray]]
 
 
 class PartedModel(WholeModel):
-    """A model whose parts are where ``placements`` says."""
+    """A sharded model, whose shards are where ``placements`` says; the interface is that of a replicated model."""
 
     is_parted = True
 
@@ -47,11 +46,11 @@ class PartedModel(WholeModel):
         self.num_sharers = self.mesh.sizes["sub"]
 
     def _own(self) -> dict[str, Any]:
-        """This rank's parameters and buffers, by their names in the whole model."""
+        """Return this rank's parameters and buffers, by their names in the full model."""
         return {self.placements[name].name: weight for name, weight in named_weights(self.model)}
 
     def _replicas(self) -> list[tuple[Any, list[tuple[str, Any]]]]:
-        """Which weights which ranks have in common: experts in fewer than the others."""
+        """Return pairs of a group and the weights that its ranks have in common; fewer ranks have the same experts."""
         own = list(self._own().items())
         experts = [(name, w) for name, w in own if self.placements[name].expert_rank is not None]
         others = [(name, w) for name, w in own if self.placements[name].expert_rank is None]
@@ -66,13 +65,13 @@ class PartedModel(WholeModel):
 
     def assert_in_sync(self) -> str:
         problem = self._replica_that_differs() or self._copy_that_differs()
-        # Some groups may be in sync where others are not: all ranks hear of it.
+        # Some groups may be in sync and others not: raise the error on all ranks.
         error = ReplicaMismatchError(problem) if problem else None
         self.world.raise_together(error, "comparing weights")
         return self.digest()
 
     def _replica_that_differs(self) -> str:
-        """Which weight differs from the one of the first rank that should have the same; empty where none does."""
+        """Return a message about a weight that differs from the first replica's, or an empty string."""
         found = ""
         for group, weights in self._replicas():
             digests = group.all_gather_object([weight_digest(name, weight) for name, weight in weights])
@@ -83,12 +82,12 @@ class PartedModel(WholeModel):
                             f"replicas are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
                             f"{group.label(0)}. Let every rank apply the same update"
                         )
-        # Everywhere, for what follows asks all ranks of other groups.
+        # Tell all ranks, because the next collectives are over other groups.
         everyone = self.world.all_gather_object(found)
         return next(filter(None, everyone), "")
 
     def _copy_that_differs(self) -> str:
-        """What is not cut is the same on the ranks of the axis "tp", and a tied weight on all of its stages."""
+        """Return a message if unsharded weights differ over "tp", or tied weights over stages, or an empty string."""
         copies = [
             (name, weight_digest(name, weight))
             for name, weight in self._own().items()
@@ -106,10 +105,10 @@ class PartedModel(WholeModel):
                     )
         return ""
 
-    # Whole arrays, one at a time.
+    # Full arrays, one at a time.
 
     def whole_arrays(self) -> Iterator[tuple[Placement, np.ndarray]]:
-        """A collective of ``mesh.parts``."""
+        """Yield every weight as a full array. A collective of ``mesh.parts``."""
         own = self._own()
         for placement in self.placements.values():
             weight = own.get(placement.name)
@@ -117,14 +116,14 @@ class PartedModel(WholeModel):
             yield placement, self.placements.whole(placement, mine)
 
     def digest(self) -> str:
-        """That of one process with the same weights."""
+        """Return the digest that one process with the same weights would compute."""
         total = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for placement, whole in self.whole_arrays():
             total.update(weight_digest(placement.name, from_host(whole, placement.dtype)))
         return total.hexdigest()
 
     def scatter(self, source: Source, names: Optional[Iterable[str]] = None) -> None:
-        """Give every rank its parts of whole arrays, from rank 0 of the job: of all, or those with these names."""
+        """Scatter full arrays from rank 0 of the job to the ranks' shards: all arrays, or those with these names."""
         own = self._own()
         for placement in map(self.placements.__getitem__, self.placements if names is None else names):
             whole = self.world.call_where(
@@ -141,7 +140,7 @@ class PartedModel(WholeModel):
         files = self.world.call_where(
             self.world.is_main, lambda: WeightFiles(folder, self.placements, is_complete=True), "reading a checkpoint"
         )
-        # Buffers that files leave out stay.
+        # Buffers that are missing in the files keep their values.
         missing = set(self.world.broadcast_object([] if files is None else files.missing))
         names = [name for name in self.placements if name not in missing]
         self.scatter(lambda placement: files.get(placement) if files else None, names)
@@ -149,8 +148,8 @@ class PartedModel(WholeModel):
     def model_writer(
         self, folder: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
     ) -> Callable[[Path], None]:
-        """The weights are written now, beside ``folder``'s checkpoints, and moved when the function is called."""
-        # Named as what a killed writer leaves is, which the next run removes.
+        """Write the weights to a temporary folder in ``folder``; return a function that moves them to a checkpoint."""
+        # If the writer is killed, the next run removes the temporary folder by its name.
         workspace = self.world.call_where(
             self.world.is_main, functools.partial(_make_workspace, folder), "writing the model"
         )
@@ -167,12 +166,12 @@ class PartedModel(WholeModel):
         return write
 
     def write_weights(self, path: Optional[Path]) -> None:
-        """Write the whole model as one file of safetensors, on the rank that gives a path, array by array."""
+        """Write the full model as one safetensors file, array by array, on the rank that passes a path."""
         error: Optional[Exception] = None
         file: Any = None
 
         def attempt(step: Callable[[], Any]) -> None:
-            # Whoever cannot write goes on with the others, and says so at the end.
+            # A rank that cannot write continues with the collectives and raises its error at the end.
             nonlocal error
             if path is not None and error is None:
                 try:
@@ -197,7 +196,7 @@ class PartedModel(WholeModel):
             path.unlink(missing_ok=True)
         self.world.raise_together(error, "writing the model")
 
-    # An optimizer's state.
+    # The optimizer state.
 
     def whole_optimizer(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
         names = [[self.placements[name].name for name in names] for names in own["parameters"]]
@@ -206,7 +205,7 @@ class PartedModel(WholeModel):
         groups = [sorted(set().union(*(theirs[g] for theirs in everyone)), key=order.index) for g in range(len(names))]
         numbers = [number for group in own["param_groups"] for number in group["params"]]
         mine = dict(zip((name for group in names for name in group), (own["state"].get(n) for n in numbers)))
-        # Scalars, such as steps, and which arrays there are: from whoever counts the parameter.
+        # Scalars, such as the step, and the names of the arrays come from the rank that counts the parameter.
         told = {
             name: {key: None if _is_array(value) else value for key, value in state.items()}
             for name, state in mine.items()
@@ -236,13 +235,13 @@ class PartedModel(WholeModel):
     def own_optimizer(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
         own = self._own()
         here = [[name for name in group if name in own] for group in whole["parameters"]]
-        # A tied weight has another name, and another place, on the last stage than on the first one.
+        # A tied weight has a different name and position on the last stage than on the first.
         known = [[self.placements[name].name for name in group] for group in names]
         is_same = list(map(set, known)) == list(map(set, here))
         order, shown = (known, [list(group) for group in names]) if is_same else (here, here)
         number_of = {name: number for number, name in enumerate(name for group in order for name in group)}
         state: dict[int, dict[str, Any]] = {}
-        # All ranks fetch all arrays, in one order, and keep their parts.
+        # fetch() is a collective: all ranks fetch all arrays in the same order, and keep their shards.
         for number, name in enumerate(name for group in whole["parameters"] for name in group):
             for key, value in (whole["state"].get(number) or whole["state"].get(str(number)) or {}).items():
                 array = value.fetch() if isinstance(value, (ArrayToCome, TensorToCome)) else value

@@ -1,11 +1,10 @@
-"""Makes MindNLP run on newer MindSpore, and takes its import-time side effects out.
+"""This package makes MindNLP run on newer versions of MindSpore, and removes the side effects of importing it.
 
-Goes in: the import of ``mindnlp``. Comes out: the same packages, patched where this pair of versions needs it. Nothing
-is patched before ``mindnlp`` is imported, and nothing that works already: each patch looks whether its defect is there.
-This is the one folder that changes other people's code.
+The patches are applied when ``mindnlp`` is imported, where the installed versions need them; each patch checks that its
+defect is present. This is the only package that changes other libraries' code.
 
-A patch is a generator: what stands before its ``yield`` runs before the module that it belongs to is executed, what
-stands behind runs after. It says which versions it is for, what the cause is, and when it can go.
+A patch is a generator for one module: the code before its ``yield`` runs before that module is executed, the code after
+it runs afterwards. A comment names the versions that need the patch, the cause, and the condition for its removal.
 """
 
 from mindnlp_dp.versions import mindnlp_series

@@ -1,4 +1,4 @@
-"""What importing any MindNLP needs."""
+"""Patches for the import of every MindNLP version."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mindnlp_dp.versions import check_versions
 from .import_hook import around
 
 
-# Versions: all. Cause: the pair decides whether anything below can work.
-# Goes when: MindNLP pins the MindSpore versions that it runs on.
+# Versions: all. Cause: the other patches work only for known pairs of MindNLP and MindSpore.
+# Remove when: MindNLP pins the MindSpore versions that it runs on.
 @around("mindnlp")
 def _refuse_unknown_pairs(module: types.ModuleType) -> Iterator[None]:
     check_versions(importlib.metadata.version("mindnlp"), importlib.metadata.version("mindspore"))
     yield
 
 
-# Versions: MindSpore 2.8+. Cause: MindNLP imports and makes much that MindSpore reports as deprecated, on the terminal
-# of every process.
-# Goes when: MindNLP uses what took its place.
+# Versions: MindSpore 2.8+. Cause: importing MindNLP uses many deprecated APIs of MindSpore, and every process prints
+# the warnings.
+# Remove when: MindNLP uses their replacements.
 @around("mindnlp")
 def _quiet_deprecations_at_import(module: types.ModuleType) -> Iterator[None]:
     from mindspore import log

@@ -1,6 +1,6 @@
-"""The functions of MindNLP's own PyTorch, by our CPU kernels where a call is for them, and by its own otherwise.
+"""These patches make MindNLP's PyTorch-like functions use our CPU kernels for calls that the kernels support.
 
-``mindnlp.core`` of MindNLP 0.4.1 and ``mindtorch`` of 0.5.1 have these in the same places.
+``mindnlp.core`` of MindNLP 0.4.1 and ``mindtorch`` of 0.5.1 have these functions in modules of the same names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PYTORCH, _TRANSFORMERS = {
 
 
 # Versions: MindNLP 0.4.1 and 0.5.1 on MindSpore 2.7+ on CPU. Cause: MindSpore's kernels of these operators take 2 to 35
-# times as long as they have to on a core (docs/benchmarks.md, "The kernels by themselves").
-# Goes when: they do not.
+# times as long as ours on one core (docs/benchmarks.md, "The kernels by themselves").
+# Remove when: they are as fast.
 @around(f"{_PYTORCH}.nn.functional")
 def _layers(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -54,7 +54,7 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
 
     @in_place_of(module)
     def embedding(input: Any, weight: Any, *others: Any, **options: Any) -> Any:
-        # What else it takes MindNLP ignores on CPU.
+        # MindNLP ignores the other arguments on CPU.
         if apply_to(weight) and weight.ndim == 2 and _is_integer(input):
             ids = input.asnumpy()
             if not ids.size or (ids.min() >= 0 and ids.max() < weight.shape[0]):
@@ -99,7 +99,7 @@ def _matrix_products(module: types.ModuleType) -> Iterator[None]:
         return NotImplemented
 
 
-# Models that have an RMS normalisation of their own, made of six operators: by module, the class.
+# Models with their own RMS normalisation, composed of six operators: the name of the class for each module.
 _RMS_NORMS = {
     "llama": "LlamaRMSNorm",
     "mistral": "MistralRMSNorm",
@@ -129,7 +129,7 @@ for _model, _class in _RMS_NORMS.items():
 
 
 def _multiply(a: Any, b: Any) -> bool:
-    """Whether a product is for our kernels: not of vectors, and MindSpore says what is wrong with other shapes."""
+    """Return whether our kernels support a product: no vectors; for shapes that do not fit, MindSpore raises."""
     return (
         apply_to(a, b)
         and a.ndim > 1 < b.ndim
@@ -146,7 +146,7 @@ def _is_integer(x: Any) -> bool:
 
 @functools.cache
 def kernels() -> types.ModuleType:
-    # Needs MindSpore, which is imported when the first layer is called at the latest.
+    # Imported at the first call, because it imports MindSpore.
     from mindnlp_dp.kernels import functions
 
     return functions

@@ -1,7 +1,6 @@
-"""Patches of modules that are not imported yet: each runs when its module is.
+"""This module registers patches by module name and runs each one around the execution of its module at import.
 
-Goes in: generators, registered by the name of a module. Comes out: that module, once somebody
-imports it, with the generators around its execution. Knows nothing of what they change.
+The patch files register with :func:`around`; ``mindnlp_dp/__init__.py`` calls :func:`install_import_hook`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _PATCHES: dict[str, list[Callable[[types.ModuleType], contextlib.AbstractContext
 
 
 def around(module_name: str) -> Callable[[Patch], Patch]:
-    """Register a patch for ``module_name``: a generator that yields once, where the module is executed."""
+    """Register a patch for ``module_name``: a generator whose only ``yield`` is where the module is executed."""
 
     def register(patch: Patch) -> Patch:
         _PATCHES.setdefault(module_name, []).append(contextlib.contextmanager(patch))
@@ -29,7 +28,11 @@ def around(module_name: str) -> Callable[[Patch], Patch]:
 
 
 def install_import_hook() -> None:
-    """Have the patches applied when ``mindnlp`` is imported. Safe to call twice."""
+    """Apply the registered patches when their modules are imported. Safe to call twice.
+
+    Raises:
+        ImportError: ``mindnlp`` was imported before, without the patches.
+    """
     if any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
         return
     if "mindnlp" in sys.modules:
@@ -40,7 +43,7 @@ def install_import_hook() -> None:
 
 
 class _PatchingFinder(importlib.abc.MetaPathFinder):
-    """Finds modules as usual, and wraps the execution of those that have patches."""
+    """Finds modules with the other finders, and wraps the execution of those that have patches."""
 
     def find_spec(self, fullname: str, path: Any, target: Optional[types.ModuleType] = None) -> Any:
         if fullname not in _PATCHES:

@@ -1,4 +1,4 @@
-"""A function of ours in place of somebody else's, which is called wherever ours does not want to."""
+"""This module replaces a function of another library by ours and keeps the stock one as the fallback."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def in_place_of(owner: Any, name: str = "") -> Callable[[Callable[..., Any]], None]:
-    """Put a function in place of the one called ``name``, or of its own name, in a module or a class.
+    """Replace the function ``name`` of a module or class by the decorated one; ``name`` defaults to the latter's name.
 
-    Ours returns NotImplemented to have the stock one called.
+    If our function returns NotImplemented, the stock one is called.
 
-    Graphs are compiled from a function's source, and that is the stock one's: ``inspect`` follows ``__wrapped__``.
+    MindSpore compiles graphs from the stock function's source, because ``inspect`` follows ``__wrapped__``.
     """
 
     def replace(ours: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Patches of MindSpore, which MindNLP needs and nobody else asks for: applied when ``mindnlp`` is imported."""
+"""Patches of MindSpore that MindNLP needs; they are applied when ``mindnlp`` is imported."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mindnlp_dp.versions import mindspore_is_before
 from .import_hook import around
 
 
-# Versions: MindSpore 2.7+ on CPU. Cause: Tensor.repeat has no CPU kernel there, and MindNLP's evaluation
-# loop repeats the loss of a batch with it.
-# Goes when: Tensor.repeat works on CPU.
+# Versions: MindSpore 2.7+ on CPU. Cause: Tensor.repeat has no CPU kernel, and MindNLP's evaluation loop
+# repeats the loss of a batch with it.
+# Remove when: Tensor.repeat works on CPU.
 @around("mindnlp")
 def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
     import mindspore
@@ -22,8 +22,8 @@ def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
 
     original = getattr(mindspore.Tensor, "repeat", None)
 
-    # Nothing is tried here: an operator that runs at import would start MindSpore's thread pools
-    # before runtime/threads.py can say how many threads they may have.
+    # The patch does not test for the defect: running an operator at import would start MindSpore's thread
+    # pools before runtime/threads.py can set their size.
     def repeat(self: Any, *repeats: Any, **options: Any) -> Any:
         """Tile this tensor: shape ``(d1, ..., dn)`` becomes ``(r1 * d1, ..., rn * dn)``."""
         if original is not None and mindspore.get_context("device_target") != "CPU":
@@ -39,7 +39,7 @@ def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
 
 # Versions: MindSpore 2.7+. Cause: mindspore.dtype_to_nptype logs a deprecation warning at every call,
 # and MindNLP's attention masks call it in every forward pass.
-# Goes when: MindNLP stops calling it.
+# Remove when: MindNLP stops calling it.
 @around("mindnlp")
 def _quiet_dtype_to_nptype(module: types.ModuleType) -> Iterator[None]:
     import mindspore
@@ -51,8 +51,8 @@ def _quiet_dtype_to_nptype(module: types.ModuleType) -> Iterator[None]:
 
 
 # Versions: MindSpore 2.7+. Cause: Tensor.data_sync warns at every call, and MindNLP's initialisers call it once
-# for each weight. asnumpy() waits for the device just the same.
-# Goes when: MindNLP stops calling it.
+# for each weight. asnumpy() also waits for the device.
+# Remove when: MindNLP stops calling it.
 @around("mindnlp")
 def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
     import mindspore
@@ -67,12 +67,12 @@ def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
     yield
 
 
-# Versions: MindSpore 2.7 on CPU. Cause: the default generator never gets on: all draws behind one seed are the same, so
-# that dropout layers of one size have the same mask.
-# Goes when: 2.7 is not supported any more.
+# Versions: MindSpore 2.7 on CPU. Cause: the default generator's offset never advances: all draws after one seed are the
+# same, so dropout layers of the same size have the same mask.
+# Remove when: 2.7 is no longer supported.
 @functools.cache
 def let_the_generator_get_on() -> None:
-    """From now on; for MindSpore's own layers as well."""
+    """Make the default generator advance its offset at every draw, for MindSpore's own layers as well."""
     import mindspore
     from mindspore.common.generator import Generator
 
@@ -82,7 +82,7 @@ def let_the_generator_get_on() -> None:
 
     @functools.wraps(stock)
     def _step(self: Any, step: Any) -> Any:
-        """The generator's seed and offset, which is larger by ``step`` at the next call."""
+        """Return the generator's seed and offset, and advance the offset by ``step``."""
         seed, offset = stock(self, step)
         if mindspore.get_context("device_target") == "CPU":
             behind = int(offset.asnumpy().flat[0]) + int(step.asnumpy().flat[0])

@@ -1,4 +1,4 @@
-"""MindSpore's own layers, ``mindspore.nn``, by our CPU kernels where a call is for them."""
+"""This patch makes MindSpore's own layers (``mindspore.nn``) use our CPU kernels for calls that these support."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .mindspore_api import let_the_generator_get_on
 from .random_operators import follow_the_seed
 
 
-# Versions: MindSpore 2.7+ on CPU. Cause: its kernels of these operators take 2 to 35 times as long as they have to on a
-# core (docs/benchmarks.md, "The kernels by themselves").
-# Goes when: they do not.
+# Versions: MindSpore 2.7+ on CPU. Cause: its kernels of these operators take 2 to 35 times as long as ours on one core
+# (docs/benchmarks.md, "The kernels by themselves").
+# Remove when: they are as fast.
 @functools.cache
 def use_kernels_in_layers() -> None:
-    """Have ``nn.Dense``, ``nn.LayerNorm``, ``nn.GELU`` and ``nn.Dropout`` ask for our kernels, from now on."""
+    """Make ``nn.Dense``, ``nn.LayerNorm``, ``nn.GELU`` and ``nn.Dropout`` use our kernels where they apply."""
     import mindspore
 
     from mindnlp_dp.kernels import functions
@@ -56,5 +56,5 @@ def use_kernels_in_layers() -> None:
 
 
 def _apply_in(cell: Any, *tensors: Any) -> bool:
-    """Whether a cell's call is for our kernels: not in one that ``to_float`` has compute in another type."""
+    """Return whether our kernels support a cell's call; not if ``to_float`` makes the cell compute in another type."""
     return cell.mixed_precision_type is None and apply_to(*tensors)

@@ -1,6 +1,6 @@
 """This module makes MindSpore's random operators follow ``mindspore.set_seed`` where they ignore it.
 
-What a training step draws is a function of its seed, so that a run that is resumed draws the same again.
+The draws of a training step then depend on its seed only, so a resumed run draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .import_hook import around
 from .in_place_of import in_place_of
 
 
-# Versions: MindSpore 2.7+ on CPU. Cause: the kernels of these operators seed themselves from the clock, unless they are
-# made with a seed of their own, which then gives the same numbers at every call.
-# Goes when: they follow mindspore.set_seed, as ops.rand and ops.dropout do.
+# Versions: MindSpore 2.7+ on CPU. Cause: the kernels of these operators take their seed from the clock, unless they are
+# created with an explicit seed, which gives the same numbers at every call.
+# Remove when: they follow mindspore.set_seed, as ops.rand and ops.dropout do.
 @functools.cache
 def follow_the_seed() -> None:
-    """Make every operator follow the seed in PyNative mode; one that cannot warns once."""
+    """Make MindSpore's random operators follow the seed in PyNative mode; one that cannot warns once."""
     import mindspore
     from mindspore import ops
     from mindspore.ops import operations
@@ -28,7 +28,7 @@ def follow_the_seed() -> None:
     from mindspore.ops.operations import math_ops, random_ops
 
     def next_seeds(name: str) -> Optional[tuple[int, int]]:
-        """What MindSpore's own functions of this name would take; None where there is no seed to follow."""
+        """Return the seeds that MindSpore's own functions would pass to this operator; None if no seed is set."""
         if mindspore.get_seed() is None or mindspore.get_context("device_target") != "CPU":
             return None
         first, second = _get_seed(None, name)

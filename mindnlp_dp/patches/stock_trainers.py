@@ -1,4 +1,4 @@
-"""A Trainer that is not data parallel, in one of several processes."""
+"""This module makes a Trainer that is not data parallel raise in a job of several processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from .import_hook import Patch
 
 
 def refused_in_several_processes(whose: str) -> Patch:
-    """A patch of the module of ``whose`` Trainer, which would train as many models as there are processes."""
+    """Return a patch that makes ``whose`` Trainer raise in a job of several processes.
+
+    Without it, each process would train a separate model.
+    """
 
     def patch(module: types.ModuleType) -> Iterator[None]:
         yield

@@ -1,7 +1,7 @@
-"""Which parallelism, before anything is launched: NumPy and SciPy alone, no device and no MindSpore.
+"""Plans the parallelism of a training run before it starts; needs neither a device nor MindSpore.
 
-Each part is of use by itself: the integer program and the dynamic program of Alpa, reshardings between two meshes as
-scheduling, a simulator of pipelines, memory; :func:`plan` puts them together.
+:func:`plan` and :func:`predict` use all parts, and each part works alone: the integer program and the dynamic program
+of Alpa, the scheduling of resharding between two meshes, a pipeline simulator, and a memory model.
 """
 
 from .cluster import Cluster, load_cluster

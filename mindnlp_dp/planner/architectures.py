@@ -1,7 +1,7 @@
-"""Operators of the models that are known here, layer by layer.
+"""Builds the operator graphs of the known model types, layer by layer, from MindNLP configurations.
 
-Goes in: a MindNLP configuration. Comes out: a model's graph. Sizes are of one sample; what an operator keeps for the
-backward pass is what autograd keeps, so that a transformer layer of half precision keeps s b h (34 + 5 a s / h) bytes.
+:func:`~mindnlp_dp.planner.load_model` calls it. Sizes are per sample. An operator keeps for the backward pass what
+autograd keeps, so a transformer layer in half precision keeps s b h (34 + 5 a s / h) bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, Optional
 
 from .operators import BATCH, COLUMN, EXPERT, NONE, VOCABULARY, Graph, Model, Operator
 
-# What is done alike on all devices of a tensor-parallel group, and an embedding, as mindnlp_dp.parallel has them.
+# The roles of operators that tensor parallelism repeats on all devices, and of embeddings, as in mindnlp_dp.parallel.
 _WHOLE = (BATCH, NONE)
 _BY_WORDS = (BATCH, VOCABULARY, NONE)
 
 
 class Builder:
-    """Operators one behind the other; sizes are of one sample."""
+    """Builds a graph by adding operators one after another; sizes are per sample."""
 
     def __init__(self, name: str, kind: str, sequence: int, config: Mapping[str, Any]) -> None:
         self.name, self.kind, self.s = name, kind, sequence
@@ -27,7 +27,7 @@ class Builder:
         self.cuts: list[int] = []
         self.blocks = [0]
         self._last = ""
-        # Of a layer's outputs, and of attention.
+        # Whether the layers' outputs and the attention have dropout.
         self.dropout = _is_on(config, "hidden_dropout_prob", "resid_pdrop", "dropout_rate")
         self.attention_dropout = _is_on(config, "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate")
 
@@ -54,7 +54,7 @@ class Builder:
         return self.add(name, "elementwise", inputs, width_in=width, width_out=width, **{**numbers, **sizes})
 
     def dropout_add(self, name: str, width: int, residual: str) -> str:
-        """A dropout, and the sum with what went around the layer."""
+        """Add a dropout and the sum with the residual."""
         values = self.s * width
         numbers = {"traffic": 3 * values, "calls": 1}
         if self.dropout:
@@ -70,7 +70,7 @@ class Builder:
         self, name: str, heads: int, width: int, *, inputs: Optional[tuple[str, ...]] = None, width_in: int = 0,
         kept: int = 2, parameters: int = 0,
     ) -> str:  # fmt: skip
-        """Scores, softmax, dropout, values; of the scores ``kept`` copies stay with a dropout, and a mask."""
+        """Add scores, softmax, dropout and values; with dropout, ``kept`` copies of the scores and a mask are saved."""
         scores = heads * self.s * self.s
         return self.add(
             name, "attention", inputs, width_in=width_in or 3 * width, width_out=width, flops=4 * self.s**2 * width,
@@ -90,7 +90,7 @@ class Builder:
         return self.norm("embeddings.norm", width) if has_norm else self._last
 
     def head(self, words: int, width: int, *, words_of: str = "embeddings.words") -> None:
-        """A number for each word, by the embedding's table or one of its own, and the loss."""
+        """Add logits over the vocabulary, by the embedding's table or a separate one, and the loss."""
         tied_to = words_of if self.is_tied else None
         self.matmul("head", width, words, parameters=words * width, tied_to=tied_to, only=(BATCH, COLUMN, NONE))
         self.add(
@@ -215,13 +215,13 @@ def _t5(b: Builder, config: Mapping[str, Any]) -> Model:
         norm = b.norm(f"{at}norm", h, parameters=h)
         if memory is None:
             b.matmul(f"{at}qkv", h, 3 * inner, parameters=3 * h * inner, calls=3)
-            # The first layer of a stack has the table of all its layers' position biases.
+            # The first layer of a stack holds the table of position biases for all its layers.
             table = config["relative_attention_num_buckets"] * heads if at.endswith(".0.self.") else 0
             b.attention(f"{at}attention", heads, inner, parameters=table)
         else:
             q = b.matmul(f"{at}q", h, inner, (norm,), parameters=h * inner)
             kv = b.matmul(f"{at}kv", h, 2 * inner, (memory,), parameters=2 * h * inner, calls=2)
-            # Queries come one way, keys and values another; both lie alike.
+            # Queries have one source, keys and values another; both have the same layout.
             b.attention(f"{at}attention", heads, inner, inputs=(q, kv))
         b.matmul(f"{at}o", inner, h, parameters=inner * h)
         return b.dropout_add(f"{at}add", h, before)
@@ -251,13 +251,13 @@ def _t5(b: Builder, config: Mapping[str, Any]) -> Model:
         before = feed(f"decoder.{number}.ff.", before)
     b.norm("decoder.norm", h, parameters=h)
     b.head(words, h, words_of="encoder.words")
-    # Of an encoder-decoder, each of the two is a stage.
+    # The encoder and the decoder are one stage each.
     layers = config["num_layers"] + decoder_layers
     return b.finish(num_layers=layers, divides={"num_heads": heads}, most_stages=2)
 
 
 def _is_on(config: Mapping[str, Any], *keys: str) -> bool:
-    """Whether a dropout draws; as in the configurations' own defaults, it does unless it is 0."""
+    """Return whether dropout is on; like in the configurations' own defaults, it is on unless it is 0."""
     return all(config[key] for key in keys if key in config)
 
 

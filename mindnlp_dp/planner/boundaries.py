@@ -1,7 +1,7 @@
-"""What a micro batch's way from one stage of a pipeline to the next takes.
+"""Prices the transfer of a micro-batch from one pipeline stage to the next.
 
-Goes in: the meshes of both stages, and where on the cluster they are. Comes out: seconds a byte and a message, by the
-best schedule of the resharding, for the layout in which the tensor best arrives.
+The search for candidates and the simulation call it. A price is seconds per message and per byte, for a greedy schedule
+of the resharding between the meshes of both stages, and for the layout in which the tensor arrives soonest.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from .cluster import Cluster, all_gather
 from .resharding import unit_tasks
 from .resharding_schedule import schedule_tasks
 
-# Both layouts in which a stage may receive: whole on each device of its tensor-parallel group, or in shares, which are
-# then gathered among them.
+# The two layouts in which a stage may receive a tensor: replicated over its tensor-parallel group, or sharded over it
+# and then all-gathered.
 WHOLE, SHARES = "S0R", "S0S1"
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """From a stage of dp x tp devices to the next one.
+    """Holds the cost of a transfer from a stage of dp x tp devices to the next one.
 
     Attributes:
         source: (dp, tp) of the stage that sends.
-        destination: the same of the one that receives.
-        layout: how the tensor arrives: "S0R" whole, "S0S1" in shares that are gathered.
-        seconds: of a message of no bytes.
-        seconds_per_byte: of the micro batch's hidden states, all samples together.
+        destination: (dp, tp) of the stage that receives.
+        layout: layout on arrival: "S0R" replicated, "S0S1" sharded and then gathered.
+        seconds: latency of a message.
+        seconds_per_byte: seconds per byte of the micro-batch's hidden states, all samples together.
     """
 
     source: tuple[int, int]
@@ -40,19 +40,19 @@ class Boundary:
 
 
 class Boundaries:
-    """Of one cluster; each pair of meshes is looked at once."""
+    """Prices the stage boundaries of one cluster, and caches the price of each pair of meshes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._known: dict[tuple[tuple[int, int], tuple[int, int], int], Boundary] = {}
 
     def between(self, source: tuple[int, int], destination: tuple[int, int], first_device: int = 0) -> Boundary:
-        """Of a stage whose devices begin at ``first_device``, to the one right behind it."""
-        # Hosts are alike: what matters is where in its host the first device is.
+        """Return the boundary between a stage whose devices begin at ``first_device`` and the stage after it."""
+        # Hosts are identical: only the position of the first device in its host matters.
         key = (source, destination, first_device % self._cluster.devices_per_host)
         if key not in self._known:
             options = [self._option(*key, layout) for layout in (WHOLE, SHARES)]
-            # Of equals, the one that gathers nothing.
+            # Of equal options, prefer the one that gathers nothing.
             self._known[key] = min(options, key=lambda b: (b.time(1e6), b.layout != WHOLE))
         return self._known[key]
 
@@ -61,7 +61,7 @@ class Boundaries:
         middle = first + source[0] * source[1]
         within = middle + destination[0] * destination[1] <= cluster.devices_per_host
         link = cluster.inside if within else cluster.between
-        # As many rows and columns as any of the meshes cuts, so that tiles are whole.
+        # Both meshes divide these numbers of rows and columns, so that tiles are even.
         shape = (source[0] * destination[0], source[1] * destination[1])
         tasks = []
         for task in unit_tasks(shape, (source, WHOLE), (destination, layout)):
@@ -78,6 +78,6 @@ class Boundaries:
         return Boundary(source, destination, layout, latency, makespan * link.beta + gather)
 
     def _links(self, devices: tuple[tuple[int, int], ...], tp: int, first: int, within: bool) -> list[int]:
-        """Which links a piece needs: of devices in one host, each has its own; else hosts have."""
+        """Return the links that a piece needs: each device has its own within a host, otherwise each host has one."""
         numbers = [first + row * tp + column for row, column in devices]
         return sorted(set(numbers if within else [n // self._cluster.devices_per_host for n in numbers]))

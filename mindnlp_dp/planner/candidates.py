@@ -1,8 +1,7 @@
-"""All ways to share out a training run that can be, priced by formula; and why the others cannot.
+"""Enumerates and prices the possible ways to train a model on a cluster, and records why others are impossible.
 
-Goes in: a model, a cluster, a batch. Comes out: candidates. Every mesh (dp, tp, pp) whose sizes divide what they must
-is priced with every micro batch, its layers sliced by the dynamic program within the devices' memory; and stages that
-have different meshes.
+:func:`~mindnlp_dp.planner.plan` calls it. It prices every valid mesh (dp, tp, pp) with every micro-batch; the dynamic
+program partitions the layers into stages that fit into device memory. Stages with different meshes are priced as well.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from .plan_types import Rejected
 from .slicing import slice_stages
 from .stage_costs import Sharing, StageCosts, mesh_name
 
-# Of a device at a time; more are no faster.
+# The largest micro-batch of a device that is considered; larger ones are not faster.
 _MOST_SAMPLES = 1024
-# Stages, more than there are.
+# Means any number of stages: more than a pipeline has.
 _ANY_NUMBER = 1024
 
 
 @dataclass
 class Candidate:
-    """A way to train, priced by formula.
+    """Describes a way to train that is priced by formula, before it is simulated.
 
     Attributes:
-        seconds: of an update.
-        slices: (first layer, last layer, sharing) by stage.
-        firsts: the first operators of the layers.
-        micro_batches: samples of a device at a time, by stage.
+        seconds: time of an update.
+        slices: (first layer, last layer, sharing) of each stage.
+        firsts: the first operator of each layer.
+        micro_batches: samples that a device processes at a time, by stage.
     """
 
     seconds: float
@@ -68,7 +67,7 @@ class Candidates:
             raise ValueError(f"fill must be a share of the memory above 0, got {self.fill}")
         if self.zero_stage not in (None, 0, 1, 2):
             raise ValueError(f"zero_stage must be 0, 1 or 2, which there are here; got {self.zero_stage}")
-        # Bytes of a device that may be taken.
+        # Bytes of a device that a plan may use.
         self.room = self.fill * self.cluster.memory
         self.boundaries = Boundaries(self.cluster)
         self._costs: dict[tuple[Sharing, tuple[int, ...]], StageCosts] = {}
@@ -114,7 +113,7 @@ class Candidates:
                     self.reject(name, "its layers cannot be sliced so that every stage fits into memory")
 
     def _sliced(self, sharing: Sharing, pp: int, firsts: list[int], micro_batch: int) -> Iterator[Any]:
-        """Candidates of one mesh and micro batch; or, where it does not fit, the bytes that it takes at least."""
+        """Yield the candidates of one mesh and micro-batch; where it does not fit, yield the least bytes it needs."""
         num = self.batch // sharing.num_data // micro_batch
         costs, zero_stage = self.costs(sharing, firsts), self.zero(sharing)
         last = len(firsts) - 1
@@ -132,7 +131,7 @@ class Candidates:
         known: dict[bytes, Any] = {}
         for recompute, schedule in itertools.product((False, True), self.schedules):
             cost, allowed = self._tables(costs, micro_batch, num, recompute, schedule)
-            # Where memory allows schedules the same, they are sliced the same.
+            # Schedules with the same memory limits are partitioned in the same way.
             key = cost.tobytes() + np.minimum(allowed, len(firsts)).tobytes()
             if key not in known:
                 try:
@@ -152,7 +151,7 @@ class Candidates:
             )  # fmt: skip
 
     def _needed(self, costs: StageCosts, pp: int, micro_batch: int, num: int, recompute: bool) -> float:
-        """Bytes of the heaviest of even stages under 1F1B."""
+        """Return the bytes of the heaviest stage if layers are split evenly and scheduled by 1F1B."""
         share = np.linspace(0, len(costs.firsts), pp + 1).astype(int)
         zero_stage = self.zero(costs.sharing)
         return max(
@@ -165,7 +164,7 @@ class Candidates:
     def _tables(
         self, costs: StageCosts, micro_batch: int, num: int, recompute: bool, schedule: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(L, L) seconds of a micro batch by first and last layer, and how many stages may follow."""
+        """Return two (L, L) arrays by first and last layer: seconds per micro-batch, and how many stages may follow."""
         num_layers = len(costs.firsts)
         upper = np.triu_indices(num_layers)
         seconds, allowed = np.full((num_layers, num_layers), np.inf), np.full((num_layers, num_layers), -1)
@@ -185,16 +184,16 @@ class Candidates:
         return np.array([2 * boundary.time(micro_batch * sharing.dp * float(b)) for b in costs.entering])
 
     def _worst_place(self, sharing: Sharing) -> int:
-        """A first device from which the next stage is on another host, if there is such a place."""
+        """Return a first device for which the next stage is on another host, if there is such a device."""
         per_host = self.cluster.devices_per_host
         return 0 if self.cluster.num_hosts == 1 else max(0, per_host - sharing.num_devices)
 
     # Stages with different meshes.
 
     def mixed(self, firsts: list[int], totals: Sequence[int]) -> Iterator[Candidate]:
-        """For micro batches of so many samples over all devices of a stage."""
+        """Yield pipelines whose stages may differ in mesh; ``totals`` are samples of a micro-batch over a stage."""
         per_host = self.cluster.devices_per_host
-        # A few devices, which are no power of two, are divided in every way.
+        # Hosts with few devices, not a power of two, are divided in every way.
         is_odd = per_host < 8 and per_host & (per_host - 1)
         sizes = list(range(1, per_host + 1)) if is_odd else divisors(per_host)
         sizes += [per_host * hosts for hosts in range(2, self.cluster.num_hosts + 1)]
@@ -248,9 +247,10 @@ class Candidates:
 
 
 def most_following(fits: np.ndarray, schedule: str, num: int) -> np.ndarray:
-    """How many stages may follow one with room for ``fits`` micro batches of ``num`` in flight; -1: it has none itself.
+    """Return how many stages may follow a stage with memory for ``fits`` of ``num`` micro-batches.
 
-    GPipe keeps all; 1F1B one for the stage and each that follows; eager 1F1B another for each that follows.
+    -1 means that the stage itself does not fit. GPipe keeps all micro-batches; 1F1B keeps one for the stage and one for
+    each stage that follows; eager 1F1B keeps two for each stage that follows.
 
     >>> most_following(np.array([0, 1, 3, 8]), "1f1b", 8) + 1
     array([   0,    1,    3, 1025])

@@ -1,6 +1,7 @@
-"""The machines that a plan is for, and what collectives cost on them.
+"""Describes the hardware that a plan is for, and prices collectives on it.
 
-Goes in: a preset's name, or a YAML. Comes out: memory, speed and links of the devices, in bytes and seconds.
+:func:`load_cluster` reads a preset or a YAML file; the planner and the calibration use its :class:`Cluster`, in bytes
+and seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Link:
-    """Between devices: ``alpha`` seconds a message, ``beta`` seconds a byte."""
+    """Describes a link between devices: ``alpha`` seconds per message, ``beta`` seconds per byte."""
 
     alpha: float
     beta: float
@@ -26,22 +27,22 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that are all alike.
+    """Describes a cluster of identical hosts.
 
     Attributes:
-        memory: bytes of a device.
-        flops: of a device, a second, at its peak.
-        efficiency: the share of the peak that matrix products reach.
-        memory_bandwidth: bytes a second between a device and its memory.
-        inside: the link of a device to others of its host.
-        between: the link of a host to others, which its devices share.
-        call: seconds that an operator takes besides its work, forward.
-        score_rate: attention scores that are made and softened, a second.
-        draw_rate: random numbers that dropouts draw, a second.
-        gradient_rate: gradients of parameters that are made and added to the sum of a window, a second.
-        update_rate: parameters that an optimizer updates, a second.
-        precision: "mixed" (weights and gradients of two bytes, the optimizer's of four) or "float32".
-        source: where the numbers are from.
+        memory: memory of a device in bytes.
+        flops: peak FLOP/s of a device.
+        efficiency: fraction of the peak that matrix products reach.
+        memory_bandwidth: bytes per second between a device and its memory.
+        inside: the link of a device to other devices of its host.
+        between: the link of a host to other hosts, which its devices share.
+        call: seconds of overhead per operator call in the forward pass.
+        score_rate: attention scores per second, softmax included.
+        draw_rate: random numbers per second that dropout draws.
+        gradient_rate: parameter gradients per second that are computed and accumulated.
+        update_rate: parameters per second that an optimizer updates.
+        precision: "mixed" (weights and gradients of 2 bytes, optimizer state of 4) or "float32".
+        source: where the numbers come from.
     """
 
     name: str
@@ -70,10 +71,10 @@ class Cluster:
         return 2 if self.precision == "mixed" else 4
 
     def link(self, size: int, stride: int) -> Link:
-        """Of groups of ``size`` devices that are ``stride`` apart, all of which exchange at once.
+        """Return the link for groups of ``size`` devices at distance ``stride`` that all communicate at the same time.
 
-        Groups lie one behind the other: some are on two hosts where a host's devices are not a multiple of them.
-        Where they are on several, a host's link is shared out among the groups that are on it.
+        Groups are consecutive, so some span two hosts unless a host's devices are a multiple of ``size * stride``.
+        If groups span hosts, all groups on a host share the bandwidth of its link.
         """
         if size == 1 or self.devices_per_host % (size * stride) == 0:
             return self.inside
@@ -81,7 +82,7 @@ class Cluster:
         return Link(self.between.alpha, self.between.beta * groups)
 
     def resized(self, num_devices: int) -> Cluster:
-        """As many hosts of this kind as have so many devices; a part of one, where these are fewer than it has."""
+        """Return this cluster with ``num_devices`` devices: several full hosts, or a part of one host."""
         per_host = min(num_devices, self.devices_per_host)
         if num_devices < 1 or num_devices % per_host:
             raise ValueError(
@@ -90,7 +91,7 @@ class Cluster:
         return replace(self, num_hosts=num_devices // per_host, devices_per_host=per_host)
 
 
-# Ring collectives among n devices, of b bytes in all; what Zheng et al., Alpa (2022), price.
+# Times of ring collectives among n devices for b bytes in total, as in Zheng et al., Alpa (2022).
 
 
 def all_reduce(n: int, b: float, link: Link) -> float:
@@ -105,12 +106,12 @@ reduce_scatter = all_gather
 
 
 def all_to_all(n: int, b: float, link: Link) -> float:
-    """Of b bytes on all devices together; a ring's way is n / 2 hops long."""
+    """Return the seconds of an all-to-all of b bytes in total; a message takes n / 2 hops of the ring."""
     return link.alpha + link.beta * (n - 1) / n / n * b * (n / 2) if n > 1 and b else 0.0
 
 
-# Figures of vendors' data sheets; the efficiency is what training of large transformers is reported to reach, the time
-# of a call what frameworks take to start an operator. None of these was measured here.
+# Numbers from vendors' data sheets. The efficiency is what training of large transformers is reported to reach, and the
+# call time is what frameworks need to start an operator. None of these was measured here.
 _PRESETS: dict[str, dict[str, Any]] = {
     "ascend-910b-8": {
         "hosts": 1, "devices_per_host": 8, "memory_gib": 64, "tflops": 376, "efficiency": 0.4,
@@ -132,7 +133,7 @@ _KEYS = {
     "hosts", "devices_per_host", "memory_gib", "tflops", "efficiency", "memory_bandwidth_gbs", "inside", "between",
     "call_us", "gscores", "gdraws", "gradient_gparams", "update_gparams", "precision", "preset", "name", "source",
 }  # fmt: skip
-# No machine has a number beyond, or below one over it.
+# No property of a machine is above this number or below its reciprocal.
 _HUGE = 1e15
 _LINK_KEYS = {"latency_us", "bandwidth_gbs"}
 
@@ -142,10 +143,10 @@ def preset_names() -> list[str]:
 
 
 def load_cluster(given: Union[str, Path, Mapping[str, Any]]) -> Cluster:
-    """A preset, a YAML file, or its content; a file may name a preset and change some of its keys.
+    """Load a cluster from the name of a preset, a YAML file or its content; a file may override keys of a preset.
 
     Raises:
-        ValueError: a key that is unknown or missing, or a value that means nothing; one sentence with the key.
+        ValueError: A key is unknown or missing, or its value is invalid; the message is one sentence with the key.
     """
     if isinstance(given, Mapping):
         return _from_keys(dict(given), str(given.get("name", "cluster")))
@@ -191,13 +192,13 @@ def _from_keys(keys: dict[str, Any], name: str) -> Cluster:
         raise ValueError(f"cluster key precision must be mixed or float32, got {precision!r}")
     inside = _link(keys, "inside", required=True)
     bytes_per_value = 2 if precision == "mixed" else 4
-    # Adam reads and writes weights, gradients and two moments in single precision: 28 bytes a parameter.
+    # Adam reads and writes weights, gradients and two moments in float32: 28 bytes per parameter.
     update_rate = 1e9 * number("update_gparams", memory_bandwidth / 28e9)
-    # A gradient is written, read and added.
+    # A gradient is written, read and added: three memory accesses.
     gradient_rate = 1e9 * number("gradient_gparams", memory_bandwidth / (3e9 * bytes_per_value))
-    # A mask is drawn and kept.
+    # A dropout mask is drawn and stored: two memory accesses.
     draw_rate = 1e9 * number("gdraws", memory_bandwidth / (2e9 * bytes_per_value))
-    # Scores go through memory ten times: product, scale, mask, softmax, dropout.
+    # Scores pass through memory ten times: product, scale, mask, softmax, dropout.
     score_rate = 1e9 * number("gscores", memory_bandwidth / (10e9 * bytes_per_value))
     return Cluster(
         name=str(keys.get("name", name)), num_hosts=hosts,

@@ -1,8 +1,8 @@
-"""Operators gathered into layers, between which a pipeline may be cut.
+"""Groups operators into layers, between which a pipeline may be cut.
 
-Goes in: the work of each operator, and what crosses each place between two of them. Comes out: the places of the cuts.
-The rule is that of Zheng et al., *Alpa* (OSDI 2022), section 5.2: the largest of what crosses is least, no layer has
-more than so much above its share of the work, and of equals the most even one counts.
+:func:`~mindnlp_dp.planner.stage_costs.layers_of` calls it. The rule is that of Zheng et al., *Alpa* (OSDI 2022),
+section 5.2: minimise the largest activation that crosses a cut, where no layer's work exceeds the average by more than
+a given fraction; of equal solutions, take the most even one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .operators import Graph
 
 
 def crossing(graph: Graph) -> np.ndarray:
-    """(operators + 1,) values of one sample that are made before a place and used behind it."""
+    """Return (operators + 1,) values per sample that are computed before each place and used after it."""
     places = {operator.name: v for v, operator in enumerate(graph.operators)}
     last_use = [v for v, _ in enumerate(graph.operators)]
     for v, operator in enumerate(graph.operators):
@@ -28,13 +28,13 @@ def crossing(graph: Graph) -> np.ndarray:
 
 
 def cluster_layers(work: Any, across: Any, num_layers: int, *, slack: float = 0.5, cuts: Any = None) -> list[int]:
-    """Cut n operators into layers; the first operator of each.
+    """Group n operators into layers; return the first operator of each.
 
     Args:
-        work: (n,) of each operator.
-        across: (n + 1,) what crosses the place before each operator; those at both ends do not count.
-        slack: how much of its even share a layer may have above it; more where an operator alone has more.
-        cuts: places that may be cut; all by default.
+        work: (n,) the work of each operator.
+        across: (n + 1,) the values that cross the place before each operator; those at both ends do not count.
+        slack: fraction by which a layer may exceed the average work; more if a single operator exceeds it.
+        cuts: places where a cut is allowed; all by default.
 
     >>> cluster_layers([1, 1, 1, 1], [0, 5, 1, 5, 0], 2)
     [0, 2]
@@ -47,7 +47,7 @@ def cluster_layers(work: Any, across: Any, num_layers: int, *, slack: float = 0.
     price = np.asarray(across, np.float64)[places]
     limit = max((1 + slack) * sums[-1] / num_layers, _least_largest(sums, num_layers)) * (1 + 1e-12)
     num = len(places)
-    # best[j]: (largest crossing, sum of squares) of what is before place j in so many layers.
+    # best[j]: (largest crossing, sum of squares) of the operators before place j in so many layers.
     crossed, squares = np.full(num, np.inf), np.full(num, np.inf)
     crossed[0], squares[0] = 0.0, 0.0
     before: list[np.ndarray] = []
@@ -69,7 +69,7 @@ def cluster_layers(work: Any, across: Any, num_layers: int, *, slack: float = 0.
 
 
 def _least_largest(sums: np.ndarray, num_layers: int) -> float:
-    """The least that the largest of so many layers can have."""
+    """Return the smallest possible work of the largest layer, for ``num_layers`` layers."""
     largest = sums[1:] - sums[0]
     for layer in range(1, num_layers):
         new = np.full(len(largest), np.inf)

@@ -1,11 +1,10 @@
-"""One strategy for each operator, so that what they cost and what lies between them costs is least, within a memory.
+"""Chooses one strategy for each operator at the least total cost of operators and edges, within a memory limit.
 
-Goes in: by node, what each of its strategies costs; by edge, what each pair of strategies costs between two nodes; what
-they take of memory, and when. Comes out: a choice, proven to be the best one unless time ran out.
+:func:`~mindnlp_dp.planner.roles.choose_roles` calls it. The choice is proven to be optimal unless time runs out.
 
-The program is the intra-operator one of Zheng et al., *Alpa* (OSDI 2022), section 4.2, with their linearisation of an
-edge made tight: for the matrix e of an edge (u, v), sums over a row equal u's choice and sums over a column v's. Then e
-need not be integer, since the rows and columns of a 0/1 choice leave it one value only.
+The program is the intra-operator one of Zheng et al., *Alpa* (OSDI 2022), section 4.2, with a tight linearisation of
+edges: for the matrix e of an edge (u, v), sums over a row equal u's choice and sums over a column v's. Then e need not
+be integer, because a 0/1 choice of the rows and columns leaves it only one value.
 """
 
 from __future__ import annotations
@@ -21,23 +20,24 @@ from .linear_form import LinearForm
 from .program_input import edge as checked_edge
 from .program_input import live_sets, roots, vector
 
-# A cost so many times what a choice costs above the least is no part of a better one, and spoils the scale.
+# Forbid large costs if the largest is this many times the excess of a known choice over the least costs: they belong to
+# no better choice, and they make the scaling of the program worse.
 _FAR = 100.0
 
 
 class InfeasibleError(ValueError):
-    """No choice keeps to what was asked for; the message says what is in the way."""
+    """Signals that no choice satisfies all constraints; the message says what prevents it."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`choose_strategies` found.
+    """Holds the choice that :func:`choose_strategies` found.
 
     Attributes:
-        strategies: the place of the chosen strategy, by node.
-        cost: of nodes and edges together, in the unit of the costs.
-        is_optimal: whether it was proven that no choice costs less (by more than the gap that was allowed).
-        bound: what every choice costs at least.
+        strategies: index of the chosen strategy of each node.
+        cost: cost of nodes and edges together, in the unit of the costs.
+        is_optimal: whether it is proven that no choice costs less (by more than the allowed gap).
+        bound: lower bound on the cost of every choice.
     """
 
     strategies: list[int]
@@ -61,21 +61,22 @@ def choose_strategies(
     """Choose a strategy for every node at the least cost.
 
     Args:
-        costs: by node v, an array (k_v,); inf forbids a strategy.
-        edges: (u, v, array (k_u, k_v)), what lies between the choices of u and v costs; inf forbids a pair.
-        usages: by node, an array (k_v,): bytes that a strategy takes while the node is live. Needs ``limit``.
-        lifetimes: by node, (first, last): live at times first <= t < last, never where last <= first. Without them, all
-            nodes are live together.
+        costs: an array (k_v,) for each node v; inf forbids a strategy.
+        edges: (u, v, array (k_u, k_v)), the cost between the choices of u and v; inf forbids a pair.
+        usages: an array (k_v,) for each node: bytes that a strategy uses while the node is live. Needs ``limit``.
+        lifetimes: (first, last) for each node: it is live at times first <= t < last, and never if last <= first. By
+            default, all nodes are live together.
         limit: bytes that may be in use at any time.
-        follow: by node, the node whose choice it shares, or None.
+        follow: for each node, the node whose choice it shares, or None.
         alias: (u, v, boolean array (k_u, k_v)), True where the two must not be chosen together.
-        time_limit: seconds for the solver, which may overrun them.
-        gap: relative, of which the cost may be above the bound.
+        time_limit: seconds for the solver, which may exceed them.
+        gap: relative amount by which the cost may exceed the bound.
 
     Raises:
-        InfeasibleError: nothing keeps to all of this; says where, and of memory at which time and how much is missing.
-        TimeoutError: the time was over before any choice was found.
-        ValueError: shapes that do not fit, or numbers that mean nothing.
+        InfeasibleError: No choice satisfies all constraints; the message says where, and for memory at which time and
+            how many bytes are missing.
+        TimeoutError: The time ended before any choice was found.
+        ValueError: Shapes do not fit together, or numbers are invalid.
     """
     if not time_limit > 0 or not 0 <= gap < 1:
         raise ValueError(f"time_limit must be seconds above 0, and gap from 0 on and below 1; got {time_limit}, {gap}")
@@ -84,7 +85,7 @@ def choose_strategies(
 
 
 class _Problem:
-    """The same with one node for all that follow one another, forbidden strategies gone, and one edge for a pair."""
+    """Solves a simplified problem: one node per group that follows, no forbidden strategies, one edge per pair."""
 
     def __init__(
         self, costs: Any, edges: Any, *, usages: Any, lifetimes: Any, limit: Any, follow: Any, alias: Any
@@ -120,7 +121,7 @@ class _Problem:
         self._edges[u, v] = matrix if known is None else known + matrix
 
     def _drop_what_cannot_be(self) -> None:
-        """A strategy that is forbidden with all of a neighbour's is forbidden."""
+        """Forbid each strategy that is forbidden together with every strategy of a neighbour, until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -140,7 +141,7 @@ class _Problem:
                     changed |= bool((left != self._allowed[node]).any())
                     self._allowed[node] = left
 
-    # The program's columns: of every node its allowed strategies, then of every edge its allowed pairs.
+    # Columns of the program: the allowed strategies of each node, then the allowed pairs of each edge.
 
     def solve(self, time_limit: float, gap: float) -> Choice:
         if not self._original:
@@ -159,7 +160,7 @@ class _Problem:
                 self._explain(program, time_limit)
             chosen = program.choice(result.x)
             strategies = [chosen[root] for root in self._root]
-            # The solver lets a row be over by 1e-6 of it; a choice that is over by a byte is not one.
+            # The solver tolerates a relative excess of 1e-6 in a row; a choice that exceeds the limit is not valid.
             over = [live for _, live in self._live if self._is_over(self._usage(live, strategies))]
             if over:
                 if time.monotonic() > deadline:
@@ -176,7 +177,7 @@ class _Problem:
         return Choice(strategies, cost, is_optimal, bound)
 
     def _drop_far_ones(self, chosen: dict[int, int], largest: float) -> bool:
-        """Forbid what alone costs more above the least than a choice that is known does; whether that was needed.
+        """Forbid each cost that alone exceeds the total excess of a known choice; return whether it was necessary.
 
         Where the largest cost is far above that, the solver's tolerances may have hidden the differences that matter.
         """
@@ -185,7 +186,7 @@ class _Problem:
         for (u, v), matrix in self._edges.items():
             inside = matrix[np.ix_(self._allowed[u], self._allowed[v])]
             between[u, v] = matrix - inside[np.isfinite(inside)].min()
-        # Term by term, for in a difference of sums what is small is lost.
+        # Sum term by term, because a difference of large sums loses small terms.
         excess = sum(float(x[chosen[v]]) for v, x in above.items())
         excess += sum(float(x[chosen[u], chosen[v]]) for (u, v), x in between.items())
         if excess <= 0 or largest <= _FAR * excess:
@@ -201,7 +202,7 @@ class _Problem:
         return nodes + sum(float(matrix[strategies[u], strategies[v]]) for u, v, matrix in self._given_edges)
 
     def _is_over(self, usage: float) -> bool:
-        """By more than the rounding of a sum."""
+        """Return whether a usage exceeds the limit by more than the rounding error of a sum."""
         return bool(usage > self._limit * (1 + 1e-12))
 
     def _usage(self, live: frozenset[int], strategies: Sequence[int]) -> float:
@@ -210,7 +211,7 @@ class _Problem:
     def _memory_row(
         self, program: LinearForm, live: frozenset[int], scale: Optional[float] = None
     ) -> tuple[np.ndarray, float]:
-        """Of what is used above the least of each node, so that the solver's tolerance is one of the differences."""
+        """Return the memory row, above each node's minimum so that the solver's tolerance applies to differences."""
         row, room = np.zeros(program.num_columns), float(self._limit)
         for v in sorted(live):
             usage = self._usages[v][self._allowed[self._root[v]]]
@@ -220,14 +221,14 @@ class _Problem:
         return row / scale, room / scale
 
     def _check_memory_alone(self) -> None:
-        """Where even the thriftiest strategies are too much, no program is needed to say so."""
+        """Raise an error if even the strategies with the least memory exceed the limit; this needs no solver."""
         for at, live in self._live:
             least = sum(float(self._usages[v][self._allowed[self._root[v]]].min()) for v in sorted(live))
             if self._is_over(least):
                 raise InfeasibleError(_missing(at, least, self._limit, len(live)))
 
     def _explain(self, program: LinearForm, time_limit: float) -> None:
-        """Raise, with what is in the way: the least memory that some choice needs, or choices that exclude others."""
+        """Raise an error with the reason: the least memory that a choice needs, or choices that exclude each other."""
         if self._live and program.solve([], time_limit, 1.0).x is not None:
             scale = max(float(self._limit), 1.0)
             rows = [self._memory_row(program, live, scale) for _, live in self._live]

@@ -1,7 +1,7 @@
-"""The matrices of an integer program of choices, as SciPy's solver (HiGHS) takes them.
+"""Builds the matrices of the integer program for SciPy's solver (HiGHS).
 
-Goes in: costs by node and by edge, and which strategies are allowed. Comes out: columns for strategies and for pairs of
-them, and equations that tie the two.
+:mod:`~mindnlp_dp.planner.integer_program` calls it. Columns stand for strategies and for pairs of strategies, and
+equations tie the two.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Any, Optional
 
 import numpy as np
 
-# Objectives are scaled to this size, for the solver's tolerances (1e-6 and finer) are absolute.
+# Objectives are scaled to this size, because the solver's tolerances (1e-6 and finer) are absolute.
 _LARGEST = 1e4
 
 
 class LinearForm:
-    """The matrices that SciPy's milp (HiGHS) takes.
+    """Holds the matrices that SciPy's milp (HiGHS) takes, and solves them.
 
     Attributes:
-        constant: the least costs of all nodes and edges together, below which no choice is.
-        largest: of the costs above these.
-        num_strategies, num_columns: of the program.
+        constant: the sum of the least costs of all nodes and edges, a lower bound on every choice.
+        largest: the largest cost above these least costs.
+        num_strategies: number of columns for strategies.
+        num_columns: number of all columns.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LinearForm:
         return {v: int(kept[np.argmax(x[self.columns_of(v)])]) for v, kept in self._allowed.items()}
 
     def not_all(self, strategies: dict[int, int]) -> tuple[np.ndarray, float]:
-        """A row that forbids choosing all of these together."""
+        """Return a row that forbids choosing all of these together."""
         row = np.zeros(self.num_columns)
         if not all(strategy in self._allowed[node] for node, strategy in strategies.items()):
             return row, 0.0
@@ -101,7 +102,7 @@ class LinearForm:
     def solve(
         self, at_most: Sequence[tuple[np.ndarray, float]], time_limit: float, gap: float, *, least_excess: bool = False
     ) -> Any:
-        """With ``least_excess``, the objective is the most by which a row is over what it may be."""
+        """Solve the program; with ``least_excess``, minimise the largest excess over an ``at_most`` limit instead."""
         from scipy import sparse
         from scipy.optimize import Bounds, LinearConstraint, milp
 

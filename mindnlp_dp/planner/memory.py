@@ -1,9 +1,8 @@
-"""What training takes of a device's memory, before anything runs.
+"""Estimates the memory that training needs on a device, before anything runs.
 
-Goes in: a model, which of its layers a device has, and how they are shared out. Comes out: bytes by kind. States of the
-optimizer by ZeRO stage are those of Rajbhandari et al., *ZeRO* (2020); activations are counted operator by operator,
-which for a transformer layer is s b h (34 + 5 a s / h) bytes in half precision (Korthikanti et al., *Reducing
-Activation Recomputation*, 2022).
+Users call :func:`memory_of`; the planner uses its parts. Optimizer states by ZeRO stage follow Rajbhandari et al.,
+*ZeRO* (2020). Activations are counted operator by operator, which for a transformer layer in half precision gives
+s b h (34 + 5 a s / h) bytes (Korthikanti et al., *Reducing Activation Recomputation*, 2022).
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from .cluster import Link
 from .operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROW, VOCABULARY, Model, Operator
 from .roles import Mesh, Work, choose_roles, layouts
 
-# Bytes a parameter: weights, gradients, optimizer. Mixed: weights and gradients of two bytes; the optimizer has weights
-# and two moments of four. In float32, a gradient is made by the backward pass, and summed up over a window.
+# Bytes per parameter: weights, gradients, optimizer. Mixed: weights and gradients of 2 bytes; the optimizer has weights
+# and two moments of 4. In float32, there are the gradient of a backward pass and the sum over a window.
 BYTES = {"mixed": (2, 2, 12), "float32": (4, 8, 8)}
 _CUT = (COLUMN, ROW, VOCABULARY, EXPERT)
 _roles_of: weakref.WeakKeyDictionary[object, dict[tuple[str, int], dict[str, str]]] = weakref.WeakKeyDictionary()
@@ -25,7 +24,7 @@ _roles_of: weakref.WeakKeyDictionary[object, dict[tuple[str, int], dict[str, str
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of a device."""
+    """Holds the bytes that training needs on a device, by kind."""
 
     weights: float
     gradients: float
@@ -39,7 +38,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """Values of one sample that a device keeps of an operator for the backward pass, and masks, a byte each."""
+    """Holds what a device keeps of an operator for the backward pass, per sample: values, and masks of 1 byte each."""
 
     values: float
     masks: float
@@ -49,17 +48,17 @@ def memory_of(  # noqa: PLR0917
     model: Model, stage: Optional[tuple[int, int]] = None, tp: int = 1, dp: int = 1, zero_stage: int = 0,
     micro_batch: int = 1, recompute: bool = False, *, ep: int = 1, in_flight: int = 1, precision: str = "mixed",
 ) -> MemoryUse:  # fmt: skip
-    """Bytes of a device that has one stage of a pipeline.
+    """Estimate the bytes of a device that runs one stage of a pipeline.
 
     Args:
         stage: (first, last) of the model's operators, last included; all of them by default.
-        tp: devices among which tensors are cut.
-        dp: devices with other samples, among which ZeRO divides.
-        zero_stage: 1 divides the optimizer, 2 gradients as well, 3 weights as well.
-        micro_batch: samples that the device works on at a time.
-        recompute: whether a stage keeps its input alone, and does its forward pass again before the backward pass.
-        ep: devices among which experts are spread, which have other samples, too.
-        in_flight: micro batches between their forward and their backward pass (:func:`most_in_flight`).
+        tp: tensor-parallel devices.
+        dp: data-parallel devices, over which ZeRO shards.
+        zero_stage: the ZeRO stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
+        micro_batch: samples that the device processes at a time.
+        recompute: whether a stage keeps only its input and repeats its forward pass before the backward pass.
+        ep: expert-parallel devices, which have different samples, too.
+        in_flight: micro-batches between their forward and their backward pass (:func:`most_in_flight`).
         precision: "mixed" or "float32".
     """
     first, last = stage or (0, len(model.graph.operators) - 1)
@@ -97,7 +96,7 @@ def parameter_memory(
     parameters: float, expert_parameters: float = 0.0, *, dp: int = 1, ep: int = 1, zero_stage: int = 0,
     precision: str = "mixed", activations: float = 0.0,
 ) -> MemoryUse:  # fmt: skip
-    """Of so many parameters on a device; experts' are replicated over ``dp`` alone, others over ``ep`` as well."""
+    """Return the memory for these parameters; expert ones are replicated over ``dp``, others over ``dp * ep``."""
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
     if precision not in BYTES:
@@ -112,7 +111,7 @@ def parameter_memory(
 
 
 def entering_values(model: Model, first: int) -> float:
-    """Of one sample, what a stage that begins with this operator receives."""
+    """Return the values per sample that a stage receives if it begins with operator ``first``."""
     operators = model.graph.operators
     before = {o.name for o in operators[:first]}
     used = {source for o in operators[first:] for source in o.inputs if source in before}
@@ -120,7 +119,7 @@ def entering_values(model: Model, first: int) -> float:
 
 
 def saved_of(operator: Operator, role: str, n: int) -> SavedActivations:
-    """What a device keeps, where the operator has this role among ``n`` devices."""
+    """Return what each of ``n`` devices keeps for the backward pass if the operator has this role among them."""
     (_, want), _ = layouts(operator, (NONE, role))
     of_input = operator.num_in / (n if want == FEATURE else 1) if operator.keeps_input else 0.0
     inside = n if role not in (NONE, BATCH) and (operator.kind != "experts" or role == COLUMN) else 1
@@ -128,7 +127,7 @@ def saved_of(operator: Operator, role: str, n: int) -> SavedActivations:
 
 
 def roles_of(model: Model, axis: str, n: int) -> dict[str, str]:
-    """By operator, its role among ``n`` devices of the axis "tp" (those that exchange the least bytes) or "ep"."""
+    """Return each operator's role among ``n`` devices: for "tp" the roles that exchange the fewest bytes, or "ep"."""
     known = _roles_of.setdefault(model.graph, {})
     if (axis, n) not in known:
         known[axis, n] = _roles(model, axis, n)

@@ -1,6 +1,6 @@
-"""Which meshes can be, memory aside, and why the others cannot.
+"""Enumerates the meshes that are possible for a model apart from memory, and says why the others are not.
 
-Goes in: a model, a number of devices and of samples. Comes out: sizes of the axes, or a reason in a sentence.
+The search for candidates and :func:`~mindnlp_dp.planner.predict` call it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .stage_costs import Sharing, mesh_name
 def meshes(
     model: Model, num_devices: int, batch: int, num_layers: int, reject: Callable[[str, str], None]
 ) -> Iterator[tuple[int, Sharing]]:
-    """Stages and sharing of every mesh that can be; ``reject`` is told of those that cannot."""
+    """Yield the number of stages and the sharing of each possible mesh; call ``reject`` with each impossible one."""
     for tp in divisors(num_devices):
         problem = tensor_problem(model, tp)
         if problem:
@@ -36,7 +36,7 @@ def meshes(
 
 
 def mesh_problem(model: Model, pp: int, sharing: Sharing, batch: int, num_layers: int) -> str:
-    """Why a mesh cannot be, memory aside; empty where it can."""
+    """Return why a mesh is impossible, apart from memory; "" if it is possible."""
     return (
         tensor_problem(model, sharing.tp)
         or _stage_problem(model, pp, num_layers)
@@ -46,7 +46,7 @@ def mesh_problem(model: Model, pp: int, sharing: Sharing, batch: int, num_layers
 
 
 def tensor_problem(model: Model, tp: int) -> str:
-    """Why tensors cannot be cut among so many devices; empty where they can."""
+    """Return why tensors cannot be sharded over ``tp`` devices; "" if they can."""
     for name, number in model.divides.items():
         if number % tp:
             return f"{tp} does not divide {name}, {number}"
@@ -77,7 +77,7 @@ def _batch_problem(batch: int, sharing: Sharing) -> str:
 
 
 def divisors(n: int, most: int = 1 << 16) -> list[int]:
-    """Up to ``most``.
+    """Return the divisors of ``n`` up to ``most``.
 
     >>> divisors(12), divisors(12, 3)
     ([1, 2, 3, 4, 6, 12], [1, 2, 3])

@@ -1,7 +1,6 @@
-"""Models as graphs of operators: from a MindNLP configuration, or from a YAML of operators.
+"""Loads models as graphs of operators for the planner, from a MindNLP configuration or from a YAML file of operators.
 
-Goes in: a name that is known here, a ``config.json``, a YAML, or a configuration object's ``to_dict()``. Comes out: the
-operators, where a pipeline may cut between them, and what has to divide what.
+A loaded model also says where a pipeline may be cut, and which numbers the degrees of parallelism must divide.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .architectures import BUILDERS, Builder
 from .cluster import read_yaml
 from .operators import ROLES, Graph, Model, Operator
 
-# Configurations as they were published, by what differs from a model type's defaults.
+# Published configurations, as differences from the defaults of their model type.
 _SHIPPED: dict[str, dict[str, Any]] = {
     "bert-base": {"model_type": "bert", "vocab_size": 30522},
     "bert-large": {
@@ -53,7 +52,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _DEFAULTS["roberta"] = {**_DEFAULTS["bert"], "vocab_size": 50265}
-# What the shipped ones are called where pretrained weights are.
+# Names of the pretrained weights of the models above.
 _HUB = {
     "bert-base": "bert-base-uncased", "bert-large": "bert-large-uncased", "roberta-base": "roberta-base",
     "roberta-large": "roberta-large",
@@ -66,13 +65,14 @@ def model_names() -> list[str]:
 
 
 def load_model(given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional[int] = None) -> Model:
-    """A model by a name of :func:`model_names`, a ``config.json`` or a folder with one, a YAML, or their content.
+    """Load a model: a name of :func:`model_names`, a ``config.json`` or its folder, a YAML file, or their content.
 
     Args:
-        sequence: tokens of a sample; by default the positions that the model has, or 512.
+        sequence: tokens per sample; by default the number of positions, at most 512 for BERT, RoBERTa and T5, and at
+            most 2048 for other configurations.
 
     Raises:
-        ValueError: a key that is unknown or missing, or a value that means nothing; one sentence with the key.
+        ValueError: A key is unknown or missing, or its value is invalid; the message is one sentence with the key.
     """
     if isinstance(given, Mapping):
         return _from_keys(dict(given), str(given.get("name") or given.get("model_type") or "model"), sequence)
@@ -114,7 +114,7 @@ def _from_keys(keys: dict[str, Any], name: str, sequence: Optional[int]) -> Mode
                              f"got {value!r}")  # fmt: skip
     _check(config, kind)
     positions = config.get("max_position_embeddings", config.get("n_positions", 512))
-    # RoBERTa counts positions from two on.
+    # RoBERTa's position numbers begin at two.
     positions -= 2 * (kind == "roberta")
     sequence = sequence or keys.get("sequence") or min(positions, 512 if kind in ("bert", "roberta", "t5") else 2048)
     if isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1:
@@ -131,7 +131,7 @@ def _from_keys(keys: dict[str, Any], name: str, sequence: Optional[int]) -> Mode
 
 
 def _check(config: Mapping[str, Any], kind: str) -> None:
-    """What has a default of its own, or none, and what has to fit together."""
+    """Check keys without a default, the sizes of numbers, and keys that depend on each other."""
     for key in ("n_inner", "num_decoder_layers", "num_labels"):
         value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _HUGE):
@@ -161,7 +161,7 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
 
 
 def _train_flags(name: str, kind: str, config: Mapping[str, Any], sequence: int) -> str:
-    """Of ``scripts/finetune.py``, which trains pretrained BERTs and RoBERTas, and small RoBERTas from scratch."""
+    """Return the flags for ``scripts/finetune.py`` to train this model; "" if it cannot train it."""
     is_classifier = "Classification" in " ".join(config.get("architectures") or ["Classification"])
     if name in _HUB:
         return f"--model {_HUB[name]} --max-length {sequence}"

@@ -1,11 +1,9 @@
-"""A model as a graph of operators, and the ways in which each may be shared out over a mesh.
+"""Defines a model as a graph of operators, and the roles in which each operator may be sharded over a mesh.
 
-Goes in: operators with their sizes a sample. Comes out: a graph, and by kind of operator its roles.
-
-A mesh has two axes. On each of them an operator takes a role: it shares out the samples ("batch"), what it puts out
-("column"), what it takes in ("row"), its words ("vocabulary"), its experts ("expert"), its heads or features
-("feature"), or it shares out nothing and does the same on all devices ("none"). An activation lies on an axis cut by
-samples, cut by features, or whole. Forward and backward pass are one node: what a role costs is what both exchange.
+A mesh has two axes. On each axis an operator has a role: it splits the samples ("batch"), its output ("column"), its
+input ("row"), its words ("vocabulary"), its experts ("expert"), its heads or features ("feature"), or it splits nothing
+and all devices repeat it ("none"). On each axis an activation is sharded by samples or by features, or replicated.
+Forward and backward pass are one node: the cost of a role is the communication of both.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ BATCH, COLUMN, ROW, VOCABULARY, EXPERT, FEATURE, NONE = (
     "batch", "column", "row", "vocabulary", "expert", "feature", "none",
 )  # fmt: skip
 
-# By kind and role: how inputs must lie, and how the output does.
+# The layouts of inputs and of the output, by kind and role.
 ROLES: dict[str, dict[str, tuple[str, str]]] = {
     "matmul": {BATCH: (BATCH, BATCH), COLUMN: (NONE, FEATURE), ROW: (FEATURE, NONE), NONE: (NONE, NONE)},
     "embedding": {BATCH: (BATCH, BATCH), VOCABULARY: (NONE, NONE), COLUMN: (NONE, FEATURE), NONE: (NONE, NONE)},
@@ -32,26 +30,26 @@ KINDS = tuple(ROLES)
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator; sizes are of one sample (sequence).
+    """Describes one operator; sizes are per sample (sequence).
 
     Attributes:
         kind: one of :data:`KINDS`.
-        inputs: the operators whose outputs it takes.
-        rows: of its input; tokens of a sequence.
-        width_in: features of a row of its input, all inputs alike.
-        width_out: features of a row of its output.
-        flops: of the forward pass; the backward pass has twice as many.
-        parameters: that it has, and are updated.
-        traffic: values that the forward pass reads and writes, for what is bound by memory.
-        scores: of attention, one for each pair of tokens and head.
-        calls: operators that a framework starts for it, forward.
-        saved: values kept for the backward pass besides its input, cut as its output is.
-        masks: of dropouts, a random number each, of which a byte is kept.
-        copies: of each row, to how many experts it goes.
+        inputs: names of the operators whose outputs it takes.
+        rows: rows of its input: the tokens of a sequence.
+        width_in: features per row of its input, however many inputs it has.
+        width_out: features per row of its output.
+        flops: FLOPs of the forward pass; the backward pass has twice as many.
+        parameters: its trainable parameters.
+        traffic: values that the forward pass reads and writes, for memory-bound operators.
+        scores: attention scores, one for each pair of tokens and head.
+        calls: number of operators that a framework starts for it in the forward pass.
+        saved: values kept for the backward pass besides its input, sharded like its output.
+        masks: dropout mask entries; each draws a random number and keeps one byte.
+        copies: number of experts that each row is sent to.
         keeps_input: whether the backward pass needs its input.
-        rows_out: of its output; by default those of its input.
+        rows_out: rows of its output; by default those of its input.
         tied_to: the operator whose parameters it shares.
-        only: the roles that it may take; by default all of its kind.
+        only: the roles that it may have; by default all roles of its kind.
     """
 
     name: str
@@ -79,7 +77,7 @@ class Operator:
 
     @property
     def num_in(self) -> float:
-        """Values of its input, of one sample."""
+        """Return the number of values of its input, per sample."""
         return self.rows * self.width_in
 
     @property
@@ -89,10 +87,10 @@ class Operator:
 
 @dataclass(eq=False)
 class Graph:
-    """Operators in an order in which they can run.
+    """Holds operators in an order in which they can run.
 
     Raises:
-        ValueError: an operator takes what comes behind it, or two have one name.
+        ValueError: An operator takes the output of a later one, or two operators have the same name.
     """
 
     operators: list[Operator]
@@ -114,17 +112,18 @@ class Graph:
 
 @dataclass
 class Model:
-    """What a plan is made of.
+    """Describes the model that a plan is made for.
 
     Attributes:
-        sequence: tokens of a sample.
-        kind: ``model_type`` of the configuration; "operators" of a YAML.
-        cuts: where a pipeline may cut: before the operators with these places.
-        blocks: at those cuts and at both ends, how many transformer layers lie before; empty where there are none.
-        divides: numbers that tensor parallelism must divide, with what they are of.
-        experts: how many there are in a layer.
-        most_stages: of a pipeline.
-        train_flags: with which ``scripts/finetune.py`` trains this model; empty where it cannot.
+        sequence: tokens per sample.
+        kind: ``model_type`` of the configuration; "operators" for a YAML file.
+        cuts: positions of the operators before which a pipeline may be cut.
+        blocks: number of transformer layers before the first operator, before each cut, and at the end; empty without
+            transformer layers.
+        divides: numbers that the tensor-parallel degree must divide, by name.
+        experts: number of experts of a layer.
+        most_stages: largest number of pipeline stages.
+        train_flags: flags with which ``scripts/finetune.py`` trains this model; empty if it cannot.
     """
 
     name: str
@@ -140,10 +139,10 @@ class Model:
 
     @property
     def parameters(self) -> float:
-        """Of the model; tied ones once."""
+        """Return the number of parameters of the model, tied ones counted once."""
         return sum(o.parameters for o in self.graph.operators if o.tied_to is None)
 
     @property
     def flops(self) -> float:
-        """Of one sample, forward and backward."""
+        """Return the FLOPs per sample, forward and backward."""
         return 3 * sum(o.flops for o in self.graph.operators)

@@ -1,4 +1,4 @@
-"""What a plan says: stages with their times and their memory, and what the time goes into."""
+"""Defines the results of the planner: plans, their stages with times and memory, and rejected alternatives."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from .stage_costs import MeshSize, Sharing, mesh_name, mesh_of
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage of a plan.
+    """Describes one stage of a plan.
 
     Attributes:
-        operators: (first, last) of the model's, last included.
-        blocks: (first, end) of the transformer layers; None of a model without.
-        sharing: how its devices share out the work.
-        forward: seconds of a micro batch, collectives included; the backward pass's with what is computed anew.
-        collectives: of both passes, the seconds that are exchanges.
-        memory: bytes of each of its devices.
+        operators: (first, last) of the model's operators, last included.
+        blocks: (first, end) of the transformer layers, end excluded; None for a model without transformer layers.
+        sharing: the degrees of parallelism of the stage.
+        forward: seconds of the forward pass of a micro-batch, collectives included.
+        backward: seconds of its backward pass, collectives and recomputation included.
+        collectives: seconds of communication within both of these.
+        memory: bytes on each device of the stage.
     """
 
     operators: tuple[int, int]
@@ -38,22 +39,22 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train, with what it is expected to take.
+    """Describes one way to train, with its predicted time and memory.
 
     Attributes:
-        stages: of the pipeline; one where there is none.
-        micro_batch: samples of a device at a time, in the first stage.
-        num_micro_batches: in an update.
-        schedule: of the pipeline; "" without one.
-        recompute: whether stages keep their inputs alone.
-        zero_stage: see ``docs/update.md``.
-        seconds: of an update.
-        parts: of these, by what they are spent on: compute, collectives, transfers, bubble, gradients, optimizer.
-        capacity: bytes of a device.
-        speedup: over one device that does all of it, memory aside.
-        amdahl: the most that it could be, were exchanges free and no stage ever idle: what devices do alike, or twice
-            over, is not shared out.
-        timeline: of the pipeline, as it was played; of very many micro batches, the first ones.
+        stages: the stages of the pipeline; one stage without pipeline parallelism.
+        micro_batch: samples that a device of the first stage processes at a time.
+        num_micro_batches: micro-batches per update.
+        schedule: the pipeline schedule; "" without a pipeline.
+        recompute: whether stages keep only their inputs and recompute the other activations.
+        zero_stage: the ZeRO stage, see ``docs/update.md``.
+        seconds: predicted time of an update.
+        parts: the same seconds by purpose: compute, collectives, transfers, bubble, gradients, optimizer.
+        capacity: memory of a device in bytes.
+        speedup: speedup over a single device with unlimited memory.
+        amdahl: upper bound of the speedup, with free communication and no idle stage; it is below the number of devices
+            where devices repeat work, because repeated and recomputed work is not divided.
+        timeline: the simulated pipeline; only the first micro-batches if there are very many.
     """
 
     stages: list[StagePlan]
@@ -79,17 +80,17 @@ class Plan:
 
     @property
     def margin(self) -> float:
-        """The share of the heaviest stage's memory that is left."""
+        """Return the fraction of device memory that is free in the heaviest stage."""
         return 1 - self.heaviest.memory.total / self.capacity
 
     @property
     def mesh(self) -> dict[str, MeshSize]:
-        """For ``--mesh``; sizes are tuples, by stage, where stages have different ones."""
+        """Return the sizes for ``--mesh``; a size is a tuple with a value per stage where stages differ."""
         return mesh_of([stage.sharing for stage in self.stages])
 
     @property
     def micro_batch_size(self) -> int:
-        """For ``--micro-batch-size``: samples of a row of the mesh, which several devices of a stage may share out."""
+        """Return the value for ``--micro-batch-size``: samples of a mesh row, which a stage's devices may split."""
         rows = math.gcd(*(stage.sharing.num_data for stage in self.stages))
         return self.micro_batch * self.stages[0].sharing.num_data // rows
 
@@ -99,7 +100,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Rejected:
-    """What cannot be, in one sentence; ``needs`` are the bytes that it takes of a device, where these are too many."""
+    """Records an alternative that is impossible, and why; ``needs`` is its bytes per device if memory is the reason."""
 
     what: str
     why: str
@@ -107,14 +108,14 @@ class Rejected:
 
 
 class Plans(list[Plan]):
-    """Best first.
+    """Holds the plans that the planner found, best first.
 
     Attributes:
-        rejected: what was left out.
-        model: what they are for.
-        cluster: where they run.
-        batch: samples an update.
-        num_priced: how many were priced by formula.
+        rejected: the alternatives that were left out.
+        model: the model that the plans are for.
+        cluster: the cluster that they run on.
+        batch: samples per update.
+        num_priced: number of candidates that were priced by formula.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Which parallelism, for a model on a cluster: all that can be are priced, the best few are played through.
+"""Finds the fastest parallelism for a model on a cluster: prices all candidates by formula and simulates the best few.
 
-Goes in: a model, a cluster, a number of samples an update. Comes out: plans, best first, and what was left out and why.
-The two levels are those of Zheng et al., *Alpa* (OSDI 2022): the integer program chooses how each operator is cut among
-the devices of a stage (:mod:`~mindnlp_dp.planner.memory`, ``roles_of``), the dynamic program which layers a stage has
-(:mod:`~mindnlp_dp.planner.slicing`). What theirs leaves out, this prices: messages between stages, the number of micro
-batches, the optimizer; and the best by formula are played by a simulator that knows no formula, which decides.
+``mindnlp-dp plan`` calls :func:`plan`; the benchmarks also call :func:`predict`. The two levels are those of Zheng et
+al., *Alpa* (OSDI 2022): the integer program chooses how each operator is sharded within a stage
+(:mod:`~mindnlp_dp.planner.memory`, ``roles_of``), and the dynamic program chooses the layers of each stage
+(:mod:`~mindnlp_dp.planner.slicing`). Unlike Alpa, the formula also prices messages between stages, the number of
+micro-batches and the optimizer. A simulator that does not use the formula then ranks the best candidates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .play import play
 from .schedule import SCHEDULES
 from .stage_costs import MeshSize, Sharing, layers_of, mesh_name, mesh_of
 
-# How many plans by formula are played through, and of how many layers stages with different meshes are made.
+# Simulate this many meshes, and more as long as candidates are not much slower. Group a model into at most
+# _COARSE_LAYERS layers where stages may have different meshes, and into at most _MOST_LAYERS otherwise.
 _PLAYED = 24
 _COARSE_LAYERS = 24
 _MOST_LAYERS = 128
@@ -39,17 +40,17 @@ def plan(
     mixed_stages: bool = True,
     fill: float = 0.9,
 ) -> Plans:
-    """Find the plans for ``batch`` samples an update on all devices of a cluster, the best of each mesh.
+    """Find plans for ``batch`` samples per update on all devices of a cluster, and return the best one of each mesh.
 
     Args:
-        zero_stage: of the optimizer; by default 1 wherever several devices have the same parameters.
-        schedules: those of pipelines that are looked at.
+        zero_stage: the ZeRO stage; by default 1 wherever several devices have the same parameters, else 0.
+        schedules: the pipeline schedules to consider.
         mixed_stages: whether stages may have different meshes.
-        fill: the share of a device's memory that may be taken; what a framework keeps besides is in the rest.
+        fill: the fraction of a device's memory that a plan may use; the rest is for the framework.
 
     Raises:
-        InfeasibleError: nothing fits; says what comes closest.
-        ValueError: the batch is none.
+        InfeasibleError: No candidate fits into memory; the message names the closest one.
+        ValueError: ``batch``, ``zero_stage`` or ``fill`` is out of range.
     """
     if not 0 < fill <= 1:
         raise ValueError(f"fill must be a share of the memory above 0 and at most 1, got {fill}")
@@ -64,7 +65,7 @@ def plan(
         if len(played) >= _PLAYED and candidate.seconds > 1.5 * min(p.seconds for p in played.values()):
             break
         found = play(search, candidate)
-        # Of one mesh, the best of its micro batches and schedules.
+        # Keep the best combination of micro-batch and schedule for each mesh.
         if found is not None and (str(found) not in played or found.seconds < played[str(found)].seconds):
             played[str(found)] = found
     if not played:
@@ -89,16 +90,16 @@ def predict(
     zero_stage: int = 0,
     blocks: Optional[Sequence[int]] = None,
 ) -> Plan:
-    """What one way to train is expected to take, whether it fits or not.
+    """Predict the time and memory of one way to train, whether it fits into memory or not.
 
     Args:
-        mesh: sizes by axis, as for ``--mesh``, which make the number of the cluster's devices; tuples, by stage, where
-            stages differ.
-        micro_batch: samples at a time of a row of the mesh, which is a device where stages do not differ.
-        blocks: transformer layers of each stage; by default as evenly as ``--mesh`` shares them out.
+        mesh: sizes by axis, as for ``--mesh``, which use all devices of the cluster; a size is a tuple with a value per
+            stage where stages differ.
+        micro_batch: samples that a row of the mesh processes at a time; a row is a data-parallel rank if stages agree.
+        blocks: number of transformer layers of each stage; by default as even as ``--mesh`` alone splits them.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: The sizes do not fit together.
     """
     stages = _stages_of(mesh)
     pp, rows = len(stages), math.gcd(*(sharing.num_data for sharing in stages))
@@ -150,9 +151,9 @@ def _bounds(num_layers: int, pp: int, blocks: Optional[Sequence[int]]) -> list[i
 
 
 def _totals(candidates: Sequence[Candidate], batch: int) -> list[int]:
-    """Samples of a micro batch over all devices of a stage, of the three best pipelines by formula.
+    """Return the samples of a micro-batch over all devices of a stage, for the three best pipelines by formula.
 
-    Where there is none, the largest of which there are four or more in an update.
+    Without any pipeline, return the three largest sizes that give four or more micro-batches per update.
     """
     best: dict[int, float] = {}
     for candidate in candidates:

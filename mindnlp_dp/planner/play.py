@@ -1,6 +1,6 @@
-"""A candidate played through: its pipeline event by event, its memory with the micro batches that are in flight.
+"""Simulates a candidate: its pipeline event by event, and its memory with the micro-batches in flight.
 
-Goes in: a candidate that was priced by formula. Comes out: a plan.
+:func:`~mindnlp_dp.planner.plan` and :func:`~mindnlp_dp.planner.predict` call it to turn a candidate into a plan.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from .schedule import most_in_flight
 from .simulate import Timeline, simulate_pipeline
 from .stage_costs import Sharing
 
-# Of a pipeline, at least so many micro batches are played, and twice as many.
+# A long pipeline is extrapolated from two simulations: of at least this many micro-batches, and of twice as many.
 _PLAYED_MICRO_BATCHES = 256
 
 
 def play(search: Candidates, candidate: Candidate) -> Optional[Plan]:
-    """The plan with its timeline; None where the micro batches that this schedule keeps do not fit."""
+    """Return the plan with its timeline; None if the micro-batches that its schedule keeps do not fit into memory."""
     stages = [_stage(search, candidate, place) for place in range(len(candidate.slices))]
     if max(stage.memory.total for stage in stages) > search.room:
         return None
@@ -40,7 +40,7 @@ def play(search: Candidates, candidate: Candidate) -> Optional[Plan]:
     }
     seconds = makespan + gradients + optimizer
     alone = _one_device(search, candidate)
-    # What a device computes on average: were all exchanges free and no stage idle, an update would take that.
+    # An update would take the average compute time of a device if communication were free and no stage idle.
     work = sum(s.sharing.num_devices * num * (s.forward + s.backward - s.collectives) for s in stages)
     least = work / sum(s.sharing.num_devices for s in stages) + optimizer
     return Plan(
@@ -52,12 +52,12 @@ def play(search: Candidates, candidate: Candidate) -> Optional[Plan]:
 def _played(
     forward: Sequence[float], backward: Sequence[float], num: int, schedule: str, transfer: Any
 ) -> tuple[float, Timeline]:
-    """The time of ``num`` micro batches, and the timeline of these, or of as many as it takes to know the others'."""
+    """Return the time of ``num`` micro-batches, and the timeline of all, or of enough to extrapolate the time."""
     few = max(_PLAYED_MICRO_BATCHES, 8 * len(forward))
     if num <= 2 * few:
         timeline = simulate_pipeline(forward, backward, num, schedule, transfer)
         return timeline.makespan, timeline
-    # Once a pipeline is full, each further micro batch takes the same time.
+    # Once a pipeline is full, each further micro-batch takes the same time.
     shorter = simulate_pipeline(forward, backward, few, schedule, transfer)
     timeline = simulate_pipeline(forward, backward, 2 * few, schedule, transfer)
     each = (timeline.makespan - shorter.makespan) / few
@@ -91,7 +91,7 @@ def _blocks(search: Candidates, first: int, last: int) -> Optional[tuple[int, in
 
 
 def _transfers(search: Candidates, candidate: Candidate) -> list[float]:
-    """Seconds of a micro batch's way, by boundary."""
+    """Return the seconds of a micro-batch's transfer across each boundary."""
     seconds, first_device = [], 0
     for place, ((_, _, before), (first, _, sharing)) in enumerate(zip(candidate.slices, candidate.slices[1:])):
         boundary = search.boundaries.between((before.dp, before.tp), (sharing.dp, sharing.tp), first_device)
@@ -102,7 +102,7 @@ def _transfers(search: Candidates, candidate: Candidate) -> list[float]:
 
 
 def _update(search: Candidates, candidate: Candidate) -> tuple[float, float]:
-    """Seconds of the exchange of gradients and of the optimizer, of the slowest stage each."""
+    """Return the seconds of the gradient exchange and of the optimizer, each of the slowest stage."""
     exchanges, optimizers, tied = [], [], 0.0
     for first, last, sharing in candidate.slices:
         costs = search.costs(sharing, candidate.firsts)
@@ -112,13 +112,13 @@ def _update(search: Candidates, candidate: Candidate) -> tuple[float, float]:
         tied = max(tied, costs.tied_parameters(first, last))
     cluster = search.cluster
     link = cluster.between if cluster.num_hosts > 1 else cluster.inside
-    # Two stages that have the same weights sum up their gradients.
+    # Two stages with the same weights sum up their gradients.
     of_tied = link.alpha + link.beta * cluster.bytes_per_value * tied if tied else 0.0
     return max(exchanges) + of_tied, max(optimizers)
 
 
 def _one_device(search: Candidates, candidate: Candidate) -> float:
-    """Seconds of an update on one device with the same micro batches, memory aside."""
+    """Return the seconds of an update on one device with the same micro-batches and unlimited memory."""
     costs = search.costs(Sharing(), candidate.firsts)
     last, micro_batch = len(candidate.firsts) - 1, candidate.micro_batches[0]
     num = search.batch // micro_batch

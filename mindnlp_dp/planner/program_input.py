@@ -1,6 +1,6 @@
-"""What an integer program of choices is given, looked at.
+"""Validates the input of the integer program: returns float64 arrays of the right shapes, or raises a ValueError.
 
-Goes in: a user's arrays. Comes out: arrays of float64 of the right shapes, or a ValueError that names what is wrong.
+:mod:`~mindnlp_dp.planner.integer_program` calls it with the user's arrays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def edge(edge: Any, sizes: Sequence[int], name: str, *, boolean: bool = False) -
 
 
 def roots(follow: Any, sizes: Sequence[int]) -> list[int]:
-    """By node, the one at the end of what it follows."""
+    """Return, for each node, the node at the end of the chain that it follows."""
     if follow is None:
         return list(range(len(sizes)))
     if len(follow) != len(sizes):
@@ -64,7 +64,7 @@ def roots(follow: Any, sizes: Sequence[int]) -> list[int]:
 
 
 def live_sets(usages: Any, lifetimes: Any, limit: Any, num_nodes: int) -> list[tuple[float, frozenset[int]]]:
-    """Which nodes are live together, with a time at which they are; sets that are parts of others left out."""
+    """Return (time, nodes) for each set of nodes live at the same time, without sets that are part of another one."""
     if (usages is None) != (limit is None):
         raise ValueError("usages and limit go together: one of them is missing")
     if usages is None or limit == np.inf:

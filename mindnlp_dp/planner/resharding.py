@@ -1,10 +1,10 @@
-"""Which piece of a tensor goes from which devices of one mesh to which of another.
+"""Computes which pieces of a tensor each device of one mesh must send to which devices of another mesh.
 
-Goes in: a tensor's shape, and how it lies on either mesh. Comes out: unit tasks, each a piece that some devices have
-and others want. As Zhuang et al., *On Optimizing the Communication of Model Parallelism* (MLSys 2023), section 3.
+Pipeline messages (:mod:`mindnlp_dp.parallel`) and the planner's boundaries use these unit tasks, which follow Zhuang et
+al., *On Optimizing the Communication of Model Parallelism* (MLSys 2023), section 3.
 
-A layout is written by dimension: R is replicated, S0 and S1 are cut over the first (hosts) and second (devices of a
-host) axis of the mesh, S01 over both, host by host: "S0RR", "RS01R".
+A layout has one entry per dimension: R is replicated, S0 and S1 are sharded over the first (hosts) and second (devices
+of a host) axis of the mesh, S01 over both, host by host: "S0RR", "RS01R".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# (host, device within it), and (first, last + 1) by dimension.
+# (host, device in the host), and (first, last + 1) for each dimension.
 Device = tuple[int, int]
 Box = tuple[tuple[int, int], ...]
 MeshAndSpec = tuple[tuple[int, int], str]
@@ -23,13 +23,13 @@ MeshAndSpec = tuple[tuple[int, int], str]
 
 @dataclass(frozen=True)
 class UnitTask:
-    """A piece of a tensor that travels as a whole.
+    """Describes a piece of a tensor that is sent as one message.
 
     Attributes:
-        box: by dimension, (first, last + 1) of the piece in the tensor.
-        senders: devices of the source mesh that have it, any of which may send it.
-        receivers: devices of the destination mesh, all of which want it.
-        size: its number of elements.
+        box: (first, last + 1) of the piece in the tensor, for each dimension.
+        senders: devices of the source mesh that have it; any of them may send it.
+        receivers: devices of the destination mesh that need it.
+        size: number of elements.
     """
 
     box: Box
@@ -51,14 +51,14 @@ def unit_tasks(
     source: MeshAndSpec = ((2, 4), "S0RR"),
     destination: MeshAndSpec = ((2, 4), "RS0R"),
 ) -> list[UnitTask]:
-    """The pieces of a tensor of this shape, from one mesh to another, by source tile and then by destination tile.
+    """Return the pieces of a tensor to send from one mesh to another, by source tile and then by destination tile.
 
     Args:
-        source: (hosts, devices of a host), and the layout there.
-        destination: the same of where it goes.
+        source: (hosts, devices of a host), and the layout on that mesh.
+        destination: the same for the receiving mesh.
 
-    Tiles of a dimension that the devices do not divide differ by one element, as NumPy's ``array_split``; of more
-    devices than elements, the last ones have none.
+    Tiles of a dimension that the devices do not divide differ by one element, as in NumPy's ``array_split``; with more
+    devices than elements, the last devices have none.
 
     Examples:
         >>> [task.size for task in unit_tasks((4, 6), ((2, 1), "S0R"), ((1, 3), "RS1"))]
@@ -75,10 +75,10 @@ def unit_tasks(
 
 
 def tiles(shape: Sequence[int], mesh: tuple[int, int], spec: str) -> dict[Box, list[Device]]:
-    """The tiles of a layout, with the devices that have each, host by host; those without an element left out.
+    """Return the tiles of a layout, with the devices that have each, host by host; empty tiles are left out.
 
     Raises:
-        ValueError: the layout is none, or not one of such a tensor.
+        ValueError: The layout is invalid, or is not valid for such a tensor.
     """
     axes_of = parse_spec(spec, len(shape))
     if len(mesh) != 2 or any(size < 1 for size in mesh):
@@ -94,7 +94,7 @@ def tiles(shape: Sequence[int], mesh: tuple[int, int], spec: str) -> dict[Box, l
 
 
 def box_of(shape: Sequence[int], mesh: tuple[int, int], axes_of: Sequence[tuple[int, ...]], device: Device) -> Box:
-    """What a device has of a tensor, where dimension d is cut over the mesh's axes ``axes_of[d]``."""
+    """Return the part of a tensor that a device has, if dimension d is sharded over the mesh axes ``axes_of[d]``."""
     box = []
     for size, axes in zip(shape, axes_of):
         number, parts = 0, 1
@@ -107,7 +107,7 @@ def box_of(shape: Sequence[int], mesh: tuple[int, int], axes_of: Sequence[tuple[
 
 
 def parse_spec(spec: str, num_dimensions: int) -> list[tuple[int, ...]]:
-    """By dimension, the axes of the mesh that it is cut over.
+    """Return, for each dimension, the mesh axes that it is sharded over.
 
     >>> parse_spec("RS01R", 3)
     [(), (0, 1), ()]

@@ -1,6 +1,6 @@
-"""Tasks of a resharding with their hosts as numbers, and what no schedule of them is below.
+"""Represents the tasks of a resharding with numbered hosts, and bounds the length of their schedules.
 
-Goes in: unit tasks, or tuples. Comes out: what both the greedy algorithm and the search work on.
+The greedy algorithm and the search both work on :class:`Jobs`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 from .resharding import UnitTask
 
-# Sums of durations in another order differ by so much of themselves.
+# Relative difference between sums of the same durations in another order.
 ROUNDING = 1e-9
-# Job, sender, when it begins.
+# (job, sender, begin) of each step.
 Steps = list[tuple[int, int, float]]
 
 
 class Jobs:
-    """Tasks with their hosts as numbers."""
+    """Holds the tasks of a resharding, with their hosts as numbers."""
 
     def __init__(self, tasks: Sequence[Any]) -> None:
         given = [_as_tuple(task, number) for number, task in enumerate(tasks)]
@@ -33,7 +33,7 @@ class Jobs:
         self.times = [float(time) for _, _, time in given]
 
     def in_order(self, senders: Sequence[int], order: Optional[Sequence[int]] = None) -> Steps:
-        """Each as early as it can begin behind those before it."""
+        """Return the schedule in which each task begins as early as possible after those before it."""
         send, receive, plan = [0.0] * self.num_senders, [0.0] * self.num_receivers, []
         for job in order or range(len(self.times)):
             begin = max(send[senders[job]], *(receive[r] for r in self.receivers[job]))
@@ -55,7 +55,7 @@ class Jobs:
         return max((begin + self.times[job] for job, _, begin in plan), default=0.0)
 
     def lower_bound(self, send: Sequence[float], receive: Sequence[float], left: Any) -> float:
-        """Of every schedule of the tasks that are left, when hosts are free again from these times on."""
+        """Return a lower bound on all schedules of the tasks left, given the times when hosts are free again."""
         waiting = list(receive)
         by_senders: dict[tuple[int, ...], float] = {}
         for job in left:
@@ -64,7 +64,7 @@ class Jobs:
             for r in self.receivers[job]:
                 waiting[r] += self.times[job]
         bound = max([*waiting, *send], default=0.0)
-        # Hosts that have to share out among them what only they may send.
+        # A group of hosts divides, at best evenly, the tasks that only they may send.
         for hosts in [*by_senders, tuple(range(self.num_senders))]:
             if hosts:
                 among = set(hosts)
@@ -89,6 +89,6 @@ def _as_tuple(task: Any, number: int) -> tuple[Sequence[Hashable], Sequence[Hash
 
 
 def _names(hosts: Any) -> list[Hashable]:
-    """Each once, in an order that does not depend on where they are named: numbers by size, others as text."""
+    """Return each host once, in an order independent of the tasks: numbers by size, others as text."""
     found = list(dict.fromkeys(hosts))
     return sorted(found, key=lambda host: (0, host, "") if isinstance(host, int) else (1, 0, str(host)))

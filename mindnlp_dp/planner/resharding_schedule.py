@@ -1,15 +1,15 @@
-"""Who sends which piece when, so that a resharding between two meshes ends early.
+"""Schedules the messages of a resharding between two meshes so that it ends early: who sends which piece, and when.
 
-Goes in: tasks, each with the hosts that may send it, the hosts that all receive it, and how long that takes. Comes out:
-a sender for each and an order. A task occupies its sender and all its receivers for its whole time; what a host sends
-and what it receives do not hinder each other. Zhuang et al., *On Optimizing the Communication of Model Parallelism*
-(MLSys 2023), section 3.2; the bound of the search is another one, for theirs is not below every schedule.
+Pipeline messages (:mod:`mindnlp_dp.parallel`) and the planner call it. A task occupies its sender and all its receivers
+for its full time; a host sends and receives independently. This is the problem of Zhuang et al., *On Optimizing the
+Communication of Model Parallelism* (MLSys 2023), section 3.2; the search uses another bound, because the one of the
+paper is not a lower bound for every schedule.
 
-* "naive": the lowest sender of each, in the order given.
-* "balance": the sender with the least to send so far, in the order given.
-* "greedy": whenever hosts are free, the task of the busiest ones, with random changes of who counts as busy; the best
-  of many tries.
-* "search": the best of all, by depth-first search below the greedy one, unless ``node_limit`` ends it.
+* "naive": the sender with the lowest number, in the given order.
+* "balance": the sender with the least to send so far, in the given order.
+* "greedy": whenever hosts are free, the task with the busiest hosts, with random changes of which host counts as busy;
+  the best of many attempts.
+* "search": depth-first search that begins with the greedy schedule; optimal unless ``node_limit`` ends it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from .resharding_jobs import ROUNDING, Jobs, Steps
 from .resharding_search import Search
 
 ALGORITHMS = ("naive", "balance", "greedy", "search")
-# Tries of the greedy algorithm: a try takes the square of the tasks.
+# Number of attempts of the greedy algorithm; the time of an attempt grows with the square of the tasks.
 _FEWEST_TRIES, _MOST_TRIES, _WORK = 8, 200, 1_000_000
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What :func:`schedule_tasks` found.
+    """Holds the schedule that :func:`schedule_tasks` found.
 
     Attributes:
-        makespan: when the last task ends; of unit tasks in elements, over the bandwidth of a host's link in elements.
-        lower_bound: what no schedule is below.
-        order: places of the tasks, by when they begin.
-        senders: the host that sends, by task.
-        begins: when each task begins, by task.
-        is_optimal: whether it is known that no schedule is shorter.
+        makespan: end of the last task. For unit tasks it is in elements: divide it by the elements per second of a
+            host's link.
+        lower_bound: lower bound on the makespan of every schedule.
+        order: indices of the tasks, by start time.
+        senders: the sending host of each task.
+        begins: start time of each task.
+        is_optimal: whether it is proven that no schedule is shorter.
     """
 
     makespan: float
@@ -52,12 +53,12 @@ class Schedule:
 def schedule_tasks(
     tasks: Sequence[Any], algorithm: str = "search", seed: int = 0, node_limit: int = 100_000
 ) -> Schedule:
-    """Schedule unit tasks, or tuples (senders, receivers, duration) with hosts by any names.
+    """Schedule unit tasks, or tuples (senders, receivers, duration) with hosts of any names.
 
     Args:
         algorithm: "naive", "balance", "greedy" or "search".
-        seed: of "greedy", and of what "search" begins with.
-        node_limit: of "search", how many partial schedules it looks at; not a time, so that it finds the same again.
+        seed: random seed of "greedy", and of the schedule that "search" begins with.
+        node_limit: number of partial schedules that "search" tries; not a time, so that results are reproducible.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
@@ -103,7 +104,7 @@ def _greedy(jobs: Jobs, seed: int, bound: float) -> Steps:
 
 
 def _one_try(jobs: Jobs, rng: np.random.Generator, noise: float) -> Steps:
-    """Go through time; whenever hosts are free, begin with the tasks whose hosts have most before them."""
+    """Advance through time; whenever hosts are free, begin the tasks whose hosts have the most work left."""
     left = set(range(len(jobs.times)))
     send, receive, plan = [0.0] * jobs.num_senders, [0.0] * jobs.num_receivers, []
     now = 0.0
@@ -128,7 +129,7 @@ def _one_try(jobs: Jobs, rng: np.random.Generator, noise: float) -> Steps:
             free = [s for s in jobs.senders[job] if send[s] <= now]
             if not free or any(receive[r] > now for r in jobs.receivers[job]):
                 continue
-            # The sender that others can do without.
+            # Prefer the sender with the least work left to send.
             sender = min(free, key=lambda s: (to_send[s], tiebreak[s % len(tiebreak)]))
             end = now + jobs.times[job]
             plan.append((job, sender, now))

@@ -1,6 +1,6 @@
-"""The best schedule of a resharding, by depth-first search.
+"""Finds the best schedule of a resharding by depth-first search.
 
-Goes in: jobs, and a schedule to be better than. Comes out: the best one, and whether it is known to be.
+:func:`~mindnlp_dp.planner.schedule_tasks` calls it with a schedule to improve on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .resharding_jobs import ROUNDING, Jobs, Steps
 
 
 class Search:
-    """Depth first over (task, sender), in the order in which tasks begin; what cannot beat the best one is cut off."""
+    """Searches (task, sender) in the order of start times, and prunes what cannot improve on the best schedule."""
 
     def __init__(self, jobs: Jobs, plan: Steps, node_limit: int) -> None:
         self._jobs, self._best = jobs, plan
@@ -20,11 +20,11 @@ class Search:
         self._seen: set[tuple[Any, ...]] = set()
 
     def run(self) -> tuple[Steps, bool]:
-        """The best schedule, and whether the search came to its end."""
+        """Return the best schedule, and whether the search was complete."""
         jobs = self._jobs
         num = len(jobs.times)
         bound = jobs.lower_bound([0.0] * jobs.num_senders, [0.0] * jobs.num_receivers, range(num))
-        # Depth is the number of tasks: a stack of our own, for Python's may end.
+        # The depth is the number of tasks, which may exceed Python's recursion limit, so the stack is explicit.
         free = ((0.0,) * jobs.num_senders, (0.0,) * jobs.num_receivers)
         stack = [iter([(0.0, *free, frozenset(range(num)), (), bound)])]
         while stack and self._length > bound * (1 + ROUNDING):
@@ -57,14 +57,14 @@ class Search:
             ready = max(now, *(receive[r] for r in jobs.receivers[job]))
             for s in jobs.senders[job]:
                 begin = max(ready, send[s])
-                # Tasks alike in all are one.
+                # Tasks with equal senders, receivers and time are interchangeable: try one of them.
                 alike = (tuple(jobs.senders[job]), tuple(jobs.receivers[job]), jobs.times[job], s)
                 if alike in tried:
                     continue
                 tried.add(alike)
                 end = begin + jobs.times[job]
                 rest = left - {job}
-                # Whatever begins later begins from here on.
+                # Tasks are started in order of time, so all later ones begin at ``begin`` or after.
                 new_send = tuple(end if i == s else t for i, t in enumerate(send))
                 mine = set(jobs.receivers[job])
                 new_receive = tuple(end if i in mine else t for i, t in enumerate(receive))

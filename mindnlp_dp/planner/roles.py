@@ -1,6 +1,7 @@
-"""What a role on a mesh costs an operator, and the integer program that chooses one for each.
+"""Prices each role of an operator on a mesh, and chooses the roles of a graph by the integer program.
 
-Goes in: a graph of operators, a mesh of devices and how fast they are. Comes out: seconds, and roles.
+A role says how an operator is sharded over an axis of the mesh (:mod:`~mindnlp_dp.planner.operators`).
+:mod:`~mindnlp_dp.planner.memory` and :mod:`~mindnlp_dp.planner.stage_costs` call it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .cluster import Link, all_gather, all_reduce, all_to_all
 from .integer_program import Choice, choose_strategies
 from .operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROLES, ROW, VOCABULARY, Graph, Operator
 
-# Where doing the same on all devices is dear: products, and tables that would be everywhere.
+# Operators that are too expensive to repeat on all devices: products, and tables that would be replicated.
 _HEAVY = ("matmul", "embedding", "attention", "experts")
 Roles = tuple[str, str]
 Layout = tuple[str, str]
@@ -24,12 +25,12 @@ Layout = tuple[str, str]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in two axes.
+    """Describes devices on two axes.
 
     Attributes:
         shape: (n0, n1).
-        links: of either axis.
-        tie_breakers: added to an all-reduce, an all-gather and an all-to-all, so that equal ways do not draw.
+        links: the link of each axis.
+        tie_breakers: costs added to an all-reduce, an all-gather and an all-to-all, so that alternatives do not tie.
     """
 
     shape: tuple[int, int]
@@ -51,8 +52,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Work:
-    """How a device computes: seconds a FLOP, a value that is moved, an attention score, a random number, a call, and a
-    weight's gradient that is made and added to the sum of a window; bytes a value."""
+    """Holds the speed of a device: seconds per unit of work, and bytes per value.
+
+    The units are a FLOP, a value moved, an attention score, a random number, an operator call, and a weight gradient
+    that is computed and accumulated.
+    """
 
     flop: float = 0.0
     value: float = 0.0
@@ -65,7 +69,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an operator in a micro batch, and once in an update."""
+    """Holds the seconds of an operator: three terms per micro-batch, and ``update`` once per update."""
 
     compute: float
     collectives: float
@@ -76,11 +80,11 @@ class Cost:
 def strategies(
     operator: Operator, mesh: Mesh, *, redundant: bool, axes_for: Sequence[Any] = (None, None)
 ) -> list[Roles]:
-    """The pairs of roles that an operator may take.
+    """Return the pairs of roles that an operator may have.
 
     Args:
-        redundant: whether products may be done on all devices of an axis alike.
-        axes_for: by axis, the roles that are allowed; None for all.
+        redundant: whether all devices of an axis may repeat the same products.
+        axes_for: the allowed roles of each axis; None allows all.
     """
     choices = []
     for axis in (0, 1):
@@ -96,7 +100,7 @@ def strategies(
 
 
 def layouts(operator: Operator, roles: Roles) -> tuple[Layout, Layout]:
-    """How the input must lie and how the output does, by axis."""
+    """Return the layouts, by axis, in which the operator needs its input and makes its output."""
     (a, c), (b, d) = (ROLES[operator.kind][role] for role in roles)
     return (a, b), (c, d)
 
@@ -105,16 +109,16 @@ def cost_of(
     operator: Operator, roles: Roles, mesh: Mesh, work: Work, samples: float, *, input_has_gradient: bool = True,
     backwards: bool = True,
 ) -> Cost:  # fmt: skip
-    """Of a micro batch of so many samples on the whole mesh, with what its roles exchange.
+    """Return the cost of a micro-batch of ``samples`` on the full mesh, with the communication of its roles.
 
-    Where both axes have the same role, one sums up behind the other, all of it, as Alpa prices it.
+    If both axes have the same role, they all-reduce one after another, each the full output, as Alpa prices it.
     """
     size = work.bytes_per_value
     shares = dict.fromkeys((BATCH, COLUMN, ROW, VOCABULARY, EXPERT, FEATURE, NONE), 1)
     for role, n in zip(roles, mesh.shape):
         shares[role] *= n
     num_parts = int(np.prod([n for role, n in shares.items() if role != NONE]))
-    # Calls are not shared out: each device starts its own.
+    # Calls are not divided: each device starts its own.
     passes = (3 if input_has_gradient else 2) if backwards else 1
     compute = passes * samples * operator.flops / num_parts * work.flop
     compute += samples * operator.masks / num_parts * work.draw
@@ -125,7 +129,7 @@ def cost_of(
     weights = operator.parameters
     for role in (COLUMN, ROW, VOCABULARY, EXPERT):
         weights /= shares[role]
-    # However few samples there are.
+    # This term does not depend on the number of samples.
     compute += weights * work.gradient if backwards else 0.0
     output = size * samples * operator.num_out / (shares[BATCH] * shares[COLUMN] * shares[EXPERT])
     inputs = size * samples * operator.num_in / (shares[BATCH] * shares[ROW] * shares[EXPERT])
@@ -139,11 +143,11 @@ def cost_of(
         elif role == COLUMN and operator.kind == "matmul" and input_has_gradient:
             backward += mesh.all_reduce(axis, inputs)
         elif role == EXPERT:
-            # To the experts and back, in either pass; the bytes of all devices of the axis together.
+            # Tokens travel to the experts and back in each pass; the bytes are those of all devices of the axis.
             way = mesh.all_to_all(axis, inputs * mesh.shape[axis] * operator.copies)
             forward, backward = forward + 2 * way, backward + 2 * way
         elif role == FEATURE and operator.kind == "loss":
-            # The largest logit, the sum of all, and the label's, by row.
+            # Each row exchanges its largest logit, the sum of all, and the label's logit.
             rows = operator.rows if operator.rows_out is None else operator.rows_out
             forward += mesh.all_reduce(axis, 3 * size * samples * rows / shares[BATCH])
         elif role == BATCH:
@@ -154,7 +158,7 @@ def cost_of(
 
 
 def resharding(mesh: Mesh, have: Layout, want: Layout, b: float) -> float:
-    """Seconds to bring a tensor of b bytes from one layout to the other, axis by axis."""
+    """Return the seconds to convert a tensor of b bytes from one layout to another, axis by axis."""
     cut = [n for n, lies in zip(mesh.shape, have) if lies != NONE]
     held = b / int(np.prod(cut)) if cut else b
     total = 0.0
@@ -177,14 +181,14 @@ def choose_roles(
     axes_for: Sequence[Any] = (None, None), entering: Optional[Mapping[str, Layout]] = None,
     leaving: Optional[Layout] = None, input_gradient: bool = False, time_limit: float = 60.0, gap: float = 0.0,
 ) -> tuple[Choice, dict[str, Roles]]:  # fmt: skip
-    """Solve the integer program of a graph: seconds of an update of so many micro batches.
+    """Choose a pair of roles for each operator so that an update of ``num_micro_batches`` takes the fewest seconds.
 
     Args:
-        samples: of a micro batch, on the whole mesh.
-        redundant: whether products may be done on all devices of an axis alike, at their price.
-        entering: layouts of activations that come from outside of the graph, by the operator that takes them.
+        samples: samples of a micro-batch, on the full mesh.
+        redundant: whether all devices of an axis may repeat the same products, at their cost.
+        entering: layouts of activations that come from outside of the graph, by the operator that receives them.
         leaving: the layout that the last operator's output must have.
-        input_gradient: whether what comes from outside has a gradient, that is, is an activation.
+        input_gradient: whether the graph's inputs have a gradient, that is, are activations.
     """
     places = {operator.name: v for v, operator in enumerate(graph.operators)}
     options = [strategies(o, mesh, redundant=redundant, axes_for=axes_for) for o in graph.operators]

@@ -1,12 +1,12 @@
-"""In which order a stage of a pipeline runs its micro batches, forward and backward.
+"""Defines the order in which a pipeline stage runs the forward and backward passes of its micro-batches.
 
-Goes in: the stage, how many stages and micro batches there are. Comes out: its actions, one behind the other. With
-S stages and B micro batches, at equal times for all of them, S - 1 of B + S - 1 steps are idle: the bubble.
+The pipeline (:mod:`mindnlp_dp.parallel.pipeline`) runs these actions, and the planner simulates them. With S stages and
+B micro-batches that all take the same time, S - 1 of B + S - 1 steps are idle: the bubble.
 
-* GPipe (Huang et al., 2019): all forward, then all backward; B micro batches are in flight.
+* GPipe (Huang et al., 2019): all forward, then all backward; B micro-batches are in flight.
 * 1F1B (Narayanan et al., PipeDream-flush, 2021): the same bubble, and at most S - s in flight on stage s, from 0 on.
 * eager 1F1B (Zhuang et al., On Optimizing the Communication of Model Parallelism, 2023): 2 (S - s) - 1 in flight, so
-  that a message has the time of a micro batch to arrive in.
+  that a message has the time of a micro-batch to arrive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Action = tuple[str, int]
 
 
 def actions(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
-    """What ``stage`` does: forward and backward passes with the numbers of their micro batches.
+    """Return the passes of ``stage`` in order: forward or backward, with the number of the micro-batch.
 
     >>> " ".join(f"{kind[0]}{number}" for kind, number in actions("1f1b", 0, 2, 4))
     'f0 f1 b0 f2 b1 f3 b2 b3'
@@ -35,7 +35,7 @@ def actions(schedule: str, stage: int, num_stages: int, num_micro_batches: int) 
 
 
 def most_in_flight(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> int:
-    """How many micro batches a stage has between their forward and their backward pass, at most.
+    """Return how many micro-batches a stage has between their forward and their backward pass, at most.
 
     >>> [most_in_flight("1f1b", stage, 4, 8) for stage in range(4)]
     [4, 3, 2, 1]
@@ -46,7 +46,7 @@ def most_in_flight(schedule: str, stage: int, num_stages: int, num_micro_batches
 
 
 def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
-    """The idle share of a pipeline whose stages take equally long, and whose messages take no time.
+    """Return the idle fraction of a pipeline whose stages take equal time and whose messages take none.
 
     >>> ideal_bubble(2, 3)
     0.25
@@ -55,7 +55,7 @@ def ideal_bubble(num_stages: int, num_micro_batches: int) -> float:
 
 
 def check_schedule(schedule: str) -> str:
-    """``schedule`` as it is, or ValueError."""
+    """Return ``schedule``, or raise a ValueError if it is unknown."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     return schedule

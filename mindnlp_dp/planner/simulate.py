@@ -1,8 +1,8 @@
-"""What the stages of a pipeline do when, played through event by event.
+"""Simulates a pipeline event by event: when each stage runs each forward and backward pass.
 
-Goes in: how long each stage takes for a micro batch, and a message for its way. Comes out: when each pass begins and
-ends. It knows no formula: a stage does the actions of its schedule one behind the other, each as soon as what it needs
-has arrived; a link carries one message at a time in each direction, while the stages go on.
+The planner ranks candidates with it, and the report draws the ideal pipeline. It uses no cost formula: a stage runs the
+actions of its schedule one after another, each as soon as its input has arrived; a link carries one message at a time
+in each direction, while the stages continue to compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .schedule import BACKWARD, FORWARD, Action, actions, check_schedule
 
 @dataclass(frozen=True)
 class Event:
-    """A pass of a stage: ``kind`` ("forward" or "backward") of a micro batch, from ``began`` to ``ended``."""
+    """Describes one pass of a stage: ``kind`` ("forward" or "backward") of a micro-batch, ``began`` and ``ended``."""
 
     stage: int
     kind: str
@@ -30,13 +30,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What :func:`simulate_pipeline` played.
+    """Holds the result of :func:`simulate_pipeline`.
 
     Attributes:
-        makespan: from the first pass's begin to the last one's end, in the unit of the times that were given.
-        in_flight: by stage, how many micro batches were between their forward and the end of their backward pass, at
-            most.
-        events: all passes, by stage and in their order.
+        makespan: time from the start of the first pass to the end of the last, in the unit of the given times.
+        in_flight: largest number of micro-batches, by stage, between their forward and the end of their backward pass.
+        events: all passes, by stage and in order.
     """
 
     makespan: float
@@ -45,7 +44,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the time that stages were idle."""
+        """Return the fraction of the time that stages were idle."""
         busy = sum(event.ended - event.began for event in self.events)
         whole = len(self.in_flight) * self.makespan
         return 1 - busy / whole if whole else 0.0
@@ -61,13 +60,13 @@ def simulate_pipeline(
     schedule: str = "gpipe",
     transfer: Union[float, Sequence[float]] = 0.0,
 ) -> Timeline:
-    """Play an update of a pipeline.
+    """Simulate one update of a pipeline.
 
     Args:
-        forward: by stage, the time of a micro batch's forward pass.
-        backward: the same of its backward pass.
+        forward: time of a micro-batch's forward pass, by stage.
+        backward: time of its backward pass, by stage.
         schedule: "gpipe", "1f1b" or "eager-1f1b" (:mod:`~mindnlp_dp.planner.schedule`).
-        transfer: the time of a message between two stages: of all, or by boundary, one less than there are stages.
+        transfer: time of a message between two stages, one number for all boundaries or one for each.
     """
     check_schedule(schedule)
     num_stages = len(forward)
@@ -80,7 +79,7 @@ def simulate_pipeline(
     times = {FORWARD: _times(forward, "forward"), BACKWARD: _times(backward, "backward")}
     left = [actions(schedule, stage, num_stages, num_microbatches)[::-1] for stage in range(num_stages)]
     arrived: dict[tuple[int, Action], float] = {}
-    # When a stage, and a link by its lower stage and direction, is free again.
+    # When each stage is free again, and each link, identified by its lower stage and its direction.
     free = [0.0] * num_stages
     link = dict.fromkeys(itertools.product(range(num_stages - 1), (FORWARD, BACKWARD)), 0.0)
     events: list[list[Event]] = [[] for _ in range(num_stages)]

@@ -1,13 +1,13 @@
-"""Layers shared out among the stages of a pipeline, and devices among them, so that an update takes the least time.
+"""Partitions layers into pipeline stages, and devices among the stages, so that an update takes the least time.
 
-Goes in: what a run of layers costs a micro batch, on every submesh. Comes out: the slicing whose time
+The search for candidates calls it with the cost of each range of layers on each submesh. It finds the least
 
-    T = sum of the stages' times + (B - 1) x the slowest one's
+    T = sum of the stages' times + (B - 1) x the slowest stage's time.
 
-is least. The dynamic program is that of Zheng et al., *Alpa* (OSDI 2022), section 5.2: with a bound on the slowest
-stage, the least sum by layers, stages and devices that are left. Theirs tries one bound after the other; here, an
-interval of bounds is left alone when its longest slowest stage allows no better sum, and halved otherwise, which finds
-the same optimum after a few programs.
+The dynamic program is that of Zheng et al., *Alpa* (OSDI 2022), section 5.2: given a bound on the slowest stage, it
+finds the least sum for the remaining layers, stages and devices. Alpa tries one bound after another. Here, an interval
+of bounds is skipped if no bound in it can improve on the best T, and halved otherwise. This finds the same optimum
+after a few dynamic programs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .integer_program import InfeasibleError
 
 @dataclass(frozen=True)
 class Slicing:
-    """What :func:`slice_stages` found.
+    """Holds the partition that :func:`slice_stages` found.
 
     Attributes:
-        total: the time of an update, in the unit of the costs.
-        slowest: the slowest stage's time for a micro batch.
-        stages: (first layer, last layer, submesh, configuration) each, in order.
+        total: time of an update, in the unit of the costs.
+        slowest: the slowest stage's time for a micro-batch.
+        stages: (first layer, last layer, submesh, configuration) of each stage, in order.
     """
 
     total: float
@@ -45,21 +45,21 @@ def slice_stages(
     *,
     boundary: Optional[Any] = None,
 ) -> Slicing:
-    """Slice L layers into stages on exactly ``num_devices`` devices.
+    """Partition L layers into stages on exactly ``num_devices`` devices.
 
     Args:
-        cost: array (L, L, M, C): the time of a micro batch for layers first to last, both included, on submesh m in
-            configuration c; inf where it cannot be.
-        max_in_flight: array of the same shape: how many stages may follow this one, whose micro batches it keeps in
-            memory besides its own; -1 where not even one fits. None: memory is no matter.
+        cost: array (L, L, M, C): the time of a micro-batch for layers first to last, both included, on submesh m in
+            configuration c; inf if impossible.
+        max_in_flight: array of the same shape: how many stages may follow this one, given that it keeps a micro-batch
+            in memory for each of them besides its own; -1 if not even its own fits. None: memory has no limit.
         submesh_sizes: devices of each of the M submeshes.
-        num_microbatches: B, in an update.
-        boundary: array (L,) or (L, M): the time of a micro batch's way into a stage that begins at a layer (on a
-            submesh), counted as that stage's; layer 0's does not count.
+        num_microbatches: B, the micro-batches per update.
+        boundary: array (L,) or (L, M): the transfer time of a micro-batch into a stage that begins at a layer (on a
+            submesh), added to that stage's time; the entry of layer 0 does not count.
 
     Raises:
-        InfeasibleError: no slicing uses all devices and keeps to the memory; says what is in the way.
-        ValueError: shapes that do not fit, or numbers that mean nothing.
+        InfeasibleError: No partition uses all devices and fits into memory; the message says what prevents it.
+        ValueError: Shapes do not fit together, or numbers are invalid.
     """
     cost, allowed = _checked(cost, max_in_flight, submesh_sizes, num_devices, num_microbatches)
     if boundary is not None:
@@ -83,7 +83,7 @@ def slice_stages(
 
 
 def _least(table: _Table, num_microbatches: int) -> tuple[float, Optional[list[tuple[int, int, int, int]]]]:
-    """The least T over all bounds of the slowest stage, and its stages."""
+    """Return the least T over all bounds on the slowest stage, and its stages."""
     bounds = table.times()
     best, best_bound = np.inf, None
     if not len(bounds):
@@ -93,7 +93,7 @@ def _least(table: _Table, num_microbatches: int) -> tuple[float, Optional[list[t
     best, best_bound = sums[high] + (num_microbatches - 1) * bounds[high], bounds[high]
     if not np.isfinite(sums[high]):
         return best, None
-    # Intervals (low, high] of bounds, the sum at high known: no bound within has a smaller sum.
+    # In an interval (low, high] of bounds, the sum at high is known, and no bound of the interval has a smaller sum.
     open_ = [(-1, high)]
     while open_:
         low, high = open_.pop()
@@ -104,7 +104,7 @@ def _least(table: _Table, num_microbatches: int) -> tuple[float, Optional[list[t
         total = sums[middle] + (num_microbatches - 1) * bounds[middle]
         if total < best:
             best, best_bound = total, bounds[middle]
-        # Below a bound that nothing keeps to, nothing keeps to any; the lower half last, so that it is looked at first.
+        # If no partition keeps to a bound, none keeps to a lower one. The lower half is pushed last to be tried first.
         open_.append((middle, high))
         if np.isfinite(sums[middle]):
             open_.append((low, middle))
@@ -112,7 +112,7 @@ def _least(table: _Table, num_microbatches: int) -> tuple[float, Optional[list[t
 
 
 class _Table:
-    """The dynamic program: F(s, k, d), the least sum for layers k to the end in s stages on d devices."""
+    """Solves the dynamic program: F(s, k, d) is the least sum for layers k to the end in s stages on d devices."""
 
     def __init__(self, cost: np.ndarray, allowed: np.ndarray, sizes: Sequence[int], num_devices: int) -> None:
         self.num_layers, _, self.num_submeshes, _ = cost.shape
@@ -122,11 +122,11 @@ class _Table:
         self.cost = np.where(backwards | (allowed < 0) | (np.array(sizes) > num_devices)[:, None], np.inf, cost)
         self.allowed = allowed
         self.most_stages = min(self.num_layers, num_devices // min(sizes))
-        # Where memory never binds, how many stages follow is no matter, and one table does for all numbers of them.
+        # If memory never limits the number of stages that follow, one table serves all numbers of stages.
         usable = self.allowed[np.isfinite(self.cost)]
         self.is_bound = bool(len(usable)) and int(usable.min()) < self.most_stages - 1
         levels = np.unique(np.minimum(usable, self.most_stages - 1)) if self.is_bound else np.array([0])
-        # The least cost over configurations that so many stages may follow; the same for all up to the next level.
+        # The least cost over the configurations that allow so many following stages; constant between two levels.
         self.levels = levels
         self._best = [
             np.where(self.allowed >= level, self.cost, np.inf).min(axis=3) if self.is_bound else self.cost.min(axis=3)
@@ -134,11 +134,11 @@ class _Table:
         ]
 
     def times(self) -> np.ndarray:
-        """What the slowest stage may take, ascending."""
+        """Return the possible times of the slowest stage, ascending."""
         return np.unique(self.cost[np.isfinite(self.cost)])
 
     def _fill(self, bound: float) -> list[np.ndarray]:
-        """F by stages from 1 on, each (layers + 1, devices + 1); or, where memory never binds, F over any number."""
+        """Return F, an array (layers + 1, devices + 1) for each number of stages; one array if memory never limits."""
         tables: list[np.ndarray] = []
         shape = (self.num_layers + 1, self.num_devices + 1)
         end = np.full(shape, np.inf)
@@ -165,7 +165,7 @@ class _Table:
         return tables
 
     def _any_number(self, diagonals: list[tuple[int, int, np.ndarray]], end: np.ndarray) -> np.ndarray:
-        """Where the number of stages is no matter: from the last layer to the first."""
+        """Return F over any number of stages, filled from the last layer to the first, if memory never limits."""
         table = end.copy()
         for first in range(self.num_layers - 1, -1, -1):
             for width, submesh, times in diagonals:
@@ -176,7 +176,7 @@ class _Table:
         return table
 
     def _diagonals(self, best: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
-        """(number of layers, submesh, times by first layer), without those that cannot be."""
+        """Return (number of layers, submesh, times by first layer) for all combinations with a finite time."""
         found = []
         for width in range(1, self.num_layers + 1):
             for submesh in range(self.num_submeshes):
@@ -189,7 +189,7 @@ class _Table:
         return min((float(table[0, self.num_devices]) for table in self._fill(bound)), default=np.inf)
 
     def stages(self, bound: float) -> list[tuple[int, int, int, int]]:
-        """The way through the tables that has the least sum."""
+        """Return the stages with the least sum, by following the tables."""
         tables = self._fill(bound)
         sums = [float(table[0, self.num_devices]) for table in tables]
         left = int(np.argmin(sums)) + 1 if self.is_bound else 0
@@ -204,7 +204,7 @@ class _Table:
     def _step(
         self, tables: list[np.ndarray], place: tuple[int, int, int], wanted: float, bound: float
     ) -> tuple[int, int, tuple[int, int, int, int]]:
-        """From (stages left, first layer, devices left): the next ones, and the stage between."""
+        """Return the next place after (stages left, first layer, devices left), and the stage in between."""
         left, first, devices = place
         for last in range(first, self.num_layers):
             for submesh, size in enumerate(self.sizes):
@@ -248,7 +248,7 @@ def _checked(
     allowed = np.asarray(max_in_flight)
     if allowed.shape != cost.shape:
         raise ValueError(f"max_in_flight must have cost's shape {cost.shape}, got {allowed.shape}")
-    # A float inf says that any number may follow.
+    # A float inf means that any number of stages may follow.
     return cost, np.where(allowed >= 2**31, 2**31, allowed).astype(np.int64)
 
 

@@ -1,7 +1,7 @@
-"""What runs of layers cost on a mesh: seconds of a micro batch and of an update, and memory.
+"""Prices contiguous layers on a mesh: seconds per micro-batch and per update, and bytes of memory.
 
-Goes in: a model, a cluster, a way of sharing out. Comes out: sums over layers, each an affine function of the samples
-that a device works on at a time, so that every run of layers and every micro batch is a subtraction.
+:class:`StageCosts` keeps prefix sums over layers, each an affine function of the samples per device, so that any range
+of layers and any micro-batch costs one subtraction. The search for candidates and the simulation use it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .memory import MemoryUse, entering_values, parameter_memory, roles_of, save
 from .operators import BATCH, COLUMN, EXPERT, NONE, ROW, VOCABULARY, Graph, Model, Operator
 from .roles import Mesh, Work, cost_of, layouts, resharding
 
-# Of an axis of a mesh; by stage, where stages differ.
+# The size of a mesh axis, or a size per stage where stages differ.
 MeshSize = Union[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the devices of a stage share out the work: (dp, tp), or (dp, ep) where experts are spread."""
+    """Holds the degrees of parallelism within a stage: (dp, tp), or (dp, ep) with expert parallelism."""
 
     dp: int = 1
     tp: int = 1
@@ -37,20 +37,20 @@ class Sharing:
 
     @property
     def num_data(self) -> int:
-        """Devices with different samples."""
+        """Return the number of devices with different samples."""
         return self.dp * self.ep
 
     def __str__(self) -> str:
         return mesh_name(self.mesh())
 
     def mesh(self, pp: int = 1) -> dict[str, int]:
-        """For ``--mesh``: neighbours in a host are those that exchange most, tensors, then samples."""
+        """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbours within a host."""
         sizes = {"pp": pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
 
 def mesh_name(mesh: Mapping[str, MeshSize]) -> str:
-    """As ``--mesh`` takes it.
+    """Return a mesh in the syntax of ``--mesh``.
 
     >>> mesh_name({"pp": 2, "dp": (2, 1), "tp": (1, 2)})
     'pp=2,dp=2|1,tp=1|2'
@@ -61,7 +61,7 @@ def mesh_name(mesh: Mapping[str, MeshSize]) -> str:
 
 
 def mesh_of(stages: Sequence[Sharing]) -> dict[str, MeshSize]:
-    """For ``--mesh``, of a pipeline whose stages share out their work so."""
+    """Return the sizes for ``--mesh`` of a pipeline with these stages."""
     if len(set(stages)) == 1:
         return dict(stages[0].mesh(len(stages)))
     by_axis = {"dp": tuple(s.dp for s in stages), "ep": tuple(s.ep for s in stages), "tp": tuple(s.tp for s in stages)}
@@ -69,14 +69,14 @@ def mesh_of(stages: Sequence[Sharing]) -> dict[str, MeshSize]:
     return {"pp": len(stages), **{axis: size for axis, size in sizes.items() if size != 1}}
 
 
-# Columns of the table: seconds fixed and by sample of computing forward and backward, and of exchanging (two each),
-# then parameters, those of experts, and bytes that a sample leaves for the backward pass.
+# Columns of the table: fixed and per-sample seconds (two columns each) of forward compute, backward compute, forward
+# collectives and backward collectives; parameters; expert parameters; bytes kept per sample for the backward pass.
 _AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT = 4, 6, 8, 9, 10
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a run of layers, in a micro batch: computing and exchanging, in either pass."""
+    """Holds the seconds that some layers take for a micro-batch: compute and collectives of each pass."""
 
     forward: Any
     backward: Any
@@ -89,14 +89,14 @@ class Times:
 
 
 def layers_of(model: Model, most: int) -> list[int]:
-    """The first operators of at most so many layers, by the min-max rule, between which a pipeline may cut."""
+    """Group the operators into at most ``most`` layers between the model's cuts; return the first operator of each."""
     num_layers = min(most, len(model.cuts) + 1)
     work = [o.flops for o in model.graph.operators]
     return cluster_layers(work, crossing(model.graph), num_layers, cuts=model.cuts)
 
 
 class StageCosts:
-    """Of one way of sharing out, layer by layer."""
+    """Prices every contiguous range of layers for one :class:`Sharing`."""
 
     def __init__(self, model: Model, cluster: Cluster, sharing: Sharing, firsts: list[int]) -> None:
         self.model, self.cluster, self.sharing, self.firsts = model, cluster, sharing, firsts
@@ -133,7 +133,7 @@ class StageCosts:
         self._tied = [self._tied_in(a, b, roles, n) for a, b in zip(bounds, bounds[1:])]
 
     def _tied_in(self, first: int, end: int, roles: dict[str, str], n: int) -> list[tuple[str, float]]:
-        """Parameters that this layer shares with another operator, on a device."""
+        """Return the parameters per device that this layer shares with another operator, with that operator's name."""
         found = []
         for o in self.model.graph.operators[first:end]:
             if o.tied_to is not None:
@@ -144,17 +144,17 @@ class StageCosts:
         return self._sums[np.asarray(last) + 1] - self._sums[np.asarray(first)]
 
     def times(self, first: Any, last: Any, micro_batch: int) -> Times:
-        """Of layers first to last, both included (numbers or arrays), and so many samples on a device at a time."""
+        """Return the times of layers first to last, both included (numbers or arrays), for a micro-batch per device."""
         run = self._run(first, last)
         return Times(*(run[..., 2 * i] + micro_batch * run[..., 2 * i + 1] for i in range(4)))
 
     def parameters(self, first: Any, last: Any) -> tuple[Any, Any]:
-        """On a device: those that devices with other samples have as well, and experts'; a tied one once in a run."""
+        """Return a device's parameters, first the dense and then the expert ones; tied ones count once in a range."""
         run = self._run(first, last)
         return run[..., _PARAMETERS] + self._elsewhere(first, last), run[..., _OF_EXPERTS]
 
     def _elsewhere(self, first: Any, last: Any) -> Any:
-        """Parameters tied to those of a layer that is not in the run."""
+        """Return the number of parameters that are tied to a layer outside of the range."""
         first, last = np.broadcast_arrays(first, last)
         extra = np.zeros(first.shape)
         place = self._place_of()
@@ -174,17 +174,17 @@ class StageCosts:
         }
 
     def tied_parameters(self, first: int, last: int) -> float:
-        """On a device of a stage: parameters that another stage has as well, whose gradients the two sum up."""
+        """Return the parameters per device that another stage has too, so that both must sum up the gradients."""
         return float(self._elsewhere(first, last))
 
     def activations(self, first: Any, last: Any, micro_batch: int) -> Any:
-        """Bytes of a micro batch that stay for its backward pass."""
+        """Return the bytes that a micro-batch keeps for its backward pass."""
         return micro_batch * self._run(first, last)[..., _KEPT]
 
     def memory(
         self, first: int, last: int, micro_batch: int, *, in_flight: int = 1, zero_stage: int, recompute: bool = False
     ) -> MemoryUse:
-        """Of a stage with so many micro batches in flight."""
+        """Return the memory of a stage with ``in_flight`` micro-batches in flight."""
         whole = float(self.activations(first, last, micro_batch))
         entering = micro_batch * float(self.entering[first])
         activations = in_flight * entering + whole if recompute else in_flight * whole
@@ -198,7 +198,7 @@ class StageCosts:
     def most_in_flight(
         self, first: Any, last: Any, micro_batch: int, *, zero_stage: int, recompute: bool, room: float
     ) -> np.ndarray:
-        """How many micro batches of a stage with these layers fit into ``room`` bytes at a time; 0: it does not fit."""
+        """Return how many micro-batches of a stage fit into ``room`` bytes at a time; 0 if the stage does not fit."""
         parameters, of_experts = self.parameters(first, last)
         s = self.sharing
         fixed = parameter_memory(
@@ -214,7 +214,7 @@ class StageCosts:
         return np.clip(number, 0, 1 << 40).astype(np.int64)
 
     def update(self, first: int, last: int, zero_stage: int) -> tuple[float, float]:
-        """Seconds of a stage's gradient exchange, and of its optimizer, once in an update."""
+        """Return the seconds per update of a stage's gradient exchange, and of its optimizer."""
         parameters, of_experts = (float(x) for x in self.parameters(first, last))
         s, size = self.sharing, self.cluster.bytes_per_value
         n = s.tp
@@ -226,7 +226,7 @@ class StageCosts:
 
 
 def _column(operator: Operator, role: str, mesh: Mesh, work: Work) -> np.ndarray:
-    """Seconds, fixed and by sample of a device, of the four kinds; parameters, experts' ones; bytes kept a sample."""
+    """Return an operator's entries of the table: seconds of four kinds, parameters, expert parameters, kept bytes."""
     dp, n = mesh.shape
     roles = (BATCH if dp > 1 else NONE, role)
     num_data = dp * (n if role in (BATCH, EXPERT) else 1)
@@ -248,7 +248,7 @@ def _column(operator: Operator, role: str, mesh: Mesh, work: Work) -> np.ndarray
 
 
 def _way(graph: Graph, roles: dict[str, str], edge: tuple[str, str], mesh: Mesh, size: int) -> np.ndarray:
-    """What lies between two operators of a stage whose layouts differ."""
+    """Return the table entries of the resharding between two operators of a stage, zero if their layouts agree."""
     source, to = edge
     have = layouts(graph.by_name[source], (NONE, roles[source]))[1][1]
     want = layouts(graph.by_name[to], (NONE, roles[to]))[0][1]

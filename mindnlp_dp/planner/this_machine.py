@@ -1,8 +1,8 @@
-"""This machine as a cluster, looked at for a second: for a first plan, where nothing but NumPy is at hand.
+"""Estimates this machine as a cluster with one device per core, by timing NumPy for a second.
 
-Goes in: nothing. Comes out: keys of a cluster with a device a core. How fast products and memory are is timed with all
-cores at work; what MindSpore's operators take besides is what they took on the machine of docs/benchmarks.md.
-``mindnlp-dp plan --measure`` measures all of it.
+:func:`~mindnlp_dp.planner.load_cluster` calls it for "this-machine", for a first plan without MindSpore. Products and
+memory are timed with all cores busy; the overhead of MindSpore's operators is taken from the machine of
+docs/benchmarks.md. ``mindnlp-dp plan --measure`` measures all of it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 _SIZE = 768
 _VALUES = 1 << 23
-# Seconds of an operator call, and billions a second of attention scores and of dropout's random numbers, of MindSpore
-# 2.8 on one core of an AMD EPYC.
+# Microseconds per operator call, and billions per second of attention scores and of dropout's random numbers, with
+# MindSpore 2.8 on one core of an AMD EPYC.
 _CALL_US, _GSCORES, _GDRAWS = 90, 0.085, 0.5
 
 
 def this_machine() -> dict[str, Any]:
-    """Keys of a cluster (:func:`~mindnlp_dp.planner.cluster.load_cluster`)."""
+    """Return the keys of a cluster (:func:`~mindnlp_dp.planner.cluster.load_cluster`)."""
     from threadpoolctl import threadpool_limits
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -37,14 +37,14 @@ def this_machine() -> dict[str, Any]:
         "memory_gib": memory / 2**30, "tflops": 2e-12 * _SIZE**3 / products, "efficiency": 0.8,
         "memory_bandwidth_gbs": 1e-9 * bandwidth, "gscores": _GSCORES, "gdraws": _GDRAWS, "call_us": _CALL_US,
         "precision": "float32",
-        # What one rank writes another reads.
+        # A message is written by one rank and read by another.
         "inside": {"latency_us": 25, "bandwidth_gbs": 0.5e-9 * bandwidth},
         "source": "timed for a second with NumPy; --measure FILE measures with MindSpore",
     }  # fmt: skip
 
 
 def _slowest(pool: ThreadPoolExecutor, num: int, function: Callable[[], float]) -> float:
-    """The slowest core's best time of three, with all at work."""
+    """Return the slowest core's time with all cores busy, the best of three rounds."""
     return min(max(pool.map(lambda _: function(), range(num))) for _ in range(3))
 
 

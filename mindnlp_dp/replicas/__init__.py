@@ -1,1 +1,1 @@
-"""One set of weights and buffers on every rank (broadcast.py), and the proof of it (digests.py)."""
+"""This package gives every rank the same weights and buffers (broadcast.py) and verifies it (digests.py)."""

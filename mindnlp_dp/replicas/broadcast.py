@@ -1,9 +1,7 @@
-"""One set of weights and buffers on every rank.
+"""This module copies rank 0's weights and buffers to all ranks, whatever seed each rank built its model from.
 
-Goes in: a model a rank, built from whatever seed. Comes out: rank 0's weights and buffers on every rank.
-
-Buffers that a forward pass changes, such as the running statistics of a batch normalisation, see the samples of their
-own rank, and drift apart: rank 0's are taken over wherever a model is looked at, saved or evaluated.
+Buffers that a forward pass changes, such as the running statistics of batch normalisation, depend on the samples of
+one rank, so they drift apart. Rank 0's buffers are broadcast before a model is compared, saved or evaluated.
 """
 
 from __future__ import annotations
@@ -21,13 +19,14 @@ from .weights import check_same_structure, named_buffers, named_weights, transie
 
 
 def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None, *, src: int = 0) -> None:
-    """Give every rank rank ``src``'s parameters and buffers, in place.
+    """Copy the parameters and buffers of rank ``src`` to every rank, in place.
 
-    Buffers that are not persistent, and follow what a rank has read in their shape, stay as they are there.
+    Non-persistent buffers whose shape or type differs between ranks, because it depends on the samples that a rank has
+    read, are not changed.
 
     Raises:
-        ReplicaMismatchError: on every rank, before anything is sent, when ranks disagree
-            about a name, a shape or a type.
+        ReplicaMismatchError: Raised on every rank, before anything is sent, if ranks disagree about a name, a shape or
+            a type.
     """
     group = group or get_data_group()
     weights = named_weights(model)
@@ -40,7 +39,7 @@ def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None, *, sr
 
 
 def _of_one_shape(buffers: list[tuple[str, Any]], group: ProcessGroup) -> list[tuple[str, Any]]:
-    """Those that all ranks have in the same shape and type. A collective."""
+    """Return the buffers that all ranks have in the same shape and type. A collective."""
     shapes = [(name, tuple(buffer.shape), dtype_name(buffer)) for name, buffer in buffers]
     everyone = group.all_gather_object(shapes)
     common = set(everyone[0]).intersection(*everyone[1:])
@@ -48,14 +47,14 @@ def _of_one_shape(buffers: list[tuple[str, Any]], group: ProcessGroup) -> list[t
 
 
 def broadcast_buffers(model: Any, group: Optional[ProcessGroup] = None) -> None:
-    """Give every rank rank 0's buffers, where they differ, in place; a collective.
+    """Copy rank 0's buffers to every rank where they differ, in place; a collective.
 
-    As PyTorch's DistributedDataParallel does with ``broadcast_buffers``. It is called before a model's replicas are
-    compared, saved or evaluated, by the Trainer and by :class:`~mindnlp_dp.FunctionalRun`; a loop of one's own that
-    does neither calls it itself.
+    PyTorch's DistributedDataParallel does the same with ``broadcast_buffers``. The Trainer and
+    :class:`~mindnlp_dp.FunctionalRun` call it before they compare, save or evaluate replicas; a custom loop that uses
+    neither must call it itself.
 
     Raises:
-        ReplicaMismatchError: on every rank, when ranks have a buffer in different shapes; it is named.
+        ReplicaMismatchError: Raised on every rank if ranks have a buffer in different shapes; names the buffer.
     """
     group = group or get_data_group()
     buffers = named_buffers(model)

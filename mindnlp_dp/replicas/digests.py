@@ -1,6 +1,6 @@
-"""Whether the replicas of a model agree, to the bit.
+"""This module checks that the replicas of a model are bitwise identical, by a digest of all weights.
 
-Goes in: a model a rank. Comes out: a digest of all its weights, and where it differs, what does, and by how much.
+If they are not, it reports which weight differs, on which rank, and by how much.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .weights import ReplicaMismatchError, check_same_structure, named_buffers, 
 DIGEST_BYTES = 8
 
 
-# PEFT's frozen copies of modules that are trained and saved whole, such as a new head: nothing computes with them, and
-# no checkpoint holds them. MindNLP 0.4 and PEFT call them so.
+# The names that MindNLP 0.4 and PEFT give to frozen copies of fully trained modules, such as a new head: no computation
+# uses these copies, and no checkpoint contains them.
 _UNUSED_COPIES = (".original_cell.", ".original_module.")
 
 
@@ -36,8 +36,8 @@ def replica_digest(model: Any) -> str:
 
 
 def weight_digest(name: str, weight: Any) -> bytes:
-    """A hash of one weight's name, type, shape and bits."""
-    # Of bfloat16 as float32, in which no difference gets lost.
+    """Return a hash of one weight's name, type, shape and bits."""
+    # bfloat16 is hashed as float32, which keeps every difference.
     dtype, array = dtype_name(weight), to_host(weight)
     digest = hashlib.blake2b(f"{name}:{dtype}:{array.shape}".encode(), digest_size=DIGEST_BYTES)
     digest.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
@@ -45,17 +45,17 @@ def weight_digest(name: str, weight: Any) -> bytes:
 
 
 def replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) -> bool:
-    """Whether all ranks hold the same weights, to the bit; the same answer on every rank."""
+    """Return whether all ranks hold bitwise identical weights; the same answer on every rank. A collective."""
     group = group or get_data_group()
     return len(set(group.all_gather_object(replica_digest(model)))) == 1
 
 
 def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) -> str:
-    """Return the digest that all ranks share.
+    """Return the digest if it is the same on all ranks. A collective.
 
     Raises:
-        ReplicaMismatchError: on every rank, naming the first weight that differs from rank
-            0's, the rank, and by how much.
+        ReplicaMismatchError: Raised on every rank if replicas differ; names the first weight that differs from rank
+            0's, the rank, and the largest difference.
     """
     group = group or get_data_group()
     digest = replica_digest(model)

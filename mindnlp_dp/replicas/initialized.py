@@ -1,4 +1,4 @@
-"""Whether the weights that are about to be trained have values. Called once by the Trainers and make_train_step."""
+"""This module checks that weights have values before training; the Trainers and make_train_step call it once."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.arrays.inspection import is_uninitialized
 from mindnlp_dp.communication.collectives import ProcessGroup
 
-# How many names a message shows.
+# The number of names that a message shows.
 _SHOWN = 3
-# What begins as zero on purpose: adapters of PEFT, tables of relative positions, offsets of deformable attention, ...
+# Layers that are zero at first on purpose: PEFT's adapters, relative position tables, deformable attention offsets, ...
 _ZERO_LAYERS = (
     "lora_", "hada_", "lokr_", "adapter", "relative_position", "position_embed", "time_embed", "sampling_offsets",
     "attention_weights", "layer_scale", "grn.",
 )  # fmt: skip
-# ... and parameters that are not the weight of a layer: learned tokens and embeddings, scales, biases with several
-# dimensions.
+# ... and parameters that are not a layer's weight: learned tokens and embeddings, scales, multi-dimensional biases.
 _ZERO_PARAMETERS = ("token", "embed", "bias", "scale", "gamma", "beta")
 
 
 def check_values(weights: Sequence[tuple[str, Any]], group: ProcessGroup) -> None:
-    """Look at trainable matrices before the first update; others are passed over. A collective.
+    """Check the trainable matrices before the first update; other weights are skipped. A collective.
 
-    A matrix that is all zero and not known to begin so is a warning, on the main rank: no layer before it learns.
+    The main rank warns of a matrix that is all zero without a known reason: the layers before it would learn nothing.
 
     Raises:
-        ValueError: on every rank, when a matrix on any of them was never given memory; it is named.
+        ValueError: Raised on every rank if a matrix on any rank has no memory yet; names the matrix.
     """
     matrices = [(name, w) for name, w in weights if len(w.shape) > 1 and getattr(w, "requires_grad", True)]
     group.call_where(True, lambda: _check_memory(matrices, group), "looking at the weights")
     mine = [name for name, w in matrices if is_zero_by_mistake(name, w)]
-    # In the model's order, as far as one rank has it; stages of a pipeline have others.
+    # Each rank's names are in model order; pipeline stages have different names, so the ranks' lists are joined.
     zero = list(dict.fromkeys(name for theirs in group.all_gather_object(mine) for name in theirs))
     if zero and group.is_main:
         more = f" and {len(zero) - _SHOWN} more" if len(zero) > _SHOWN else ""
@@ -56,12 +55,12 @@ def _check_memory(matrices: Sequence[tuple[str, Any]], group: ProcessGroup) -> N
 
 
 def is_zero_by_mistake(name: str, weight: Any) -> bool:
-    """Tell whether a weight is all zero, and its name is none of those that begin so on purpose."""
+    """Return whether a weight is all zero and its name does not belong to a layer that is zero at first on purpose."""
     own_name = name.rpartition(".")[2]
     if any(part in name for part in _ZERO_LAYERS):
         return False
     if "weight" not in own_name and any(part in own_name for part in _ZERO_PARAMETERS):
         return False
-    # Most are told by their first elements.
+    # The first elements decide for most weights, without a read of the rest.
     array = to_host(weight).reshape(-1)
     return array.size > 0 and not array[:1024].any() and not array.any()

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model, MindNLP's or a cell, by their names; whether all ranks have the same ones."""
+"""This module lists the parameters and buffers of a MindNLP module or a cell, and compares them between ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Ranks hold models that differ."""
+    """Raised if the models on the ranks differ."""
 
 
 def named_weights(model: Any) -> list[tuple[str, Any]]:
-    """Return parameters, frozen ones too, then the buffers of a state dict: ``(name, tensor)``, each tensor once.
+    """Return ``(name, tensor)`` of all parameters, frozen ones too, then of the persistent buffers, each tensor once.
 
-    Takes a MindNLP module, a ``mindspore.nn.Cell``, or such pairs. Buffers that are not persistent, such as tables of
-    rotary embeddings that grow with the longest sequence, belong to each process for itself.
+    ``model`` is a MindNLP module, a ``mindspore.nn.Cell``, or such pairs. Non-persistent buffers, such as rotary
+    embedding tables that grow with the longest sequence, are left out: they are local to each process.
     """
     return _each_once(_pairs(model))
 
 
 def named_buffers(model: Any) -> list[tuple[str, Any]]:
-    """Return what a forward pass may change, and a state dict holds.
+    """Return the named tensors that a forward pass may change and that a state dict contains.
 
-    That is the persistent buffers of a MindNLP module, and what does not train of a ``mindspore.nn.Cell``: the running
-    statistics of its batch normalisation are parameters that do not train.
+    These are the persistent buffers of a MindNLP module, or the non-trainable parameters of a ``mindspore.nn.Cell``:
+    a cell keeps the running statistics of batch normalisation in such parameters.
     """
     if hasattr(model, "named_parameters"):
         return _each_once(_persistent_buffers(model))
@@ -34,7 +34,7 @@ def named_buffers(model: Any) -> list[tuple[str, Any]]:
 
 
 def transient_buffers(model: Any) -> list[tuple[str, Any]]:
-    """Return the buffers of a MindNLP module that are not persistent: no state dict holds them."""
+    """Return the non-persistent buffers of a MindNLP module, which no state dict contains."""
     persistent = {id(buffer) for _, buffer in _persistent_buffers(model)}
     every = model.named_buffers() if hasattr(model, "named_buffers") else ()
     return _each_once((name, buffer) for name, buffer in every if id(buffer) not in persistent)
@@ -44,7 +44,7 @@ def _persistent_buffers(model: Any, **options: Any) -> list[tuple[str, Any]]:
     if not hasattr(model, "named_buffers"):
         return []
     transient: set[str] = set()
-    # MindSpore's cells have buffers from 2.10 on, and other names for what is in them.
+    # MindSpore's cells have buffers since 2.10, and call their modules cells.
     modules = model.cells_and_names() if hasattr(model, "cells_and_names") else model.named_modules()
     for prefix, module in modules:
         names = getattr(module, "_non_persistent_buffers_set", ())
@@ -66,7 +66,7 @@ def _each_once(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def all_names(model: Any) -> dict[str, Any]:
-    """Return every name of every parameter and persistent buffer, of those that share one tensor too."""
+    """Return all parameters and persistent buffers by name; a tensor that has several names appears under each."""
     if not hasattr(model, "named_parameters"):
         return dict(named_weights(model))
     pairs = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model, remove_duplicate=False)]
@@ -74,7 +74,7 @@ def all_names(model: Any) -> dict[str, Any]:
 
 
 def check_same_structure(weights: Iterable[tuple[str, Any]], group: ProcessGroup) -> None:
-    """Raise on every rank unless all ranks list the same names, shapes and types in the same order."""
+    """Raise ReplicaMismatchError on every rank unless all ranks list the same names, shapes and types in order."""
     mine = [(name, tuple(weight.shape), dtype_name(weight)) for name, weight in weights]
     structures = group.all_gather_object(mine)
     for rank, theirs in enumerate(structures):

@@ -1,1 +1,1 @@
-"""``mindnlp-dp report``: one page, and one picture, from the report.json of one or several runs."""
+"""Shows results: ``mindnlp-dp report`` makes a page and a picture from runs, and ``mindnlp-dp plan`` prints plans."""

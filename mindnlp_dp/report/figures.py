@@ -1,7 +1,6 @@
-"""The plots of a report, with matplotlib: one a panel for the page, all of them together for the picture.
+"""Draws the plots of a report with matplotlib: one SVG per panel for the page, and one PNG with all panels.
 
-Goes in: runs. Comes out: SVG text, or a PNG file. A run has the same colour and the same dashes everywhere, so that
-they can be told apart in grey as well.
+A run has the same colour and the same dashes in all plots, so that runs can be told apart in grey as well.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from .pipeline import draw_pipeline
 from .runs import RecordedRun
 
-# Okabe and Ito's colours, which eyes of all kinds can tell apart.
+# The colours of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _INK, _GRID = "#333333", "#dddddd"
@@ -26,7 +25,7 @@ Panel = Callable[[Any, Sequence[RecordedRun]], None]
 
 
 def losses(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
-    """Training loss (thin) and held-out loss of every run, over "step" or "seconds"."""
+    """Draw the training loss (thin) and held-out loss of every run, over "step" or "seconds"."""
     scale, unit = _unit(runs, over)
     for place, run in enumerate(runs):
         colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
@@ -40,7 +39,7 @@ def losses(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
 
 
 def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
-    """Held-out accuracy of every run, over "step" or "seconds"."""
+    """Draw the held-out accuracy of every run, over "step" or "seconds"."""
     scale, unit = _unit(runs, over)
     for place, run in enumerate(runs):
         colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
@@ -53,7 +52,7 @@ def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
 
 
 def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    """A bar a run: its samples a second; the hatched part is the share that went into communication."""
+    """Draw a bar per run with its samples per second; the hatched part is the fraction spent on communication."""
     rates = [run.report["train_samples_per_second"] for run in runs]
     shares = [run.report.get("gradient_sync_share") or 0.0 for run in runs]
     places = range(len(runs))
@@ -71,7 +70,7 @@ def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
 
 
 def pipelines(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    """The first run's that went through stages and was traced."""
+    """Draw the pipeline of the first run that has a traced one."""
     draw_pipeline(axes, next(run.report["pipeline"] for run in runs if "pipeline" in run.report))
 
 
@@ -86,7 +85,7 @@ PANELS: dict[str, Panel] = {
 
 
 def panels_for(runs: Sequence[RecordedRun]) -> list[str]:
-    """Those that these runs can fill: runs of older versions did not log their time."""
+    """Return the panels that these runs have data for; runs of older versions did not log their time."""
     timed = any(run.series("eval_loss", "seconds")[0] for run in runs)
     has_stages = any("pipeline" in run.report for run in runs)
     return [
@@ -100,7 +99,7 @@ def num_stages(runs: Sequence[RecordedRun]) -> int:
 
 
 def draw_svg(name: str, runs: Sequence[RecordedRun]) -> str:
-    """One panel, as an ``<svg>`` element that scales with its place."""
+    """Draw one panel, and return it as an ``<svg>`` element that scales with its container."""
     height = 0.8 + 0.45 * len(runs) if name == "throughput" else 3.2
     if name == "pipeline":
         height = 1.0 + 0.5 * num_stages(runs)
@@ -112,7 +111,7 @@ def draw_svg(name: str, runs: Sequence[RecordedRun]) -> str:
 
 
 def draw_png(path: Path, runs: Sequence[RecordedRun], title: str) -> None:
-    """All panels."""
+    """Draw all panels into one PNG file."""
     names = panels_for(runs)
     curves = [name for name in names if name not in ("throughput", "pipeline")]
     rows = len(curves) // 2
@@ -140,15 +139,15 @@ def _figure(**options: Any) -> Iterator[Any]:
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": _GRID,
         "grid.linewidth": 0.6, "axes.edgecolor": _INK, "text.color": _INK, "axes.labelcolor": _INK,
         "xtick.color": _INK, "ytick.color": _INK, "axes.axisbelow": True, "svg.hashsalt": "mindnlp_dp",
-        # Labels of data sets may be Chinese.
+        # Labels of datasets may be Chinese.
         "font.family": ["DejaVu Sans", "Noto Sans CJK SC", "sans-serif"],
-        # Names of folders and labels may have two dollar signs.
+        # Names of folders and labels may contain two dollar signs.
         "text.parse_math": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
         import logging
 
-        # Of a font that is not installed, only another one is taken.
+        # A missing font is replaced by another one; the warning is not useful.
         logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
         figure = pyplot.figure(layout="constrained", **options)
         try:
@@ -158,7 +157,7 @@ def _figure(**options: Any) -> Iterator[Any]:
 
 
 def _unit(runs: Sequence[RecordedRun], over: str) -> tuple[float, str]:
-    """What values on this axis are multiplied with, and what it says."""
+    """Return the factor for values on this axis, and the axis label."""
     if over == "step":
         return 1.0, "update"
     longest = max((seconds for run in runs for seconds in run.series("eval_loss", over)[0]), default=0.0)

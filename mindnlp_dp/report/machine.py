@@ -1,4 +1,4 @@
-"""The machine that a run was made on, in a line."""
+"""Describes the machine of a run for its report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """The processor, its number of cores, and Python's version, in a line for a report."""
+    """Return the processor, its number of cores and the Python version, in one line."""
     model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""The files that commands write besides what they print: their numbers, and a picture of them."""
+"""Writes the files of commands that also print their results: the numbers as JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindnlp_dp.runtime.atomic_files import in_place_of
 def write_outputs(
     numbers: Any, json_file: Optional[Path], draw: Callable[[Path], None], plot_file: Optional[Path]
 ) -> bool:
-    """Write the numbers and the plot that were asked for; False when there could be no plot."""
+    """Write the numbers and the plot that were asked for; return False if matplotlib is missing for the plot."""
     if json_file is not None:
         with in_place_of(json_file) as temporary:
             temporary.write_text(json.dumps(numbers, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""The page and the picture of a report.
+"""Writes the page and the picture of ``mindnlp-dp report``.
 
-Goes in: runs. Comes out: one HTML file that needs nothing else (styles and plots are in it), and a PNG.
+The page is one HTML file that needs no other file, because styles and plots are embedded. The picture is a PNG file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ CAPTIONS = {
 
 
 def run_report(paths: Sequence[Path], output: Optional[Path]) -> int:
-    """Write the page and, beside it, the picture; the exit code of the command.
+    """Write the page and the picture next to it; return the exit code of the command.
 
     Raises:
-        ValueError: a run cannot be read, or ``output`` is no .html file.
+        ValueError: A run cannot be read, or ``output`` is not an .html file.
     """
     missing = [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
@@ -47,7 +47,7 @@ def run_report(paths: Sequence[Path], output: Optional[Path]) -> int:
 
 
 def write_report(runs: Sequence[RecordedRun], output: Path) -> None:
-    """The page to ``output``, the picture beside it, each complete or not there."""
+    """Write the page to ``output`` and the picture next to it; each file is written atomically."""
     from .figures import draw_png
 
     with in_place_of(output.with_suffix(".png")) as temporary:
@@ -57,7 +57,7 @@ def write_report(runs: Sequence[RecordedRun], output: Path) -> None:
 
 
 def render(runs: Sequence[RecordedRun]) -> str:
-    """The page as text."""
+    """Return the page as HTML text."""
     import jinja2
     import markupsafe
 
@@ -71,7 +71,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
     )  # fmt: skip
     environment.filters["share"] = lambda value: f"{100 * value:.1f} %"
     environment.filters["duration"] = _duration
-    # Names of classes are long, and may be broken behind an underscore.
+    # Names of classes are long, and may be broken after an underscore.
     environment.filters["breakable"] = lambda name: markupsafe.escape(name).replace("_", markupsafe.Markup("_<wbr>"))
     return environment.get_template("page.html").render(
         title=_title(runs),
@@ -91,7 +91,7 @@ def _title(runs: Sequence[RecordedRun]) -> str:
 
 
 def _verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
-    """What a reader wants to know first: (what, the number, what it means)."""
+    """Return what a reader wants to know first: (name, number, meaning) of each."""
     best = max(runs, key=lambda run: run.report["eval_accuracy"])
     report = best.report
     samples = f" on {report['eval_samples']:,} held-out samples" if "eval_samples" in report else ""
@@ -116,7 +116,7 @@ def _verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
 
 
 def _settings(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
-    """Settings that all runs have and in which they differ, a row each, and the ones that matter most anyway."""
+    """Return a row for each setting that all runs have, if the runs differ in it or it is an important one."""
     configs = [run.report.get("config") or {} for run in runs]
     keys = [key for key in configs[0] if all(key in config for config in configs)]
     always = ("model", "learning_rate", "num_epochs", "max_length", "seed")

@@ -1,7 +1,7 @@
-"""The diagram of a pipeline: what each stage did when in one update, beside the ideal one.
+"""Draws what each stage of a pipeline did when in one update, next to the ideal pipeline.
 
-Goes in: the trace of a run (:mod:`mindnlp_dp.step.timeline`). Comes out: the spans of one update by stage, the share of
-the time that stages were idle, and a picture.
+``scripts/finetune.py`` reads the passes from the trace of a run (:mod:`mindnlp_dp.step.timeline`); the report draws
+them and states the fraction of the time that stages were idle.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Optional
 from mindnlp_dp.planner.schedule import BACKWARD, FORWARD, ideal_bubble
 from mindnlp_dp.planner.simulate import simulate_pipeline
 
-# A pass: kind, micro batch, when it began and ended, in milliseconds from the first one on.
+# A pass: kind, micro-batch, start and end in milliseconds since the first pass.
 Pass = tuple[str, int, float, float]
 
 _COLOURS = {FORWARD: "#0072B2", BACKWARD: "#E69F00"}
 
 
 def pipeline_of(trace: Path, schedule: str) -> Optional[dict[str, Any]]:
-    """Of the update of median length, its passes by stage, and its schedule; None where there were no stages."""
+    """Return the schedule, and the passes by stage of the update of median length; None without several stages."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     updates: dict[int, dict[int, dict[int, list[Pass]]]] = {}
     for event in events:
@@ -32,7 +32,7 @@ def pipeline_of(trace: Path, schedule: str) -> Optional[dict[str, Any]]:
             stages.setdefault(event["pid"], []).append((event["name"], details["micro_step"], began, ended))
     if not updates or max(map(len, updates.values())) < 2:
         return None
-    # Of several rows of stages, the first: one rank a stage.
+    # Use the first of several rows of stages: one rank per stage.
     rows = [[min(stages[stage].items())[1] for stage in sorted(stages)] for stages in updates.values()]
     row = sorted(rows, key=_length)[len(rows) // 2]
     zero = min(span[2] for passes in row for span in passes)
@@ -46,7 +46,7 @@ def _length(row: list[list[Pass]]) -> float:
 
 
 def bubble(stages: list[list[Pass]]) -> float:
-    """The share of an update that its stages were idle, from the first pass to the last one.
+    """Return the fraction of an update that its stages were idle, from the first pass to the last one.
 
     >>> bubble([[("forward", 0, 0, 1), ("backward", 0, 3, 4)], [("forward", 0, 1, 2), ("backward", 0, 2, 3)]])
     0.5
@@ -56,7 +56,7 @@ def bubble(stages: list[list[Pass]]) -> float:
 
 
 def caption(pipeline: dict[str, Any]) -> str:
-    """What a diagram shows, in words."""
+    """Return a caption for the diagram."""
     stages = pipeline["stages"]
     num_micro_batches = len(stages[0]) // 2
     return (
@@ -67,7 +67,7 @@ def caption(pipeline: dict[str, Any]) -> str:
 
 
 def draw_pipeline(axes: Any, pipeline: dict[str, Any]) -> None:
-    """The measured update above, the ideal one below, on one scale."""
+    """Draw the measured update above the ideal one, on the same time axis."""
     stages = pipeline["stages"]
     num = len(stages)
     seconds = {

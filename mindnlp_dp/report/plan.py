@@ -1,7 +1,4 @@
-"""Plans shown: a table and a sentence each, the command that launches the best one, a JSON, and a picture of it.
-
-Goes in: what the planner found. Comes out: text, a JSON-ready dict, a drawing.
-"""
+"""Shows plans for ``mindnlp-dp plan``: a table, the command that launches the best plan, JSON, and a picture."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ _COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#BBBBBB", "#56B4E9", "#009E73")
 _PASSES = {FORWARD: "#0072B2", BACKWARD: "#E69F00"}
 _MOST_REJECTED = 12
 _MOST_DRAWN = 14
-# An estimate above this share of the memory is near enough to its end to be looked at.
+# A plan that leaves less than this fraction of the memory gets a note.
 _TIGHT = 0.2
 _GIB = 2**30
 
 
 def run_plan(args: argparse.Namespace, cluster_keys: Optional[Mapping[str, Any]] = None) -> int:
-    """``mindnlp-dp plan``: find plans, print them, write what was asked for; returns the exit code.
+    """Run ``mindnlp-dp plan``: find plans, print them and write the requested files; return the exit code.
 
     Args:
-        cluster_keys: of a cluster that was measured just now, in place of ``args.cluster``.
+        cluster_keys: keys of a cluster that was just measured, used in place of ``args.cluster``.
     """
     model = load_model(args.model, sequence=args.sequence)
     cluster = load_cluster(args.cluster if cluster_keys is None else cluster_keys)
@@ -103,7 +100,7 @@ def _stage(stage: StagePlan) -> str:
 
 
 def launch_command(found: Plan, plans: Plans) -> Optional[str]:
-    """What to type for a plan; None where ``scripts/finetune.py`` cannot train the model."""
+    """Return the command that launches a plan; None if ``scripts/finetune.py`` cannot train the model."""
     if not plans.model.train_flags:
         return None
     cluster, n = plans.cluster, found.num_devices
@@ -130,7 +127,7 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
 
 
 def _in_code(found: Plan, plans: Plans) -> str:
-    """For a training script of one's own."""
+    """Return how to use the plan in a custom training script."""
     if plans.model.kind == "operators":
         return "this model is known by its operators alone; mindnlp_dp.parallelize() takes a plan of your own for it"
     options = ""
@@ -155,7 +152,7 @@ def _amount(number: float) -> str:
 
 
 def as_dict(plans: Plans) -> dict[str, Any]:
-    """All of it, ready for JSON; times in seconds, memory in bytes."""
+    """Return all plans as JSON-ready values; times in seconds, memory in bytes."""
     return {
         "model": {"name": plans.model.name, "parameters": plans.model.parameters, "sequence": plans.model.sequence},
         "cluster": {"name": plans.cluster.name, "devices": plans.cluster.num_devices, "source": plans.cluster.source},
@@ -185,7 +182,7 @@ def plan_dict(found: Plan, plans: Plans) -> dict[str, Any]:
 
 
 def draw(plans: Plans, path: Path, top: int = 5) -> None:
-    """The best plan's pipeline and memory over time, and what the time of the best few goes into, as a PNG."""
+    """Draw the best plan's pipeline and memory over time, and the parts of the best plans' times, as a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -204,7 +201,7 @@ def draw(plans: Plans, path: Path, top: int = 5) -> None:
 
 
 def _until(found: Plan) -> float:
-    """How much of an update is drawn: as much as a few micro batches take, or all of it."""
+    """Return up to which second an update is drawn: the time of a few micro-batches, or all of it."""
     if found.num_micro_batches <= _MOST_DRAWN:
         return found.timeline.makespan
     last = found.timeline.of_stage(0)

@@ -1,7 +1,6 @@
-"""Runs as a report shows them.
+"""Reads and checks the report.json files of runs, and gives the runs distinct names.
 
-Goes in: folders that training left, or report.json files. Comes out: what is in them, checked, under names that tell
-the runs apart.
+``mindnlp-dp report`` calls :func:`read_runs` with the output folders of training or with the files themselves.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from .schema import NEEDED, REPORT_FILE, RunReport
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run.
+    """Holds the report of one run.
 
     Attributes:
-        name: unlike the other runs'.
-        report: what it left, as it stands in the file.
+        name: distinct name of the run.
+        report: the content of its file.
     """
 
     name: str
     report: RunReport
 
     def series(self, key: str, over: str = "step") -> tuple[list[float], list[float]]:
-        """The values of ``key`` in the log, over "step" or "seconds"; empty where one of the two was not logged."""
+        """Return the values of ``key`` in the log over "step" or "seconds"; empty if one of the two was not logged."""
         rows = [row for row in self.report["history"] if key in row and over in row]
         return [row[over] for row in rows], [row[key] for row in rows]
 
@@ -43,7 +42,7 @@ def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     """Read the runs in these folders (or files), in this order.
 
     Raises:
-        ValueError: there is no report, or it is not one.
+        ValueError: A report is missing, or a file is not a report.
     """
     reports = [_read(path) for path in paths]
     folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in paths]
@@ -71,7 +70,7 @@ def _read(path: Path) -> RunReport:
 
 
 def speed_up(runs: Sequence[RecordedRun]) -> Optional[tuple[RecordedRun, RecordedRun, float]]:
-    """The first run of one process, the fastest of several, and how many times faster that is; None without both."""
+    """Return the first run of one process, the fastest of several, and the speedup; None unless both exist."""
     single = next((run for run in runs if run.report["world_size"] == 1), None)
     several = [run for run in runs if run.report["world_size"] > 1]
     if single is None or not several or not single.report["train_samples_per_second"]:

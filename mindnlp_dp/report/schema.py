@@ -1,4 +1,4 @@
-"""What a run leaves in its report.json: written by whoever trains, read by ``mindnlp-dp report``."""
+"""Defines the content of a run's report.json, which training writes and ``mindnlp-dp report`` reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ REPORT_FILE = "report.json"
 
 
 class _Needed(TypedDict):
-    """Without these there is nothing to show."""
+    """Lists the keys that a report must have."""
 
     world_size: int
     backend: str
@@ -21,12 +21,12 @@ class _Needed(TypedDict):
 
 
 class RunReport(_Needed, total=False):
-    """One run. What is not needed may be missing, in a run of another version.
+    """Describes the report of one run; the keys below may be missing, for example in a run of another version.
 
-    ``gradient_sync_share`` is the share of the training time that went into the exchange of gradients, ``history`` the
-    lines of the log, each with its ``step``, ``confusions`` the classes that were most often taken for each other,
-    ``config`` the settings, ``pipeline`` the passes of an update through stages, where they were traced, and ``plan``
-    the seconds of an update that were predicted and measured, where the run followed a plan.
+    ``gradient_sync_share`` is the fraction of the training time spent on the gradient exchange, ``history`` the lines
+    of the log, each with its ``step``, ``confusions`` the classes most often taken for each other, ``config`` the
+    settings, ``pipeline`` the passes of an update through stages if they were traced, and ``plan`` the predicted and
+    the measured seconds of an update if the run followed a plan.
     """
 
     gradient_sync_share: float

@@ -1,1 +1,1 @@
-"""One update: from the micro steps of a window to new weights, the same on every rank."""
+"""The train step: one update, from the micro-steps of a gradient accumulation window to equal weights on every rank."""

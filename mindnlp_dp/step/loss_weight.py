@@ -1,9 +1,9 @@
-"""What the loss of a micro batch weighs: the number of whatever it is a mean of, by the class of the model.
+"""Finds the weight of a micro-batch's loss: the number of items of which the loss is the mean.
 
-N processes train the model of one process only if losses are averaged with the weights that they have in it. The loss
-of a classifier is a mean over rows; that of a language model is a mean over the labels that are not -100, which rows,
-micro batches and ranks have in different numbers. :func:`loss_mean` knows which, for the classes of MindNLP and
-Transformers; the Trainers, :func:`~mindnlp_dp.make_train_step`, pipelines and the evaluation ask it.
+N processes train the same model as one process only if their losses are averaged with these weights. The loss of a
+classifier is a mean over rows. The loss of a language model is a mean over the labels that are not -100, and their
+number differs between rows, micro-batches and ranks. :func:`loss_mean` decides by the model's class, for MindNLP and
+Transformers; the Trainers, :func:`~mindnlp_dp.make_train_step`, pipelines and the evaluation call it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 class Task(enum.Enum):
-    """What a model's head is for, in the words of PEFT's ``TaskType``."""
+    """The task that a model's head is made for; the names are those of PEFT's ``TaskType``."""
 
     CLASSIFICATION = "sequence classification, regression or multiple choice"
     TOKEN_CLASSIFICATION = "token classification"
@@ -37,14 +37,14 @@ class Task(enum.Enum):
 
 @dataclass(frozen=True)
 class LossMean:
-    """What a model's loss is a mean of.
+    """Describes of which rows, labels or positions a model's loss is the mean.
 
     Attributes:
-        task: by which its labels are read.
-        is_shifted: the output at a token is compared with the next token's label, so that the first column counts
-            nowhere.
-        mask: a column; a label counts only where that is 1. Without it in a batch, all of them do.
-        ignored: the label that never counts; None where all labels count.
+        task: the task, which decides how labels are read.
+        is_shifted: whether the output at a token is compared with the next token's label, so that the first column of
+            labels is not used.
+        mask: name of a mask column; a label counts only where the mask is 1. All count if the batch lacks the column.
+        ignored: the label that never counts; None if all labels count.
     """
 
     task: Task
@@ -55,7 +55,7 @@ class LossMean:
     def weight(self, batch: Mapping[str, Any]) -> Optional[float]:
         """Return the number of rows, labels or positions of which the loss of ``batch`` is the mean.
 
-        None where the batch lacks the columns that say so.
+        Returns None if the batch lacks the columns that are needed to count them.
         """
         if self.task is Task.QUESTION_ANSWERING:
             counts = span_counts(batch)
@@ -73,20 +73,20 @@ class LossMean:
 def count_labels(
     labels: Any, *, shifted: bool = False, mask: Any = None, ignore_index: Optional[int] = IGNORED
 ) -> float:
-    """Return how many labels count: what a mean over tokens weighs, for an own ``loss_weight`` or ``weight_of``::
+    """Return the number of labels that count: the weight of a mean over tokens, for ``loss_weight`` or ``weight_of``::
 
         def loss_weight(self, inputs):
             return dp.count_labels(inputs, shifted=True)
 
     Args:
-        labels: a tensor or an array of any shape, or a batch, whose column ``labels`` is taken.
-        shifted: leave the first column out, as the loss of a causal language model does, which compares the output at
-            each token with the label of the next.
-        mask: of the same shape; a label counts only where it is 1.
+        labels: a tensor or an array of any shape, or a batch, whose column ``labels`` is used.
+        shifted: leave out the first column, as the loss of a causal language model does: it compares the output at
+            each token with the label of the next token.
+        mask: mask of the same shape; a label counts only where the mask is 1.
         ignore_index: the label that does not count; None counts all labels.
 
     Raises:
-        ValueError: ``labels`` is a batch without that column.
+        ValueError: ``labels`` is a batch without the column ``labels``.
     """
     if isinstance(labels, Mapping):
         if "labels" not in labels:
@@ -100,10 +100,10 @@ def count_labels(
 
 
 def span_counts(batch: Mapping[str, Any]) -> Optional[np.ndarray]:
-    """Return how many of the start and of the end positions are within the text, of shape ``(2,)``.
+    """Return an array of two counts: how many start positions, and how many end positions, are within the text.
 
-    The loss of question answering is half a mean over the first and half a mean over the others. None where the batch
-    has no positions.
+    The loss of question answering is half the mean over the start positions plus half the mean over the end positions.
+    Returns None if the batch has no positions.
     """
     positions = [batch.get(name) for name in ("start_positions", "end_positions")]
     text = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
@@ -113,19 +113,19 @@ def span_counts(batch: Mapping[str, Any]) -> Optional[np.ndarray]:
 
 
 def _are_classes(labels: np.ndarray) -> bool:
-    """Tell whether labels are one class a row, of which cross-entropy leaves -100 out."""
+    """Return whether the labels are one class per row; cross-entropy then ignores rows with the label -100."""
     return labels.dtype.kind in "iu" and labels.ndim > 0 and math.prod(labels.shape[1:]) == 1
 
 
 def _num_rows(batch: Any) -> float:
-    """The rows of a batch: those that its loader counted, or of its labels, which have one for each."""
+    """Return the number of rows of a batch, as counted by its loader or, for other batches, by its labels."""
     if isinstance(batch, Batch):
         return float(num_rows_of(batch))
     labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
     return float(labels.shape[0] if getattr(labels, "ndim", 0) else num_rows_of(batch))
 
 
-# The tasks of model classes, by the end of their names.
+# The loss means of model classes, by the end of the class name.
 _TASKS = {
     "ForSequenceClassification": LossMean(Task.CLASSIFICATION),
     "ForImageClassification": LossMean(Task.CLASSIFICATION),
@@ -144,20 +144,20 @@ _TASKS = {
     "ForQuestionAnsweringSimple": LossMean(Task.QUESTION_ANSWERING),
 }
 
-# Decoders that compare an output with the label of the same token, which the caller has shifted.
+# Decoders that compare an output with the label of the same token: the caller has shifted the labels.
 _UNSHIFTED = (
     "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
     "CpmAntForCausalLM", "CpmBeeForCausalLM", "FlaubertWithLMHeadModel", "MBartForCausalLM", "MarianForCausalLM",
     "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "ProphetNetForCausalLM", "Speech2Text2ForCausalLM",
     "TrOCRForCausalLM", "WhisperForCausalLM", "XLMProphetNetForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
 )  # fmt: skip
-# Decoders under an encoder-decoder's name.
+# Decoder-only models that are named like encoder-decoders.
 _SHIFTED = (
     "Blip2ForConditionalGeneration", "ChatGLMForConditionalGeneration", "ChatGLM2ForConditionalGeneration",
     "ChatGLM3ForConditionalGeneration", "ChatGLM4ForConditionalGeneration", "InstructBlipForConditionalGeneration",
     "Kosmos2ForConditionalGeneration", "MllamaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
 )  # fmt: skip
-# The same, and of the labels those of tokens that are attended to.
+# The same, but only the labels of attended tokens count.
 _SHIFTED_ATTENDED = (
     "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration", "VipLlavaForConditionalGeneration",
 )  # fmt: skip
@@ -169,10 +169,10 @@ _EXCEPTIONS: dict[str, Optional[LossMean]] = {
     "BioGptForTokenClassification": _ATTENDED,
     "XLMRobertaXLForTokenClassification": _ATTENDED,
     "BrosForTokenClassification": replace(_ATTENDED, mask="bbox_first_token_mask"),
-    # A sequence's tokens are true or replaced: no label is left out.
+    # Each token is labeled as original or replaced, so every label counts.
     "ElectraForPreTraining": replace(_ATTENDED, ignored=None),
     "FunnelForPreTraining": replace(_ATTENDED, ignored=None),
-    # Sums of several means, or of rows that are not tokens of the text.
+    # Unknown: these losses are sums of several means, or count rows that are not tokens of the text.
     **dict.fromkeys(("BlipForConditionalGeneration", "BrosSpadeEEForTokenClassification",
                      "BrosSpadeELForTokenClassification", "ClvpModelForConditionalGeneration",
                      "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "MusicgenForConditionalGeneration",
@@ -183,10 +183,10 @@ _LIBRARIES = ("mindnlp", "transformers")
 
 
 def loss_mean(model: Any) -> Optional[LossMean]:
-    """Return what the loss of a model of MindNLP or Transformers is a mean of; None where its class is unknown.
+    """Return of what the loss of a MindNLP or Transformers model is the mean; None if its class is unknown.
 
-    A subclass that overrides ``forward`` is unknown, for its loss may be another. Of a PEFT model it is the base
-    model's, except that prompts are put before the labels, so that the first label is compared, too.
+    A subclass that overrides ``forward`` is unknown, because its loss may differ. A PEFT model has the loss of its base
+    model, but prompt tuning puts virtual tokens before the text, so that the first label counts, too.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known = next((each for each in type(base).__mro__ if each.__module__.partition(".")[0] in _LIBRARIES), None)
@@ -211,20 +211,20 @@ def _of_class(name: str) -> Optional[LossMean]:
 
 
 def _is_regression(config: Any) -> bool:
-    """Tell whether a classifier's labels are numbers, none of which is left out."""
+    """Return whether a classifier predicts numbers: then every label counts, including -100."""
     kind = getattr(config, "problem_type", None)
     return kind == "regression" or (kind is None and getattr(config, "num_labels", None) == 1)
 
 
 def _puts_prompts_before(model: Any) -> bool:
-    """Tell whether a PEFT model puts virtual tokens before the text; prefix tuning puts keys and values there."""
+    """Return whether a PEFT model puts virtual tokens before the text; prefix tuning adds keys and values instead."""
     config = getattr(model, "active_peft_config", None)
     kind = str(getattr(config, "peft_type", "")).upper()
     return bool(getattr(config, "is_prompt_learning", False)) and "PREFIX" not in kind
 
 
 def has_ignored_labels(batch: Any) -> bool:
-    """Tell whether some labels of a batch are -100, or positions beyond its text: then rows do not say what counts."""
+    """Return whether some labels are -100 or some positions are beyond the text, so that not every row counts alike."""
     if not isinstance(batch, Mapping):
         return False
     labels, counts = batch.get("labels"), span_counts(batch)
@@ -234,10 +234,10 @@ def has_ignored_labels(batch: Any) -> bool:
 
 
 def checked_weight(weight: Any, rank: str) -> float:
-    """Return what a user's function says that a loss weighs.
+    """Return the loss weight that the user's function computed, as a float.
 
     Raises:
-        ValueError: it is negative, or no number.
+        ValueError: the weight is negative, infinite or NaN.
     """
     value = float(weight)
     if not 0 <= value < math.inf:
@@ -249,11 +249,11 @@ def checked_weight(weight: Any, rank: str) -> float:
 
 
 class LossWeigher:
-    """Weighs the losses of micro batches, by ``mean``, or by rows where that is not known.
+    """Computes the loss weights of micro-batches from ``mean``, or from the number of rows if ``mean`` is unknown.
 
     Args:
-        mean: what the loss is a mean of; None where that is not known.
-        whose: the loss, in a message, such as "the loss of MyModel".
+        mean: description of what the loss is the mean of; None if unknown.
+        whose: name of the loss in messages, such as "the loss of MyModel".
     """
 
     def __init__(self, mean: Optional[LossMean], whose: str) -> None:
@@ -262,7 +262,7 @@ class LossWeigher:
         self._has_warned = False
 
     def __call__(self, batch: Any) -> float:
-        """Return what the loss of a batch weighs in the mean over ranks and micro batches."""
+        """Return the weight of a batch's loss in the mean over ranks and micro-batches."""
         columns = batch if isinstance(batch, Mapping) else {}
         weight = None if self.mean is None else self.mean.weight(columns)
         if self.mean is not None and self.mean.task is Task.CLASSIFICATION and not columns:

@@ -1,8 +1,6 @@
-"""The loss of all ranks: its mean, and what becomes of one that is no number.
+"""Averages the losses of all ranks, and reports a loss that is NaN or infinite on every rank.
 
-Goes in: the loss of every micro batch, with its weight. Comes out: the global mean
-since the last log line and of the run; and, when a loss is NaN or infinite on any
-rank, the same report on all of them.
+The train step adds the loss and weight of every micro-batch; the Trainer and custom loops log the global mean.
 """
 
 from __future__ import annotations
@@ -15,40 +13,40 @@ import numpy as np
 
 from mindnlp_dp.communication.collectives import ProcessGroup
 
-# How many sample indices a message shows.
+# The number of sample indices that a message shows.
 _SHOWN = 8
 
 
 class LossMeter:
-    """Sums of loss * weight and of weight."""
+    """Averages losses over micro-batches and ranks, from the sums of loss * weight and of weight."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        # On this rank since the last log line; of the run before it, over all ranks.
+        # The first counts on this rank since the last log line, the second on all ranks before it.
         self._since_log = np.zeros(2)
         self._logged = np.zeros(2)
 
     def add(self, loss: float, weight: float) -> None:
-        """One micro batch of this rank."""
+        """Add the loss of one micro-batch of this rank."""
         self._since_log += loss * weight, weight
 
     def mean_since_log(self) -> float:
-        """The mean since this was last called, over all ranks; NaN when nothing was added. A collective."""
+        """Return the mean over all ranks since the last call of this method; NaN if there was none. A collective."""
         sums = self.group.all_reduce(self._since_log)
         self._logged += sums
         self._since_log[:] = 0
         return _mean(sums)
 
     def mean_of_run(self) -> float:
-        """The mean of all that was ever added, on any rank. A collective."""
+        """Return the mean over the whole run and all ranks. A collective."""
         return _mean(self._logged + self.group.all_reduce(self._since_log))
 
     def state(self) -> dict[str, np.ndarray]:
-        """This rank's state."""
+        """Return this rank's sums, for a checkpoint."""
         return {"since_log": self._since_log.copy(), "logged": self._logged.copy()}
 
     def load_states(self, states: Sequence[dict[str, np.ndarray]]) -> None:
-        """Take over the states of all ranks of a run; another number of ranks gives rank 0 what was not logged yet."""
+        """Load the states of all ranks; if the number of ranks has changed, rank 0 gets all unlogged losses."""
         self._logged = states[0]["logged"].copy()
         if len(states) == self.group.world_size:
             self._since_log = states[self.group.rank]["since_log"].copy()
@@ -63,7 +61,7 @@ def _mean(sums: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class BadLoss:
-    """A loss that is NaN or infinite, and where it came from; no indices where nobody knows them."""
+    """A loss that is NaN or infinite, with its rank, step and sample indices; no indices if they are unknown."""
 
     value: float
     rank: str
@@ -77,12 +75,12 @@ class BadLoss:
 
 
 def settle_bad_losses(mine: Sequence[BadLoss], group: ProcessGroup, go_on: bool) -> bool:
-    """Tell every rank about the bad losses of all: a warning when training goes on, else an error. A collective.
+    """Report the bad losses of all ranks on every rank, as a warning or an error; return whether there were any.
 
-    Returns whether there were any.
+    A collective.
 
     Raises:
-        FloatingPointError: on every rank, unless ``go_on``.
+        FloatingPointError: there is a bad loss and ``go_on`` is False; raised on every rank.
     """
     reports = [str(bad) for theirs in group.all_gather_object(list(mine)) for bad in theirs]
     if not reports:
@@ -100,7 +98,7 @@ def settle_bad_losses(mine: Sequence[BadLoss], group: ProcessGroup, go_on: bool)
 
 
 def warn_of_no_weight(total_weight: float, step: int) -> None:
-    """Warn of an update in which nothing counts on any rank, whose loss would be 0 / 0."""
+    """Warn that an update has a total weight of 0 over all ranks, so that its loss would be 0 / 0."""
     if total_weight == 0:
         warnings.warn(
             f"the losses of update {step} weigh nothing on any rank, as where all labels are -100; the update is left "
@@ -111,10 +109,10 @@ def warn_of_no_weight(total_weight: float, step: int) -> None:
 
 
 def settle_bad_gradient(what: str, step: int, go_on: bool) -> None:
-    """Warn of an averaged gradient, the same on every rank, that must not reach the weights.
+    """Warn that an update is left out, because the averaged gradient (equal on every rank) is not finite.
 
     Raises:
-        FloatingPointError: training does not ``go_on`` without this update.
+        FloatingPointError: ``go_on`` is False.
     """
     report = f"{what} at step {step}, though every loss is finite"
     if not go_on:

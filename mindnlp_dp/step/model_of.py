@@ -1,4 +1,7 @@
-"""Which model a function computes with, whose class says what the loss is; called by make_train_step and evaluate."""
+"""Finds the model that a loss function uses, because its class defines the loss weight.
+
+make_train_step and evaluate call it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, Callable, Optional
 
 from .loss_weight import LossWeigher, loss_mean
 
-# How far from the function its model may be: a bound method's object, and that object's attribute.
+# The number of references from the function to its model, such as: bound method, its object, an attribute of that.
 _MAX_DEPTH = 3
 
 
@@ -17,10 +20,11 @@ def model_of(function: Callable[..., Any], parameters: Any = None) -> Optional[A
     """Return the model that a function refers to: in its closure, its globals, its object or its bound arguments.
 
     Args:
-        parameters: the model must have one of them; None: any model will do.
+        function: the function that computes the loss.
+        parameters: parameters of which the model must have at least one; None accepts any model.
 
     Returns:
-        The one with the most parameters, where there are several; None where there is none.
+        The model, or None. If there are several: one with a known loss, then the one with the most parameters.
     """
     wanted = None if parameters is None else {id(parameter) for parameter in parameters}
     models: dict[int, tuple[int, Any]] = {}
@@ -29,13 +33,13 @@ def model_of(function: Callable[..., Any], parameters: Any = None) -> Optional[A
             own = {id(parameter) for parameter in each.parameters()}
             if own and (wanted is None or own & wanted):
                 models[id(each)] = len(own), each
-    # A model beside its base model: the one that has a known loss comes first.
+    # A function may refer to a model and to its base model; the loss is that of the one with a known loss.
     ranked = sorted(models.values(), key=lambda found: (loss_mean(found[1]) is not None, found[0]))
     return ranked[-1][1] if ranked else None
 
 
 def modules_of(function: Callable[..., Any], parameters: Any) -> list[Any]:
-    """Return all models and cells that a function refers to and that have one of ``parameters``, each once."""
+    """Return all models and cells that a function refers to and that have at least one of ``parameters``."""
     wanted = {id(parameter) for parameter in parameters}
     found: dict[int, Any] = {}
     for each in _referred_to(function, _MAX_DEPTH):
@@ -66,7 +70,7 @@ def _referred_to(value: Any, depth: int) -> Iterator[Any]:
         names = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
         found = [*cells, *names, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     elif not isinstance(value, type) and not inspect.ismodule(value) and not hasattr(value, "named_parameters"):
-        # An object of the user's, such as a trainer, which has the model as an attribute.
+        # A user's object, such as a trainer, may have the model as an attribute.
         found = list(getattr(value, "__dict__", {}).values())
     for each in found:
         yield from _referred_to(each, depth - 1)
@@ -81,10 +85,11 @@ def _is_filled(cell: Any) -> bool:
 
 
 class BatchWeigher:
-    """Weighs the losses of batches of any form that ``function`` is called with.
+    """Computes the loss weights of the batches that a function is called with, in any form.
 
     Args:
-        model: whose class says what the loss is a mean of; None where that is not known.
+        function: the function that computes the loss; its argument names are the column names of a tuple batch.
+        model: the model whose class defines what the loss is the mean of; None if unknown.
     """
 
     def __init__(self, function: Callable[..., Any], model: Optional[Any]) -> None:
@@ -94,14 +99,14 @@ class BatchWeigher:
         self._names = _argument_names(function)
 
     def __call__(self, batch: Any) -> float:
-        """Return what the loss of a batch weighs in the mean over ranks and micro batches."""
+        """Return the weight of a batch's loss in the mean over ranks and micro-batches."""
         if not isinstance(batch, Mapping) and isinstance(batch, (tuple, list)) and len(batch) <= len(self._names):
             batch = dict(zip(self._names, batch))
         return self._weigher(batch)
 
 
 def _argument_names(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that a tuple is passed as; none where they cannot be told."""
+    """Return the names of the function's positional arguments; an empty list if it has no readable signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

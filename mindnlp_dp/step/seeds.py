@@ -1,7 +1,7 @@
-"""The randomness inside a model, such as dropout: a function of the seed, the rank, the update and the micro step.
+"""Seeds the randomness inside a model, such as dropout, from the run's seed, the rank, the update and the micro-step.
 
-What the ranks of a tensor-parallel group compute alike, they draw alike; what is cut among them draws apart
-(:func:`draws_apart`), and behind it they draw alike again.
+The ranks of a tensor-parallel group draw the same random numbers for replicated tensors, and different ones for sharded
+tensors (:func:`draws_apart`). Afterwards they draw the same numbers again.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Optional
 
 import numpy as np
 
-# In the place of a micro step: while the batches of an update are read.
+# The micro-step number for the seed that is set while the batches of an update are read.
 READING = 2**32 - 1
-# The seed that counts, and how often ranks have drawn apart since it was set.
+# The seed in use, and the number of draws_apart blocks since it was set.
 _current: Optional[int] = None
 _num_apart = 0
 
 
 def step_seed(seed: int, rank: int, step: int, micro_step: int) -> int:
-    """The seed of the randomness inside the model (dropout) for one micro step.
+    """Return the seed of the randomness inside the model (dropout) for one micro-step, in ``[0, 2**31)``.
 
-    A function of its arguments alone, in ``[0, 2**31)``: a resumed run replays it,
-    and ranks, steps and micro steps all differ.
+    It depends on the arguments only, so that a resumed run gets the same seeds. Ranks, steps and micro-steps all get
+    different seeds.
     """
     return _mixed(seed, rank, step, micro_step)
 
@@ -35,7 +35,7 @@ def _mixed(*numbers: int) -> int:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run a block with MindSpore's generators at ``seed``; NumPy's own state is kept around it."""
+    """Set MindSpore's generators to ``seed`` for the block, without changing NumPy's random state."""
     global _current, _num_apart
     before = _current, _num_apart
     _current, _num_apart = seed, 0
@@ -48,10 +48,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draws_apart(rank: int) -> Iterator[None]:
-    """Within :func:`seeded`, a block in which each ``rank`` draws other numbers; elsewhere nothing happens.
+    """Let each ``rank`` draw different random numbers in this block; has no effect outside of :func:`seeded`.
 
-    All ranks come to the same blocks in the same order. Behind one they begin to draw alike again, with numbers that
-    none of them has drawn yet.
+    All ranks must enter the same blocks in the same order. After the block all ranks draw the same numbers again, from
+    a new seed.
     """
     global _num_apart
     if _current is None:
@@ -70,7 +70,7 @@ def _set(seed: int) -> None:
     numpy_state = np.random.get_state()
     mindspore.set_seed(seed)
     mindspore.manual_seed(seed)
-    # MindNLP 0.5's, which has a generator of its own.
+    # MindNLP 0.5 (mindtorch) has its own generator.
     if (mindtorch := sys.modules.get("mindtorch")) is not None:
         mindtorch.manual_seed(seed)
     np.random.set_state(numpy_state)

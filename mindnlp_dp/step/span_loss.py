@@ -1,13 +1,13 @@
-"""The loss of extractive question answering, which is half a mean over start and half a mean over end positions.
+"""Makes the loss of extractive question answering equal to that of one process; train steps and evaluation use it.
 
-Positions outside of the text count in neither, and the two may leave out different rows. Then no single weight makes
-the mean of several losses that of one process. Where that is so in an update, :class:`SpanLoss` replaces the loss that
-the model returns by
+The loss is half the mean over start positions plus half the mean over end positions. Positions outside of the text are
+ignored, and the two means may ignore different rows. Then no single weight per loss gives the loss of one process. If
+that happens in an update, :class:`SpanLoss` replaces the loss that the model returns by
 
     (W / w) (S / N_start + E / N_end) / 2
 
-with S and E the sums of the cross-entropies of a micro batch, w its weight, and N_start, N_end and W the counts and the
-weight of the whole update, on all ranks: the weighted mean of these losses is the loss of one process.
+S and E are the sums of the cross-entropies of a micro-batch and w is its weight; N_start, N_end and W are the counts
+and the weight of the whole update over all ranks. The weighted mean of these losses is the loss of one process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Terms = tuple[Any, Any]
 
 
 class SpanLoss:
-    """Makes the loss of a question answering model exact over ranks and micro batches; other models stay as they are.
+    """Makes the loss of a question answering model exact over ranks and micro-batches; has no effect on other models.
 
     Args:
-        model: with ``start_logits`` and ``end_logits`` in its output, called with the columns of a batch by name.
-        group: the ranks that have other samples.
+        model: a model with ``start_logits`` and ``end_logits`` in its output, called with columns as keyword arguments.
+        group: the ranks that split the samples.
     """
 
     def __init__(self, model: Any, group: ProcessGroup) -> None:
@@ -41,10 +41,10 @@ class SpanLoss:
 
     @contextlib.contextmanager
     def window(self, batches: Iterable[Any]) -> Iterator[None]:
-        """Run the forward passes of an update within this block. A collective.
+        """Correct the losses of the update whose forward passes run in this block. A collective.
 
         Args:
-            batches: this rank's micro batches of the update; None stands for one that it has not.
+            batches: this rank's micro-batches of the update; None replaces a batch that this rank does not have.
         """
         if not self._applies:
             yield
@@ -67,7 +67,7 @@ class SpanLoss:
 
     @contextlib.contextmanager
     def terms(self) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-        """Record the two means and the two counts of every forward pass of an evaluation in this block."""
+        """Record the two means and the two counts of every forward pass in this block, for an evaluation."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
 
         def record(sums: Terms, counts: np.ndarray) -> None:
@@ -78,7 +78,7 @@ class SpanLoss:
 
     @contextlib.contextmanager
     def _each_forward_pass(self, function: Callable[[Terms, np.ndarray], Any]) -> Iterator[None]:
-        """Call a function with the sums and counts of each forward pass; what it returns becomes the model's loss."""
+        """Call ``function`` with the sums and counts of each forward pass; its result, if any, replaces the loss."""
 
         def hook(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
             counts = span_counts(kwargs)
@@ -101,7 +101,7 @@ def _counts_of(batch: Any) -> Optional[np.ndarray]:
 
 
 def _sums(output: Mapping[str, Any], columns: Mapping[str, Any]) -> Terms:
-    """The summed cross-entropies of start and of end positions; those outside of the text count for nothing."""
+    """Return the summed cross-entropies of the start and of the end positions; ignore those outside of the text."""
     cross_entropy = torch_like().nn.functional.cross_entropy
     sums = []
     for name in ("start", "end"):

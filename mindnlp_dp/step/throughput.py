@@ -1,6 +1,6 @@
-"""How fast training went, and how much of it was communication.
+"""Measures the training speed and the share of communication in it; the Trainer reports both.
 
-Counts samples of all ranks; excludes what is not training (evaluation, saving).
+It counts the samples of all ranks and excludes the time of evaluation and saving.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 
 
 class TrainingTimer:
-    """A stopwatch that runs while training does.
+    """A stopwatch for the training time, which is stopped during evaluation and saving.
 
     Attributes:
-        seconds: running time so far.
+        seconds: the measured time so far.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class TrainingTimer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of a block out."""
+        """Exclude the time of this block."""
         self.stop()
         try:
             yield
@@ -57,9 +57,9 @@ def speed_metrics(
     num_updates: int,
     num_tokens: Optional[int] = None,
 ) -> dict[str, float]:
-    """A run's speed from what each rank counted: samples are added up, seconds averaged. A collective.
+    """Return the speed of a run: samples are summed over the ranks, seconds are averaged. A collective.
 
-    ``num_tokens`` is the number over all ranks, and the same on each.
+    ``num_tokens`` is the total over all ranks, the same value on each rank.
     """
     samples, total_seconds, total_sync = group.all_reduce(np.array([num_samples, seconds, sync_seconds], np.float64))
     mean_seconds = max(total_seconds / group.world_size, 1e-9)

@@ -1,8 +1,8 @@
-"""The timeline of a run: what every rank did when, as a Chrome trace.
+"""Records the activities of every rank over time and writes them as a Chrome trace.
 
-Goes in: spans (a name, a lane, when it began and ended) of each rank. Comes out: one JSON file, which
-chrome://tracing and https://ui.perfetto.dev show: a row of lanes for each rank, "compute" with forward, backward,
-wait and update, and "exchange" with the buckets that are under way::
+The train step and the Trainer add spans (name, lane, begin and end time). The result is one JSON file for
+chrome://tracing or https://ui.perfetto.dev. It shows two lanes for each rank: "compute" with forward, backward, wait
+and update, and "exchange" with the buckets that are being reduced::
 
     rank 0  compute   │ forward │      backward      │ wait │ clip │ update │
             exchange            │   bucket 0 │ bucket 1 │ bucket 2 │
@@ -23,15 +23,15 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.runtime.atomic_files import in_place_of
 
 LANES = ("compute", "exchange")
-# Spans of a rank: more would fill memory, and nobody reads them. 100,000 are some thousand steps.
+# The maximum per rank: more spans would fill the memory to no use. 100,000 spans are several thousand steps.
 MAX_SPANS = 100_000
 
 
 class Timeline:
-    """Spans of this rank from now on; without a ``path`` nothing is kept. Its making and :meth:`write` are collectives.
+    """Records the spans of this rank, or nothing without a ``path``. Constructor and :meth:`write` are collectives.
 
     Raises:
-        OSError: on every rank, when the file cannot be written: now, not when the run has ended.
+        OSError: the file cannot be written; raised on every rank, at the beginning and not after the run.
     """
 
     def __init__(self, group: ProcessGroup, path: Optional[str] = None) -> None:
@@ -41,12 +41,12 @@ class Timeline:
         self._num_dropped = 0
         if self._path is not None:
             self._write([])
-            # From here every rank counts; between hosts, clocks differ.
+            # Times are relative to this barrier, because the clocks of hosts differ.
             group.barrier()
         self._zero = time.perf_counter()
 
     def add(self, name: str, began: float, ended: float, lane: str = "compute", **details: Any) -> None:
-        """Keep a span; times are ``time.perf_counter()``'s."""
+        """Record a span; times are values of ``time.perf_counter()``."""
         if self._path is None:
             return
         if len(self._spans) < MAX_SPANS:
@@ -62,7 +62,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def forward_and_backward(self, model: Any, **details: Any) -> Iterator[None]:
-        """A block in which ``model`` is called once and then differentiated: two spans."""
+        """Record a forward and a backward span for a block that calls ``model`` once and differentiates it."""
         if self._path is None:
             yield
             return
@@ -77,7 +77,7 @@ class Timeline:
         self.add("backward", between, time.perf_counter(), **details)
 
     def write(self) -> None:
-        """Write the spans of all ranks. A collective."""
+        """Write the spans of all ranks to the file. A collective."""
         if self._path is None:
             return
         everyone = self._group.all_gather_object((self._spans, self._num_dropped))

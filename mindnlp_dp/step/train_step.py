@@ -1,10 +1,10 @@
-"""One optimizer step from this rank's part of one global batch.
+"""Does one optimizer step from this rank's part of a global batch; the Trainer and custom loops call it.
 
-Goes in: the micro steps of a window as they are computed, each with its loss, gradients and
-weight. Comes out: the same updated weights on every rank. Knows neither models nor trainers::
+It takes the micro-steps of a window as they are computed, each with its loss, gradients and weight. After the step all
+ranks have the same weights. It does not depend on models or trainers::
 
-    micro steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
-                        no communication         1 all-reduce a bucket    (mindnlp_dp.update)
+    micro-steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
+                        no communication         1 all-reduce per bucket  (mindnlp_dp.update)
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from .timeline import Timeline
 
 @dataclass(frozen=True)
 class MicroStep:
-    """What one forward and backward pass of this rank gave.
+    """The result of one forward and backward pass on this rank.
 
-    ``gradients`` are in the order of the synchroniser's parameters; None where nothing in the micro batch counts, so
-    that it was not computed. ``indices`` say which samples these were, where that is known. ``is_spoilt`` says that
-    another rank's loss, which is no number, is in these gradients: experts get those of several ranks. ``num_sharers``
-    ranks have this loss, and each a part of its gradients, as many times as large, which the exchange makes one.
+    Attributes:
+        loss: the mean loss of the micro-batch.
+        gradients: gradients in the order of the synchronizer's parameters; None if the micro-batch has no weight and
+            was not computed.
+        weight: the weight of the loss in the mean over ranks and micro-batches.
+        indices: indices of the samples, if known.
+        is_spoilt: whether the gradients contain NaN or infinity from another rank's loss; experts get gradients from
+            several ranks.
+        num_sharers: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its rows
+            times ``num_sharers``, so that the weighted mean of the exchange is the full gradient.
     """
 
     loss: float
@@ -43,16 +49,16 @@ class MicroStep:
 
     @classmethod
     def without_weight(cls, indices: Optional[np.ndarray] = None) -> MicroStep:
-        """One that is not computed, for nothing in it counts, such as none of its labels."""
+        """Return a micro-step that was not computed because nothing in it counts, such as when all labels are -100."""
         return cls(0.0, None, 0.0, indices)
 
 
 class TrainStep:
-    """Called by every rank once an update, with its micro steps; they are taken one by one, as they come.
+    """Accumulates micro-steps, exchanges the gradients and updates the weights; every rank calls it once per update.
 
-    A loss that is NaN or infinite, and a gradient that holds such numbers, are left out of the update with a warning,
-    on every rank alike; or, without ``leave_out_bad_losses``, raise FloatingPointError on every rank. ``settle`` is
-    called when weights were updated.
+    It takes the micro-steps one by one as they are computed. If a loss is NaN or infinite, its micro-step is left out
+    with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
+    FloatingPointError on every rank. ``settle`` is called after every update of the weights.
     """
 
     def __init__(
@@ -73,12 +79,12 @@ class TrainStep:
         self.leave_out_bad_losses = leave_out_bad_losses
         self.timeline = timeline or Timeline(synchronizer.group)
         self._settle = settle
-        # Updates that are finished here, and whether weights or the optimizer are those of none: an error leaves it so.
+        # is_updating stays True if an error interrupts an update: weights or optimizer are then partly updated.
         self.num_updates = 0
         self.is_updating = False
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
-        """Do update number ``step``; returns the norm of the averaged gradient, if it is clipped."""
+        """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped."""
         sync = self.synchronizer
         losses, bad = self._accumulate(micro_steps, step)
         with self.timeline.span("wait for gradients", step=step), progress.waiting("the exchange of gradients"):
@@ -116,7 +122,7 @@ class TrainStep:
     def _accumulate(
         self, micro_steps: Iterable[MicroStep], step: int
     ) -> tuple[list[tuple[float, float]], list[BadLoss]]:
-        """Add up the micro steps of a window; return the losses with their weights, and those that are no numbers."""
+        """Accumulate the micro-steps of a window; return the finite losses with their weights, and the bad losses."""
         sync = self.synchronizer
         losses: list[tuple[float, float]] = []
         bad: list[BadLoss] = []
@@ -134,8 +140,8 @@ class TrainStep:
                         indices = () if micro.indices is None else tuple(micro.indices.tolist())
                         bad.append(BadLoss(micro.loss, sync.group.label(), step, indices))
         except BaseException:
-            # A later window begins empty, and without the hooks that the passes of this one have put into the model,
-            # for as long as the traceback keeps their generator.
+            # The next window must begin empty. Close the generator to remove its hooks from the model now: the
+            # traceback would keep it alive.
             sync.drop()
             if isinstance(micro_steps, Generator):
                 micro_steps.close()
@@ -143,7 +149,7 @@ class TrainStep:
         return losses, bad
 
     def _problem_of(self, gradients: Any, norm: Optional[float]) -> str:
-        """Why these averaged gradients, of this norm where it is known, must not reach the weights; else empty."""
+        """Return why the averaged gradients must not be applied, or an empty string if they are finite."""
         if norm is None:
             return "" if self.updater.are_finite(gradients) else "the averaged gradient holds NaN or infinity"
         return "" if math.isfinite(norm) else f"the norm of the averaged gradient is {norm}"

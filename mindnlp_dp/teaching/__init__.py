@@ -1,1 +1,1 @@
-"""How it works, to run and to count: the algorithms of the textbooks, and the laws of speed-up."""
+"""Teaching code: the textbook algorithms of all-reduce and the laws of speed-up, to run and to measure."""

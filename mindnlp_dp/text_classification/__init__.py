@@ -1,1 +1,1 @@
-"""A whole text classification job: data, tokenizer, model, report. What the quickstart and the homework are made of."""
+"""A complete text classification job (data, tokenizer, model, report), which the quickstart and the homework use."""

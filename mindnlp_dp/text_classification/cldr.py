@@ -1,7 +1,6 @@
-"""Short phrases and their language, from CLDR through Babel: a real data set that needs no download.
+"""This module makes a language identification data set from CLDR's phrases in Babel, without a download.
 
-Goes in: nothing. Comes out: a training and a held-out split, the same everywhere
-with the same Babel.
+The splits are the same on every machine with the same version of Babel.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from collections.abc import Iterator
 
 from .examples import Examples, InputError
 
-# Many alphabets, and close relatives within one (Danish and Norwegian, Russian, Ukrainian and Bulgarian).
+# The languages use many scripts; some are closely related (Danish and Norwegian; Russian, Ukrainian and Bulgarian).
 LANGUAGES = ("ar bg cs da de el en es fa fi fr he hi hu it ja ko nb nl pl pt ro ru sv th tr uk vi zh").split()
 HELD_OUT_PERCENT = 10
 
 
 def cldr_phrases() -> tuple[Examples, Examples]:
-    """Short phrases and their language: a training and a held-out split that need no download.
+    """Return a training and a held-out split of short phrases, labelled with their language.
 
     The phrases are CLDR's names of territories, languages, scripts, currencies and cities in 29
-    languages, as Babel carries them (https://cldr.unicode.org). One that occurs in several
-    languages is left out. A hash of the phrase decides on its split.
+    languages, from Babel (https://cldr.unicode.org). A phrase that occurs in several languages is
+    left out. A hash of the phrase decides its split.
     """
     try:
         from babel import Locale

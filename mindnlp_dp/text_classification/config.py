@@ -1,4 +1,4 @@
-"""The settings of a job: from a YAML file and from flags; flags win, unknown keys fail."""
+"""This module reads the settings of a job from a YAML file and from flags; flags win, and unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _setting(default: Any, text: str) -> Any:
 
 @dataclass
 class TaskConfig:
-    """What to train on what. Every field is a key of a config file and a flag."""
+    """The data, the model and the training settings; every field is a key of a config file and a flag."""
 
     train_file: str = _setting("", "CSV, TSV or JSON lines with texts and labels; empty: CLDR phrases, by language")
     test_file: str = _setting("", "the held-out split, in the same form")
@@ -57,7 +57,7 @@ class TaskConfig:
     seed: int = _setting(42, "of the weights, the order of the data and dropout")
 
     def check(self) -> None:
-        """Raise InputError for a setting that is out of range, or two that exclude each other."""
+        """Raise InputError for a setting that is out of range, or for two that exclude each other."""
         if bool(self.train_file) != bool(self.test_file):
             raise InputError("--train-file and --test-file go together: one trains, the other judges")
         if self.train_file and self.dataset:
@@ -81,7 +81,7 @@ class TaskConfig:
 
 @dataclass
 class FinetuneConfig(TaskConfig):
-    """The same, and how: in which steps, with what exchange of gradients, with or without checkpoints."""
+    """The settings of scripts/finetune.py: also parallelism, gradient exchange, optimizer and checkpoints."""
 
     micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
     plan: str = _setting("", "a file of mindnlp-dp plan --json, whose best plan is followed, and compared with the run")
@@ -135,14 +135,14 @@ def parse_config(
     defaults: Optional[Mapping[str, Any]] = None,
     from_scratch: Optional[Mapping[str, Any]] = None,
 ) -> T:
-    """Settings from flags, a ``--config FILE``, and a script's own ``defaults``, in this order.
+    """Return the settings from flags, a ``--config FILE``, and a script's ``defaults``, in this order of precedence.
 
-    ``kind`` is :class:`FinetuneConfig`, or what a script has use for: it takes no other flags.
-
-    ``from_scratch`` are the script's defaults for the model "tiny", which learns from nothing, and learns faster.
+    Args:
+        kind: :class:`FinetuneConfig`, or a class with fewer settings; only its fields are accepted as flags.
+        from_scratch: additional defaults for the model "tiny", which needs other values because it is not pretrained.
 
     Raises:
-        InputError: the file is missing, is no YAML mapping, or holds an unknown key or a value of the wrong
+        InputError: the file is missing, is not a YAML mapping, or has an unknown key or a value of the wrong
             type; or a setting is out of range.
     """
     parser = argparse.ArgumentParser(description=description, argument_default=argparse.SUPPRESS)
@@ -150,7 +150,7 @@ def parse_config(
     types = get_type_hints(kind)
     for setting in dataclasses.fields(kind):
         value = types[setting.name]
-        # A switch alone is on: --stats is --stats true.
+        # A boolean flag without a value is true: --stats means --stats true.
         options: dict[str, Any] = {"type": _boolean, "nargs": "?", "const": True} if value is bool else {"type": value}
         parser.add_argument(
             f"--{setting.name.replace('_', '-')}",
@@ -166,7 +166,7 @@ def parse_config(
         defaults.update(from_scratch or {})
     chosen: dict[str, Any] = {}
     for settings in (defaults, from_file, flags):
-        # Who names a source of data means that one, and not also one that was named before.
+        # A data source replaces one of another kind that comes from a lower level.
         replaced = {"dataset"} if "train_file" in settings or "test_file" in settings else set()
         replaced |= {"train_file", "test_file"} if "dataset" in settings else set()
         chosen = {**{name: value for name, value in chosen.items() if name not in replaced}, **settings}
@@ -182,7 +182,7 @@ def _boolean(text: str) -> bool:
 
 
 def read_config_file(path: str, kind: type[TaskConfig] = FinetuneConfig) -> dict[str, Any]:
-    """The settings in a YAML file, checked against ``kind``."""
+    """Return the settings of a YAML file, checked against the fields of ``kind``."""
     try:
         with open(path, encoding="utf-8") as file:
             settings = yaml.safe_load(file)
@@ -209,7 +209,7 @@ def read_config_file(path: str, kind: type[TaskConfig] = FinetuneConfig) -> dict
 
 @contextlib.contextmanager
 def as_input_error(kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """Tell an error that settings cause (batches that do not divide, too many ranks) as the user's to mend."""
+    """Convert an error that settings cause (batches that do not divide, too many ranks) to an InputError."""
     try:
         yield
     except kind as error:

@@ -1,7 +1,4 @@
-"""Labelled texts from files: CSV, TSV and JSON lines.
-
-Goes in: a file. Comes out: its texts with their labels, in its order.
-"""
+"""This module reads labelled texts from CSV, TSV and JSON lines files, in the file's order; task.py calls it."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ TSV_LINE_BREAKS = (
 
 
 class InputError(ValueError):
-    """A user's file, flag or data is wrong; the message says where, and what to do."""
+    """Raised when a user's file, flag or data is wrong; the message says where, and what to do."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Texts and their labels, of equal number."""
+    """Texts and their labels, in two lists of equal length."""
 
     texts: list[str]
     labels: list[str]
@@ -39,7 +36,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the text and the label column; empty means: find them by their usual names."""
+    """The names of the text and the label column; an empty name means that the usual names are tried."""
 
     text: str = ""
     label: str = ""
@@ -49,11 +46,11 @@ USUAL_COLUMNS = Columns()
 
 
 def read_examples(path: str, columns: Columns = USUAL_COLUMNS) -> Examples:
-    """Read a file, by its ending: .csv or .tsv with a header, or .jsonl or .json with one object a line.
+    """Read a file by its suffix: .csv or .tsv with a header, or .jsonl or .json with one object per line.
 
     Raises:
-        InputError: there is no such file, it is not UTF-8, no column fits, a line is malformed, has another
-            number of fields or an empty one, or there are no rows; with the line's number.
+        InputError: the file is missing or not UTF-8, no column fits, or it has no rows; or a line is malformed, has
+            another number of fields or an empty one, and the message has the line number.
     """
     readers = {".csv": _delimited(","), ".tsv": _delimited("\t"), ".jsonl": _json_lines, ".json": _json_lines}
     reader = readers.get(Path(path).suffix.lower())
@@ -73,7 +70,7 @@ def read_examples(path: str, columns: Columns = USUAL_COLUMNS) -> Examples:
 
 
 def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, what: str) -> Examples:
-    """Texts and labels from ``(line, row)`` pairs, rows being dicts of one shape."""
+    """Return the texts and labels of ``(line, row)`` pairs; all rows are mappings with the same keys."""
     examples = Examples([], [])
     names: Optional[tuple[str, str]] = None
     for line, row in rows:
@@ -94,7 +91,7 @@ def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, wha
 
 @contextmanager
 def _fields_of_any_length() -> Iterator[None]:
-    # The csv module has one limit for a whole process, of 131,072 characters.
+    # The csv module's limit is 131,072 characters and applies to the whole process, so it is restored.
     limit = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -104,7 +101,7 @@ def _fields_of_any_length() -> Iterator[None]:
 
 def _delimited(delimiter: str) -> Callable[[TextIO, str], Iterator[tuple[int, Mapping[str, Any]]]]:
     def read(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        # Tabs separate, whatever quotes a text begins with; fields that a program has quoted as a whole are unquoted.
+        # In TSV, tabs separate fields even inside quotes; quotes around a complete field are removed.
         by_tabs = delimiter == "\t"
         lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if by_tabs else csv.reader(file, strict=True)
         rows = _rows(lines, path)
@@ -140,7 +137,7 @@ def _json_lines(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any
 
 
 def _rows(reader: Iterator[list[str]], path: str) -> Iterator[tuple[int, list[str]]]:
-    """Non-empty rows with the number of the line on which each begins."""
+    """Yield the non-empty rows with the number of the line on which each begins."""
     while True:
         line = reader.line_num + 1  # type: ignore[attr-defined]
         try:
@@ -163,13 +160,13 @@ def _find_column(header: Sequence[str], given: str, usual: Sequence[str], kind: 
 
 
 def first_line(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says: libraries' messages go on for pages."""
+    """Return the type of an error and the first line of its message, because libraries' messages can be very long."""
     said = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {said[:LONGEST_REASON]}{'...' if len(said) > LONGEST_REASON else ''}"
 
 
 def label_ids(labels: Sequence[str], names: Sequence[str], what: str) -> list[int]:
-    """Numbers for ``labels``, by their place in ``names``; InputError for one that is not there."""
+    """Return the index of each label in ``names``; raise InputError for a label that is not in it."""
     number = {name: i for i, name in enumerate(names)}
     for row, label in enumerate(labels, 1):
         if label not in number:

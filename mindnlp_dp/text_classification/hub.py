@@ -1,7 +1,6 @@
-"""Labelled texts from a data hub, or from a folder that ``datasets`` can read.
+"""This module reads labelled texts from a data hub, or from a folder that ``datasets`` can read; task.py calls it.
 
-Goes in: the name of a data set. Comes out: texts with their labels. Offline, a
-name that is not in the cache gives one sentence.
+A data set that cannot be loaded, such as an uncached one without a network, gives a message of one sentence.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from .examples import USUAL_COLUMNS, Columns, Examples, InputError, collect, fir
 
 
 def load_examples(name: str, split: str, columns: Columns = USUAL_COLUMNS) -> Examples:
-    """A split of the data set ``name``: a hub name, a folder of files, or one that ``save_to_disk`` wrote.
+    """Return a split of the data set ``name``: a hub name, a folder of files, or one that ``save_to_disk`` wrote.
 
     Raises:
-        InputError: it cannot be had, has no such split, or no column fits.
+        InputError: the data set cannot be loaded or lacks the split, or no column fits.
     """
     dataset = _load(name, split)
     features = dataset.features
 
     def rows() -> Iterator[tuple[int, Mapping[str, Any]]]:
         for number, row in enumerate(dataset, 1):
-            # A ClassLabel is a number with a name.
+            # A ClassLabel is stored as a number; the label is its name.
             yield (
                 number,
                 {
@@ -41,7 +40,7 @@ def _load(name: str, split: str) -> Any:
     import huggingface_hub
 
     datasets.disable_progress_bars()
-    # Every attempt to reach the hub is reported there; the last one is ours to tell.
+    # The library logs every attempt to reach the hub; the InputError below reports the last one.
     huggingface_hub.utils.logging.set_verbosity_error()
     try:
         if Path(name, "dataset_dict.json").exists() or Path(name, "state.json").exists():
@@ -54,7 +53,7 @@ def _load(name: str, split: str) -> Any:
     except InputError:
         raise
     except Exception as error:  # noqa: BLE001
-        # Hub, network, cache and file format each fail in ways of their own; a user needs the first line.
+        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
         raise InputError(
             f"the data set {name} ({split}) cannot be loaded: {first_line(error)}; without a network pass "
             "a folder that has it, or --train-file and --test-file"

@@ -1,6 +1,6 @@
-"""A run that follows a plan of ``mindnlp-dp plan``.
+"""This module makes a run follow a plan of ``mindnlp-dp plan``; scripts/finetune.py calls it.
 
-Goes in: settings. Comes out: the plan's settings among them; behind the run, its prediction beside what was measured.
+Before the run it merges the plan into the settings; after the run it reports the predicted and the measured time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mindnlp_dp.report.schema import RunReport
 from .config import FinetuneConfig
 from .examples import InputError
 
-# What a tokenizer's words make of a model's size at most.
+# The allowed relative difference in parameters, because the tokenizer's vocabulary changes the model's size.
 _SAME = 0.1
 
 
 def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
-    """The settings with the plan's mesh, micro batch and schedule in them, where there is a plan.
+    """Return the settings with the plan's mesh, ZeRO stage, micro-batch and schedule, if a plan is given.
 
     Raises:
-        InputError: the file is no plan, or a setting says something else.
+        InputError: the file is not a plan, or a setting contradicts it.
     """
     if not config.plan:
         return config
@@ -55,7 +55,7 @@ def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def check_model(model: Any, config: FinetuneConfig) -> None:
-    """Raise InputError where a plan was made for a model of another size."""
+    """Raise InputError if the plan was made for a model of another size."""
     if not config.plan:
         return
     planned = read_plan(Path(config.plan))["parameters"]
@@ -68,7 +68,7 @@ def check_model(model: Any, config: FinetuneConfig) -> None:
 
 
 def parse_layers(text: str) -> list[int]:
-    """``"5,7"`` as [5, 7]; ValueError where it is not of that form.
+    """Return ``"5,7"`` as [5, 7]; raise ValueError for text of another form.
 
     >>> parse_layers("5,7"), parse_layers("")
     ([5, 7], [])
@@ -80,17 +80,17 @@ def parse_layers(text: str) -> list[int]:
 
 
 def compare_with_plan(report: RunReport, config: FinetuneConfig) -> None:
-    """Put into the report what an update was expected to take, and what it took, in seconds."""
+    """Add the predicted and the measured time of an update, in seconds, to the report."""
     if config.plan:
         measured = report["global_batch_size"] / report["train_samples_per_second"]
         report["plan"] = {"predicted": read_plan(Path(config.plan))["seconds"], "measured": measured}
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """The best plan of a file that ``mindnlp-dp plan --json`` wrote, of those that can be launched; and its batch.
+    """Return the best plan that can be launched, and its batch, from a file that ``mindnlp-dp plan --json`` wrote.
 
     Raises:
-        ValueError: it is no such file, or none of its plans can be launched.
+        ValueError: the file has another format, or none of its plans can be launched.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
-"""A pretrained encoder and its tokenizer, from a model hub or a folder.
+"""This module loads a pretrained encoder and its tokenizer from a model hub or a folder; task.py calls it.
 
-Goes in: a name or a folder, texts. Comes out: token columns, and a classifier
-whose head is new. RoBERTa, BERT, or whatever else MindNLP's Auto classes know.
+The classifier gets a new head. RoBERTa, BERT, and all other models that MindNLP's Auto classes know are supported.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from .examples import InputError, first_line
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of the model ``name``; InputError when it cannot be had."""
+    """Return the tokenizer of the model ``name``; raise InputError if it cannot be loaded."""
     return _from_pretrained(transformers_like().AutoTokenizer, name, "tokenizer")
 
 
 def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[str, np.ndarray], int]:
-    """Token columns, int64 of shape (texts, max_length), and how many texts were cut."""
+    """Return token columns, int64 of shape (texts, max_length), and the number of truncated texts."""
     lengths = [len(ids) for ids in tokenizer(list(texts))["input_ids"]]
     encoded = tokenizer(list(texts), padding="max_length", truncation=True, max_length=max_length)
     columns = {name: np.array(encoded[name], np.int64) for name in list(encoded)}
@@ -30,15 +29,15 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[
 
 
 def load_classifier(name: str, num_labels: int, max_length: int) -> Any:
-    """The model ``name`` with a new head for ``num_labels`` classes.
+    """Return the model ``name`` with a new head for ``num_labels`` classes.
 
     Raises:
-        InputError: it cannot be had, or takes fewer than ``max_length`` tokens.
+        InputError: the model cannot be loaded, or accepts fewer than ``max_length`` tokens.
     """
     auto_class = transformers_like().AutoModelForSequenceClassification
     model = _from_pretrained(auto_class, name, "model", num_labels=num_labels)
     positions = getattr(model.config, "max_position_embeddings", max_length)
-    # RoBERTa counts positions from behind its padding token's number.
+    # RoBERTa's first position is the padding token's id plus 1.
     if "roberta" in model.config.model_type:
         positions -= model.config.pad_token_id + 1
     if max_length > positions:
@@ -50,7 +49,7 @@ def _from_pretrained(auto_class: Any, name: str, what: str, **options: Any) -> A
     try:
         return auto_class.from_pretrained(name, **options)
     except Exception as error:  # noqa: BLE001
-        # Hub, network, cache and file format each fail in ways of their own; a user needs the first line.
+        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
         raise InputError(
             f"the {what} {name} cannot be loaded: {first_line(error)}; without a network pass a folder "
             "that has it, or --model tiny"

@@ -1,7 +1,7 @@
-"""What a report tells of a run and the Trainer does not: when things were logged, how fast it went, what was confused.
+"""This module records what a report needs and the Trainer does not provide; results.py reads it.
 
-Goes in: a run, as a callback and as ``compute_metrics`` see it; MindNLP's Trainer or ours. Comes out: a second for
-every line of the log, the training time without evaluations, and the classes that were taken for each other.
+It adds the time in seconds to every log entry, and records the training time without evaluations and the classes that
+were confused. It works with MindNLP's Trainer and with ours.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NUM_CONFUSIONS = 10
 
 
 class RunRecorder(TrainerCallback):
-    """Pass it as a callback, and its :meth:`metrics` as ``compute_metrics``.
+    """A Trainer callback that records times and confusions; pass its :meth:`metrics` as ``compute_metrics``.
 
     Attributes:
-        train_seconds: spent in epochs so far, evaluations between them left out.
-        samples_seen: in that time, over all ranks.
-        confusions: of the last evaluation (:func:`most_confused`); None where there was none, as on ranks that do not
-            compute metrics, or in a run that had ended when it was taken up.
+        train_seconds: time spent in epochs so far, without the evaluations between them.
+        samples_seen: number of samples in that time, over all ranks.
+        confusions: result of :func:`most_confused` for the last evaluation; None without one, as on ranks that do not
+            compute metrics, or in a resumed run that was already complete.
     """
 
     def __init__(self, label_names: Sequence[str], num_train: int) -> None:
@@ -39,12 +39,12 @@ class RunRecorder(TrainerCallback):
         self._began_at_epoch = 0.0
 
     def metrics(self, prediction: Any) -> dict[str, float]:
-        """The share of right answers."""
+        """Return the accuracy, and record the confusions."""
         self.confusions = most_confused(prediction.predictions, prediction.label_ids, self.label_names)
         return {"accuracy": accuracy(prediction.predictions, prediction.label_ids)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A run that was taken up goes on where its log ends.
+        # The clock of a resumed run continues where its log ends.
         before = max((row.get("seconds", 0.0) for row in state.log_history), default=0.0)
         self._began = time.perf_counter() - before
         self._began_at_epoch = state.epoch or 0.0
@@ -65,10 +65,10 @@ class RunRecorder(TrainerCallback):
 
 
 def most_confused(predictions: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
-    """The pairs of classes that were taken for each other most often, the worst first.
+    """Return the pairs of classes that were confused most often, the worst first.
 
-    ``predictions`` has the shape (rows, classes). Each pair is told once, whichever way round: ``label`` and
-    ``predicted`` in the direction that is more frequent, ``count`` in both, ``of`` the number of rows of both classes.
+    ``predictions`` has the shape (rows, classes). Each pair occurs once: ``label`` and ``predicted`` are in the more
+    frequent direction, ``count`` is for both directions, ``of`` is the number of rows of both classes.
     """
     taken_for = Counter(zip(labels.tolist(), predictions.argmax(-1).tolist()))
     of_class = Counter(labels.tolist())

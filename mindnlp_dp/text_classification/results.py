@@ -1,7 +1,7 @@
-"""What a run leaves behind: a summary on the terminal, report.json, a plot, the model.
+"""This module writes the results of a run: a summary on the terminal, report.json, a plot, the model.
 
-Goes in: the trainer after training. Comes out: files that are complete or not
-there at all: each is written beside its place and moved into it.
+scripts/finetune.py calls it after training. Each file is written under a temporary name and then moved, so that it is
+either complete or missing.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ PLOT_FILE, MODEL_FOLDER = "training.png", "model"
 def make_report(
     trainer: Any, output: Any, recorder: RunRecorder, config: TaskConfig, task: TextClassificationTask
 ) -> RunReport:
-    """What is to be known of a run that has ended with an evaluation; of MindNLP's Trainer, or of ours.
+    """Return the report of a run that has ended with an evaluation, by MindNLP's Trainer or by ours.
 
-    A collective: it compares the weights of all ranks as they are now.
+    This is a collective: every rank must call it, because it compares the current weights of all ranks.
     """
     evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
     metrics, args = output.metrics, trainer.args
     backend, global_batch_size = "single", args.per_device_train_batch_size * args.gradient_accumulation_steps
     if hasattr(trainer, "whole"):
-        # Of a model that is cut, every rank has the digest of the whole.
+        # For a sharded model, every rank computes the digest of the full model.
         backend, global_batch_size = trainer.world.backend, trainer.training_loop.loader.global_batch_size
         digests = trainer.world.all_gather_object(trainer.whole.digest())
     else:
         digests = [replica_digest(trainer.model)]
-    # MindNLP's Trainer counts its evaluations as training.
+    # MindNLP's Trainer includes evaluations in its training time; the recorder does not.
     is_ours = "train_seconds" in metrics
     report: RunReport = {
         "world_size": args.world_size,
@@ -76,14 +76,14 @@ def make_report(
     stages = pipeline_of(Path(trace), schedule) if trace and Path(trace).exists() else None
     if stages is not None:
         report["pipeline"] = stages
-    # "Nothing was confused" is said only by a run that looked.
+    # An empty list means "no confusions"; a run that has not evaluated leaves the key out.
     if recorder.confusions is not None:
         report["confusions"] = recorder.confusions
     return report
 
 
 def command_line(world_size: int, backend: str) -> str:
-    """What to type to start this job again, from this folder."""
+    """Return the command that starts this job again from the current folder."""
     script = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).exists() else sys.argv[0]
     arguments = shlex.join([script, *sys.argv[1:]])
     if world_size == 1:
@@ -92,7 +92,7 @@ def command_line(world_size: int, backend: str) -> str:
 
 
 def write_results(folder: Path, report: RunReport, save_model: Callable[[str], None]) -> None:
-    """Write the model, the plot (where matplotlib is installed) and, last, the report."""
+    """Write the model, the plot (if matplotlib is installed) and, last, the report."""
     with in_place_of(folder / MODEL_FOLDER) as model_folder:
         save_model(str(model_folder))
     if importlib.util.find_spec("matplotlib") is None:
@@ -106,7 +106,7 @@ def write_results(folder: Path, report: RunReport, save_model: Callable[[str], N
 
 
 def summary(report: RunReport, folder: Path) -> str:
-    """The report as the lines that end a run."""
+    """Return the report as the lines that are printed at the end of a run."""
     replicas = f"yes, digest {report['replica_digest']}"
     if not report["replicas_in_sync"]:
         replicas = f"NO, digests by rank {', '.join(report['replica_digests'])}"

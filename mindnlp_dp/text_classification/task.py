@@ -1,7 +1,6 @@
-"""The data and the model of a job, ready for a Trainer.
+"""This module prepares the data, the tokenizer, the model and the optimizer of a job; scripts/finetune.py calls it.
 
-Goes in: the settings. Comes out: a training and a held-out split as arrays, the
-names of the labels and the tokenizer (made once, on rank 0), and a model to train.
+Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ FROM_SCRATCH = "tiny"
 
 @dataclass(frozen=True)
 class TextClassificationTask:
-    """Both splits as columns (``input_ids``, ``attention_mask``, ``labels``, ...), and what their numbers mean.
+    """Both splits as columns (``input_ids``, ``attention_mask``, ``labels``, ...), with label names and tokenizer.
 
-    ``tokenizer_json`` is the tokenizer that was trained here; empty for a pretrained model, which has its own.
+    ``tokenizer_json`` is the tokenizer trained for this job; it is empty for a pretrained model, which has its own.
     """
 
     train: dict[str, np.ndarray]
@@ -42,13 +41,13 @@ def prepare_task(config: TaskConfig) -> TextClassificationTask:
     """Read, split and tokenise the data.
 
     Raises:
-        InputError: a file, a data set or a tokenizer cannot be had, or the data in it is wrong.
+        InputError: a file, a data set or a tokenizer cannot be loaded, or its data is wrong.
     """
     train, test, train_name, test_name = _read(config)
     label_names = sorted(set(train.labels))
     if len(label_names) < 2:
         raise InputError(f"{train_name}: all rows have the label {label_names[0]!r}; there is nothing to tell apart")
-    # Before the longest part of the work, so that a mistake in the held-out split is told at once.
+    # Checked before the slow tokenization, so that an unknown label in the held-out split is reported at once.
     labels = [
         np.array(label_ids(split.labels, label_names, name), np.int64)
         for split, name in ((train, train_name), (test, test_name))
@@ -69,7 +68,7 @@ def prepare_task(config: TaskConfig) -> TextClassificationTask:
 
 
 def _read(config: TaskConfig) -> tuple[Examples, Examples, str, str]:
-    """Both splits, and what to call them in a message."""
+    """Return both splits, and their names for messages."""
     columns = Columns(config.text_column, config.label_column)
     if config.dataset:
         train, test = (
@@ -84,7 +83,7 @@ def _read(config: TaskConfig) -> tuple[Examples, Examples, str, str]:
 
 
 def save_tokenizer(config: TaskConfig, task: TextClassificationTask, folder: str) -> None:
-    """Write the tokenizer beside the model."""
+    """Write the tokenizer into the model's folder."""
     if task.tokenizer_json:
         Tokenizer.from_str(task.tokenizer_json).save(str(Path(folder) / "tokenizer.json"))
     else:
@@ -92,14 +91,14 @@ def save_tokenizer(config: TaskConfig, task: TextClassificationTask, folder: str
 
 
 def as_dataset(columns: dict[str, np.ndarray]) -> Any:
-    """A ``datasets.Dataset`` over columns of arrays, which gives NumPy arrays back."""
+    """Return the columns as a ``datasets.Dataset`` that returns NumPy arrays."""
     from datasets import Dataset
 
     return Dataset.from_dict(columns).with_format("numpy")
 
 
 def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
-    """The classifier to train; InputError when a pretrained one cannot be had."""
+    """Return the classifier to train; raise InputError if a pretrained one cannot be loaded."""
     num_labels = len(task.label_names)
     if config.model == FROM_SCRATCH:
         model = build_roberta(config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), num_labels)
@@ -111,7 +110,7 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
 
 
 def build_optimizer(config: FinetuneConfig, model: Any) -> Any:
-    """The optimizer of a job; None stands for the Trainer's own, AdamW."""
+    """Return the optimizer of a job, or None for the Trainer's default, AdamW."""
     if config.optimizer == "adamw":
         return None
     from mindnlp_dp.optim import LAMB, LARS, parameter_groups
@@ -121,7 +120,7 @@ def build_optimizer(config: FinetuneConfig, model: Any) -> Any:
 
 
 def build_roberta(config: TaskConfig, vocab_size: int, num_labels: int) -> Any:
-    """A RoBERTa classifier from scratch. relu, because MindSpore's gelu is slow on CPU."""
+    """Return a RoBERTa classifier with random weights; it uses relu, because MindSpore's gelu is slow on CPU."""
     library = transformers_like()
     return library.RobertaForSequenceClassification(
         library.RobertaConfig(
@@ -130,7 +129,7 @@ def build_roberta(config: TaskConfig, vocab_size: int, num_labels: int) -> Any:
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
             intermediate_size=config.intermediate_size,
-            # Positions count from behind the padding token's number.
+            # RoBERTa's first position is the padding token's id plus 1.
             max_position_embeddings=config.max_length + PAD + 1,
             hidden_act="relu",
             hidden_dropout_prob=config.dropout,

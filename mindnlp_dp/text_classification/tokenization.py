@@ -1,7 +1,4 @@
-"""Byte-level BPE, trained on the training split, in RoBERTa's layout.
-
-Goes in: texts. Comes out: ``input_ids`` and ``attention_mask`` of one length.
-"""
+"""This module trains a byte-level BPE tokenizer on the training split and encodes texts with it; task.py calls it."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.implementations import ByteLevelBPETokenizer
 from tokenizers.processors import RobertaProcessing
 
-# RoBERTa's own numbers: its position embeddings start behind the padding token's.
+# The ids are RoBERTa's: its position embeddings start after the padding token's id.
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 BOS, PAD, EOS = range(3)
 
@@ -31,7 +28,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int, *, l
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[dict[str, np.ndarray], int]:
-    """``input_ids`` and ``attention_mask``, int64 of shape (texts, max_length), and how many texts were cut."""
+    """Return ``input_ids`` and ``attention_mask``, int64 (texts, max_length), and the number of truncated texts."""
     encodings = tokenizer.encode_batch(list(texts))
     columns = {
         "input_ids": np.array([encoding.ids for encoding in encodings], np.int64),

@@ -1,7 +1,7 @@
-"""Where weights, gradients and state are, and which of them a rank updates, for buckets as they are packed now.
+"""This module computes which pieces of weights, gradients and state a rank updates, for the current buckets.
 
-Goes in: the buckets of an exchange. Comes out: the pieces of parameters whose squares this rank adds up, those that it
-updates, and the arrays of these, cut into segments that are updated in one go.
+The flat updater (flat.py) creates an arrangement whenever buckets are packed. It gives the pieces of parameters whose
+squares this rank sums, the pieces that it updates, and their arrays, split into segments for the rules.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from .flat_weights import FlatWeights
 from .rules import Segment
 from .state_shards import Piece
 
-# Longer segments are cut: what is done to one in several passes then stays in the cache.
+# Longer segments are split, so that a segment stays in the cache while a rule goes over it several times.
 SEGMENT_NUMEL = 64 * BLOCK_NUMEL
-# Of a bucket: where a part of it begins, and its sum there.
+# A part of a bucket: its offset in the bucket, and the sum there.
 Range = tuple[int, np.ndarray]
 
 
 class Arrangement:
-    """Making it moves the parameters into their new place; a collective.
+    """Maps buckets to flat weights and optimizer state, for the flat updater.
+
+    The constructor moves the parameters into the flat array; it is a collective.
 
     Args:
-        among: by whom the update is divided: "nobody", the ranks of each "host", or of the whole "job".
-        may_share: whether a host's ranks may have one set of weights.
+        among: The ranks that shard the update: "nobody", the ranks of each "host", or of the whole "job".
+        may_share: Whether the ranks of a host may share one set of weights.
 
     Attributes:
-        buckets: those that it is for.
-        weights: the parameters' new place.
-        shares_memory: whether other ranks see it, too.
-        updated: the pieces that it updates, with their offsets in the arrays of its state.
-        state_numel: how long those are.
+        buckets: The buckets that this arrangement is for.
+        weights: The flat array that the parameters now point into.
+        shares_memory: Whether the ranks of this host share that array.
+        updated: The pieces that this rank updates, with their offsets in the arrays of its state.
+        state_numel: The length of the arrays of its state.
     """
 
     def __init__(self, sync: GradientSynchronizer, *, among: str, may_share: bool) -> None:
@@ -53,9 +55,9 @@ class Arrangement:
         shared = self._channel.share(4 * numel) if may_share and numel else None
         self.shares_memory = shared is not None
         if among == "host" and shared is None:
-            # The others' slices would not be here.
+            # Without shared memory this rank would not get the slices of the host's other ranks.
             self._among = among = "job"
-        # By rank, the slice that comes from it; the same on every rank.
+        # The slice index of each rank; the same list on every rank.
         self._slices: list[int] = sync.group.all_gather_object(self._channel.slice_index) if among == "job" else []
         self.writes = not self.shares_memory or self._channel.is_first_of_host
         memory = aligned_zeros(numel, np.float32) if shared is None else shared.view(np.float32)
@@ -87,7 +89,7 @@ class Arrangement:
                 self.state_numel += len(array)
 
     def _of_host(self) -> list[list[Range]]:
-        """This local rank's slices, which consist of a part for each host."""
+        """Return this local rank's slices of the buckets; each slice has one part for each host."""
         hosts = self._channel.num_hosts
         number = self._channel.slice_index // hosts
         return [
@@ -96,9 +98,9 @@ class Arrangement:
         ]
 
     def on_sums(self, look: Callable[[int, int, np.ndarray], None]) -> None:
-        """Call ``look`` for every piece of this rank's slices: the parameter's index, where in it, and the gradient.
+        """Call ``look`` with parameter index, start and gradient for every piece of this rank's slices.
 
-        Whenever a bucket's sum has come, on the thread that exchanges.
+        It is called on the exchanging thread whenever the sum of a bucket is complete.
         """
 
         def tell(own: Sequence[tuple[Piece, np.ndarray]]) -> None:
@@ -109,22 +111,22 @@ class Arrangement:
             bucket.on_sum = functools.partial(tell, own)
 
     def look_at_sums(self) -> None:
-        """At those that came before :meth:`on_sums` was called."""
+        """Run the callbacks for sums that were complete before :meth:`on_sums` was called."""
         for bucket in self.buckets:
             assert bucket.on_sum is not None, "on_sums comes first"
             bucket.on_sum()
 
     def let_go(self) -> None:
-        """Of the buckets, whose memory others may want; only the weights are left."""
+        """Release the buckets, so that their memory can be reused; only the weights remain."""
         self.buckets, self._own, self._ranges = (), [], []
 
     def wait(self) -> None:
-        """A barrier of those who share the weights."""
+        """Wait for all ranks that share the weights (a barrier)."""
         if self.shares_memory:
             self._channel.wait_for_host()
 
     def _pieces(self, number: int, first: int, numel: int, shift: int) -> list[Piece]:
-        """The parameters' pieces in part of a bucket, at offsets that are ``shift`` more than those in it."""
+        """Return the parameters' pieces in a part of a bucket, with offsets that are larger by ``shift``."""
         pieces = []
         for slot in self.buckets[number].layout.slots:
             begin, end = max(slot.offset, first), min(slot.offset + slot.numel, first + numel)
@@ -133,13 +135,13 @@ class Arrangement:
         return pieces
 
     def segments(self, partition: Sequence[int], state: Mapping[str, np.ndarray]) -> list[Segment]:
-        """What this rank updates, cut where parameters of another number begin; -1 is left out."""
+        """Return this rank's segments; each has parameters of one ``partition`` number. Number -1 is left out."""
         segments, length = [], 0
         for number, (base, ranges) in enumerate(zip(self.weights.bases, self._ranges)):
             for first, array in ranges:
                 for run in _runs(self._pieces(number, first, len(array), 0), partition):
                     begin = run[0].offset
-                    # To the end of its alignment: gaps are zeros, and a kernel's vectors have no remainder.
+                    # The gap at the end is included: it has zeros, and vectorised kernels then have no remainder.
                     end = min(aligned(run[-1].flat.stop), first + len(array))
                     here = slice(length + begin - first, length + end - first)
                     segments.append(
@@ -154,7 +156,7 @@ class Arrangement:
         return segments
 
     def publish(self, gather: Any) -> None:
-        """Let every rank have all new weights; ``gather`` is the group's ``all_gather``."""
+        """Give all new weights to every rank; ``gather`` is the group's ``all_gather``. A collective."""
         if self._among == "job" and self._channel.world_size > 1:
             for base, bounds in zip(self.weights.bases, self._bounds):
                 flat = self.weights.memory[base : base + bounds[-1]]
@@ -165,20 +167,20 @@ class Arrangement:
         self._channel.wait_for_host()
 
     def release(self) -> None:
-        """Let the ranks of this host write to their rows of gradients: who does not divide the update reads all."""
+        """Wait until this host's ranks may overwrite their rows of gradients: a replicated update reads all rows."""
         if self._among == "nobody":
             self._channel.wait_for_host()
 
 
 def _within(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
-    """What of these is between two offsets in their bucket."""
+    """Return the parts of these ranges that are between two offsets in their bucket."""
     cut = [(max(first, begin), first, array) for first, array in ranges]
     found = [(start, array[start - first : max(end - first, 0)]) for start, first, array in cut]
     return [(start, part) for start, part in found if len(part)]
 
 
 def _runs(pieces: Sequence[Piece], partition: Sequence[int]) -> list[list[Piece]]:
-    """Pieces that follow each other and have the same number, cut at :data:`SEGMENT_NUMEL`."""
+    """Group consecutive pieces with the same number into runs of at most :data:`SEGMENT_NUMEL` elements."""
     runs: list[list[Piece]] = []
     previous: Optional[int] = None
     for piece in pieces:
@@ -195,7 +197,7 @@ def _runs(pieces: Sequence[Piece], partition: Sequence[int]) -> list[list[Piece]
 
 
 def _gather(flat: np.ndarray, bounds: Sequence[int], slices: Sequence[int], number: int, gather: Any) -> None:
-    """Every rank's slice to every rank, through messages of one length."""
+    """All-gather the ranks' slices, padded to messages of equal length."""
     longest = max(last - first for first, last in zip(bounds, bounds[1:]))
     mine = np.zeros(longest, np.float32)
     mine[: bounds[number + 1] - bounds[number]] = flat[bounds[number] : bounds[number + 1]]

@@ -1,7 +1,7 @@
-"""Sums of squares whose bits do not depend on who adds them up: block by block, in the order of the blocks.
+"""This module sums squares block by block, so that a norm has the same bits for any split among the ranks.
 
-Goes in: pieces of parameters, on the rank that has them. Comes out: norms, of all parameters or of each. A piece is
-made of whole blocks of its parameter (:mod:`mindnlp_dp.gradients.buckets.layout`), so every block is one rank's.
+Updaters use it for the norm of all gradients, or of each parameter. A piece of a parameter consists of full blocks
+(:mod:`mindnlp_dp.gradients.buckets.layout`), so each block belongs to exactly one rank.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 
 
 def sums_of_squares(blocks: np.ndarray) -> np.ndarray:
-    """Of each row, of up to :data:`BLOCK_NUMEL` numbers; what float32 cannot hold is added up in float64.
+    """Return the sum of squares of each row of up to :data:`BLOCK_NUMEL` numbers; in float64 if float32 overflows.
 
-    Each is one dot product of BLAS's: what it comes to does not depend on how many rows there are.
+    Each row is one dot product of BLAS, so its result does not depend on the number of rows.
     """
     sums = np.matmul(blocks[:, None, :], blocks[:, :, None])[:, 0, 0].astype(np.float64)
     for number in np.flatnonzero(~np.isfinite(sums)):
@@ -27,21 +27,21 @@ def sums_of_squares(blocks: np.ndarray) -> np.ndarray:
 
 
 class BlockSums:
-    """Where the blocks of parameters of given sizes are in one array of sums."""
+    """Maps the blocks of parameters of given sizes to places in one array of sums."""
 
     def __init__(self, numels: Sequence[int]) -> None:
         ends = np.cumsum([0, *(-(-numel // BLOCK_NUMEL) for numel in numels)])
         self._first: list[int] = ends[:-1].tolist()
         self._last: list[int] = ends[1:].tolist()
-        # Of every block, which parameter's it is.
+        # The parameter index of every block.
         self.owners = np.repeat(np.arange(len(numels)), np.diff(ends))
 
     def zeros(self) -> np.ndarray:
-        """No block summed up yet; ranks' arrays are added, for each has its own blocks."""
+        """Return an empty array of sums. The ranks' arrays can be added, because each rank fills its own blocks."""
         return np.zeros(self._last[-1] if self._last else 0, np.float64)
 
     def put(self, sums: np.ndarray, index: int, start: int, piece: np.ndarray) -> None:
-        """Sum up the elements from ``start`` on of parameter ``index``."""
+        """Store the sums of squares of ``piece``, which begins at element ``start`` of parameter ``index``."""
         first = self._first[index] + start // BLOCK_NUMEL
         num_full, rest = divmod(len(piece), BLOCK_NUMEL)
         last = first + num_full
@@ -50,5 +50,5 @@ class BlockSums:
             sums[last] = sums_of_squares(piece[None, -rest:])[0]
 
     def norm(self, sums: np.ndarray, index: int) -> float:
-        """Of one parameter."""
+        """Return the norm of one parameter."""
         return math.sqrt(sums[self._first[index] : self._last[index]].sum())

@@ -1,6 +1,6 @@
-"""Who updates what: ``zero_stage``, as asked for or as it is best here.
+"""This module creates the updater for an optimizer, with the ZeRO stage that was asked for or suits this job.
 
-Goes in: an optimizer, and the exchange of its gradients. Comes out: its updater, the same kind on every rank.
+The Trainers and make_train_step call it. Every rank gets the same kind of updater.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ZERO_STAGES = (0, 1, 2, "auto")
 
 
 def check_zero_stage(zero_stage: Any) -> Union[int, str]:
-    """``zero_stage`` as it is, or ValueError."""
+    """Return ``zero_stage`` unchanged; raise ValueError if it is not valid."""
     if isinstance(zero_stage, bool) or zero_stage not in ZERO_STAGES:
         raise ValueError(
             f"zero_stage must be 0 (every rank updates everything), 1 (optimizer state is divided), 2 (gradients too) "
@@ -46,13 +46,13 @@ def make_updater(
     scheduler: Any = None,
     scope: Optional[ModelScope] = None,
 ) -> Updater:
-    """The updater of ``optimizer`` for gradients that ``window`` exchanges. A collective.
+    """Return the updater of ``optimizer`` for gradients that ``window`` exchanges. A collective.
 
-    ``scope`` says over which ranks the model is spread, where not every rank has all of it.
+    ``scope`` names the ranks that the model is sharded over, if it is sharded.
 
     Raises:
-        ValueError: the update cannot be divided as ``zero_stage`` says, or this optimizer cannot update a model that is
-            cut; the message says why.
+        ValueError: If the update cannot be sharded as ``zero_stage`` says, or this optimizer cannot update a sharded
+            model; the message gives the reason.
     """
     check_zero_stage(zero_stage)
     scope = scope or ModelScope()
@@ -84,11 +84,11 @@ def make_updater(
     if rule is not None and isinstance(window, GradientSynchronizer):
         from .flat import FlatUpdater
 
-        # Between hosts, weights take more of the wire than gradients, whose blocks of zeros stay at home.
+        # Between hosts, weights are more bytes than gradients, whose blocks of zeros are not sent.
         among = "host" if zero_stage == "auto" else "job"
         may_share = _dispatches_synchronously()
         return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=may_share, among=among, scope=scope)
-    # Slices of a device's hold several parameters, of which a model's norm may count some.
+    # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
     if stage and scope.is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
         from .on_device import DeviceUpdater
 
@@ -103,7 +103,7 @@ def make_updater(
 
 
 def _check_scope(optimizer: Any, window: GradientWindow, scope: ModelScope) -> None:
-    """Raise ValueError where a model that is spread over ranks cannot be updated by this optimizer."""
+    """Raise ValueError if this optimizer cannot update a model that is sharded over ranks."""
     if scope.is_whole:
         return
     from mindnlp_dp.optim import LAMB, LARS
@@ -123,7 +123,7 @@ def _check_scope(optimizer: Any, window: GradientWindow, scope: ModelScope) -> N
 
 
 def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[int, str]) -> None:
-    """Ranks that update in different ways would wait for each other, or train a model each."""
+    """Raise ValueError if ranks would update in different ways: they would hang, or their models would differ."""
     mine = {"zero_stage": repr(zero_stage), "the optimizer": type(optimizer).__qualname__}
     if not isinstance(optimizer, mindspore.nn.Optimizer):
         plain = (int, float, str, tuple, list, type(None))
@@ -143,7 +143,7 @@ def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[i
 
 
 def _warn_of_small_types(optimizer: Any, window: GradientWindow) -> None:
-    """Say on one rank that Adam's squared gradients do not fit into float16."""
+    """Warn on the main rank that Adam's squared gradients underflow in float16."""
     optim = torch_like().optim
     is_adam = isinstance(optimizer, (optim.Adam, optim.AdamW, mindspore.nn.Adam, mindspore.nn.AdamWeightDecay))
     if is_adam and window.group.is_main and any(dtype_name(p) == "float16" for p in window.parameters):
@@ -157,7 +157,7 @@ def _warn_of_small_types(optimizer: Any, window: GradientWindow) -> None:
 
 
 def _warn_of_unknown_optimizer(optimizer: Any, window: GradientWindow, stage: int) -> None:
-    """Say on one rank what an optimizer of the user's must not do, whose code each rank runs on some parameters."""
+    """Warn on the main rank that each rank runs the user's optimizer on some parameters only."""
     is_known = type(optimizer).__module__.partition(".")[0] in ("mindnlp", "mindtorch", __package__.partition(".")[0])
     if not is_known and window.group.is_main:
         warnings.warn(
@@ -170,12 +170,12 @@ def _warn_of_unknown_optimizer(optimizer: Any, window: GradientWindow, stage: in
 
 
 def _can_be_cut(optimizer: Any, window: GradientSynchronizer) -> bool:
-    """Whether each device updates its slices of flat tensors; elsewhere, and else, whole parameters are dealt out."""
+    """Return whether each device can update its slices of flat tensors; if not, full parameters are assigned."""
     return window.group.on_device and isinstance(window.channel, TensorChannel) and _is_elementwise(optimizer)
 
 
 def _why_undivided(optimizer: Any, window: GradientWindow) -> str:
-    """Why every rank has to update everything; empty when it has not."""
+    """Return the reason why every rank must update everything, or an empty string if the update can be sharded."""
     if isinstance(optimizer, mindspore.nn.Optimizer):
         return "optimizers of mindspore.nn update all of their parameters in one call"
     if not isinstance(window, GradientSynchronizer):
@@ -224,9 +224,9 @@ def _dispatches_synchronously() -> bool:
 
 
 def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
-    """The rule that does in flat arrays what ``optimizer`` does; None when none is known to.
+    """Return the rule that does in flat arrays what ``optimizer`` does; None if no rule is known to.
 
-    A subclass may do something else, and so may whoever hooks into ``step``.
+    A subclass has no rule, because it may compute something else, nor has an optimizer with step hooks.
     """
     if not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
         return None
@@ -240,7 +240,7 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     if not is_untouched(optimizer):
         return None
     if kind in (optim.AdamW, optim.Adam):
-        # MindNLP 0.5's groups say it for themselves.
+        # MindNLP 0.5's groups contain this setting.
         decoupled = {bool(group.get("decoupled_weight_decay", kind is optim.AdamW)) for group in groups}
         betas = [beta for group in groups for beta in group["betas"]]
         if len(decoupled) > 1 or not all(isinstance(beta, (int, float)) for beta in betas):
@@ -254,6 +254,6 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
 
 
 def _is_elementwise(optimizer: Any) -> bool:
-    """Whether it is known to update every element for itself, so that parameters can be cut for its own code."""
+    """Return whether the optimizer is known to update each element independently, so that parameters can be split."""
     optim = torch_like().optim
     return type(optimizer) in (optim.AdamW, optim.Adam, optim.SGD) and is_untouched(optimizer)

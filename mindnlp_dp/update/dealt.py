@@ -1,7 +1,7 @@
-"""Optimizers of whose arithmetic nothing is known, divided: each rank runs their own code on whole parameters.
+"""This module shards the update of any optimizer by parameter: each rank runs its code on some full parameters.
 
-Goes in: averaged gradients, which every rank has. Comes out: new weights on every rank. Parameters are dealt out by
-size, as PyTorch's ZeroRedundancyOptimizer does; a rank has the optimizer state of its own ones only.
+Parameters are assigned to ranks by size, as in PyTorch's ZeroRedundancyOptimizer. Each rank has the optimizer state of
+its own parameters only, and sends their new weights to the other ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .updater import MindNLPUpdater
 
 
 def dealt_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank of each of several parameters: the largest first, to whoever has least.
+    """Return the rank of each parameter: the largest first, each to the rank with the smallest load.
 
     >>> dealt_out([1, 5, 4, 2], 2)
     [1, 0, 1, 0]
@@ -35,7 +35,7 @@ def dealt_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 class DealtUpdater(MindNLPUpdater):
-    """For any optimizer of MindNLP's that updates every parameter for itself."""
+    """Shards by parameter any MindNLP optimizer that updates each parameter independently (ZeRO 1)."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class DealtUpdater(MindNLPUpdater):
             self._send_weights([p for p in used if self._owners[id(p)] == owner], owner)
 
     def _send_weights(self, parameters: Sequence[Any], owner: int) -> None:
-        """Several in one message, each kind of numbers by itself."""
+        """Broadcast the weights of one owner, with one message for each data type."""
         by_type: dict[np.dtype, list[tuple[Any, np.ndarray]]] = {}
         for parameter in parameters:
             host = to_host(parameter)
@@ -88,7 +88,7 @@ class DealtUpdater(MindNLPUpdater):
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         mine = {}
         for number, state in saved["state"].items():
-            # Every rank fetches, and the owner keeps.
+            # Every rank must take part in the fetch, which is a collective; only the owner keeps the state.
             whole = fetch_all(state)
             if self._owners.get(id(everything[int(number)])) in (self._group.rank, None):
                 mine[number] = whole
@@ -96,14 +96,14 @@ class DealtUpdater(MindNLPUpdater):
 
 
 class _HostTensor(NamedTuple):
-    """A tensor of an optimizer's state, as it is sent; a pair in the state is something else."""
+    """A tensor of an optimizer's state in the form that is sent; the type tells it from a plain tuple in the state."""
 
     array: np.ndarray
     dtype: str
 
 
 def _as_data(state: Optional[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
-    """Tensors as arrays, which can be sent."""
+    """Replace the tensors of a state by arrays, which can be sent."""
     if state is None:
         return None
     return {

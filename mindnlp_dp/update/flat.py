@@ -1,15 +1,15 @@
-"""An update of flat arrays: clipping, a rule, new weights; on every rank whole, or divided.
+"""This module updates flat arrays on the host: clipping, a rule, new weights; replicated or sharded (ZeRO 1 and 2).
 
-Goes in: the sums that an exchange left in the buckets. Comes out: new weights, in the flat array that the parameters
-point into (flat_weights.py). Which part of it a rank has, on a host with two ranks (``zero_stage`` 1 and 2)::
+It reads the sums in the buckets, and writes to the flat array that the parameters point into (flat_weights.py). The
+diagram shows which part each rank has, on a host with two ranks (``zero_stage`` 1 and 2)::
 
                 bucket 0            bucket 1
     gradients │ 0 0 0 │ 1 1 1 │   │ 0 0 │ 1 1 1 │     slice r of each sum is in row r of shared memory
     weights   │ 0 0 0 │ 1 1 1 │   │ 0 0 │ 1 1 1 │     one array of the host
-    state     │ 0 0 0   0 0 │ and │ 1 1 1   1 1 1 │   an array a rank, in its own memory
+    state     │ 0 0 0   0 0 │ and │ 1 1 1   1 1 1 │   one array per rank, in its own memory
 
-Nobody writes to gradients but the exchange. No rank writes to weights before all have ended their backward passes (the
-exchange's header sees to that), and none reads them before all have written (the barrier behind the update).
+Only the exchange writes to gradients. No rank writes to weights before all ranks have finished their backward passes
+(the header of the exchange ensures it), and no rank reads them before all have written (the barrier after the update).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .rules import Rule, Segment, Update
 from .state_shards import StateOwners, StateShards
 from .updater import MindNLPUpdater, Updater, is_untouched
 
-# By optimizer: one that is given to another updater keeps its state.
+# State belongs to the optimizer, so that it survives when the optimizer gets another updater.
 _owners_of: weakref.WeakKeyDictionary[Any, StateOwners] = weakref.WeakKeyDictionary()
 
 
 class FlatUpdater(MindNLPUpdater):
-    """For optimizers of MindNLP's that have a rule, with weights of float32 in the memory of a host.
+    """Updates float32 weights in host memory, for MindNLP optimizers that have a rule.
 
-    What an update is handed from :meth:`average` to :meth:`update` is which parameters were used.
+    The ``gradients`` that :meth:`average` returns and :meth:`update` takes are a mask of the parameters that were used.
 
     Args:
-        zero_stage: 0, 1 or 2.
-        among: whose ranks divide it in stages 1 and 2: those of each "host", which has all of the state then, or of the
-            whole "job".
+        zero_stage: The ZeRO stage: 0, 1 or 2.
+        among: The ranks that shard the update in stages 1 and 2: those of each "host", so that every host has all of
+            the state, or those of the whole "job".
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FlatUpdater(MindNLPUpdater):
         self._among = among if zero_stage else "nobody"
         self._shapes = [tuple(p.shape) for p in self.parameters]
         self._blocks = BlockSums([math.prod(shape) for shape in self._shapes])
-        # Of this rank's slices of the gradients; nobody else's.
+        # The block sums of this rank's slices of the gradients only.
         self._sums = self._blocks.zeros()
         self._rule = rule
         self._scale = 1.0
@@ -88,12 +88,12 @@ class FlatUpdater(MindNLPUpdater):
         self._arrange()
 
     def _let_go(self) -> None:
-        """Of everything that looks into the buckets as they are."""
+        """Drop every view of the bucket memory before the buckets are repacked."""
         self.place.let_go()
         self._partition, self._cut = None, []
 
     def _arrange(self) -> None:
-        """For the buckets as they are packed now. A collective."""
+        """Arrange weights and state for the current buckets. A collective."""
         self.place = Arrangement(self._sync, among=self._among, may_share=self._may_share)
         self._sums.fill(0)
         self.place.on_sums(functools.partial(self._blocks.put, self._sums))
@@ -125,14 +125,14 @@ class FlatUpdater(MindNLPUpdater):
         return math.isfinite(self.norm(gradients))
 
     def norm(self, gradients: Any) -> float:
-        """Return the norm of all gradients; every rank sums up its own blocks.
+        """Return the norm of all gradients; every rank sums its own blocks.
 
-        After them it says how many parameters have moved, and whether this is still the optimizer's update.
+        The same all-reduce counts the parameters that have moved, and the ranks whose optimizer was changed.
 
         Raises:
-            RuntimeError: on every rank, when the optimizer of any was changed so that it does something else.
+            RuntimeError: Raised on every rank if the optimizer of any rank was changed and now computes something else.
         """
-        # A bucket that nobody used in this window still has its sums of an earlier one.
+        # A bucket that no rank used in this window still has the sums of an earlier one.
         mine = np.where(gradients[self._blocks.owners], self._sums, 0)
         notes = [float(len(self.place.weights.moved())), float(not self.follows_optimizer())]
         everyone = self._group.all_reduce(np.append(mine, notes), is_hot=True)
@@ -166,27 +166,28 @@ class FlatUpdater(MindNLPUpdater):
             self.place.publish(self._group.all_gather)
         self.place.weights.hand_out_scalars()
         self._show_state()
-        # What a scheduler asks for.
+        # A scheduler checks this attribute.
         self.optimizer._opt_called = True
 
     def release(self) -> None:
-        # Behind the update, not within it: by then a rank that goes on in place without another has all of its state.
+        # This barrier is after the update, not in it. If a rank is lost in the barrier, the surviving ranks have
+        # finished the update and can continue in place.
         self.place.release()
 
     def make_private(self) -> None:
         self.place.weights.make_private()
 
     def _groups(self) -> list[Any]:
-        """The optimizer's group of every parameter; None of one that it does not update."""
+        """Return the optimizer's group of every parameter; None for a parameter that it does not update."""
         by_id = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         return [by_id.get(id(p)) for p in self.parameters]
 
     def _add(self, sums: np.ndarray) -> np.ndarray:
-        # The same blocks have the same sums on every host; those of the others are 0 here.
+        # A block has the same sum on every host that computed it, and 0 on ranks that did not.
         return self._group.all_reduce(sums, op="max", is_hot=True) if self.zero_stage else sums
 
     def _segments(self, used: np.ndarray) -> list[Segment]:
-        """What is updated now, cut where hyperparameters change; the same arrays as before where they change alike."""
+        """Return the segments to update, split where hyperparameters change; reused if the split is the same."""
         numbers: dict[Any, int] = {}
         partition = []
         for index, group in enumerate(self._groups()):
@@ -207,9 +208,9 @@ class FlatUpdater(MindNLPUpdater):
         return self._shards
 
     def _adopt_state(self, shards: StateShards) -> None:
-        """Take over what the optimizer holds, be it in its own ``state`` or in the shards of other steps."""
+        """Move the optimizer's state into ``shards``, from its own ``state`` or from other steps. A collective."""
         self._owners.look_at(self.optimizer)
-        # What the optimizer itself has counts: it was shown, or its own code has made it since.
+        # The optimizer's own state is the newest: it shows our arrays, or its own code has created it since.
         own = {id(p): state for p in self.parameters if (state := self.optimizer.state.pop(p, None))}
         self._owners.accept(own)
         self._owners.hand_over(self.parameters, shards)
@@ -217,20 +218,20 @@ class FlatUpdater(MindNLPUpdater):
         self._show_state()
 
     def _take_back(self) -> None:
-        """The state, when somebody has loaded another, or another step of this optimizer had it. A collective."""
+        """Adopt the state again if a state was loaded or another step of this optimizer had it. A collective."""
         self._owners.look_at(self.optimizer)
         if not self._owners.belongs_to(self._state, self.parameters):
             self._adopt_state(self._state)
 
     def _show_state(self) -> None:
-        """Where this rank has all of it, the optimizer's own ``state`` shows it: the same memory."""
+        """Let the optimizer's own ``state`` point to the same memory, if this rank has all of the state."""
         if self.zero_stage:
             return
         groups = self._groups()
         for index, steps in enumerate(self._state.steps):
             if steps and groups[index] is not None:
                 entry = self.optimizer.state[self.parameters[index]]
-                # What has no dimension may be a copy (MindSpore 2.7).
+                # A tensor without a dimension may be a copy (MindSpore 2.7).
                 if not entry or not self._state.shapes[index]:
                     for name in self._state.arrays:
                         entry[name] = self._state.view(index, name)
@@ -239,7 +240,7 @@ class FlatUpdater(MindNLPUpdater):
 
     @staticmethod
     def _step_of_its_own(steps: int) -> Any:
-        # Optimizers of MindNLP 0.5 count in place.
+        # Optimizers of MindNLP 0.5 increment the step in place.
         return torch_like().tensor(float(steps)) if mindnlp_series() == "0.5" else steps
 
     def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:

@@ -1,11 +1,9 @@
-"""Weights in one flat array, bucket by bucket as gradients are, that a host's ranks may share.
+"""This module keeps weights in one flat array, in the order of the buckets, which the ranks of a host may share.
 
-Goes in: parameters, wherever they are. Comes out: the same parameter objects, which point into that array from then on:
-what is written there is what every model sees. A forward or backward pass must not be under way meanwhile, on any rank
-that shares it, for nothing tells MindSpore that a weight was changed.
+The parameter objects stay the same, but point into that array, so a write to it changes every model. During a write no
+rank that shares the array may run a forward or backward pass, because MindSpore does not notice the change.
 
-A parameter leaves its place when it is assigned to (``load_state_dict``, ``from_pretrained``); where it is, is looked
-at in every update.
+An assignment (``load_state_dict``, ``from_pretrained``) moves a parameter out of the array; every update checks for it.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from mindnlp_dp.replicas.digests import weight_digest
 from mindnlp_dp.replicas.weights import ReplicaMismatchError
 from mindnlp_dp.versions import mindspore_is_before
 
-# Memory of weights that several ranks write to, for as long as anybody has it.
+# Weak references to the arrays of weights that several ranks share.
 _shared: list[weakref.ref[np.ndarray]] = []
 
 
 def make_private(parameters: Sequence[Any]) -> None:
-    """Take parameters out of memory that ranks share, for an optimizer that every rank runs on all of them."""
+    """Move parameters out of shared memory, for an optimizer that every rank runs on all parameters."""
     _shared[:] = [array for array in _shared if array() is not None]
     for parameter in parameters:
         if any(_is_in(array(), parameter) for array in _shared):
@@ -43,13 +41,13 @@ def _is_in(memory: Optional[np.ndarray], parameter: Any) -> bool:
 
 
 class FlatWeights:
-    """Parameters of float32 in ``memory``, where ``layouts`` say, one bucket behind the other.
+    """Places float32 parameters in ``memory``, one bucket of ``layouts`` after another.
 
-    Whoever makes it waits for all ranks that share the memory; :meth:`adopt` is called behind that.
+    The caller must wait for all ranks that share the memory before it calls :meth:`adopt`.
 
     Attributes:
-        memory: flat, float32.
-        bases: where each bucket begins in it.
+        memory: The flat float32 array.
+        bases: The offset of each bucket in it.
     """
 
     def __init__(
@@ -82,12 +80,12 @@ class FlatWeights:
             np.copyto(view, self._parameters[index].asnumpy())
 
     def adopt(self) -> None:
-        """Let the parameters point into the memory."""
+        """Make the parameters point into the memory."""
         for index in self._views:
             self._point(index)
 
     def make_private(self) -> None:
-        """Give the parameters that still point into memory that ranks share memory of this rank's alone."""
+        """Move the parameters that still point into shared memory to private memory of this rank."""
         if self._is_shared:
             for index in self._views:
                 if _is_in(self.memory, self._parameters[index]):
@@ -100,12 +98,12 @@ class FlatWeights:
         if view.size and view.ndim:
             set_weight(self._parameters[index], mindspore.Tensor.from_numpy(view))
             # Versions: MindSpore 2.7. Cause: a tensor over an array has no address before an operator has read it, and
-            # moves to memory of its own when the first to read it takes a slice. Goes when: 2.7 is not supported.
+            # moves to other memory if the first operator takes a slice. Remove when 2.7 is not supported any more.
             if mindspore_is_before("2.8"):
                 (-self._parameters[index]).asnumpy()
 
     def hand_out_scalars(self) -> None:
-        """What has no dimension cannot point anywhere: its parameter gets a copy behind every update."""
+        """Copy the values of parameters without a dimension, which cannot point into the array, after every update."""
         import mindspore
 
         for index, view in self._views.items():
@@ -113,23 +111,24 @@ class FlatWeights:
                 set_weight(self._parameters[index], mindspore.Tensor(view.copy()))
 
     def moved(self) -> list[int]:
-        """The parameters that are not in their places any more, on this rank."""
+        """Return the indices of the parameters that are not in their places any more, on this rank."""
         return [index for index in sorted(self._views) if self._has_moved(index)]
 
     def _has_moved(self, index: int) -> bool:
         parameter, view = self._parameters[index], self._views[index]
         if not view.ndim:
-            # As bytes: NaN stays where it is.
+            # Bytes are compared, because NaN is not equal to itself.
             return parameter.asnumpy().tobytes() != view.tobytes()
         return bool(view.size) and parameter.data_ptr() != self._addresses[index]
 
     def put_back(self, group: ProcessGroup, *, writes: bool, wait: Any) -> None:
-        """Take over parameters that have left their places, with their new values; a collective.
+        """Move parameters that have left their places back into the memory, with their new values; a collective.
 
-        ``writes`` says who writes to the memory, ``wait`` is the barrier of those who share it.
+        ``writes`` tells whether this rank writes to the memory, ``wait`` is the barrier of the ranks that share it.
 
         Raises:
-            ReplicaMismatchError: on every rank, when they did not move alike, or have another shape now.
+            ReplicaMismatchError: Raised on every rank if ranks moved different parameters or have different values, or
+                if a parameter has another shape now.
         """
         moved = self.moved()
         problem = [
@@ -153,7 +152,7 @@ class FlatWeights:
                     "there; assign the same values on every rank, or call broadcast_parameters(model) behind it"
                 )
         if writes:
-            # All are looked at before the first is written: one may have been assigned another one's memory.
+            # All values are read before the first write, because a parameter may point to the memory of another one.
             values = {index: self._parameters[index].asnumpy().copy() for index in moved}
             for index, value in values.items():
                 np.copyto(self._views[index], value)

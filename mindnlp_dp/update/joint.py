@@ -1,6 +1,6 @@
-"""The update of a model whose gradients are exchanged in several windows: one optimizer, one norm.
+"""This module combines the updaters of several windows into one, for models with expert parallelism.
 
-Goes in: an updater for each window. Comes out: one for all of them.
+All of them have the same optimizer, and gradients are clipped by one norm.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .updater import Updater
 
 
 class JointUpdater(Updater):
-    """What it takes as gradients is a list, of what each of the ``updaters`` takes."""
+    """Runs one updater for each window; its ``gradients`` are a list with those of each updater."""
 
     def __init__(self, optimizer: Any, window: JointWindow, updaters: Sequence[Updater]) -> None:
         super().__init__(optimizer, window.parameters)

@@ -1,7 +1,4 @@
-"""Over which ranks a model is spread, for numbers that are about all of it, such as the norm of its gradient.
-
-Goes in: a number for each of this rank's parameters. Comes out: their sum over the whole model, the same on every rank.
-"""
+"""This module sums numbers over a model that is sharded over ranks; updaters use it for the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -14,15 +11,17 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 
 
 class ModelScope:
-    """Without a group, every rank has the whole model. Making it with one is a collective of the group.
+    """Knows which ranks together have the model, and which of them counts each parameter in a sum.
+
+    Without a group, every rank has the full model. With a group, the constructor is a collective of the group.
 
     Args:
-        group: the ranks that together have it.
-        counts: of this rank's parameters, whether it is the one rank of those with the same numbers that adds them.
-        is_cut: of this rank's parameters, whether it has a part of it.
+        group: The ranks that together have the model.
+        counts: For each parameter of this rank, whether this rank is the one of its replicas that adds it.
+        is_cut: For each parameter of this rank, whether this rank has only a shard of it.
 
     Attributes:
-        has_cut_parameters: whether some rank of the group has a part of one.
+        has_cut_parameters: Whether any rank of the group has only a shard of a parameter.
     """
 
     def __init__(
@@ -38,18 +37,18 @@ class ModelScope:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has the whole model."""
+        """Return whether every rank has the full model."""
         return self.group is None
 
     def total(self, numbers: np.ndarray) -> float:
-        """The sum over the model of ``numbers``, one a parameter. A collective."""
+        """Return the sum of ``numbers``, one per parameter, over the full model, on every rank. A collective."""
         if self.group is None:
             return float(numbers.sum())
         mine = numbers[self._counts].sum()
         return float(self.group.all_reduce(np.array([mine], np.float64), is_hot=True)[0])
 
     def part(self, places: Sequence[int]) -> ModelScope:
-        """The same, of the parameters at some places."""
+        """Return a scope of the parameters at ``places`` only. A collective."""
         if self.group is None:
             return ModelScope()
         return ModelScope(self.group, self._counts[places].tolist(), self._is_cut[places].tolist())

@@ -1,14 +1,14 @@
-"""An update that devices divide: each has its own optimizer, of its slices of the flat buckets.
+"""This module shards the update among devices (ZeRO 1 and 2): each updates its slices of the flat buckets.
 
-Goes in: a window. Comes out: new weights on every rank. Of each bucket, which is one flat tensor, rank r has the r-th
-of as many equal slices as there are ranks (the last one padded)::
+A bucket is one flat tensor, split into as many equal slices as there are ranks (the end is padded). Rank r updates
+slice r::
 
     gradients │ 0 0 0 0 │ 1 1 1 1 │   stage 2: a reduce-scatter leaves slice r on rank r; stage 1: an all-reduce
-    state     │ 0 0 0 0 │             and what this rank updates, parameter by parameter, as tensors of its own
-    weights   │ 0 0 0 0 │ 1 1 1 1 │   all-gathered, and handed out to the parameters
+    state     │ 0 0 0 0 │             for the pieces that this rank updates, one set of tensors per piece
+    weights   │ 0 0 0 0 │ 1 1 1 1 │   all-gathered, and copied to the parameters
 
-MindNLP's own code updates the pieces, which are parameters to it, so it has to be one that updates every element for
-itself. They are copied from the parameters for every update: whoever assigns to those in between has done so.
+MindNLP's own code updates the pieces as if they were parameters, so it must update each element independently. Pieces
+are copied from the parameters before every update, so a value that the user assigns between updates is kept.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from .updater import MindNLPUpdater, Updater
 
 @dataclass(frozen=True)
 class _OwnPiece:
-    """A piece of a parameter, at ``where.offset`` in this rank's slice of a bucket, and what the optimizer updates."""
+    """A piece of a parameter, at ``where.offset`` in this rank's slice, and the tensor that the optimizer updates."""
 
     where: Piece
     weight: Any
 
 
-# What a window's gradients are between its stages: this rank's slices, by the number of their bucket, and what is used.
+# The type of ``gradients`` in this updater: this rank's slices by bucket number, and a mask of the used parameters.
 Slices = tuple[dict[int, Any], np.ndarray]
 
 
 class DeviceUpdater(MindNLPUpdater):
-    """For optimizers of MindNLP's that update every element for itself, with gradients that stay on devices.
+    """Shards the update on devices, for MindNLP optimizers that update each element independently.
 
     Args:
-        zero_stage: 1 or 2.
+        zero_stage: The ZeRO stage: 1 or 2.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DeviceUpdater(MindNLPUpdater):
         self._state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self._packed: Sequence[Bucket] = ()
         self._buckets: list[DeviceBucket] = []
-        # By parameter, the names and types of its state; None before its first update. The same on every rank.
+        # The names and types of each parameter's state; None before its first update. The same on every rank.
         self._types: list[Optional[dict[str, Optional[str]]]] = [None for _ in self.parameters]
         synchronizer.scatter, synchronizer.keeps_tensors = zero_stage == 2, True
         synchronizer.before_packing = self._let_go
@@ -78,7 +78,7 @@ class DeviceUpdater(MindNLPUpdater):
         self._packed, self._buckets = (), []
 
     def _arrange(self) -> None:
-        """For the buckets as they are packed now, with the state that there is. A collective."""
+        """Create the pieces of the current buckets, and move the existing state to them. A collective."""
         state = {index: self._whole_state(index) for index in range(len(self.parameters)) if self._types[index]}
         self._packed = self._sync.buckets
         self._buckets = [bucket for bucket in self._packed if isinstance(bucket, DeviceBucket)]
@@ -120,7 +120,7 @@ class DeviceUpdater(MindNLPUpdater):
 
     @property
     def _channel(self) -> TensorChannel:
-        # A synchroniser opens a new one behind a failure.
+        # It is not stored: a new channel is opened after a failure.
         channel = self._sync.channel
         assert isinstance(channel, TensorChannel)
         return channel
@@ -131,7 +131,7 @@ class DeviceUpdater(MindNLPUpdater):
     def scaled(self, gradients: Any, factor: float) -> Any:
         slices, used = gradients
         if factor != 1:
-            # As a tensor it is data, and no operator is compiled for this very number.
+            # A tensor is data; for a Python number an operator would be compiled for each value.
             scale = mindspore.Tensor(np.float32(factor))
             slices = {number: (part * scale).astype(part.dtype) for number, part in slices.items()}
         return slices, used
@@ -140,7 +140,7 @@ class DeviceUpdater(MindNLPUpdater):
         return math.isfinite(self.norm(gradients))
 
     def norm(self, gradients: Any) -> float:
-        """Of all gradients: every rank adds up its slices, and the host reads one number."""
+        """Return the norm of all gradients: every rank sums its slices, and the host reads one number."""
         squares = [(part.astype(mindspore.float32) ** 2).sum() for part in gradients[0].values()]
         mine = mindspore.ops.stack(squares).sum() if squares else mindspore.Tensor(np.float32(0))
         return math.sqrt(float(to_host(self._group.all_reduce(mine.reshape(1), is_hot=True))[0]))
@@ -165,7 +165,7 @@ class DeviceUpdater(MindNLPUpdater):
 
     @contextlib.contextmanager
     def _in_place_of_parameters(self, pieces: list[_OwnPiece]) -> Iterator[None]:
-        """Within it, these pieces are what the optimizer has, with their own state."""
+        """Replace the optimizer's parameters and state by these pieces and their state, inside the context."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         everything = [group["params"] for group in groups]
         numbers = {id(p): number for number, whole in enumerate(everything) for p in whole}
@@ -184,7 +184,7 @@ class DeviceUpdater(MindNLPUpdater):
                 group["params"] = whole
 
     def _publish(self, number: int, used: np.ndarray) -> None:
-        """New weights of a bucket, to every rank."""
+        """Give the new weights of a bucket to every rank. A collective."""
         bucket = self._buckets[number]
         first, last = bucket.own_range
         parts = [
@@ -207,7 +207,7 @@ class DeviceUpdater(MindNLPUpdater):
     # The optimizer's state.
 
     def _adopt_state(self) -> None:
-        """Take over what the optimizer was given, if it was: ``load_state_dict`` makes state of its parameters."""
+        """Move state from the optimizer to the pieces: ``load_state_dict`` creates state for full parameters."""
         if not self.optimizer.state:
             return
         by_id = {id(p): state for p, state in self.optimizer.state.items()}
@@ -216,7 +216,7 @@ class DeviceUpdater(MindNLPUpdater):
         self.optimizer.state.clear()
 
     def _learn_types(self, used: np.ndarray) -> None:
-        """What state the optimizer has made of parameters; who has a piece tells the rest."""
+        """Record which state the optimizer has created for new parameters; ranks with a piece tell the others."""
         new = [index for index in np.flatnonzero(used) if self._types[index] is None]
         if not new:
             return
@@ -236,7 +236,7 @@ class DeviceUpdater(MindNLPUpdater):
         return [piece for pieces in self._pieces for piece in pieces if piece.where.index == index]
 
     def _whole_state(self, index: int, *, keep: bool = True) -> dict[str, Any]:
-        """A parameter's, of all ranks' pieces; a collective, of every rank."""
+        """Return the full state of a parameter, from all ranks' pieces; a collective of all ranks."""
         whole: dict[str, Any] = {}
         own, numel = self._own(index), math.prod(self._shapes[index])
         for name, dtype in (self._types[index] or {}).items():
@@ -251,7 +251,7 @@ class DeviceUpdater(MindNLPUpdater):
         return whole
 
     def _put(self, index: int, state: Mapping[str, Any]) -> None:
-        """Cut a parameter's whole state into what this rank's pieces need of it."""
+        """Store the parts of a parameter's full state that belong to this rank's pieces."""
         values = {name: fetch_all(value) for name, value in state.items()}
         parameter = self.parameters[index]
         types = self._types[index] = {name: _array_type(value, parameter) for name, value in values.items()} or None
@@ -286,11 +286,11 @@ class DeviceUpdater(MindNLPUpdater):
 
 
 def _host_type(dtype: str) -> Any:
-    # As to_host has it: bfloat16 is wider there.
+    # to_host() converts bfloat16 to float32.
     return np.dtype({"bfloat16": "float32"}.get(dtype, dtype))
 
 
 def _array_type(value: Any, weight: Any) -> Optional[str]:
-    """The type of what there is of every element of a weight; None of anything else, such as a step."""
+    """Return the type of a state that has one value per element of a weight; None for others, such as a step."""
     shape = getattr(value, "shape", None)
     return dtype_name(value) if shape is not None and tuple(shape) == tuple(weight.shape) else None

@@ -1,10 +1,10 @@
-"""How optimizers change a slice of the weights: in place, in flat arrays, whatever parameters they belong to.
+"""This module implements optimizers on segments of flat arrays, in place; the flat updater (flat.py) calls it.
 
-Goes in: segments of weights, gradients and state, and the hyperparameters of the groups that they belong to. Comes out:
-new weights and state, in place, with the bits that they have in any other segment.
+A rule changes the weights and the state of segments, with the hyperparameters of their groups. The resulting bits do
+not depend on how the arrays are split into segments.
 
-AdamW and Adam run MindSpore's own kernel (``ops.Adam``) on long arrays: MindNLP 0.4.1, which calls it for every
-parameter, takes several times as long. Its SGD forgets the momentum between two updates; here it is PyTorch's.
+AdamW and Adam run MindSpore's own kernel (``ops.Adam``) on long arrays: MindNLP 0.4.1 calls it for every parameter,
+which takes several times as long. MindNLP's SGD loses the momentum between two updates; here SGD is PyTorch's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Group = dict[str, Any]
 
 @dataclass
 class Segment:
-    """Elements that are updated in one go, one behind the other in each array.
+    """Elements that are updated together, and are consecutive in each array.
 
     Attributes:
-        parts: the pieces of parameters in it, with their places in these arrays.
-        tensors: what a rule makes of the arrays, once.
+        parts: The pieces of parameters in the segment, with their places in these arrays.
+        tensors: MindSpore tensors over the arrays, which a rule creates once.
     """
 
     weights: np.ndarray
@@ -45,15 +45,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Update:
-    """What every rank knows of an update.
+    """Holds the inputs of one update that are not part of a segment.
 
     Attributes:
-        scale: gradients are multiplied by it, for they were clipped.
-        scratch: memory for a segment's, as long as the longest.
-        groups: the optimizer's, by parameter.
-        steps: by parameter, of how many updates this is the last one.
-        blocks: of the parameters.
-        add: sums an array over the ranks that divide the update.
+        scale: The factor of the gradients, which clips them.
+        scratch: Temporary memory, as long as the longest segment.
+        groups: The optimizer's group of each parameter.
+        steps: The number of updates of each parameter, this one included.
+        blocks: The block sums of the parameters, for norms.
+        add: A function that combines block sums over the ranks that shard the update.
     """
 
     scale: float
@@ -65,11 +65,11 @@ class Update:
 
 
 class Rule(abc.ABC):
-    """One optimizer's.
+    """Interface of an optimizer on flat arrays.
 
     Attributes:
-        state_names: of its arrays, as the optimizer calls them in its ``state_dict``.
-        counts_steps: whether its state holds "step".
+        state_names: The names of its state arrays, as in the optimizer's ``state_dict``.
+        counts_steps: Whether its state contains "step".
     """
 
     state_names: tuple[str, ...] = ()
@@ -77,21 +77,21 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def key(self, group: Group, step: int) -> Hashable:
-        """Parameters that have the same one, and follow each other in memory, make one segment."""
+        """Return a key; consecutive parameters in memory that have the same key are updated as one segment."""
 
     @abc.abstractmethod
     def apply(self, segments: Sequence[Segment], update: Update) -> None:
-        """Change weights and state. Where ranks divide the update, it is a collective."""
+        """Change weights and state in place. A collective if ranks shard the update."""
 
 
 @functools.lru_cache(maxsize=64)
 def _scalar(value: float) -> Any:
-    # As a tensor it is data; MindSpore would compile the operator anew, and keep it, for every number that it meets.
+    # A tensor is data; for a Python number MindSpore would compile and keep an operator for each value.
     return mindspore.Tensor(np.float32(value))
 
 
 def _runs(segment: Segment, value_of: Callable[[int], float]) -> Iterator[tuple[slice, float]]:
-    """The parts of a segment for which ``value_of`` their parameters is the same number, not 0, and that number."""
+    """Yield slices of a segment whose parameters have the same ``value_of``, and this value; skip the value 0."""
     begin, end, value = 0, 0, 0.0
     for part in segment.parts:
         other = value_of(part.index)
@@ -105,10 +105,10 @@ def _runs(segment: Segment, value_of: Callable[[int], float]) -> Iterator[tuple[
 
 
 class AdamRule(Rule):
-    """AdamW (``decoupled``: weights decay by themselves) and Adam (their decay is part of the gradient).
+    """AdamW (``decoupled``: weight decay is separate from the gradient) and Adam (decay is part of the gradient).
 
-    Epsilon is added to the root of the second moment, behind its bias correction (``epsilon_is_corrected``), as PyTorch
-    and MindNLP 0.5 do, or before it, as MindSpore's kernel and MindNLP 0.4 do.
+    Epsilon is added to the root of the second moment: after its bias correction (``epsilon_is_corrected``), as in
+    PyTorch and MindNLP 0.5, or before it, as in MindSpore's kernel and MindNLP 0.4.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
@@ -149,7 +149,7 @@ class AdamRule(Rule):
 
 
 def _gradient(segment: Segment, update: Update, *, with_decay: bool) -> np.ndarray:
-    """The gradient, scaled; ``with_decay`` with that of the weights. In scratch memory where it is not as it was."""
+    """Return the scaled gradient, plus weight decay if ``with_decay``; in scratch memory unless it is unchanged."""
     gradient = segment.gradient
     if update.scale != 1:
         gradient = np.multiply(gradient, np.float32(update.scale), out=update.scratch[: len(gradient)])
@@ -163,7 +163,7 @@ def _gradient(segment: Segment, update: Update, *, with_decay: bool) -> np.ndarr
 
 
 class SGDRule(Rule):
-    """SGD with momentum, dampening and Nesterov's look ahead, as PyTorch defines it."""
+    """SGD with momentum, dampening and Nesterov momentum, as PyTorch defines it."""
 
     def __init__(self, *, has_momentum: bool) -> None:
         self.state_names = ("momentum_buffer",) if has_momentum else ()
@@ -201,10 +201,10 @@ def _hashable(value: Any) -> Hashable:
 
 
 class TrustRatioRule(Rule):
-    """What LARS and LAMB share: rates that depend on how long a whole layer's weights and direction are."""
+    """Common base of LARS and LAMB, whose rate depends on the norms of a parameter's weights and update direction."""
 
     def key(self, group: Group, step: int) -> Hashable:
-        # A group may hold what is the user's, such as a list of names, which no rule reads.
+        # A group may contain the user's own values, such as a list of names, which no rule reads.
         values = ((name, value) for name, value in sorted(group.items()) if name != "params")
         return (step, *((name, _hashable(value)) for name, value in values))
 
@@ -231,7 +231,7 @@ class TrustRatioRule(Rule):
 
 
 class LAMBRule(TrustRatioRule):
-    """:class:`mindnlp_dp.optim.LAMB`."""
+    """Does the update of :class:`mindnlp_dp.optim.LAMB` on flat arrays."""
 
     state_names = ("exp_avg", "exp_avg_sq")
     counts_steps = True
@@ -254,12 +254,12 @@ class LAMBRule(TrustRatioRule):
 
 
 class LARSRule(TrustRatioRule):
-    """:class:`mindnlp_dp.optim.LARS`."""
+    """Does the update of :class:`mindnlp_dp.optim.LARS` on flat arrays."""
 
     state_names = ("momentum_buffer",)
 
     def _direction(self, segment: Segment, update: Update) -> np.ndarray:
-        # In memory of its own: all directions are there before the first is gone.
+        # Scratch memory is not possible: all directions are needed at the same time.
         return segment.gradient * np.float32(update.scale)
 
     def _move(self, segment: Segment, part: Piece, direction: np.ndarray, lengths: Any, group: Group) -> None:

@@ -1,7 +1,6 @@
-"""Optimizer state, of which a rank has no more than belongs to the weights that it updates.
+"""This module stores a rank's shard of the optimizer state: flat arrays for the pieces of parameters that it updates.
 
-Goes in: for which pieces of which parameters. Comes out: flat arrays, and, parameter by parameter, the whole state of
-one, for checkpoints and for ranks that divide the work anew.
+It also gathers the full state of a parameter, for checkpoints and for a new split of the work among the ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from mindnlp_dp.arrays.conversion import aligned_zeros, number_of, to_host
 from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.collectives import ProcessGroup
 
-# Ranks put a parameter's state together by so many elements at a time: more would take memory, and bring nothing.
+# Ranks gather a parameter's state in messages of this many elements: larger ones need more memory and are not faster.
 MESSAGE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[start, stop)`` of parameter ``index``, and where the first of them is in a flat array."""
+    """Elements ``[start, stop)`` of parameter ``index``, and the ``offset`` of the first one in a flat array."""
 
     index: int
     start: int
@@ -38,7 +37,7 @@ class Piece:
 def put_together(
     parts: Sequence[tuple[Piece, np.ndarray]], numel: int, dtype: Any, group: Optional[ProcessGroup]
 ) -> np.ndarray:
-    """A flat array of all ranks' pieces of it. A collective of ``group``; None of whom this rank has all."""
+    """Gather a flat array from all ranks' pieces of it. A collective of ``group``; None if this rank has all pieces."""
     kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
     whole = np.zeros(numel, kind)
     for piece, array in parts:
@@ -46,22 +45,23 @@ def put_together(
     if group is None:
         return whole.view(dtype)
     for start in range(0, numel, MESSAGE_NUMEL):
-        # As integers, of which the largest has the bits of the one that is not 0, be it a negative zero's.
+        # The maximum of the bits as integers is the value of the rank that has the element, even for a negative zero;
+        # the other ranks have 0.
         bits = group.all_reduce(whole[start : start + MESSAGE_NUMEL].astype(np.int64), op="max")
         whole[start : start + MESSAGE_NUMEL] = bits
     return whole.view(dtype)
 
 
 class StateShards:
-    """Arrays of float32 by name, such as "exp_avg", each as long as what this rank updates.
+    """Holds this rank's optimizer state in float32 arrays, each as long as the weights that this rank updates.
 
     Args:
-        pieces: what that is, offsets being those in the arrays, of ``numel`` elements.
-        is_whole: whether every rank has all of it.
+        pieces: The pieces that this rank updates, with their offsets in the arrays, which have ``numel`` elements.
+        is_whole: Whether every rank has all of the state.
 
     Attributes:
-        arrays: by name.
-        steps: by parameter, in how many updates it took part; the same on every rank.
+        arrays: The arrays by name, such as "exp_avg".
+        steps: The number of updates of each parameter; the same on every rank.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class StateShards:
         return not self._is_whole and bool(self.arrays) and any(self.steps)
 
     def put(self, index: int, name: str, whole: np.ndarray) -> None:
-        """Keep what is this rank's of a parameter's whole state."""
+        """Store this rank's pieces of a parameter's full state."""
         flat = whole.reshape(-1)
         for piece in self._pieces.get(index, ()):
             self.arrays[name][piece.flat] = flat[piece.start : piece.stop]
 
     def whole(self, index: int, name: str) -> np.ndarray:
-        """A parameter's state, in its shape, put together of all ranks' pieces. A collective, of every rank."""
+        """Gather a parameter's full state, in its shape, from all ranks' pieces. A collective of all ranks."""
         parts = [(piece, self.arrays[name][piece.flat]) for piece in self._pieces.get(index, ())]
         group = None if self._is_whole else self._group
         return put_together(parts, math.prod(self.shapes[index]), np.float32, group).reshape(self.shapes[index])
 
     def view(self, index: int, name: str) -> Any:
-        """A parameter's whole state as a tensor in the array's own memory, where this rank has all of it."""
+        """Return a parameter's full state as a tensor in the array's memory; valid if this rank has all of it."""
         import mindspore
 
         pieces = self._pieces.get(index, [])
@@ -113,7 +113,7 @@ class StateShards:
         return mindspore.Tensor.from_numpy(flat).reshape(())
 
     def reset(self, index: int, state: Mapping[str, Any]) -> None:
-        """To what an optimizer's ``state`` says of a parameter; to nothing where it is empty. A collective."""
+        """Replace a parameter's state by its entry in an optimizer's ``state``, which may be empty. A collective."""
         found = {name: state[name] for name in self.arrays if state.get(name) is not None}
         if self.steps[index] and not found:
             self.clear(index)
@@ -128,15 +128,15 @@ class StateShards:
                 array[piece.flat] = 0
 
     def forget(self, name: str) -> None:
-        """The memory of an array goes: that of the new one is taken when it is written to."""
+        """Free the memory of an array; the new array gets memory only when it is written to."""
         self.arrays[name] = aligned_zeros(len(self.arrays[name]), np.float32)
 
 
 class StateOwners:
-    """Who has an optimizer's state, parameter by parameter: the shards of one of the steps that were made for it.
+    """Records which shards have the state of each parameter, because several train steps may use one optimizer.
 
     Attributes:
-        last: the shards that took anything over last.
+        last: The shards that received state last.
     """
 
     def __init__(self) -> None:
@@ -146,11 +146,15 @@ class StateOwners:
         self._loaded: dict[int, Mapping[str, Any]] = {}
 
     def belongs_to(self, shards: StateShards, parameters: Sequence[Any]) -> bool:
-        """Whether the state of all of these is in ``shards``."""
+        """Return whether the state of all these parameters is in ``shards``."""
         return all((owner := self._owners.get(id(p))) is not None and owner[0] is shards for p in parameters)
 
     def look_at(self, optimizer: Any) -> None:
-        """Whether somebody has put another ``state`` into the optimizer: it is what counts from now on."""
+        """Load the optimizer's ``state`` if the user has replaced it.
+
+        Raises:
+            ValueError: If the new state is empty, although the ranks have sharded moments, which would be lost.
+        """
         if optimizer.state is not self._seen:
             if not optimizer.state and self.last is not None and self.last.has_divided_moments:
                 raise ValueError(
@@ -162,20 +166,20 @@ class StateOwners:
             optimizer.state.clear()
 
     def load(self, optimizer: Any, states: dict[int, Mapping[str, Any]]) -> None:
-        """Forget what there is for what is given by the parameters' ids."""
+        """Replace all recorded state by ``states``, by the parameters' ids."""
         self._seen, self.last = optimizer.state, None
         self._owners.clear()
         self._loaded.clear()
         self.accept(states)
 
     def accept(self, states: dict[int, Mapping[str, Any]]) -> None:
-        """Take these states, by the parameters' ids, for what there is of them."""
+        """Replace the recorded state of some parameters by ``states``, by the parameters' ids."""
         self._loaded.update(states)
         for parameter in states:
             self._owners.pop(parameter, None)
 
     def hand_over(self, parameters: Sequence[Any], shards: StateShards) -> None:
-        """Give ``shards`` the state of these parameters, which are in its order. A collective."""
+        """Move the state of these parameters, which are in the order of ``shards``, to ``shards``. A collective."""
         taken: dict[int, tuple[StateShards, int]] = {}
         for index, parameter in enumerate(parameters):
             owner = self._owners.get(id(parameter))
@@ -192,7 +196,7 @@ class StateOwners:
             for index, (old, place) in taken.items():
                 if old.steps[place]:
                     shards.put(index, name, old.whole(place, name))
-            # An array at a time, so that there is never more than one too many.
+            # Old arrays are freed one by one, so that at most one array exists twice.
             for old in idle.values():
                 old.forget(name)
         for index, (old, place) in taken.items():

@@ -1,7 +1,7 @@
-"""An optimizer as the step sees it; those of MindNLP and MindSpore, whose own code every rank runs on all parameters.
+"""This module defines the interface through which a train step runs an optimizer, and its replicated updaters.
 
-Goes in: the gradients that every rank has. Comes out: the same new weights on every rank. MindNLP's optimizers, like
-PyTorch's, read ``parameter.grad``; those of ``mindspore.nn`` are called with the gradients.
+These run an optimizer's own code on all parameters, on every rank. MindNLP's optimizers, like PyTorch's, read
+``parameter.grad``; those of ``mindspore.nn`` are called with the gradients.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .model_scope import ModelScope
 
 
 def is_untouched(optimizer: Any) -> bool:
-    """Whether ``optimizer`` does what its class says, by default settings.
+    """Return whether ``optimizer`` computes what its class does with default settings.
 
-    It does not when it has step hooks, another ``step`` was put into it, or a group maximises or uses AMSGrad. (A
-    scheduler wraps ``step``, too, but only counts.)
+    It does not if it has step hooks, its ``step`` was replaced, or a group has maximize or amsgrad. (A scheduler also
+    wraps ``step``, but only counts the calls.)
     """
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     own = vars(optimizer).get("step")
@@ -39,11 +39,11 @@ def is_untouched(optimizer: Any) -> bool:
 
 
 class Updater(abc.ABC):
-    """An optimizer, and the parameters that it updates; gradients are in their order, None where there is none.
+    """Interface of an optimizer for train steps; gradients are in the order of the parameters, and may be None.
 
     Attributes:
-        scheduler: steps after every update; None where there is none, or the optimizer has a schedule of its own.
-        is_divided: whether a rank has no more than a part of the optimizer's state.
+        scheduler: The scheduler that steps after every update; None without one, or if the optimizer has its own.
+        is_divided: Whether the ranks shard the optimizer state.
     """
 
     scheduler: Any = None
@@ -54,66 +54,66 @@ class Updater(abc.ABC):
         self.parameters = parameters
 
     def average(self, window: GradientWindow) -> Any:
-        """Exchange a window: what the other methods take as gradients. A collective."""
+        """Exchange a window and return the ``gradients`` that the other methods take. A collective."""
         return window.reduce()
 
     def are_finite(self, gradients: Any) -> bool:
-        """Whether averaged gradients hold neither NaN nor infinity; the same on every rank."""
+        """Return whether averaged gradients contain neither NaN nor infinity; the same on every rank."""
         return inspection(get_process_group().on_device).are_finite([g for g in gradients if g is not None])
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
-        """Scale gradients down to a norm of at most ``max_norm``, together; returns them and the norm they had."""
+        """Scale all gradients so that their common norm is at most ``max_norm``; return them and the old norm."""
         norm = self.norm(gradients)
         if norm * norm > np.finfo(np.float32).max:
-            # As with MindNLP's clipping: beyond what float32 can square, a gradient is no direction to go in.
+            # MindNLP's clipping does the same: if the square overflows float32, the gradient is not usable.
             norm = math.inf
         return self.scaled(gradients, min(1.0, max_norm / (norm + 1e-6))), norm
 
     def follows_optimizer(self) -> bool:
-        """Whether this still does what the optimizer would do by itself, on this rank."""
+        """Return whether this updater still computes what the optimizer itself would compute, on this rank."""
         return True
 
     @abc.abstractmethod
     def norm(self, gradients: Any) -> float:
-        """Of averaged gradients, all together, of the whole model."""
+        """Return the norm of all averaged gradients of the full model."""
 
     @abc.abstractmethod
     def scaled(self, gradients: Any, factor: float) -> Any:
-        """Averaged gradients times ``factor``."""
+        """Return averaged gradients times ``factor``."""
 
     @abc.abstractmethod
     def update(self, gradients: Sequence[Optional[Any]]) -> None: ...
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """An update is over, be it made or left out: nothing holds on to its gradients, and the schedule goes on."""
+        """End an update, made or left out: release its gradients and step the scheduler."""
 
     def release(self) -> None:  # noqa: B027 -- most read nothing that others write to
-        """Behind :meth:`finish`: let the others write to what this rank has read for its update. A collective."""
+        """Let the other ranks write to memory that this rank has read; called after :meth:`finish`. A collective."""
 
     def make_private(self) -> None:  # noqa: B027 -- most update memory that is this rank's alone
-        """Take the parameters out of memory that ranks share; the next update, if there is one, puts them back."""
+        """Move the parameters out of shared memory; the next update, if there is one, moves them back."""
 
     @abc.abstractmethod
     def parameter_names(self, model: Any) -> list[list[str]]:
-        """What the optimizer updates, by group, by the names in ``model``."""
+        """Return the names in ``model`` of the parameters that the optimizer updates, by group."""
 
     @abc.abstractmethod
     def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
-        """A tree of plain data, the same on every rank, except that one that does not ``keep`` it has no arrays.
+        """Return the full optimizer state, the same on every rank; a rank without ``keep`` may get it without arrays.
 
-        A collective where ranks divide the update.
+        A collective if the ranks shard the update.
         """
 
     @abc.abstractmethod
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`optimizer_state` gave, or its outline with arrays that are to come. A collective."""
+        """Load a result of :meth:`optimizer_state`; its arrays may still be on rank 0 only. A collective."""
 
 
 class MindNLPUpdater(Updater):
-    """For ``mindnlp.core.optim``, with a scheduler or without.
+    """Runs an optimizer of ``mindnlp.core.optim`` on every rank, with or without a scheduler.
 
-    ``scope`` says over which ranks the model is spread.
+    ``scope`` names the ranks that the model is sharded over.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class MindNLPUpdater(Updater):
         self._scope = scope or ModelScope()
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
-        # MindNLP takes the norm in the gradients' type: in float16 ten thousand elements of 3 have an infinite one.
+        # MindNLP computes the norm in the gradients' type: in float16, 10000 elements of value 3 overflow.
         if not self._scope.is_whole or any(p.dtype != mindspore.float32 for p in self.parameters):
             return super().clip(gradients, max_norm)
         self._attach(gradients)
@@ -145,7 +145,7 @@ class MindNLPUpdater(Updater):
         self._step_on([p for p, gradient in zip(self.parameters, gradients) if gradient is not None])
 
     def _step_on(self, parameters: Sequence[Any]) -> None:
-        """Let the optimizer update these only; MindNLP's stumble over parameters without a gradient."""
+        """Let the optimizer update only these parameters; MindNLP's optimizers fail on one without a gradient."""
         wanted = set(map(id, parameters))
         groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
@@ -158,9 +158,9 @@ class MindNLPUpdater(Updater):
                 group["params"] = whole
 
     def finish(self) -> None:
-        # The next window's result can then have this one's memory.
+        # The next window's result can then reuse the memory of these gradients.
         self._attach([None] * len(self.parameters))
-        # A plateau scheduler steps when there is a metric to look at.
+        # A plateau scheduler needs a metric, so it does not step after every update.
         if self.scheduler is not None and not isinstance(
             self.scheduler, torch_like().optim.lr_scheduler.ReduceLROnPlateau
         ):
@@ -182,7 +182,7 @@ class MindNLPUpdater(Updater):
 
 
 def _sums_of_squares(gradients: Sequence[Optional[Any]]) -> np.ndarray:
-    """Of each gradient, as float64; 0 where there is none. Fetched at once: every fetch waits for the device."""
+    """Return each gradient's sum of squares, 0 for None; fetched together, because a fetch waits for the device."""
     sums = np.zeros(len(gradients))
     found = [index for index, gradient in enumerate(gradients) if gradient is not None]
     if found:
@@ -198,7 +198,7 @@ def _times(gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Option
 
 
 class MindSporeUpdater(Updater):
-    """For ``mindspore.nn``'s optimizers, whose learning rate may be a schedule of their own."""
+    """Runs a ``mindspore.nn`` optimizer on every rank; its learning rate may be its own schedule."""
 
     def norm(self, gradients: Sequence[Optional[Any]]) -> float:
         return math.sqrt(float(_sums_of_squares(gradients).sum()))
@@ -207,18 +207,18 @@ class MindSporeUpdater(Updater):
         return _times(gradients, factor)
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:
-        # They want a gradient for every parameter.
+        # These optimizers need a gradient for every parameter.
         full = [mindspore.ops.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
         self.optimizer(tuple(full))
 
     def finish(self) -> None:
-        """The optimizer counts its own steps."""
+        """Do nothing: the optimizer counts its steps itself."""
 
     def parameter_names(self, model: Any) -> list[list[str]]:
         return [[parameter.name for parameter in self.parameters]]
 
     def _own_parameters(self) -> dict[str, Any]:
-        """Moments, the step, a learning rate: what the optimizer keeps beside the network's weights."""
+        """Return the optimizer's own parameters: moments, the step, a learning rate, but not the model's weights."""
         weights = set(map(id, self.parameters))
         return {name: p for name, p in self.optimizer.parameters_dict().items() if id(p) not in weights}
 

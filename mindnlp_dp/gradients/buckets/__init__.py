@@ -1,1 +1,1 @@
-"""Buckets: how gradients are packed (layout.py), and the memory in which they are summed."""
+"""This package packs gradients into buckets (layout.py) and has the memory in which they are summed."""

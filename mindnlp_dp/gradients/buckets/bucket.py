@@ -1,7 +1,7 @@
-"""Where gradients wait for their exchange, and where its result is taken from.
+"""This module defines the interface of a bucket, in which the synchroniser accumulates gradients and sums them.
 
-Goes in: weighted gradients, one by one. Comes out: their sums over the ranks. What a bucket's memory is depends on what
-moves it: host.py for libraries of host memory, shared.py where the ranks of a host share it, device.py for tensors.
+The memory of a bucket depends on the library that transports it: host.py is for libraries of host memory, shared.py
+for memory that the ranks of a host share, device.py for tensors on a device.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from .layout import BucketLayout
 
 
 class Bucket(abc.ABC):
-    """Memory for the gradients of one bucket, from accumulation to the exchanged result.
+    """Holds the gradients of one bucket, from accumulation to the exchanged result.
 
-    ``put`` adds ``weight * gradient`` to a slot, ``start`` scales what was put and
-    begins the sum over the ranks, ``wait`` ends it, ``get`` returns a slot of the
-    result, in memory of its own, ``release`` says that this rank has got what it wanted, and
-    ``clear`` makes the bucket empty again. A slot into which nothing was put counts as zeros.
-    ``keep`` remembers what was put so far, and ``restore`` goes back to it, be the sum made or not.
+    ``put`` adds ``weight * gradient`` to a slot, ``start`` scales the accumulated values and begins the sum over the
+    ranks, ``wait`` waits for the sum, ``get`` returns a copy of one slot of the result, ``release`` says that this rank
+    does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros. ``keep`` saves
+    the accumulated values, and ``restore`` returns to them, before or after the exchange.
 
     Attributes:
-        scatter: whether a rank's own slice of the sum is all that it will look at; set before the exchange begins.
-        on_sum: called whenever this rank's slice of a sum has come to where :meth:`sums` says, on the thread that
-            exchanges; the slice is in the cache then.
-        is_asynchronous: whether ``start`` returns while the exchange is under way. If not, buckets are best
-            exchanged one after the other, each while it is in the cache; or on a thread, which gives ``start`` its
-            patience, so that waiting leaves the core to the thread that computes.
+        scatter: Whether this rank reads only its own slice of the sum; set before the exchange begins.
+        on_sum: A callback for the exchanging thread, called when this rank's slice of a sum is in the memory that
+            :meth:`sums` returns; the slice is in the processor's cache at that time.
+        is_asynchronous: Whether ``start`` returns before the exchange has ended. If not, it is best to exchange
+            buckets one after another, while each is in the cache, or on a separate thread. That thread passes its
+            ``patience`` to ``start``, so that its waits leave the core to the computing thread.
     """
 
     scatter = False
@@ -63,16 +62,16 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def sums(self) -> list[tuple[int, np.ndarray]]:
-        """Where results are in host memory, once they have come to :meth:`land`: offsets in the bucket, and arrays.
+        """Return host memory for the result, filled by :meth:`land`: pairs of an offset in the bucket and an array.
 
-        It is the same place for as long as the bucket is there.
+        The arrays are the same for the lifetime of the bucket.
         """
 
     def land(self) -> None:  # noqa: B027
-        """Behind ``wait``: bring the result to where :meth:`sums` says, if it is not there."""
+        """Copy the result to the memory of :meth:`sums` if it is not there; called after ``wait``."""
 
     def keep_slice(self) -> None:
-        """Behind ``wait``: keep this rank's slice of the result as a tensor."""
+        """Keep this rank's slice of the result as a tensor; called after ``wait``."""
         raise NotImplementedError("gradients of a device stay there, and no others")
 
     def _has_sum(self) -> None:

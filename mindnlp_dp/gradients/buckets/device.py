@@ -1,8 +1,4 @@
-"""A bucket of gradients that stay on their device.
-
-Goes in: tensors, as a backward pass gives them. Comes out: their sums over the ranks, begun by the channel and waited
-for by whoever takes them.
-"""
+"""This module sums gradients that stay on their device; make.py creates its buckets for device channels."""
 
 from __future__ import annotations
 
@@ -24,18 +20,18 @@ from .layout import ALIGN_NUMEL, BucketLayout
 class DeviceBucket(Bucket):
     """A bucket of tensors that stay on their device, flattened for the exchange.
 
-    On the wire they have their parameters' type, or the half type of ``compression``; before that they are weighted
-    and summed in float32, because a sum of half-precision gradients, weighted by samples, may
-    not fit into its own range.
+    They are exchanged in their parameters' type, or in the half type of ``compression``. Before that, half types are
+    weighted and summed in float32, because a sum of half-precision gradients, weighted by samples, may overflow.
 
-    A device computes faster than this process can tell it to, so operators are few: gradients wait until the bucket
-    is full, or until its sum is wanted, and are then flattened, weighted and added at once. Until then nobody may
-    write into them.
+    A device computes faster than this process can launch operators, so there are few of them: gradients are held until
+    the bucket is full, or its sum is needed, and are then flattened, weighted and added together. Until then no caller
+    may write to them.
 
     Attributes:
-        own_range: where this rank's slice begins and ends, in elements, slots being one behind the other. Slices are
-            of one length, so that the last ones may reach beyond the slots.
-        own_slice: what :meth:`keep_slice` has left of the last sum, with zeros beyond the slots; nobody writes into it.
+        own_range: The begin and end of this rank's slice, in elements of the slots without gaps. All slices have the
+            same length, so the last ones may extend beyond the slots.
+        own_slice: This rank's slice of the last sum, after :meth:`keep_slice`, with zeros beyond the slots; it is not
+            written to.
     """
 
     is_asynchronous = True
@@ -50,18 +46,18 @@ class DeviceBucket(Bucket):
         self._sum_dtype = mindspore.float32 if layout.dtype in HALF_TYPES else self._dtype
         half = {"fp16": mindspore.float16, "bf16": mindspore.bfloat16}.get(compression or "")
         self._wire_dtype = half if half is not None and layout.dtype == "float32" else self._dtype
-        # Only what the user asked to be rounded is summed in half precision by MCCL.
+        # MCCL sums in half precision only if the user asked for this rounding with compression.
         self._begins = self._wire_dtype != self._dtype or channel.reduces_natively(layout.dtype)
-        # Gradients that are not in the sum yet, and what they have in common: weight and type.
+        # Gradients that are not in the sum yet, and their common weight and type.
         self._waiting: dict[int, Any] = {}
         self._kind: tuple[float, Any] = (0.0, None)
-        # No operator writes into a sum, so that what is kept stays as it is.
+        # No operator writes into a sum in place, so keep() needs no copy.
         self._sum: Optional[Any] = None
         self._kept: Optional[Any] = None
         self._result: Optional[Any] = None
         self._handle: Optional[Any] = None
         self._slices: dict[int, Any] = {}
-        # As flat as tensors are here: without the gaps that slots have in host memory.
+        # Flat tensors here do not have the gaps that slots have in host memory.
         self._numel = sum(slot.numel for slot in layout.slots)
         length = -(-self._numel // (ALIGN_NUMEL * channel.world_size)) * ALIGN_NUMEL
         self._padding = length * channel.world_size - self._numel
@@ -88,7 +84,7 @@ class DeviceBucket(Bucket):
         self._waiting.clear()
 
     def _flattened(self, gradients: Mapping[int, Any], dtype: Any) -> Any:
-        """All slots one behind the other, zeros where there is no gradient; it may share a gradient's memory."""
+        """Concatenate all slots, with zeros for missing gradients; the result may share a gradient's memory."""
         parts = [
             gradients[slot.index].reshape(-1) if slot.index in gradients else self._ms.ops.zeros((slot.numel,), dtype)
             for slot in self.layout.slots
@@ -133,7 +129,7 @@ class DeviceBucket(Bucket):
         return self._ms.ops.cat([flat, self._ms.ops.zeros((self._padding,), flat.dtype)])
 
     def get(self, index: int) -> Any:
-        # A copy: MindSpore refuses to assign to a view, and MindNLP's clip_grad_norm_ assigns to gradients.
+        # The copy is necessary: MindNLP's clip_grad_norm_ assigns to gradients, and MindSpore cannot assign to a view.
         return copy_of(self._slices[index].reshape(self._slots[index].shape))
 
     def sums(self) -> list[tuple[int, np.ndarray]]:
@@ -153,7 +149,7 @@ class DeviceBucket(Bucket):
         self._has_sum()
 
     def release(self) -> None:
-        """Nobody else reads these tensors."""
+        """Do nothing: no other rank reads these tensors."""
 
     def clear(self) -> None:
         self._waiting.clear()

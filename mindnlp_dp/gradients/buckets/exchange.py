@@ -1,4 +1,4 @@
-"""The exchange of buckets behind a backward pass, each as what moves it wants it."""
+"""This module exchanges the buckets of a window after the backward pass, for the gradient synchroniser."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def exchange_buckets(
     take: Callable[[Bucket], None],
     timed: Callable[[str, float], None],
 ) -> None:
-    """Sum the buckets over the ranks, and ``take`` each one's result; called by every rank, with the same buckets.
+    """Sum the buckets over the ranks, and ``take`` each result; called by every rank with the same named buckets.
 
-    Asynchronous ones are begun all together. Without a ``scale`` they are under way or exchanged already. ``timed`` is
-    told their names and when they began.
+    Asynchronous buckets are all started before the first wait. If ``scale`` is None, the exchange has been started or
+    finished already. ``timed`` is called with the name and the start time of each bucket that is started here.
     """
     begun: dict[str, float] = {}
 

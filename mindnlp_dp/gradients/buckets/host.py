@@ -1,4 +1,4 @@
-"""A bucket in host memory."""
+"""This module sums gradients in host memory, for libraries such as MPI."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from .layout import BucketLayout, Slot
 
 
 def sum_dtype(layout: BucketLayout) -> type:
-    """In which precision a host sums a bucket: half types in float32, for their weighted sum may not fit into them."""
+    """Return the type in which a host sums a bucket: half types in float32, because their sum may overflow."""
     return np.float64 if layout.dtype == "float64" else np.float32
 
 
-# From the dictionary of results, the local variable and the call that counts.
+# References from the dictionary of results, the local variable and the call of getrefcount.
 _REFERENCES_OF_OUR_OWN = 3
 
 
 def _is_free(results: dict[int, np.ndarray], index: int) -> bool:
-    """Whether nobody but this dictionary holds that array."""
+    """Return whether only this dictionary refers to the array."""
     result = results.get(index)
     return result is not None and sys.getrefcount(result) <= _REFERENCES_OF_OUR_OWN
 
 
 @functools.cache
 def references_tell(from_host: Callable[[np.ndarray, str], Any]) -> bool:
-    """Whether counting references finds out that a tensor made by ``from_host`` is still held. Tried once.
+    """Return whether reference counts show that a tensor made by ``from_host`` is still in use. Tested once.
 
-    It is a habit of CPython, and of MindSpore's tensors; where either has another, memory is never used again.
+    This depends on CPython and on MindSpore's tensors; if it does not work with either, memory is never reused.
     """
     results = {0: np.zeros(4, np.float32)}
     if not _is_free(results, 0):
         return False
-    # Held while it is looked at. Of one that has a copy nothing is told, either.
+    # The variable keeps the tensor alive. If the tensor has copied the array, counts show nothing, and this is False.
     tensor = from_host(results[0].reshape(2, 2), "float32")
     return tensor is not None and not _is_free(results, 0)
 
@@ -52,7 +52,7 @@ class HostBucket(Bucket):
     def __init__(self, layout: BucketLayout, channel: HostChannel, buffer: Optional[np.ndarray] = None) -> None:
         super().__init__(layout)
         self._channel = channel
-        # Zeros, for the gaps between slots are added up with them.
+        # The array begins with zeros, because the gaps between slots are summed, too.
         self._buffer = aligned_zeros(layout.numel, sum_dtype(layout)) if buffer is None else buffer
         self._filled: set[int] = set()
         self._kept: set[int] = set()
@@ -64,7 +64,7 @@ class HostBucket(Bucket):
 
     def put(self, index: int, gradient: Any, weight: float) -> None:
         view, host, dtype = self._view(index), to_host(gradient), self._buffer.dtype
-        # With dtype the product is made in the buffer's precision; NumPy would make it in the gradient's.
+        # Without dtype, NumPy would multiply in the gradient's precision instead of the buffer's.
         if index in self._filled:
             view += np.multiply(host, weight, dtype=dtype)
         else:
@@ -76,7 +76,7 @@ class HostBucket(Bucket):
             self._view(index).fill(0)
 
     def keep(self) -> None:
-        """In the memory of the results, which nobody needs before this sum is made."""
+        """Save the accumulated values in the memory of the results, which is not needed before this sum is done."""
         self._kept = set(self._filled)
         for index in self._kept:
             np.copyto(self._result_memory(index), self._view(index).reshape(-1))
@@ -93,7 +93,7 @@ class HostBucket(Bucket):
         self._has_sum()
 
     def wait(self) -> None:
-        """Nothing to wait for: host libraries return when the sum is there."""
+        """Do nothing: host libraries return when the sum is complete."""
 
     def get(self, index: int) -> Any:
         result = self._result_memory(index)
@@ -104,9 +104,9 @@ class HostBucket(Bucket):
         np.copyto(out, self._buffer[slot.offset : slot.offset + slot.numel])
 
     def _result_memory(self, index: int) -> np.ndarray:
-        """Memory for a slot of the result: the last result's, when nobody holds that any more.
+        """Return memory for a slot of the result: that of the last result if it is not in use any more.
 
-        New memory costs a page fault for every 4 KiB, several times what the copy costs.
+        New memory causes a page fault for every 4 KiB, which costs several times as much as the copy.
         """
         if not (_is_free(self._results, index) and references_tell(from_host)):
             self._results[index] = np.empty(self._slots[index].numel, self._buffer.dtype)
@@ -116,7 +116,7 @@ class HostBucket(Bucket):
         return [(0, self._buffer)]
 
     def release(self) -> None:
-        """Nobody else reads this buffer."""
+        """Do nothing: no other rank reads this buffer."""
 
     def clear(self) -> None:
         self._filled.clear()

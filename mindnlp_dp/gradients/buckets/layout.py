@@ -1,11 +1,10 @@
-"""How parameters are packed into buckets: arithmetic on shapes, nothing else.
+"""This module computes how parameters are packed into buckets, and how a bucket is split into one slice per rank.
 
-Goes in: shapes and types in the order of the model. Comes out: buckets, filled
-from the last parameter to the first, the order in which a backward pass
-finishes gradients; and how a bucket is cut into slices, one a rank. Knows no tensors.
+It uses only shapes and types, no tensors. By default buckets are filled from the last parameter to the first, which is
+about the order in which a backward pass computes gradients.
 
-A slice is cut where a block of a parameter ends (:data:`BLOCK_NUMEL`), never within one. What is summed up block by
-block, such as the squares of a norm, then has the same bits whatever the number of slices.
+A slice ends only where a block of a parameter ends (:data:`BLOCK_NUMEL`). So a sum that is computed block by block,
+such as the squares of a norm, has the same bits for any number of slices.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 BYTES_PER_MB = 1 << 20
-# In memory a parameter begins at a multiple of so many elements: of a cache line, of the widest vector of a processor,
-# and of the blocks that are sent between hosts or not (zero_blocks.py). So no arithmetic on it depends on its place.
+# In memory every parameter begins at a multiple of this many elements: a multiple of a cache line, of the widest vector
+# register and of the blocks that are sent between hosts or skipped (zero_blocks.py). So no result depends on its place.
 ALIGN_NUMEL = 64
-# Elements of a parameter that one rank has, whole; below what OpenBLAS would share out among threads.
+# The elements of a block, which is never split between ranks; less than what OpenBLAS would split among threads.
 BLOCK_NUMEL = 8192
 _ITEM_SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where parameter ``index`` lies in its bucket: elements ``[offset, offset + numel)``."""
+    """Gives the place of parameter ``index`` in its bucket: elements ``[offset, offset + numel)``."""
 
     index: int
     offset: int
@@ -40,11 +39,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: slots one behind the other, all of one type, each at a multiple of :data:`ALIGN_NUMEL`.
+    """Describes one bucket: consecutive slots of one type, each at a multiple of :data:`ALIGN_NUMEL`.
 
     Attributes:
-        numel: of the whole bucket, gaps included.
-        num_bytes: of its parameters, without gaps.
+        numel: The elements of the bucket, gaps included.
+        num_bytes: The bytes of its parameters, without gaps.
     """
 
     dtype: str
@@ -59,7 +58,7 @@ class BucketLayout:
         return sum(slot.numel for slot in self.slots) * _ITEM_SIZE[self.dtype]
 
     def slice_bounds(self, num_slices: int) -> tuple[int, ...]:
-        """Where ``num_slices`` slices begin, and the last one ends: as even as whole blocks allow.
+        """Return the begin of each of ``num_slices`` slices and the end of the last: as even as full blocks allow.
 
         >>> BucketLayout("float32", (Slot(1, 0, (10000,)), Slot(0, 10048, (30,)))).slice_bounds(2)
         (0, 8192, 10112)
@@ -71,7 +70,7 @@ class BucketLayout:
 
 
 def aligned(numel: int) -> int:
-    """The next multiple of :data:`ALIGN_NUMEL`."""
+    """Round up to a multiple of :data:`ALIGN_NUMEL`."""
     return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
 
 
@@ -81,12 +80,12 @@ def _nearest(cuts: Sequence[int], wanted: float) -> int:
 
 
 def first_order(num_parameters: int) -> list[int]:
-    """Parameters from the last to the first: about the order in which a backward pass finishes their gradients."""
+    """Return parameters from the last to the first: about the order in which a backward pass computes gradients."""
     return list(reversed(range(num_parameters)))
 
 
 def completed_order(order: Sequence[int], num_parameters: int) -> list[int]:
-    """``order``, and behind it those that it does not name, from the last to the first.
+    """Return ``order``, followed by the parameters that it does not name, from the last to the first.
 
     >>> completed_order([1, 3], 5)
     [1, 3, 4, 2, 0]
@@ -103,9 +102,9 @@ def pack_buckets(
 ) -> tuple[BucketLayout, ...]:
     """Pack parameters into buckets of at most ``bucket_cap_mb`` MiB.
 
-    ``order`` is that in which a backward pass finishes them; by default, from the
-    last to the first. A bucket holds one type; a parameter larger than the cap gets a bucket of its
-    own, for a parameter is never split.
+    ``order`` is the order in which a backward pass computes their gradients; by default, from the last to the first.
+    All parameters of a bucket have the same type. A parameter is never split: one larger than the cap gets its own
+    bucket.
 
     >>> [[s.index for s in b.slots] for b in pack_buckets([(4,), (2, 2), (3,)], ["float32"] * 3, 28 / 2**20)]
     [[2, 1], [0]]
@@ -130,7 +129,7 @@ def pack_buckets(
 
 
 def check_bucket_cap_mb(bucket_cap_mb: Any) -> float:
-    """The cap as a number, or ValueError."""
+    """Return the cap as a float; raise ValueError if it is not positive."""
     if isinstance(bucket_cap_mb, (int, float)) and bucket_cap_mb > 0:
         return float(bucket_cap_mb)
     raise ValueError(

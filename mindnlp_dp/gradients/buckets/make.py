@@ -1,4 +1,4 @@
-"""Memory for gradients, by what moves them."""
+"""This module creates the buckets for a channel: in shared memory, in host memory or on a device."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .shared import SharedBucket
 def make_buckets(
     layouts: Sequence[BucketLayout], group: ProcessGroup, channel: Channel, compression: Optional[str] = None
 ) -> list[Bucket]:
-    """A bucket for each layout, whose exchange goes over ``channel``. A collective.
+    """Return one bucket for each layout, exchanged over ``channel``. A collective.
 
-    ``compression`` is "fp16" or "bf16" for what goes over a wire. Within a host, whose ranks share memory, nothing is
-    sent, and nothing is rounded.
+    ``compression`` is None, or "fp16" or "bf16" for gradients that are sent between processes. Ranks of a host that
+    share memory send nothing to each other, so nothing is rounded there.
     """
     if isinstance(channel, TensorChannel):
         if group.backend == "mccl" and 1 < group.world_size == group.local_world_size:
@@ -43,7 +43,7 @@ def make_buckets(
 
 
 def _shared(layouts: Sequence[BucketLayout], channel: MPIChannel, compression: Optional[str]) -> Optional[list[Bucket]]:
-    """Buckets that lie one behind the other in rows of shared memory; None where there is none."""
+    """Return buckets that are consecutive in rows of shared memory; None if memory cannot be shared."""
     dtypes: list[np.dtype] = [np.dtype(sum_dtype(layout)) for layout in layouts]
     edges = [0]
     for layout, dtype in zip(layouts, dtypes):
@@ -59,7 +59,7 @@ def _shared(layouts: Sequence[BucketLayout], channel: MPIChannel, compression: O
 
 @functools.cache
 def _hint_at_mpi(world_size: int, is_main: bool) -> None:
-    """Once a process."""
+    """Print, once per process, that the mpi backend is faster on one host."""
     if is_main:
         print(
             "hint: MindSpore's own library moves gradients here; on one host the mpi backend is faster "

@@ -1,6 +1,6 @@
-"""A bucket in memory that the ranks of a host share.
+"""This module sums gradients in memory that the ranks of a host share; make.py creates its buckets for MPI.
 
-What is copied where, with two ranks on a host. On the left of each row a rank writes, on the right every rank reads::
+The diagram shows all copies, for two ranks on a host. Ranks write on the left of the rows, and read on the right::
 
     gradient      ① put               ② sum, and ring                      ③ get
     of rank 0 ── x weight ──▶ row 0 │ slice 0 ◀── rank 0 sums it over rows │ ──▶ private memory
@@ -8,15 +8,15 @@ What is copied where, with two ranks on a host. On the left of each row a rank w
     of rank 1 ── x weight ──▶ row 1 │ slice 0                              │     where the last
                                     │ slice 1 ◀── rank 1 sums it over rows │     result was
 
-① is the one copy in: in the parameter's hook where exchange overlaps the backward pass, else behind it. ② sums in
-place, in blocks that stay in the cache; on several hosts each slice then goes round a ring of the ranks that own it on
-every host (host_ring.py), where it is packed if blocks are zero (zero_blocks.py), and encoded if it is compressed
-(half_wire.py): these are copies of what is sent. ③ is the one copy out: what ``param.grad`` points to is nobody
-else's. Between ② and ③ there are barriers of the host. Where exchange overlaps and a window has several micro steps,
-what the first ones left in the row is copied once more, into the memory of the result, in case the last one must be
-taken back (:meth:`.HostBucket.keep`).
+① is the only copy in: in the parameter's hook if the exchange overlaps the backward pass, otherwise after that pass. ②
+sums in place, in blocks that stay in the cache. With several hosts, each slice then goes round a ring of the ranks that
+own it on each host (host_ring.py). There it is packed if blocks are zero (zero_blocks.py) and encoded if it is
+compressed (half_wire.py): these are copies of the bytes that are sent. ③ is the only copy out: the memory of
+``param.grad`` is private. Between ② and ③ there are barriers of the host. If the exchange overlaps and a window has
+several micro-batches, the sum of the first ones is also copied from the row to the memory of the result, in case the
+last one must be undone (:meth:`.HostBucket.keep`).
 
-So a rank's gradients take a row of shared memory, and as much of private memory, and no more.
+So a rank's gradients need one row of shared memory and as much private memory, and no more.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .layout import BucketLayout, Slot
 
 
 class SharedBucket(HostBucket):
-    """A bucket whose memory the ranks of a host share: they sum it together, and nothing is sent within the host.
+    """A bucket in shared memory, which the ranks of a host sum together; nothing is sent within the host.
 
-    ``rows`` are the host's ranks', of shape (ranks of the host, numel).
+    ``rows`` has one row for each rank of the host: shape (ranks of the host, numel).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SharedBucket(HostBucket):
         self._rows = rows
         self._wire = wire_for(compression, rows.dtype)
         self._parts = layout.slice_bounds(channel.world_size)
-        # Slices of the host's ranks, each of as many parts as there are hosts.
+        # The slices of the host's ranks; each slice has one part for each host.
         self._bounds = self._parts[:: channel.world_size // len(rows)]
 
     def start(self, scale: float, patience: Optional[Patience] = None) -> None:
@@ -67,7 +67,7 @@ class SharedBucket(HostBucket):
 
 
 def copy_range(rows: np.ndarray, bounds: Sequence[int], start: int, out: np.ndarray) -> None:
-    """Copy elements ``[start, start + len(out))`` of the sum, each from the row of the rank that made it."""
+    """Copy elements ``[start, start + len(out))`` of the sum, each from the row of the rank that computed it."""
     stop = start + len(out)
     for row, first, last in zip(rows, bounds, bounds[1:]):
         begin, end = max(first, start), min(last, stop)

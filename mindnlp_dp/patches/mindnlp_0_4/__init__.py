@@ -1,4 +1,4 @@
-"""Patches of MindNLP 0.4.1, by what they mend."""
+"""Patches for MindNLP 0.4.1; one module for each subject."""
 
 from . import cpu_kernels as cpu_kernels
 from . import models as models

@@ -1,4 +1,4 @@
-"""Functions that only MindNLP 0.4.1 has so, by our CPU kernels where a call is for them."""
+"""These patches make functions that only MindNLP 0.4.1 has use our CPU kernels for calls that these support."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindnlp_dp.patches.in_place_of import in_place_of
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+ on CPU. Cause: as in mindnlp_dp/patches/cpu_kernels.py.
-# Goes when: MindSpore's kernels of these are as fast.
+# Remove when: MindSpore's kernels of these functions are as fast.
 @around("mindnlp.core.nn.functional")
 def _layers(module: types.ModuleType) -> Iterator[None]:
     yield

@@ -1,4 +1,4 @@
-"""Model classes of MindNLP 0.4.1 that begin with wrong weights, or fail at their first forward pass."""
+"""These patches fix model classes of MindNLP 0.4.1 that start with wrong weights or fail in the first forward pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mindnlp_dp.patches.import_hook import around
 from mindnlp_dp.versions import mindspore_is_before
 
 
-# Versions: MindNLP 0.4.1. Cause: ChatGLM2 and ChatGLM3 build their layers by zero_init, which takes the initialisation
-# of nn.Linear away for the rest of the process: the linear layers of every model that is built later are zero.
-# Goes when: zero_init gives it back.
+# Versions: MindNLP 0.4.1. Cause: ChatGLM2 and ChatGLM3 build their layers with zero_init, which disables the
+# initialisation of nn.Linear for the rest of the process: the linear layers of every model built later are zero.
+# Remove when: zero_init restores it.
 @around("mindnlp.transformers.ms_utils")
 def _initialisation_after_zero_init(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -37,9 +37,9 @@ def _initialisation_after_zero_init(module: types.ModuleType) -> Iterator[None]:
     module.zero_init = zero_init  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1. Cause: the normalisations of ChatGLM2, 3 and 4 begin with zeros, or whatever was in memory,
-# so that a model from a configuration has no gradients but for its last bias.
-# Goes when: they begin with ones.
+# Versions: MindNLP 0.4.1. Cause: the normalisation weights of ChatGLM2, 3 and 4 start as zeros or uninitialized memory,
+# so in a model built from a configuration only the last bias has a gradient.
+# Remove when: they start as ones.
 @around("mindnlp.transformers.models.chatglm2.modeling_chatglm2")
 @around("mindnlp.transformers.models.chatglm4.modeling_chatglm4")
 def _norms_of_chatglm(module: types.ModuleType) -> Iterator[None]:
@@ -55,8 +55,8 @@ def _norms_of_chatglm(module: types.ModuleType) -> Iterator[None]:
 
 
 # Versions: MindNLP 0.4.1. Cause: ConvBERT initialises the weights of its layer normalisations with zeros and their
-# biases with ones, so that nothing before the last one has gradients.
-# Goes when: its _init_weights does it the other way round.
+# biases with ones, so no layer before the last normalisation has gradients.
+# Remove when: its _init_weights does it the other way round.
 @around("mindnlp.transformers.models.convbert.modeling_convbert")
 def _norms_of_convbert(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -74,7 +74,7 @@ def _norms_of_convbert(module: types.ModuleType) -> Iterator[None]:
 
 # Versions: MindNLP 0.4.1. Cause: XLM-RoBERTa's language models call ops.gelu, XLM-ProphetNet's and ESM's
 # ops.gather_elements and ops.nll_loss, which mindnlp.core.ops does not have.
-# Goes when: mindnlp.core.ops has them.
+# Remove when: mindnlp.core.ops has them.
 @around("mindnlp.core.ops")
 def _missing_operators(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -94,9 +94,9 @@ def _missing_operators(module: types.ModuleType) -> Iterator[None]:
             setattr(module, operator.__name__, operator)
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.9+ on CPU. Cause: Tensor.clone and Tensor.masked_fill_ have no kernel there
+# Versions: MindNLP 0.4.1 on MindSpore 2.9+ on CPU. Cause: Tensor.clone and Tensor.masked_fill_ have no CPU kernel
 # ("The kernel Clone unregistered"), and Pegasus, PLBart, NLLB-MoE and others shift their labels with them.
-# Goes when: both have a kernel on CPU.
+# Remove when: both have a kernel on CPU.
 @around("mindnlp")
 def _in_place_operators_on_cpu(module: types.ModuleType) -> Iterator[None]:
     import mindspore
@@ -124,9 +124,9 @@ def _in_place_operators_on_cpu(module: types.ModuleType) -> Iterator[None]:
     yield
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.8 on CPU. Cause: BART's attention masks are floats that masked_fill fills with
-# the integer 0, for which there is no kernel ("Select CPU operator[MaskedFill] fail!").
-# Goes when: 2.8 is not supported any more.
+# Versions: MindNLP 0.4.1 on MindSpore 2.8 on CPU. Cause: BART fills float attention masks with the integer 0, and
+# masked_fill has no kernel for this ("Select CPU operator[MaskedFill] fail!").
+# Remove when: 2.8 is no longer supported.
 @around("mindnlp")
 def _masked_fill_with_an_integer(module: types.ModuleType) -> Iterator[None]:
     import mindspore
@@ -143,10 +143,10 @@ def _masked_fill_with_an_integer(module: types.ModuleType) -> Iterator[None]:
     yield
 
 
-# Versions: MindNLP 0.4.1. Cause: mBART shifts its labels to the decoder's inputs with -100 still among them, for it
-# throws the result of masked_fill away, and the embedding then reads a row that does not exist. PLBart shifts them in
-# place, so that its loss compares the outputs with the inputs, and copies memory over itself where there is one row.
-# Goes when: their shift_tokens_right works on a copy without -100.
+# Versions: MindNLP 0.4.1. Cause: mBART's shifted labels, the decoder's inputs, still contain -100, because it discards
+# the result of masked_fill; the embedding then reads a row that does not exist. PLBart shifts its labels in place, so
+# its loss compares the outputs with the inputs; with a single row it copies memory onto itself.
+# Remove when: their shift_tokens_right works on a copy without -100.
 @around("mindnlp.transformers.models.mbart.modeling_mbart")
 def _shift_without_ignored_labels(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -166,9 +166,9 @@ def _shift_as_mbart_does(module: types.ModuleType) -> Iterator[None]:
     module.shift_tokens_right = mbart.shift_tokens_right  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1. Cause: Funnel's _init_weights asks its embeddings for the padding index of their word
+# Versions: MindNLP 0.4.1. Cause: Funnel's _init_weights reads padding_idx from the embeddings module, not from its word
 # embedding.
-# Goes when: it asks the word embedding.
+# Remove when: it reads it from the word embedding.
 @around("mindnlp.transformers.models.funnel.modeling_funnel")
 def _padding_of_funnel(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -177,8 +177,8 @@ def _padding_of_funnel(module: types.ModuleType) -> Iterator[None]:
 
 # Versions: MindNLP 0.4.1. Cause: these classes are written for PyTorch: they call ``tensor.size(1)``, and MindSpore's
 # Tensor.size is a number ("'int' object is not callable"); or they compare a type with ``mindspore.int_``, which no
-# tensor has, so that class labels become those of many classes at once.
-# Goes when: they ask for ``tensor.shape[1]`` and ``mindspore.int64``.
+# tensor has, so class labels are treated as multi-label targets.
+# Remove when: they use ``tensor.shape[1]`` and ``mindspore.int64``.
 _AS_IN_PYTORCH = {
     "xlm_roberta": ("XLMRobertaForMultipleChoice", "XLMRobertaForQuestionAnswering"),
     "mobilebert": (
@@ -209,7 +209,7 @@ for _family, _classes in _AS_IN_PYTORCH.items():
 
 
 def _rewritten(method: Any, module: types.ModuleType) -> Any:
-    """Compile a method once more, from its source with the words that MindSpore has."""
+    """Recompile a method from its source, with PyTorch's expressions replaced by MindSpore's."""
     source = textwrap.dedent(inspect.getsource(method))
     for pattern, words in _FOR_MINDSPORE.items():
         source = re.sub(pattern, words, source)

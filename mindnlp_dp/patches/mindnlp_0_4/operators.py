@@ -1,4 +1,4 @@
-"""Operators of ``mindnlp.core.ops`` that MindNLP 0.4.1's models call in a way that MindSpore refuses."""
+"""These patches make ``mindnlp.core.ops`` accept calls of MindNLP 0.4.1's models that MindSpore rejects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 from mindnlp_dp.patches.import_hook import around
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: models call ``ops.arange(0, n, 2.0)``, and MindSpore's Range asks
-# for three numbers of one type: "For Range, the dtypes of inputs must be the same, but got (Int64, Int64, Float32)"
-# (XLNet, Bros).
-# Goes when: MindNLP's arange makes its numbers alike, as PyTorch's does.
+# Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: models (XLNet, Bros) call ``ops.arange(0, n, 2.0)``, and MindSpore's
+# Range requires one type: "For Range, the dtypes of inputs must be the same, but got (Int64, Int64, Float32)".
+# Remove when: MindNLP's arange converts its numbers to one type, as PyTorch's does.
 @around("mindnlp.core.ops.creation")
 def _arange_of_mixed_numbers(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -30,8 +29,8 @@ def _arange_of_mixed_numbers(module: types.ModuleType) -> Iterator[None]:
     module.arange = arange  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1. Cause: LongT5 calls ``ops.ones(size, dtype)``, and MindNLP takes the type for one more size.
-# Goes when: LongT5 passes ``dtype=``.
+# Versions: MindNLP 0.4.1. Cause: LongT5 calls ``ops.ones(size, dtype)``, and MindNLP takes the type for another size.
+# Remove when: LongT5 passes ``dtype=``.
 @around("mindnlp.core.ops.creation")
 def _type_behind_the_size(module: types.ModuleType) -> Iterator[None]:
     yield

@@ -1,4 +1,4 @@
-"""MindNLP 0.4.1's optimizers."""
+"""These patches fix MindNLP 0.4.1's optimizers and gradient clipping."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from mindnlp_dp.patches.import_hook import around
 
-# What raw_adam and its kin take between their tensors and the gradient; of these, only the first three change.
+# The scalar arguments of raw_adam and raw_adam_amsgrad that change from update to update.
 _CHANGING_SCALARS = ("beta1_power", "beta2_power", "lr")
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: Adam and AdamW hand the powers of their betas and the rate to
-# MindSpore's kernel as Python floats, and MindSpore compiles that operator anew, and keeps it, for every value that it
-# has not met: 1.4 MB an update, without end, whatever the size of the model. As tensors they are data.
-# Goes when: MindNLP passes tensors, or the memory of a process no longer grows with its updates (a test measures it).
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: Adam and AdamW pass the powers of their betas and the learning rate
+# to MindSpore's kernel as Python floats, and MindSpore compiles and caches the operator again for every new value: the
+# memory grows by 1.4 MB an update, for any size of model. As tensors, the values are data.
+# Remove when: MindNLP passes tensors, or a process's memory no longer grows with its updates (a test measures it).
 @around("mindnlp.core.ops.optim")
 def _adam_without_new_constants(module: types.ModuleType) -> Iterator[None]:
     yield
     import mindspore
     import numpy as np
 
-    # All parameters of an update share these values.
+    # Cached, because all parameters of an update have the same values.
     as_tensor = functools.lru_cache(maxsize=16)(lambda value: mindspore.Tensor(np.float32(value)))
 
     def with_tensors(stock: Callable[..., Any], first: int) -> Callable[..., Any]:
-        """Make tensors of the floats from argument number ``first`` on, as many as change."""
+        """Wrap ``stock`` so that its changing scalars, from argument number ``first`` on, are passed as tensors."""
         where = range(first, first + len(_CHANGING_SCALARS))
 
         @functools.wraps(stock)
@@ -42,9 +42,9 @@ def _adam_without_new_constants(module: types.ModuleType) -> Iterator[None]:
     module.raw_adam_amsgrad = with_tensors(module.raw_adam_amsgrad, 4)  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindSpore's norm of a tensor of no, three or more dimensions is None
-# on CPU, so that clip_grad_norm_ dies of a scalar parameter, or of a convolution's ("The pointer[elementi] is null").
-# Goes when: mindspore.ops.norm returns a number for them.
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: on CPU, MindSpore's norm of a tensor with zero, three or more
+# dimensions is None, so clip_grad_norm_ fails for scalar or convolution weights ("The pointer[elementi] is null").
+# Remove when: mindspore.ops.norm returns a number for them.
 @around("mindnlp.core.ops.reduction")
 def _norm_of_any_shape(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -58,10 +58,10 @@ def _norm_of_any_shape(module: types.ModuleType) -> Iterator[None]:
     module.norm = norm  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1. Cause: an AdamW that loads its state makes float32 tensors of its step counts, and then
-# computes the powers of its betas in float32, where one that never stopped computes them in float64: their weights
-# part in the last bits. An Adam that loads its state dies of a KeyError.
-# Goes when: they leave step counts as they were saved.
+# Versions: MindNLP 0.4.1. Cause: an AdamW that loads its state converts the step counts to float32 tensors and computes
+# the powers of its betas in float32, but an uninterrupted run computes them in float64: the weights then differ in the
+# last bits. An Adam that loads its state raises a KeyError.
+# Remove when: they keep step counts as they were saved.
 @around("mindnlp.core.optim.adam")
 @around("mindnlp.core.optim.adamw")
 def _adam_that_loads_its_state(module: types.ModuleType) -> Iterator[None]:

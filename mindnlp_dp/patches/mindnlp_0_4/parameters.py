@@ -1,4 +1,4 @@
-"""MindNLP 0.4.1's parameters: what they are made of, copied, tied and saved as."""
+"""These patches fix how MindNLP 0.4.1's parameters are created, copied, tied and saved."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mindnlp_dp.patches.import_hook import around
 from mindnlp_dp.versions import mindspore_is_before
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: mindspore._c_expression.pyboost_empty takes its
-# arguments one by one now; MindNLP passes one list. mint.empty, its public name, asks for an Ascend in 2.7.0.
-# Goes when: mindnlp.core.ops.empty works without.
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: mindspore._c_expression.pyboost_empty now takes separate
+# arguments; MindNLP passes one list. Its public name, mint.empty, needs an Ascend in 2.7.0.
+# Remove when: mindnlp.core.ops.empty works without the patch.
 @around("mindnlp.core.ops.creation")
 def _empty(module: types.ModuleType) -> Iterator[None]:
     yield
     import mindspore
 
     def empty(*size: Any, dtype: Any = None, device: Any = None) -> Any:
-        """Return a tensor of shape ``size``; its values are nobody's business, and zero."""
+        """Return a tensor of shape ``size``; callers must not rely on its values, which are 0."""
         if isinstance(size[0], (tuple, list)):
             size = tuple(size[0])
         dtype = module.get_default_dtype() if dtype is None else dtype
@@ -32,7 +32,7 @@ def _empty(module: types.ModuleType) -> Iterator[None]:
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: Tensor lost its class attribute `grad`, and MindNLP
 # reads `param.grad is None` before it has set one.
-# Goes when: MindNLP's Parameter defines `grad`.
+# Remove when: MindNLP's Parameter defines `grad`.
 @around("mindnlp.core.nn.parameter")
 def _parameter_grad(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -40,13 +40,13 @@ def _parameter_grad(module: types.ModuleType) -> Iterator[None]:
         module.Parameter.grad = None
 
 
-# Versions: MindNLP 0.4.1. Cause: MindSpore's nn.DistributedGradReducer asks every parameter how it is to be exchanged,
-# and MindNLP's Parameter, a Tensor, has no answer ("no attribute 'layerwise_parallel'").
-# Goes when: a DistributedGradReducer can be made of MindNLP's parameters.
+# Versions: MindNLP 0.4.1. Cause: MindSpore's nn.DistributedGradReducer reads attributes of every parameter that
+# MindNLP's Parameter, a Tensor, does not have ("no attribute 'layerwise_parallel'").
+# Remove when: a DistributedGradReducer accepts MindNLP's parameters.
 @around("mindnlp.core.nn.parameter")
 def _parameters_for_a_reducer(module: types.ModuleType) -> Iterator[None]:
     yield
-    # What mindspore.Parameter says of one that is replicated, and of the fusion that it is in.
+    # The values of a replicated mindspore.Parameter, and of its communication fusion.
     for name, replicated in {"layerwise_parallel": False, "comm_fusion": 1}.items():
         if not hasattr(module.Parameter, name):
             setattr(module.Parameter, name, replicated)
@@ -55,9 +55,9 @@ def _parameters_for_a_reducer(module: types.ModuleType) -> Iterator[None]:
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: models initialise their weights by
 # ``parameter.assign_value(initializer(...))``, ``Parameter(initializer(...))`` and ``weight[row] = initializer(...)``,
 # and MindSpore's initializer returns a tensor that gets its memory later (``has_init``). The parameter then has no
-# memory either: its values are lost, MindSpore's kernels refuse it or crash, and ``asnumpy`` shows zeros or whatever
-# the memory held before.
-# Goes when: MindSpore's tensors call ``init_data`` for such a value themselves.
+# memory either: its values are lost, MindSpore's kernels reject it or crash, and ``asnumpy`` returns zeros or the
+# memory's previous content.
+# Remove when: MindSpore's tensors call ``init_data`` for such a value themselves.
 @around("mindnlp")
 def _values_of_an_initializer(module: types.ModuleType) -> Iterator[None]:
     import mindspore
@@ -75,7 +75,7 @@ def _parameter_of_an_initializer(module: types.ModuleType) -> Iterator[None]:
 
 
 def _with_memory(method: Any) -> Any:
-    """Return a method of a tensor whose arguments are given their memory first."""
+    """Wrap a method of a tensor so that its arguments get their memory first."""
 
     @functools.wraps(method)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +88,10 @@ def _initialised(value: Any) -> Any:
     return value.init_data() if getattr(value, "has_init", False) is True else value
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: some models (XLM-RoBERTa, InternLM) pass a parameter's name where
-# MindNLP's Parameter takes ``requires_grad``, as mindspore.Parameter would have it; MindSpore no longer takes a text
-# for true there ("incompatible function arguments ... (arg0: ParamInfo, arg1: bool)").
-# Goes when: these models pass no name.
+# Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: some models (XLM-RoBERTa, InternLM) pass a parameter's name, as
+# mindspore.Parameter expects, where MindNLP's Parameter expects ``requires_grad``; MindSpore no longer accepts a
+# string as true there ("incompatible function arguments ... (arg0: ParamInfo, arg1: bool)").
+# Remove when: these models pass no name.
 @around("mindnlp.core.nn.parameter")
 def _parameter_with_a_name(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -104,9 +104,9 @@ def _parameter_with_a_name(module: types.ModuleType) -> Iterator[None]:
     module.Parameter.__init__ = init
 
 
-# Versions: MindNLP 0.4.1. Cause: MiniCPM3 and OpenELM initialise their weights by ``set_data`` and ``initialize``,
-# which mindspore.Parameter has and MindNLP's Parameter, a Tensor, has not.
-# Goes when: these models are built without them.
+# Versions: MindNLP 0.4.1. Cause: MiniCPM3 and OpenELM initialise their weights with ``set_data`` and ``initialize``,
+# which mindspore.Parameter has and MindNLP's Parameter, a Tensor, does not have.
+# Remove when: these models are built without them.
 @around("mindnlp.core.nn.parameter")
 def _methods_of_mindspores_parameter(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -117,7 +117,7 @@ def _methods_of_mindspores_parameter(module: types.ModuleType) -> Iterator[None]
         return self.assign_value(data)
 
     def initialize(self: Any, init: Any) -> Any:
-        """Overwrite this parameter's values with those that an initializer makes for its shape and type."""
+        """Overwrite this parameter's values with those of an initializer for its shape and type."""
         return self.assign_value(initializer(init, self.shape, self.dtype))
 
     for method in (set_data, initialize):
@@ -125,9 +125,9 @@ def _methods_of_mindspores_parameter(module: types.ModuleType) -> Iterator[None]
             setattr(module.Parameter, method.__name__, method)
 
 
-# Versions: MindNLP 0.4.1. Cause: the deep copy of a Parameter shares the original's memory, so that training a copy
-# (the head beside a LoRA, a teacher, an average) trains the original.
-# Goes when: copy.deepcopy of a Parameter copies.
+# Versions: MindNLP 0.4.1. Cause: a deep copy of a Parameter shares the original's memory, so training a copy (the head
+# saved with a LoRA, a teacher, an average) trains the original.
+# Remove when: copy.deepcopy of a Parameter copies its memory.
 @around("mindnlp.core.nn.parameter")
 def _deep_copies(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -140,9 +140,9 @@ def _deep_copies(module: types.ModuleType) -> Iterator[None]:
     module.Parameter.__deepcopy__ = deepcopy
 
 
-# Versions: MindNLP 0.4.1. Cause: tying weights assigns a slice of the output bias to that bias, which is from then
-# on a view that optimizers update in vain: the bias of every tied language model stays as it is initialised.
-# Goes when: tie_weights leaves a bias alone that has its length already.
+# Versions: MindNLP 0.4.1. Cause: tying weights assigns a slice of the output bias to that bias, which then is a view
+# that optimizers cannot update: the bias of every tied language model keeps its initial values.
+# Remove when: tie_weights does not touch a bias that already has the right length.
 @around("mindnlp.transformers.modeling_utils")
 def _tied_bias(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -159,8 +159,8 @@ def _tied_bias(module: types.ModuleType) -> Iterator[None]:
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: importing MindNLP renames types (Float32 becomes mindspore.float32),
-# and its adapter files then name types that MindSpore's load_checkpoint does not know.
-# Goes when: PeftModel.from_pretrained reads what PeftModel.save_pretrained wrote.
+# and its adapter files then contain type names that MindSpore's load_checkpoint does not know.
+# Remove when: PeftModel.from_pretrained reads what PeftModel.save_pretrained wrote.
 @around("mindnlp.peft.utils.save_and_load")
 def _types_in_adapter_files(module: types.ModuleType) -> Iterator[None]:
     yield

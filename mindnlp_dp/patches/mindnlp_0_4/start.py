@@ -1,4 +1,4 @@
-"""What importing MindNLP 0.4.1 does, and what it should not."""
+"""These patches make MindNLP 0.4.1 importable and remove the side effects of importing it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mindnlp_dp.patches.import_hook import around
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindNLP reads mindspore.common._stub_tensor.StubTensor as
-# an attribute, but `import mindspore` no longer loads that module, and releases without it are announced.
-# Goes when: MindNLP no longer uses StubTensor.
+# an attribute, but `import mindspore` no longer loads that module, and later releases will not have it.
+# Remove when: MindNLP no longer uses StubTensor.
 @around("mindnlp")
 def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
     import mindspore
@@ -30,9 +30,9 @@ def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
     yield
 
 
-# Versions: MindSpore 2.7+. Cause: MindNLP obeys DEVICE_TARGET through set_context, which warns that it is
+# Versions: MindSpore 2.7+. Cause: MindNLP applies DEVICE_TARGET with set_context, which warns that it is
 # deprecated in favour of set_device.
-# Goes when: MindNLP calls set_device.
+# Remove when: MindNLP calls set_device.
 @around("mindnlp")
 def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
     with device_target_obeyed() as target:
@@ -41,9 +41,9 @@ def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
         module.DEVICE_TARGET = target  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1. Cause: with MULTI_NPU=true this module starts communication, draws a random seed
-# for each process and has load_dataset shard, all at import; init_process_group() and the Trainer do that here.
-# Goes when: importing MindNLP has no side effects.
+# Versions: MindNLP 0.4.1. Cause: with MULTI_NPU=true, importing this module starts communication, draws a random
+# seed for each process and makes load_dataset shard; init_process_group() and the Trainer do that here.
+# Remove when: importing MindNLP has no side effects.
 @around("mindnlp.accelerate.utils.constants")
 def _no_distributed_start_at_import(module: types.ModuleType) -> Iterator[None]:
     import numpy as np
@@ -58,9 +58,9 @@ def _no_distributed_start_at_import(module: types.ModuleType) -> Iterator[None]:
             os.environ["MULTI_NPU"] = multi_npu
 
 
-# Versions: MindNLP 0.4.1. Cause: it sets MS_ALLOC_CONF for Ascend on every machine; on CPU MindSpore reports
-# the setting on the terminal of every process, and has no use for it.
-# Goes when: MindNLP sets it on Ascend only.
+# Versions: MindNLP 0.4.1. Cause: it sets MS_ALLOC_CONF for Ascend on every machine; on CPU MindSpore does not use
+# the setting, but every process prints it.
+# Remove when: MindNLP sets it on Ascend only.
 @around("mindnlp")
 def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
     users_own = os.environ.get("MS_ALLOC_CONF")
@@ -73,8 +73,8 @@ def _no_ascend_allocator_on_cpu(module: types.ModuleType) -> Iterator[None]:
             os.environ["MS_ALLOC_CONF"] = users_own
 
 
-# Versions: MindNLP 0.4.1. Cause: every tokenizer that is loaded warns about a default of its own.
-# Goes when: MindNLP has decided on clean_up_tokenization_spaces.
+# Versions: MindNLP 0.4.1. Cause: every tokenizer that is loaded warns about its own default.
+# Remove when: MindNLP has decided on clean_up_tokenization_spaces.
 @around("mindnlp")
 def _quiet_tokenizers(module: types.ModuleType) -> Iterator[None]:
     warnings.filterwarnings("ignore", message="`clean_up_tokenization_spaces` was not set", category=FutureWarning)

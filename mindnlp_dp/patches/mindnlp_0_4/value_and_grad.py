@@ -1,4 +1,4 @@
-"""MindNLP 0.4.1's ``value_and_grad``."""
+"""These patches fix MindNLP 0.4.1's ``value_and_grad`` on newer versions of MindSpore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 # Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: grad(obj, grad, weights, grad_position, *args) of MindSpore's
 # executor became grad(obj, grad, weights, grad_position, has_aux, *args), and takes MindNLP's first input for has_aux:
 # "Can not find top cell for backward".
-# Goes when: MindNLP passes has_aux where MindSpore wants it.
+# Remove when: MindNLP passes has_aux where MindSpore expects it.
 @around("mindnlp.core.autograd.function")
 def _grad_with_has_aux(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -24,7 +24,7 @@ def _grad_with_has_aux(module: types.ModuleType) -> Iterator[None]:
         return
 
     class Executor:
-        """MindSpore's executor, called as before ``has_aux`` came."""
+        """MindSpore's executor with the signature of ``grad`` that it had before ``has_aux``."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(executor, name)
@@ -38,9 +38,9 @@ def _grad_with_has_aux(module: types.ModuleType) -> Iterator[None]:
     module._pynative_executor = Executor()  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: an exception in a forward or backward pass, such as for a label out
-# of range, leaves MindSpore's record of that pass behind, and every later pass of the process gets gradients of zero.
-# Goes when: gradients are right in a process in which a backward pass has raised.
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: after an exception in a forward or backward pass, such as a label
+# out of range, MindSpore keeps the record of that pass, and every later pass of the process gets gradients of zero.
+# Remove when: gradients are correct in a process in which a backward pass has raised.
 @around("mindnlp.core.autograd.function")
 def _gradients_after_an_exception(module: types.ModuleType) -> Iterator[None]:
     yield

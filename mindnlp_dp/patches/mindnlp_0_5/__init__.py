@@ -1,4 +1,4 @@
-"""Patches of MindNLP 0.5, whose ``mindtorch`` stands in PyTorch's place, by what they mend."""
+"""Patches for MindNLP 0.5, whose ``mindtorch`` replaces PyTorch; one module for each subject."""
 
 from . import cpu_kernels as cpu_kernels
 from . import one_process as one_process

@@ -1,4 +1,4 @@
-"""Functions of ``mindtorch`` that do not work on CPU, or not as PyTorch's do."""
+"""These patches fix functions of ``mindtorch`` that fail on CPU or differ from PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from mindnlp_dp.arrays.conversion import number_of
 from mindnlp_dp.patches.import_hook import around
 
 
-# Versions: MindNLP 0.5.1. Cause: mindtorch's Adam calls addcdiv, which its CPU functions do not have.
-# Goes when: mindtorch has it there.
+# Versions: MindNLP 0.5.1. Cause: mindtorch's Adam calls addcdiv, which its CPU functions lack.
+# Remove when: mindtorch has it on CPU.
 @around("mindtorch._apis.cpu")
 def _addcdiv(module: types.ModuleType) -> Iterator[None]:
     yield
     if not hasattr(module, "addcdiv"):
 
         def addcdiv(x: Any, numerator: Any, denominator: Any, value: float = 1) -> Any:
-            """``x + value * numerator / denominator``, element by element."""
+            """Return ``x + value * numerator / denominator``, element by element."""
             return x + numerator / denominator * value
 
         module.addcdiv = addcdiv  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.5.1. Cause: SGD calls raw_sgd, which its CPU functions do not have; and it makes new momenta,
-# zero, for every step, so that there is no momentum on any device.
-# Goes when: mindtorch's SGD is PyTorch's.
+# Versions: MindNLP 0.5.1. Cause: SGD calls raw_sgd, which the CPU functions lack; and it resets the momenta to zero at
+# every step, so momentum has no effect on any device.
+# Remove when: mindtorch's SGD equals PyTorch's.
 @around("mindtorch.optim.sgd")
 def _sgd(module: types.ModuleType) -> Iterator[None]:
     yield
     from mindnlp_dp.runtime.torch_like import torch_like
 
     def step(self: Any, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """An update by the rule of ``torch.optim.SGD``: weight decay, momentum (dampened, or Nesterov's)."""
+        """Update by the rule of ``torch.optim.SGD``: weight decay, momentum (with dampening, or Nesterov's)."""
         loss = None if closure is None else closure()
         with torch_like().no_grad():
             for group in self.param_groups:
@@ -54,7 +54,7 @@ def _sgd_update(parameter: Any, group: dict[str, Any], state: dict[str, Any]) ->
     if group["momentum"]:
         before = state.get("momentum_buffer")
         if before is None:
-            # Not the gradient itself, which its owner may change.
+            # A copy, because the caller may change the gradient.
             momentum = gradient.clone()
         else:
             momentum = before * group["momentum"] + gradient * (1 - group["dampening"])
@@ -63,16 +63,16 @@ def _sgd_update(parameter: Any, group: dict[str, Any], state: dict[str, Any]) ->
     parameter.copy_(parameter - gradient * number_of(group["lr"]))
 
 
-# Versions: MindNLP 0.5.1. Cause: without axes, which means all of them, the kernel of the norm fails, and so it does
-# where a tensor has none; clipping gradients calls it so.
-# Goes when: mindtorch passes all axes.
+# Versions: MindNLP 0.5.1. Cause: the norm's kernel fails if no axes are given (which means all axes), and for a tensor
+# without axes; gradient clipping calls it like this.
+# Remove when: mindtorch passes all axes.
 @around("mindtorch._apis.cpu")
 def _vector_norm(module: types.ModuleType) -> Iterator[None]:
     yield
     stock = module.linalg_vector_norm
 
     def linalg_vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-        """The norm over ``dim``, or over all axes."""
+        """Return the norm over ``dim``, or over all axes."""
         if not x.ndim:
             return stock(x.reshape((1,)), ord, (0,), False, dtype)
         return stock(x, ord, tuple(range(x.ndim)) if dim is None else dim, keepdim, dtype)
@@ -80,9 +80,9 @@ def _vector_norm(module: types.ModuleType) -> Iterator[None]:
     module.linalg_vector_norm = linalg_vector_norm  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.5.1. Cause: dropout passes neither the seed nor the offset of its generator on to the kernel, so
-# that torch.manual_seed() changes nothing, and no run can be repeated.
-# Goes when: it does.
+# Versions: MindNLP 0.5.1. Cause: dropout passes neither the seed nor the offset of its generator to the kernel, so
+# torch.manual_seed() has no effect, and no run can be reproduced.
+# Remove when: it passes them.
 @around("mindtorch._apis.cpu")
 def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -91,8 +91,8 @@ def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
     def dropout(x: Any, p: float, seed: Any, offset: Any) -> tuple[Any, Optional[Any]]:
         """Zero elements of ``x`` with probability ``p``, and scale the others by ``1 / (1 - p)``.
 
-        Which ones is drawn by Philox, of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), from
-        ``seed`` and ``offset`` alone.
+        Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) draws the mask from ``seed`` and
+        ``offset`` only.
         """
         if p == 1:
             return x * 0, None
@@ -103,9 +103,9 @@ def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
     module.dropout = dropout  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.5.1. Cause: on CPU, rand, randn and randint do not look at their generator, and bernoulli draws
-# with probability 0.5 whatever it is asked for: collators of masked language models mask half of all tokens.
-# Goes when: they do as PyTorch's.
+# Versions: MindNLP 0.5.1. Cause: on CPU, rand, randn and randint ignore their generator, and bernoulli always draws
+# with probability 0.5: the collators of masked language models mask half of all tokens.
+# Remove when: they behave like PyTorch's.
 @around("mindtorch._apis.cpu")
 def _random_numbers(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -115,20 +115,20 @@ def _random_numbers(module: types.ModuleType) -> Iterator[None]:
         return _philox(*generator._step(12))
 
     def bernoulli(probabilities: Any, generator: Any) -> Any:
-        """1 with the probability that stands there, else 0; of the same shape and type."""
+        """Draw 1 with each given probability, else 0, in the same shape and type."""
         draws = generator_of(generator).random(probabilities.shape)
         return mindspore.Tensor((draws < probabilities.asnumpy()).astype(np.float32)).astype(probabilities.dtype)
 
     def rand(size: Any, generator: Any, dtype: Any) -> Any:
-        """From 0 to 1, uniformly."""
+        """Draw numbers from 0 to 1, uniformly."""
         return mindspore.Tensor(generator_of(generator).random(tuple(size), dtype=np.float32)).astype(dtype)
 
     def randn(size: Any, generator: Any, dtype: Any) -> Any:
-        """Of the standard normal distribution."""
+        """Draw numbers from the standard normal distribution."""
         return mindspore.Tensor(generator_of(generator).standard_normal(tuple(size), np.float32)).astype(dtype)
 
     def randint(low: int, high: int, shape: Any, generator: Any, dtype: Any) -> Any:
-        """Whole numbers from ``low`` to below ``high``."""
+        """Draw integers from ``low`` to ``high - 1``."""
         return mindspore.Tensor(generator_of(generator).integers(low, high, tuple(shape))).astype(dtype)
 
     for function in (bernoulli, rand, randn, randint):

@@ -1,8 +1,8 @@
-"""Accelerate, which is told that this process is alone.
+"""This patch makes Accelerate believe that this process is the only one.
 
-Transformers' Trainer leaves processes, devices and their data to Accelerate, which finds the others by the variables
-that launchers set, starts ``torch.distributed`` and wraps the model. Here the process group knows them, and our stages
-do all that.
+Transformers' Trainer delegates processes, devices and data sharding to Accelerate, which detects other processes by the
+launcher's environment variables, starts ``torch.distributed`` and wraps the model. Our own process group and trainer do
+this work instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from mindnlp_dp.patches.import_hook import around
 
-# Of torchrun, and of those that MPIs set.
+# The variables of torchrun, and the prefixes of those of MPI implementations.
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_", "MV2_COMM_WORLD_")
 
 
-# Versions: MindNLP 0.5.1 with Accelerate 1.10. Cause: mindtorch.distributed cannot start what Accelerate asks it for
-# ("gloo"), and no collective of it works.
-# Goes when: torch.distributed works under MindNLP; the Trainer's loop could go through it then.
+# Versions: MindNLP 0.5.1 with Accelerate 1.10. Cause: mindtorch.distributed cannot start the backend that Accelerate
+# asks for ("gloo"), and none of its collectives works.
+# Remove when: torch.distributed works under MindNLP; the Trainer's loop could use it then.
 @around("accelerate.state")
 def _one_process(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -39,7 +39,7 @@ def _one_process(module: types.ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Within it, nothing in the environment says that there are others."""
+    """Hide the environment variables that tell of other processes while the block runs."""
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name in _NAMES or name.startswith(_PREFIXES)}
     try:
         yield

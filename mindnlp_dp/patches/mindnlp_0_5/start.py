@@ -1,4 +1,4 @@
-"""What importing MindNLP 0.5 needs from MindSpore, and should leave alone."""
+"""These patches fix what MindNLP 0.5 needs from MindSpore at import, and undo its side effects."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mindnlp_dp.launch.device_target import device_target_obeyed
 from mindnlp_dp.patches.import_hook import around
 
 
-# Versions: MindNLP 0.5.1 on MindSpore 2.8+. Cause: mindspore's internal Generator wants a seed and an offset when it
-# is made, and is not called with them any more; mindtorch makes one at import.
-# Goes when: mindtorch makes its generator from what MindSpore documents.
+# Versions: MindNLP 0.5.1 on MindSpore 2.8+. Cause: MindSpore's internal Generator now takes seed and offset in its
+# constructor and no longer in its calls; mindtorch creates one at import in the old way.
+# Remove when: mindtorch creates its generator with MindSpore's documented API.
 @around("mindtorch._C")
 def _generator(module: types.ModuleType) -> Iterator[None]:
     import mindspore
@@ -27,7 +27,7 @@ def _generator(module: types.ModuleType) -> Iterator[None]:
         return
 
     class Generator(gen_ops_prim.Generator):  # type: ignore[misc]
-        """As mindtorch calls it: ``generator(command, (seed, offset[, state or step]))``."""
+        """The generator with mindtorch's call: ``generator(command, (seed, offset[, state or step]))``."""
 
         def __call__(self, command: int, inputs: Any) -> Any:
             return super().__call__(
@@ -41,18 +41,18 @@ def _generator(module: types.ModuleType) -> Iterator[None]:
         _inner_ops.Generator = stock
 
 
-# Versions: MindNLP 0.5.1. Cause: it sets the device by DEVICE_TARGET when it is imported; after a communication library
-# has started, or an operator has run, MindSpore refuses to.
-# Goes when: mindtorch leaves a device alone that is set.
+# Versions: MindNLP 0.5.1. Cause: its import sets the device that DEVICE_TARGET names; MindSpore refuses this after a
+# communication library has started or an operator has run.
+# Remove when: mindtorch keeps a device that is already set.
 @around("mindtorch")
 def _device_target_is_set_once(module: types.ModuleType) -> Iterator[None]:
     with device_target_obeyed():
         yield
 
 
-# Versions: MindNLP 0.5.1. Cause: every tensor must say on which device it is; those that MindSpore makes, such as
-# gradients and results of its own functions, do not.
-# Goes when: mindtorch takes a tensor without a device for one of the default's.
+# Versions: MindNLP 0.5.1. Cause: mindtorch requires every tensor to have a device; tensors that MindSpore creates, such
+# as gradients and results of its functions, have none.
+# Remove when: mindtorch uses the default device for a tensor without one.
 @around("mindtorch")
 def _tensors_have_a_device(module: types.ModuleType) -> Iterator[None]:
     yield
@@ -62,8 +62,8 @@ def _tensors_have_a_device(module: types.ModuleType) -> Iterator[None]:
         mindspore.Tensor._device = module.device("cpu")
 
 
-# Versions: MindNLP 0.5.1. Cause: it has Hugging Face's files come from a mirror, whoever wants them from where.
-# Goes when: HF_ENDPOINT is left to its user.
+# Versions: MindNLP 0.5.1. Cause: its import sets HF_ENDPOINT, so that Hugging Face's files come from a mirror.
+# Remove when: MindNLP leaves HF_ENDPOINT to the user.
 @around("mindnlp")
 def _keep_the_users_endpoint(module: types.ModuleType) -> Iterator[None]:
     users_own = os.environ.get("HF_ENDPOINT")

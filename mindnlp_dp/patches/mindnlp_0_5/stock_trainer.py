@@ -1,4 +1,4 @@
-"""The Trainer of Transformers, and gradients that nobody computes."""
+"""These patches raise where Transformers' Trainer or ``loss.backward()`` would silently train wrongly."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from mindnlp_dp.patches.import_hook import around
 from mindnlp_dp.patches.stock_trainers import refused_in_several_processes
 
-# Versions: MindNLP 0.5.1. Cause: under msrun each process's Trainer takes itself for the only one, and trains a model
-# of its own, silently; under mpirun it fails in Accelerate.
-# Goes when: torch.distributed works under MindNLP.
+# Versions: MindNLP 0.5.1. Cause: under msrun, each process's Trainer silently trains a separate model; under mpirun, it
+# fails in Accelerate.
+# Remove when: torch.distributed works under MindNLP.
 around("transformers.trainer")(refused_in_several_processes("Transformers'"))
 
 
-# Versions: MindNLP 0.5.1. Cause: loss.backward() does nothing, so that a loop written for PyTorch trains nothing, and
-# says nothing. (The Trainer's own training_step calls it where gradients are computed anyway.)
-# Goes when: it computes gradients.
+# Versions: MindNLP 0.5.1. Cause: loss.backward() does nothing, so a loop written for PyTorch silently trains nothing.
+# (The Trainer's own training_step calls it where gradients are computed anyway.)
+# Remove when: it computes gradients.
 @around("mindtorch")
 def _backward_says_that_it_does_nothing(module: types.ModuleType) -> Iterator[None]:
     yield

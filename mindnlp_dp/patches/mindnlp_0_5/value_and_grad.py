@@ -1,4 +1,4 @@
-"""The gradients of MindNLP 0.5."""
+"""This patch makes gradients of MindNLP 0.5 correct after a pass that raised."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mindnlp_dp.patches.import_hook import around
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 
 
-# Versions: MindNLP 0.5.1 on MindSpore 2.7+. Cause: when a pass raises, MindSpore keeps its record, and takes the next
-# one for a part of it.
-# Goes when: MindSpore forgets a pass that failed.
+# Versions: MindNLP 0.5.1 on MindSpore 2.7+. Cause: when a pass raises, MindSpore keeps its recorded graph and treats
+# the next pass as a part of it.
+# Remove when: MindSpore discards the record of a failed pass.
 @around("mindtorch.autograd.function")
 def _forget_a_pass_that_failed(module: types.ModuleType) -> Iterator[None]:
     yield

@@ -1,8 +1,8 @@
-"""All-reduce: the algorithms of the textbooks, to run, to count and to compare.
+"""The textbook algorithms of all-reduce, to run, count and compare.
 
-Every one is a function of an :class:`~.endpoint.Endpoint` and an array, written with ``send`` and ``recv`` alone, and
-gives every rank the sum over all ranks. They are for learning and measuring; training uses
-:mod:`mindnlp_dp.gradients`. Nothing here imports MindSpore.
+Each algorithm is a function of an :class:`~.endpoint.Endpoint` and an array, uses only ``send`` and ``recv``, and
+returns the sum over all ranks on every rank. They are for learning and measuring; training uses
+:mod:`mindnlp_dp.gradients`. Nothing in this package imports MindSpore.
 
 ======================  ====================================  ==================================
 ``reduce_broadcast``    reduce_broadcast.py                   Reduce to rank 0, then Broadcast

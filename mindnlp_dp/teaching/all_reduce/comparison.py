@@ -1,7 +1,7 @@
-"""``mindnlp-dp algorithms``: every algorithm at every number of ranks, as a table and a plot.
+"""This module runs ``mindnlp-dp algorithms``: every algorithm at every number of ranks, as a table and a plot.
 
-Goes in: numbers of ranks and sizes of arrays. Comes out: for each algorithm, bytes and messages of the rank that sends
-most, counted, beside its formula, and the time of an all-reduce, measured, beside the model's prediction.
+For each algorithm it compares the counted bytes and messages of the rank that sends most with the formula, and the
+measured time of an all-reduce with the cost model's prediction.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mindnlp_dp.report.outputs import write_outputs
 
 from .costs import CostModel, traffic
 
-# Which of the fitted models an algorithm waits for.
+# The fitted cost model of an algorithm; the default is "one at a time".
 _PATTERN = {"ring": "all at once"}
 
 
 def measure(world_sizes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """One job under mpirun for each number of ranks, one behind the other; a row for each algorithm and size.
+    """Run one mpirun job after another, one for each number of ranks; return a row for each algorithm and size.
 
     Raises:
         RuntimeError: a job failed.
@@ -34,7 +34,7 @@ def measure(world_sizes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, 
 
 
 def table_rows(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a job measured, beside formulas and predictions."""
+    """Return the table rows of a job: its measurements, with formulas and predictions."""
     rows, world_size = [], job["world_size"]
     for algorithm, measured in job["algorithms"].items():
         model = CostModel(*job["models"][_PATTERN.get(algorithm, "one at a time")])
@@ -83,7 +83,7 @@ def _bytes(number: float) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bytes of the busiest rank, and the time of the largest array, over the number of ranks, as a PNG."""
+    """Plot the busiest rank's bytes, and the time for the largest array, over the number of ranks, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -97,7 +97,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for number, name in enumerate(algorithms):
         mine = sorted((row for row in chosen if row["algorithm"] == name), key=lambda row: row["world_size"])
         color = f"C{number}"
-        # Three of them send the same; side by side they can be told apart.
+        # Three algorithms send the same number of bytes; a small offset keeps their points apart.
         ranks = [row["world_size"] + 0.08 * (number - (len(algorithms) - 1) / 2) for row in mine]
         left.plot(ranks, [row["bytes_sent"] / largest for row in mine], "o-", color=color, label=name)
         right.plot(
@@ -119,7 +119,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def run(world_sizes: Sequence[int], sizes: Sequence[int], plot_file: Optional[Path], json_file: Optional[Path]) -> int:
-    """Measure, print, and write what was asked for; returns the exit code."""
+    """Measure, print the table, write the requested files, and return the exit code."""
     cores = len(os.sched_getaffinity(0))
     rows = measure(world_sizes, sizes)
     print(f"{cores} cores; all-reduce of float32; times are medians, of the slowest rank")

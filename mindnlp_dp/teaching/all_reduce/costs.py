@@ -1,8 +1,8 @@
-"""What the algorithms cost: bytes and messages exactly, and time by a model with two numbers.
+"""This module computes what the algorithms cost: the exact bytes and messages, and the time by a model.
 
-Goes in: an algorithm, the number of ranks, the size of the array. Comes out: its formulas. The time of a message of n
-bytes is ``latency + n / bandwidth`` (Hockney's model: "The communication challenge for MPP", Parallel Computing, 1994),
-fitted from a short measurement; on top come the sums, each byte of which is added at a measured rate.
+comparison.py calls it. The time of a message of n bytes is ``latency + n / bandwidth`` (Hockney's model: "The
+communication challenge for MPP", Parallel Computing, 1994), fitted to a short measurement; the time of the additions,
+at a measured rate per byte, is added.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .endpoint import bounds_of
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends."""
+    """The bytes and messages that one rank sends."""
 
     num_bytes: int
     num_messages: int
 
 
 def traffic(algorithm: str, rank: int, world_size: int, length: int, item_bytes: int = 4) -> Traffic:
-    """What ``rank`` sends in one all-reduce of ``length`` items.
+    """Return what ``rank`` sends in one all-reduce of ``length`` items.
 
     ==================  ===================================  =============================
     algorithm           rank 0 sends                         any other rank sends
@@ -42,7 +42,7 @@ def traffic(algorithm: str, rank: int, world_size: int, length: int, item_bytes:
     if algorithm == "ring":
         bounds = bounds_of(length, world_size)
         chunks = [end - begin for begin, end in zip(bounds, bounds[1:])]
-        # Every chunk passes here twice, but two: the one it ends at in each of the two rounds.
+        # This rank sends every chunk in each of the two rounds, except the one that ends at this rank.
         items = sum(chunks) - chunks[(rank + 1) % world_size] + sum(chunks) - chunks[(rank + 2) % world_size]
         return Traffic(items * item_bytes, 2 * (world_size - 1)) if world_size > 1 else Traffic(0, 0)
     if algorithm in ("reduce_broadcast", "data_parallel", "parameter_server"):
@@ -54,7 +54,7 @@ def traffic(algorithm: str, rank: int, world_size: int, length: int, item_bytes:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds a message, seconds a byte on the wire, seconds a byte that is added."""
+    """The cost of communication: seconds per message, per transferred byte and per added byte."""
 
     latency: float
     seconds_per_byte: float
@@ -64,9 +64,9 @@ class CostModel:
         return self.latency + num_bytes * self.seconds_per_byte
 
     def predict(self, algorithm: str, world_size: int, num_bytes: float) -> float:
-        """Seconds of one all-reduce: the messages that must come one behind the other, and the sums between them.
+        """Return the seconds of one all-reduce: its consecutive messages and the additions between them.
 
-        Star and server: rank 0 handles 2(N-1) whole arrays. Ring: 2(N-1) rounds of a N-th, all ranks at once.
+        Star and server: rank 0 handles 2(N-1) full arrays. Ring: 2(N-1) rounds of 1/N of the array, all ranks at once.
         """
         others = world_size - 1
         if algorithm == "ring":
@@ -78,7 +78,7 @@ class CostModel:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Latency and seconds a byte from the times of messages of several sizes, by least squares of the relative error.
+    """Fit latency and seconds per byte to the times of messages of several sizes; minimize the squared relative error.
 
     >>> latency, per_byte = fit([0, 1000, 100000], [2e-6, 3e-6, 102e-6])
     >>> round(latency * 1e6, 3), round(per_byte * 1e9, 3)

@@ -1,7 +1,7 @@
-"""One rank's end of the wires: send, receive, and a count of what went over them.
+"""This module sends and receives flat arrays between ranks and counts the traffic; every algorithm here uses it.
 
-Goes in: flat arrays for other ranks. Comes out: theirs. There are two kinds: over MPI, and between threads of one
-process, with which a world of any size can be run, and its messages looked at, on any machine.
+There are two kinds of endpoint: over MPI, and between the threads of one process. With threads, a world of any size
+runs on any machine, and its messages can be inspected.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from mindnlp_dp.communication.transports.mpi import mpi_library
 
 T = TypeVar("T")
-# A rank of threads that waits so long waits for ever.
+# A thread that has waited this long for a message is considered deadlocked.
 _PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sent to another: which part, in which phase, in the algorithm's own words."""
+    """An array that one rank sent to another; the algorithm names its phase and the part of the array."""
 
     src: int
     dst: int
@@ -33,10 +33,10 @@ class Message:
 
 
 class Endpoint(abc.ABC):
-    """A rank among ``world_size``, which can send flat arrays to the others.
+    """One of ``world_size`` ranks, which sends flat arrays to the others and receives theirs.
 
     Attributes:
-        bytes_sent, messages_sent, bytes_received, messages_received: so far. A message of no bytes is one.
+        bytes_sent, messages_sent, bytes_received, messages_received: totals so far. An empty message counts as one.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -46,12 +46,12 @@ class Endpoint(abc.ABC):
         self.bytes_received = self.messages_received = 0
 
     def send(self, array: np.ndarray, dst: int, phase: str = "", part: str = "array") -> None:
-        """Send ``array`` to rank ``dst``, which receives it, in the order of sending."""
+        """Send ``array`` to rank ``dst``, which receives its messages in the order of sending."""
         self._count_sent(array)
         self._send(Message(self.rank, dst, array, phase, part))
 
     def recv(self, like: np.ndarray, src: int) -> np.ndarray:
-        """The next array from rank ``src``, of the length and type of ``like``."""
+        """Receive the next array from rank ``src``; it has the length and type of ``like``."""
         array = self._recv(like, src)
         self._count_received(array)
         return array
@@ -59,7 +59,7 @@ class Endpoint(abc.ABC):
     def sendrecv(
         self, array: np.ndarray, dst: int, like: np.ndarray, src: int, *, phase: str = "", part: str = "array"
     ) -> np.ndarray:
-        """Send to one rank and receive from another, neither waiting for the other."""
+        """Send to one rank and receive from another at the same time, so that a ring of ranks cannot deadlock."""
         self._count_sent(array)
         received = self._sendrecv(Message(self.rank, dst, array, phase, part), like, src)
         self._count_received(received)
@@ -84,7 +84,7 @@ class Endpoint(abc.ABC):
 
 
 class MPIEndpoint(Endpoint):
-    """Over an mpi4py communicator."""
+    """An endpoint over an mpi4py communicator."""
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
@@ -92,7 +92,7 @@ class MPIEndpoint(Endpoint):
 
     @classmethod
     def of_world(cls) -> MPIEndpoint:
-        """Of all processes that ``mpirun`` started."""
+        """Return this process's endpoint among all processes that ``mpirun`` started."""
         return cls(mpi_library().COMM_WORLD)
 
     def _send(self, message: Message) -> None:
@@ -111,7 +111,7 @@ class MPIEndpoint(Endpoint):
 
 @dataclass
 class _World:
-    """The wires between the threads of :func:`run_ranks`."""
+    """The message queues between the threads of :func:`run_ranks`."""
 
     size: int
     wires: dict[tuple[int, int], queue.Queue] = field(default_factory=dict)
@@ -123,10 +123,10 @@ class _World:
 
 
 class ThreadEndpoint(Endpoint):
-    """Between threads.
+    """An endpoint between threads of one process.
 
     Attributes:
-        sent: every message of this rank, in its order.
+        sent: every message that this rank has sent, in order.
     """
 
     def __init__(self, rank: int, world: _World) -> None:
@@ -135,7 +135,7 @@ class ThreadEndpoint(Endpoint):
         self.sent: list[Message] = []
 
     def _send(self, message: Message) -> None:
-        # A copy, as a wire makes it: the sender may write to its array at once.
+        # A copy, as over a network: the sender may overwrite its array at once.
         message = replace(message, payload=message.payload.copy())
         self.sent.append(message)
         self._world.wires[message.src, message.dst].put(message.payload)
@@ -160,10 +160,10 @@ class ThreadEndpoint(Endpoint):
 
 
 def run_ranks(world_size: int, function: Callable[[ThreadEndpoint], T]) -> tuple[list[T], list[ThreadEndpoint]]:
-    """Run ``function`` as every rank of a world of threads; returns their results and their ends, by rank.
+    """Run ``function`` on every rank, one thread each; return the results and the endpoints, by rank.
 
     Raises:
-        Exception: the one of the lowest rank that raised any, not counting those that waited for it in vain.
+        Exception: the exception of the lowest rank that failed, ignoring ranks that failed only because of another one.
     """
     world = _World(world_size)
     endpoints = [ThreadEndpoint(rank, world) for rank in range(world_size)]
@@ -188,7 +188,7 @@ def run_ranks(world_size: int, function: Callable[[ThreadEndpoint], T]) -> tuple
 
 
 def bounds_of(length: int, num_parts: int) -> list[int]:
-    """Where ``num_parts`` consecutive parts of an array begin, and the last one ends; they differ by one at most.
+    """Return the bounds of ``num_parts`` consecutive parts of an array, whose lengths differ by at most one.
 
     >>> bounds_of(10, 4)
     [0, 2, 5, 7, 10]
@@ -197,6 +197,6 @@ def bounds_of(length: int, num_parts: int) -> list[int]:
 
 
 def parts_of(array: np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """Views of these parts."""
+    """Return views of the parts of an array that :func:`bounds_of` defines."""
     bounds = bounds_of(len(array), num_parts)
     return [array[begin:end] for begin, end in zip(bounds, bounds[1:])]

@@ -1,7 +1,7 @@
-"""The movements of an algorithm, step by step, as text: taken from a run of it, not from a description.
+"""This module prints the messages of an algorithm, step by step, for ``mindnlp-dp algorithms --explain``.
 
-Goes in: the name of an algorithm and a number of ranks. Comes out: every message, in order. In the run that is looked
-at, rank r brings 2 to the power of r, so that every sum tells which ranks are in it.
+The text comes from an actual run, in which rank r contributes 2 to the power of r, so that every sum shows which ranks
+it contains.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _INTRODUCTIONS = {
 
 
 def explain(algorithm: str, world_size: int) -> str:
-    """Every message of one all-reduce over ``world_size`` ranks, as text.
+    """Return every message of one all-reduce over ``world_size`` ranks, as text.
 
     Raises:
-        ValueError: there is no such algorithm, or fewer than two ranks.
+        ValueError: the algorithm is unknown, or there are fewer than two ranks.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
@@ -51,7 +51,7 @@ def explain(algorithm: str, world_size: int) -> str:
 
 
 def _in_order(messages: list[Message]) -> list[str]:
-    """The phases, in the order in which they come about."""
+    """Return the phases in the order in which they happen."""
     return list(dict.fromkeys(message.phase for message in messages if message.src != 0)) + [
         phase
         for phase in dict.fromkeys(message.phase for message in messages if message.src == 0)
@@ -64,6 +64,6 @@ def _line(message: Message) -> str:
 
 
 def _contents(array: np.ndarray) -> str:
-    """``[0+2]``: what ranks 0 and 2 brought, summed."""
+    """Return the ranks whose contributions are in the sum, such as ``[0+2]``."""
     (bits,) = {int(value) for value in array}
     return f"[{'+'.join(str(rank) for rank in range(bits.bit_length()) if bits >> rank & 1)}]"

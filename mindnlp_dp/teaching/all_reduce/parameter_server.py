@@ -1,13 +1,13 @@
-"""A synchronous parameter server: servers hold shards of the parameters; workers pull, compute and push.
+"""This module implements a synchronous parameter server: workers pull parameters, compute, and push gradients.
 
 ::
 
     worker ── pull ──▶ parameters ── compute ──▶ gradient ── push ──▶ servers add up, and update their shards
 
-Every rank is a worker, and the first ``num_servers`` ranks serve a shard each, besides. A server sends its shard to
-every other rank and receives as much from each: with one server, C(N-1) bytes in either direction for C bytes of
-parameters; with as many servers as ranks, each carries a N-th of that. Li et al., "Scaling distributed machine
-learning with the parameter server", OSDI 2014.
+Every rank is a worker, and each of the first ``num_servers`` ranks also serves one shard of the parameters. A server
+sends its shard to every other rank and receives as much from each: with one server, C(N-1) bytes in each direction for
+C bytes of parameters; with as many servers as ranks, each server transfers 1/N of that. Li et al., "Scaling distributed
+machine learning with the parameter server", OSDI 2014.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 
 from .endpoint import Endpoint, parts_of
 
-# From a shard and the sum of the gradients of it, the new shard.
+# Takes a shard and the sum of its gradients, and returns the new shard.
 Update = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class ParameterServer:
-    """The parameters of a model, held by its servers. Every rank makes one, and calls pull and push in turns.
+    """The parameters of a model, sharded over the servers; every rank creates one, and calls pull and push in turn.
 
     Args:
-        parameters: their first values, flat; only the servers' own shards of them count.
-        num_servers: from 1 to the number of ranks.
+        parameters: the initial values, flat; only each server's own shard of its values is used.
+        num_servers: the number of servers, from 1 to the number of ranks.
     """
 
     def __init__(self, endpoint: Endpoint, parameters: np.ndarray, num_servers: int = 1) -> None:
@@ -36,11 +36,11 @@ class ParameterServer:
         self._endpoint = endpoint
         self._like = parts_of(parameters, num_servers)
         self._num_servers = num_servers
-        # What this rank serves, if it does.
+        # The shard that this rank serves, if it is a server.
         self._shard = self._like[endpoint.rank].copy() if endpoint.rank < num_servers else None
 
     def pull(self) -> np.ndarray:
-        """The parameters as they are, from all servers."""
+        """Fetch the current parameters from all servers."""
         endpoint = self._endpoint
         shards: list[np.ndarray] = []
         if self._shard is not None:
@@ -53,7 +53,7 @@ class ParameterServer:
         return np.concatenate(shards)
 
     def push(self, gradient: np.ndarray, update: Update) -> None:
-        """Send every server its shard of this rank's gradient; servers ``update`` when they have those of all."""
+        """Send each server its shard of this rank's gradient; servers call ``update`` with the sum over all ranks."""
         endpoint, parts = self._endpoint, parts_of(gradient, self._num_servers)
         for server, part in enumerate(parts):
             if server != endpoint.rank:
@@ -67,7 +67,7 @@ class ParameterServer:
 
 
 def parameter_server_all_reduce(endpoint: Endpoint, array: np.ndarray, num_servers: int = 1) -> np.ndarray:
-    """The sum over the ranks, for every rank: push it to servers that begin at zero and add, and pull."""
+    """Return the sum over the ranks, on every rank: push to servers that start at zero and add, then pull."""
     server = ParameterServer(endpoint, np.zeros_like(array), num_servers)
     server.push(array, np.add)
     return server.pull()

@@ -1,4 +1,4 @@
-"""Reduce, Broadcast, and AllReduce as the one behind the other: the star that everyone draws first.
+"""This module implements Reduce, Broadcast, and AllReduce as Reduce followed by Broadcast (a star topology).
 
 ::
 
@@ -7,7 +7,7 @@
       2 ──┼──▶ 0                  0 ──┼──▶ 2
       3 ──┘                           └──▶ 3
 
-What they compute is defined in the MPI standard (MPI Forum, "MPI: A Message-Passing Interface Standard", version 4.1,
+The MPI standard defines the three operations (MPI Forum, "MPI: A Message-Passing Interface Standard", version 4.1,
 chapter 6). Rank 0 sends and receives K bytes for every other rank: its traffic grows with the number of ranks.
 """
 
@@ -21,7 +21,7 @@ from .endpoint import Endpoint
 
 
 def reduce(endpoint: Endpoint, array: np.ndarray, dst: int = 0) -> Optional[np.ndarray]:
-    """The sum over the ranks, for rank ``dst``; None for the others. Added in rank order."""
+    """Return the sum over the ranks, added in rank order, on rank ``dst``; None on the others."""
     if endpoint.rank != dst:
         endpoint.send(array, dst, "reduce")
         return None
@@ -33,7 +33,7 @@ def reduce(endpoint: Endpoint, array: np.ndarray, dst: int = 0) -> Optional[np.n
 
 
 def broadcast(endpoint: Endpoint, array: np.ndarray, src: int = 0) -> np.ndarray:
-    """Rank ``src``'s array, for every rank; the others say with theirs how long it is, and of which type."""
+    """Return rank ``src``'s array on every rank; on the others, ``array`` only gives the length and the type."""
     if endpoint.rank != src:
         return endpoint.recv(array, src)
     for dst in range(endpoint.world_size):
@@ -43,6 +43,6 @@ def broadcast(endpoint: Endpoint, array: np.ndarray, src: int = 0) -> np.ndarray
 
 
 def all_reduce(endpoint: Endpoint, array: np.ndarray) -> np.ndarray:
-    """The sum over the ranks, for every rank: Reduce to rank 0, then Broadcast from it."""
+    """Return the sum over the ranks, on every rank: Reduce to rank 0, then Broadcast from it."""
     total = reduce(endpoint, array)
     return broadcast(endpoint, array if total is None else total)

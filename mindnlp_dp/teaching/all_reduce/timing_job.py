@@ -1,4 +1,4 @@
-"""The job of ``mindnlp-dp algorithms``: times and counts every algorithm at one number of ranks, under mpirun.
+"""This job times and counts every algorithm at one number of ranks; ``mindnlp-dp algorithms`` runs it under mpirun.
 
 mpirun -n 4 python -m mindnlp_dp.teaching.all_reduce.timing_job --bytes 4096 1048576 --write FILE
 """
@@ -19,9 +19,9 @@ import numpy as np
 from . import ALGORITHMS, MPIEndpoint
 from .costs import fit
 
-# Messages from which the model is fitted.
+# The message sizes to which the cost model is fitted.
 _FIT_BYTES = (4, 1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
-# A size is measured until it has taken this long, or so many times.
+# The measurement of a size ends after this time or this number of repeats.
 _SECONDS, _MOST_REPEATS = 0.4, 30
 
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _median_seconds(comm: Any, call: Callable[[], Any]) -> float:
-    """Of the slowest rank; all ranks call it equally often."""
+    """Return the median time of ``call`` on the slowest rank; all ranks repeat it equally often."""
     times: list[float] = []
     began = time.perf_counter()
     while comm.bcast(len(times) < 3 or (time.perf_counter() - began < _SECONDS and len(times) < _MOST_REPEATS)):
@@ -62,10 +62,10 @@ def _median_seconds(comm: Any, call: Callable[[], Any]) -> float:
 
 
 def _fit_models(endpoint: MPIEndpoint) -> dict[str, list[float]]:
-    """Latency, seconds a byte and seconds an added byte: of one message at a time, and of all ranks' at once.
+    """Fit latency, seconds per byte and seconds per added byte: for one message at a time, and for all ranks at once.
 
-    The first is what a star waits for, the second a ring: when there are more ranks than cores, or one memory for all,
-    they differ.
+    The first model predicts a star, the second a ring. They differ when there are more ranks than cores, or when the
+    ranks share one memory.
     """
     comm, rank, size = endpoint.comm, endpoint.rank, endpoint.world_size
     one: list[float] = []

@@ -1,4 +1,4 @@
-"""How training scales: the laws, a measurement of them here, and what they predict."""
+"""How training scales: the laws of speed-up, a measurement on this machine, and the resulting predictions."""
 
 from .laws import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
 

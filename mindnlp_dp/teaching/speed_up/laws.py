@@ -1,7 +1,8 @@
-"""The laws of Amdahl and Gustafson, and what a throughput is made of: functions of numbers.
+"""This module computes the laws of Amdahl and Gustafson, and throughput; prediction.py calls it.
 
-Both ask what N devices gain when a fraction p of the work can be shared among them. Amdahl keeps the work: the global
-batch stays, and each device gets less of it. Gustafson lets the work grow: the batch of a device stays.
+Both laws say what N devices gain when a fraction p of the work can be divided among them. Amdahl keeps the work fixed:
+the global batch is constant, and each device gets less of it. Gustafson lets the work grow: the batch of each device is
+constant.
 
 Amdahl, "Validity of the single processor approach to achieving large scale computing capabilities", AFIPS 1967.
 Gustafson, "Reevaluating Amdahl's law", Communications of the ACM 31(5), 1988.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 
 def amdahl_speedup(num_devices: float, fraction: float) -> float:
-    """How many times faster the same work is done: ``1 / ((1 - p) + p / N)``.
+    """Return how many times faster the same work is done: ``1 / ((1 - p) + p / N)``.
 
     >>> amdahl_speedup(4, 1.0), amdahl_speedup(4, 0.0), round(amdahl_speedup(1_000_000, 0.9), 2)
     (4.0, 1.0, 10.0)
@@ -21,7 +22,7 @@ def amdahl_speedup(num_devices: float, fraction: float) -> float:
 
 
 def gustafson_speedup(num_devices: float, fraction: float) -> float:
-    """How many times more work is done in the same time: ``(1 - p) + p N``.
+    """Return how many times more work is done in the same time: ``(1 - p) + p N``.
 
     >>> gustafson_speedup(4, 1.0), gustafson_speedup(4, 0.0), gustafson_speedup(10, 0.5)
     (4.0, 1.0, 5.5)
@@ -31,7 +32,7 @@ def gustafson_speedup(num_devices: float, fraction: float) -> float:
 
 
 def parallel_fraction(num_devices: float, speedup: float, law: str = "amdahl") -> float:
-    """The fraction that makes a law say this speed-up; above 1 where devices gain more than there are of them.
+    """Return the fraction for which a law gives this speed-up; above 1 if the speed-up exceeds the number of devices.
 
     >>> parallel_fraction(2, amdahl_speedup(2, 0.8)), parallel_fraction(8, gustafson_speedup(8, 0.75), "gustafson")
     (0.8, 0.75)
@@ -46,7 +47,7 @@ def parallel_fraction(num_devices: float, speedup: float, law: str = "amdahl") -
 
 
 def throughput(rate_of_one: float, num_devices: float, efficiency: float) -> float:
-    """Samples a second: the rate of one device, times the devices, times how well they are used.
+    """Return samples per second: the rate of one device, times the number of devices, times the efficiency.
 
     >>> throughput(400, 2, 0.95)
     760.0

@@ -1,4 +1,4 @@
-"""``mindnlp-dp scaling``: one rank and several, measured; what the laws make of it, as a table and a plot."""
+"""This module runs ``mindnlp-dp scaling``: it measures one rank and several, and prints and plots the laws' fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAWS = {
 
 
 def measure(world_sizes: Sequence[int], batch: int, num_updates: int) -> dict[int, dict[str, float]]:
-    """Samples a second for each number of ranks, in either way; one job behind the other.
+    """Measure samples per second for each number of ranks, for both kinds of batch; run one job after another.
 
     Raises:
         RuntimeError: a job failed.
@@ -35,7 +35,7 @@ def measure(world_sizes: Sequence[int], batch: int, num_updates: int) -> dict[in
 
 
 def fit(rates: dict[int, dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """For each law: the rate of one rank, the speed-ups, and the parallel fraction of the largest number of ranks."""
+    """Return for each law: the rate of one rank, the speed-ups, and the fraction fitted at the most ranks."""
     largest, fitted = max(rates), {}
     for law, (way, _) in LAWS.items():
         one = rates[1][way]
@@ -67,7 +67,7 @@ def print_report(fitted: dict[str, dict[str, Any]]) -> None:
 
 
 def plot(fitted: dict[str, dict[str, Any]], path: Path) -> None:
-    """Speed-ups over the number of ranks, measured and predicted, as a PNG."""
+    """Plot the measured and predicted speed-ups over the number of ranks, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -96,7 +96,7 @@ def plot(fitted: dict[str, dict[str, Any]], path: Path) -> None:
 def run(
     nproc: Sequence[int], batch: int, num_updates: int, plot_file: Optional[Path], json_file: Optional[Path]
 ) -> int:
-    """Measure, print, and write what was asked for; returns the exit code."""
+    """Measure, print the report, write the requested files, and return the exit code."""
     world_sizes = sorted({1, *nproc})
     if len(world_sizes) < 2:
         raise ValueError("scaling compares one rank with several; --nproc needs a number of at least 2")

@@ -1,7 +1,7 @@
-"""The job of ``mindnlp-dp scaling``: how many samples a second a small RoBERTa trains, at one number of ranks.
+"""This job measures how many samples per second a small RoBERTa trains at one number of ranks, for mindnlp-dp scaling.
 
-Twice: with a global batch that stays, so that each rank's part shrinks (Amdahl), and with a rank's batch that stays, so
-that the global one grows (Gustafson).
+It measures twice: with a constant global batch, of which each rank's part shrinks (Amdahl), and with a constant batch
+on each rank, so that the global batch grows (Gustafson).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import mindnlp_dp as dp
 
 VOCAB_SIZE, LENGTH, LABELS = 4000, 24, 29
-# Updates before the clock runs, the trial of overlap among them.
+# Updates before the measurement, which include the trial that decides on overlap.
 WARM_UP = 20
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, required=True)
     parser.add_argument("--write", type=Path, required=True)
     args = parser.parse_args()
-    # One rank alone has one core, as each of several has.
+    # A single rank gets one core, as each of several ranks does.
     if os.environ.get("OMPI_COMM_WORLD_SIZE") == "1":
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     group = dp.init_process_group()
