@@ -3,8 +3,8 @@
 ``python run_module.py mindnlp_dp.launch.remote_shell FILE HOST COMMAND...``
 
 It sends a line for a host's shell to that host's launcher, through the endpoint: without ssh, without a password. (The
-daemon that is started this way, and the ranks, connect to mpirun's own ports.) The token is in a file, because all
-ranks would inherit it from mpirun's environment.
+daemon that is started this way, and the ranks, connect to mpirun's own ports.) The endpoint and the token are in a
+file: all ranks would inherit them from mpirun's environment, and mpirun splits this command at colons.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def main() -> int:
 
 
 def command(endpoint: str, token: bytes, folder: Path) -> list[str]:
-    """Return the command for mpirun; write the token to a file in ``folder``, which only this user can read."""
-    file = folder / "token"
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-        out.write(token)
-    arguments = [f"--endpoint={endpoint}", f"--token-file={file}"]
-    return [*module_command(sys.executable, "mindnlp_dp.launch.remote_shell"), *arguments]
+    """Return the command for mpirun, and write the token to a file in a folder that only this user can read."""
+    file = folder / "rendezvous"
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
+        out.write(f"{endpoint}\n{token.decode()}\n")
+    return [*module_command(sys.executable, "mindnlp_dp.launch.remote_shell"), str(file)]
