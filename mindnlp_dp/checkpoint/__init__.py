@@ -1,8 +1,7 @@
-"""Checkpoints: complete or not there, checked when read, and nothing in them can run code.
+"""This package writes and reads checkpoints, from which a run resumes as if it had never stopped.
 
-Goes in: a model, and everything else that a run consists of, as a tree
-(state_tree.py). Comes out: a folder, from which a run is taken up as
-if it had never stopped::
+A checkpoint is complete or does not exist, it is verified when it is read, and nothing in it can run code. It is a
+folder with the model and the rest of the run's state, which is packed as a tree (state_tree.py)::
 
     checkpoint-200/
         checkpoint.json      the tree's outline; size and hash of every other file; written last
@@ -10,11 +9,10 @@ if it had never stopped::
         model.safetensors    the weights (large models: several such files), beside MindNLP's config.json
         ...                  what else the writer of the model puts there
 
-One process writes a folder. It is written under another name and renamed, so that a
-killed writer leaves nothing that looks like a checkpoint; a disk that loses or changes
-a part of it is found out by the hashes.
+One process writes a folder under a temporary name and renames it, so that a killed writer leaves nothing that looks
+like a checkpoint. The hashes reveal a disk that loses or changes data.
 
-The format is manifest.py's (checkpoint.json), state_tree.py's (the outline and the arrays) and run_state.py's (what a
-run consists of; the loops add their own, trainers/resuming.py and functional/resumable_run.py); folders.py
-knows which checkpoints there are, of which run; folder_lock.py keeps a second writer out.
+The format is defined in manifest.py (checkpoint.json), state_tree.py (the outline and the arrays) and run_state.py
+(the state of a run, to which the loops in trainers/resuming.py and functional/resumable_run.py add theirs). folders.py
+lists the checkpoints of each run; folder_lock.py keeps a second writer out.
 """

@@ -1,4 +1,4 @@
-"""This module lets one job at a time write checkpoints to a folder.
+"""This module allows only one job at a time to write checkpoints to a folder.
 
 A second job would overwrite the first one's checkpoints, and remove its unfinished ones. The Trainers and
 :class:`~mindnlp_dp.FunctionalRun` take the lock before they write.
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Optional
 
 NAME = ".lock"
-# A rank that was cut off from its job, and is being ended, may still hold it.
+# A rank that was cut off from its job, and is being terminated, may still hold the lock.
 WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.1
-# Of this process: a lock of POSIX is the process's, and gone when any descriptor of the file is closed.
+# The locks of this process. A POSIX lock belongs to the process, and is lost when any descriptor of the file is closed.
 _held: dict[tuple[int, Path], _Held] = {}
 
 
@@ -29,14 +29,14 @@ class _Held:
 
 
 class FolderLock:
-    """The right to write to a folder, which this process has until :meth:`release`, or its end."""
+    """The right to write to a folder; this process holds it until :meth:`release`, or until it ends."""
 
     def __init__(self, key: tuple[int, Path]) -> None:
         self._key: Optional[tuple[int, Path]] = key
         _held[key].num_holders += 1
 
     def release(self) -> None:
-        """Let others write to the folder. Does nothing the second time."""
+        """Release the lock, so that others can write to the folder. Does nothing the second time."""
         key, self._key = self._key, None
         # A forked child has none of its parent's locks.
         if key is None or key[0] != os.getpid():
@@ -51,12 +51,12 @@ class FolderLock:
 
 
 def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> FolderLock:
-    """Take the right to write to ``folder``, which is made where it is not there.
+    """Lock ``folder`` for writing; create it if it does not exist.
 
-    Within one process it can be taken several times. Where the file system has no locks, nothing is checked.
+    One process can take the lock several times. On a file system without locks, nothing is checked.
 
     Raises:
-        RuntimeError: another process has it still after ``wait_seconds``.
+        RuntimeError: another process still holds the lock after ``wait_seconds``.
     """
     deadline = time.monotonic() + wait_seconds
     while (lock := _try_to_lock(folder)) is None:
@@ -70,7 +70,7 @@ def lock_folder(folder: Path, wait_seconds: float = WAIT_SECONDS) -> FolderLock:
 
 
 def try_to_lock_folder(folder: Path) -> Optional[FolderLock]:
-    """Return the lock without waiting; None where another process has it, or the folder cannot be written to."""
+    """Return the lock without waiting; None if another process holds it, or the folder is not writable."""
     try:
         return _try_to_lock(folder) if folder.is_dir() else None
     except OSError:
@@ -90,9 +90,9 @@ def _try_to_lock(folder: Path) -> Optional[FolderLock]:
         os.close(descriptor)
         return None
     except OSError:
-        # No locks here: as if it had been taken.
+        # The file system has no locks: continue as if it had been locked.
         pass
-    # The one who had it before removed the file after this process had opened it.
+    # The previous holder may have removed the file after this process opened it.
     if not _is_file_at(descriptor, path):
         os.close(descriptor)
         return None

@@ -1,7 +1,7 @@
-"""Which checkpoints a folder holds: the newest complete one to resume from, and the old ones to remove.
+"""This module finds a folder's newest complete checkpoint and removes old ones; Trainers and FunctionalRun call it.
 
-A folder may hold checkpoints of several runs. The newest is that of the run that began last, however far the others
-got, and a run removes its own only.
+A folder may hold checkpoints of several runs. The newest one is that of the run that began last, however far the others
+got, and a run removes only its own checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoint folders in ``folder``, by step; not checked."""
+    """Return the checkpoint folders in ``folder``, sorted by step; whether they are complete is not checked."""
     found = [(re.fullmatch(rf"{PREFIX}-(\d+)", path.name), path) for path in folder.glob(f"{PREFIX}-*")]
     return [path for _, path in sorted((int(name[1]), path) for name, path in found if name and path.is_dir())]
 
@@ -38,15 +38,15 @@ def _warn(message: str) -> None:
 def choose_checkpoint(
     folder: Path, wanted: Union[str, Path, bool, None], saves: bool = True, *, job: Optional[str] = None
 ) -> tuple[Optional[Path], RunId]:
-    """Return the checkpoint to resume from, if any, and the run that goes on there.
+    """Return the checkpoint to resume from, if any, and the run that continues there.
 
-    A path is taken as it is, True is the newest complete checkpoint in ``folder``. In a job that was restarted, of the
-    name ``job``, the newest checkpoint that it has written itself comes before anything else.
+    ``wanted`` is a path, used as it is, or True for the newest complete checkpoint in ``folder``. In a restarted job
+    with the name ``job``, the newest checkpoint that the job itself wrote comes before anything else.
 
-    Warns when a run that ``saves`` begins in a folder that holds another run's checkpoints.
+    Warns if a run that ``saves`` begins in a folder that holds another run's checkpoints.
 
     Raises:
-        CheckpointError: there is no complete one.
+        CheckpointError: ``wanted`` is True, and the folder does not have a complete checkpoint.
     """
     there = checkpoints_in(folder)
     new_run = RunId.new(map(run_of, there))
@@ -58,7 +58,7 @@ def choose_checkpoint(
         found = newest_checkpoint(folder) if wanted is True else Path(wanted)
     if found is not None:
         print(f"{why}resuming from {found}", flush=True)
-        # What is resumed from another folder begins a run of its own in this one.
+        # A run that is resumed from another folder is a new run in this one.
         is_here = found.resolve().parent == folder.resolve()
         return found, (run_of(found) if is_here else None) or new_run
     if there and saves:
@@ -70,7 +70,7 @@ def choose_checkpoint(
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Whether there is anything to resume from, complete or not; puts right what a killed writer left, first."""
+    """Tell whether ``folder`` has checkpoints, complete or not, after removing what killed writers left."""
     put_right(folder)
     return bool(checkpoints_in(folder))
 
@@ -78,14 +78,14 @@ def has_checkpoints(folder: Path) -> bool:
 def newest_checkpoint(folder: Path) -> Path:
     """Return the last complete checkpoint of the run that began last in ``folder``.
 
-    A warning for every newer one says what is wrong with it.
+    For every newer one a warning says what is wrong with it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the folder does not have a complete checkpoint.
     """
     runs = {path: run_of(path) for path in checkpoints_in(folder)}
     last = max((run.number for run in runs.values() if run is not None), default=0)
-    # Where it is not known whose a checkpoint is, it is damaged, and named.
+    # A checkpoint of an unknown run is damaged: include it, so that a message names it.
     own = [path for path, run in runs.items() if run is None or run.number == last]
     found, wrong = _newest_complete(own)
     if found is None:
@@ -95,7 +95,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def _newest_complete(paths: Sequence[Path]) -> tuple[Optional[Path], list[str]]:
-    """Return the last complete checkpoint of ``paths``, which are in order, and what is wrong with those after it."""
+    """Return the last complete checkpoint of ``paths``, which are sorted, and what is wrong with those after it."""
     wrong: list[str] = []
     for path in reversed(paths):
         try:
@@ -112,14 +112,14 @@ def _newest_complete(paths: Sequence[Path]) -> tuple[Optional[Path], list[str]]:
 def remove_old_checkpoints(folder: Path, limit: Optional[int], keep: Collection[Path], run: RunId) -> None:
     """Delete the oldest checkpoints of ``run`` until ``limit`` are left (None or 0: no limit).
 
-    Those in ``keep`` stay, and so do those of other runs.
+    Checkpoints in ``keep`` and those of other runs are not removed.
     """
     found = [path for path in checkpoints_in(folder) if run_of(path) == run]
     spared = {path.resolve() for path in keep}
     removable = [path for path in found if path.resolve() not in spared]
     surplus = len(found) - limit if limit else 0
     for path in removable[: max(0, surplus)]:
-        # Under a name that nobody looks for first, so that it is never there by half.
+        # Rename it first, so that a half-removed folder never looks like a checkpoint.
         doomed = path.with_name(f".{path.name}-removed")
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A run taken up: rank 0 reads a checkpoint, and every rank gets it."""
+"""This module loads a checkpoint to resume a run: rank 0 reads it, and every rank gets it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .whole_model import WholeModel
 
 
 def load_checkpoint(path: Path, model: WholeModel) -> dict[str, Any]:
-    """The weights, in ``model``, on every rank as it has them; and the state, which is returned. A collective.
+    """Load the weights into ``model``, each rank its shards, and return the run's state. A collective.
 
     Raises:
-        CheckpointError: on every rank, when the folder is not complete, or not of this model.
+        CheckpointError: on every rank, if the folder is not complete, or not a checkpoint of this model.
     """
     world = model.world
     packed = world.call_where(world.is_main, lambda: read_state(path), "reading a checkpoint")
     model.read_weights(path)
-    # Of the optimizer's state a rank may keep no more than its part.
+    # A rank may need only its part of the optimizer state, so those arrays are sent one by one, later.
     return unpack_state(broadcast_state(packed or PackedState(None), world, later="optimizer/state/"))

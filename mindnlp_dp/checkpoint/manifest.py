@@ -1,4 +1,4 @@
-"""What makes a folder a complete checkpoint: its manifest, checkpoint.json, against which every file is held."""
+"""This module writes a checkpoint's manifest, checkpoint.json, and verifies every file in the folder against it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class RunId:
-    """Which run a checkpoint belongs to; one that is resumed is the same run.
+    """Identifies the run that a checkpoint belongs to; a resumed run keeps its identity.
 
     Attributes:
         name: 16 hexadecimal digits.
-        number: how many runs had begun in its folder, this one included.
+        number: the number of runs that had begun in the folder, including this one.
     """
 
     name: str
@@ -40,14 +40,14 @@ class RunId:
 
     @classmethod
     def new(cls, earlier: Iterable[Optional[RunId]]) -> RunId:
-        """Return one for a run that begins where there are checkpoints of these."""
+        """Return the id of a new run in a folder that has checkpoints of these ``earlier`` runs."""
         return cls(secrets.token_hex(8), 1 + max((run.number for run in earlier if run is not None), default=0))
 
 
 def write_manifest(folder: Path, outline: Any, run: Optional[RunId] = None) -> None:
-    """Write it after all other files of a folder: their sizes and hashes, the outline of the state, the run, the job.
+    """Write the manifest: all files' sizes and hashes, the outline of the state, the run and the job.
 
-    Without an outline the folder holds the model alone.
+    Call it after all other files of the folder are written. Without an outline the folder holds the model alone.
     """
     files = {
         str(file.relative_to(folder)): {"bytes": file.stat().st_size, "blake2b": _hash(file)}
@@ -63,13 +63,13 @@ def write_manifest(folder: Path, outline: Any, run: Optional[RunId] = None) -> N
 
 
 def job_of(path: Path) -> Optional[str]:
-    """Return the job that has written a checkpoint; None where that is not known."""
+    """Return the name of the job that wrote a checkpoint; None if it is not known."""
     job = _entry(path, "job")
     return job if isinstance(job, str) else None
 
 
 def run_of(path: Path) -> Optional[RunId]:
-    """Return the run that a checkpoint belongs to; None where that is not known."""
+    """Return the run that a checkpoint belongs to; None if it is not known."""
     run = _entry(path, "run")
     try:
         return RunId(str(run["name"]), int(run["number"]))
@@ -93,10 +93,10 @@ def _hash(file: Path) -> str:
 
 
 def check_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the manifest, and hold every file against it.
+    """Return the manifest, after verifying every file of the checkpoint against it.
 
     Raises:
-        CheckpointError: there is no manifest, or it is damaged, or a file is missing, or not what was written.
+        CheckpointError: the manifest is missing or damaged, or a file is missing or not as it was written.
     """
     manifest = _read_manifest(path)
     for name, expected in manifest["files"].items():
@@ -146,7 +146,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
-    """What is missing in a manifest, or of another form than was written; None when nothing is."""
+    """Return what is missing or malformed in a manifest; None if it is well-formed."""
     if "state" not in manifest:
         return "it lacks state"
     files = manifest.get("files")

@@ -1,4 +1,4 @@
-"""Reading the files of a checkpoint: by rank 0, for every rank (load.py)."""
+"""This module reads the files of a checkpoint on rank 0; load.py calls it and sends the result to every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .state_tree import PackedState
 
 
 def read_state(path: Path) -> PackedState:
-    """The state of a checkpoint; CheckpointError when anything in the folder is not as it was written."""
+    """Return a checkpoint's state; raise CheckpointError if anything in the folder is not as it was written."""
     manifest = check_checkpoint(path)
     return PackedState(manifest["state"], load_file(path / STATE))
 
@@ -27,14 +27,14 @@ def read_weights(model: Any, folder: Path) -> None:
     """Load ``model*.safetensors`` of a folder into ``model``, by name.
 
     Raises:
-        CheckpointError: there are no such files, or they hold a weight that the model lacks or has in another shape,
-            or lack one that it trains.
+        CheckpointError: the folder has none of these files, or they hold a weight that the model lacks or has in
+            another shape, or they lack a weight that the model trains.
     """
     files = sorted(folder.glob(MODEL_FILES))
     if not files:
         raise CheckpointError(f"{folder} holds no weights: there is no {MODEL_FILES}")
     by_name = all_names(model)
-    # Files of other versions of a library may hold them; no state dict does today.
+    # Files from other versions of a library may hold these buffers; today's state dicts do not.
     passed_over = {name for name, _ in transient_buffers(model)}
     read: set[int] = set()
     for path in files:

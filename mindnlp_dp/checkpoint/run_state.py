@@ -1,8 +1,7 @@
-"""What a run consists of besides its weights, as plain data, and a run set back to it.
+"""This module saves and restores a run's state, except its weights, as plain data; Trainers and FunctionalRun use it.
 
-Goes in: the training step (its optimizer, schedule, losses and exchange), how far the data was read. Comes out: trees
-of plain data (state_tree.py) for a checkpoint; and, when a run is taken up, the same objects as they were. All ranks
-call these functions, and those that restore get the same tree on every rank.
+The state is that of the train step (optimizer, schedule, losses and gradient exchange) and the position in the data, as
+trees of plain data (state_tree.py). All ranks call these functions; to restore, every rank passes the same tree.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from .whole_model import WholeModel
 
 @dataclass
 class Position:
-    """How far the data has been read, and what is being done.
+    """How far a run has read its data, and whether it is ending an epoch.
 
-    ``update`` counts the updates of ``epoch`` that are done; the next one begins ``offset`` samples later than usual,
-    where some had another size. ``epoch_done`` says that the epoch was read to its end, or is to be left;
-    ``ending_epoch`` that its last evaluation and checkpoint have begun.
+    ``update`` counts the updates of ``epoch`` that are done; the next one begins ``offset`` samples later than usual if
+    some updates had another size. ``epoch_done`` says that the epoch was read to its end, or is to be left;
+    ``ending_epoch`` says that its last evaluation and checkpoint have begun.
     """
 
     epoch: int = 0
@@ -37,7 +36,7 @@ class Position:
     offset: int = 0
 
     def where_to_go_on(self) -> Position:
-        """Where a run begins that was saved here: behind an epoch whose end was saved, else in the midst of it."""
+        """Return where a run saved at this position continues: after an epoch that is done, else within it."""
         if self.ending_epoch and self.epoch_done:
             return Position(self.epoch + 1)
         return Position(self.epoch, self.update, offset=self.offset)
@@ -45,7 +44,7 @@ class Position:
 
 @dataclass
 class Run:
-    """The parts of a run that a checkpoint must hold."""
+    """Saves and restores the state of a run's model and train step, for the Trainers and FunctionalRun."""
 
     model: WholeModel
     train_step: TrainStep
@@ -55,17 +54,17 @@ class Run:
         return self.model.world
 
     def state(self, *, keep: bool = True) -> dict[str, Any]:
-        """Their state, the same on every rank, which has rank 0's buffers from then on.
+        """Return the run's state, the same on every rank, after broadcasting rank 0's buffers. A collective.
 
-        A rank that writes no checkpoint need not ``keep`` the optimizer's arrays, of which it may have no more than its
-        part; it takes part in putting them together.
+        A rank that does not write the checkpoint need not ``keep`` the optimizer's arrays, which may be sharded, but it
+        takes part in gathering them.
 
         Raises:
-            ReplicaMismatchError: the ranks' weights differ, so that no checkpoint can hold them.
+            ReplicaMismatchError: the ranks' weights differ, so no checkpoint can hold them.
         """
         step = self.train_step
         self.model.broadcast_buffers()
-        # Of a model that is cut, every stage packs its own gradients: the order is no other mesh's.
+        # Each stage of a sharded model packs its own gradients, and its order does not fit another mesh.
         keeps_order = not self.model.is_parted
         own = {
             "parameters": step.updater.parameter_names(self.model.model),
@@ -82,9 +81,9 @@ class Run:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over a saved state; the model has its weights already.
+        """Restore a saved state; the model must already have the saved weights.
 
-        Random states are for :meth:`restore_random_state`, when everything that draws is set up.
+        :meth:`restore_random_state` restores random states later, when everything that draws random numbers is set up.
 
         Raises:
             ValueError: the model is not the one that was saved, or the optimizer updates other parameters.
@@ -105,9 +104,9 @@ class Run:
                 f"the saved optimizer updates {others} parameters in {len(theirs)} groups, this one {ours} in "
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
-        # Ranks that have other parts of the model may find something else.
+        # With a sharded model, ranks may come to different results.
         self.group.raise_together(error, "taking up the optimizer")
-        # Older checkpoints do not have it.
+        # Older checkpoints do not have a bucket order.
         if saved.get("bucket_order") is not None and not self.model.is_parted:
             step.synchronizer.pack_in_order(saved["bucket_order"])
         optimizer_state = {key: value for key, value in optimizer.items() if key != "parameters"}
@@ -118,13 +117,13 @@ class Run:
         step.losses.load_states(losses)
 
     def restore_random_state(self, saved: Mapping[str, Any]) -> None:
-        """Set this rank's generators; left alone where the number of ranks is another one."""
+        """Restore this rank's random generators; they are left as they are if the number of ranks has changed."""
         if saved["world_size"] == self.group.world_size:
             set_random_state(saved["ranks"][self.group.rank]["random"])
 
 
 def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: str) -> None:
-    """Raise ValueError unless two descriptions of the data, and of its order, are the same."""
+    """Raise ValueError unless the data and its order are as in the saved run; ``way_out`` is a hint for the message."""
     differences = []
     for key in now:
         if isinstance(now[key], Mapping) and isinstance(then.get(key), Mapping):
@@ -140,7 +139,7 @@ def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: st
 
 
 def warn_of_other_settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
-    """Warn where settings of a run are not those that it was saved with."""
+    """Warn of settings that differ from those that the run was saved with."""
     differences = [f"{key} was {then[key]} and is {now[key]}" for key in now if key in then and now[key] != then[key]]
     if differences:
         warnings.warn(
@@ -152,9 +151,9 @@ def warn_of_other_settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> N
 
 
 def random_state() -> dict[str, Any]:
-    """This process's state of Python's and NumPy's generators.
+    """Return the state of this process's Python and NumPy generators.
 
-    MindSpore's is not among them: it is a function of the step (:func:`mindnlp_dp.step.seeds.step_seed`).
+    MindSpore's generator is not included: its seed is a function of the step (:func:`mindnlp_dp.step.seeds.step_seed`).
     """
     version, words, gauss = random.getstate()
     return {"python": (version, np.array(words, np.uint32), gauss), "numpy": np.random.get_state(legacy=False)}

@@ -1,9 +1,8 @@
-"""State as data: nested containers of numbers, texts and arrays, and back.
+"""This module packs a state tree for a checkpoint, and unpacks it again; reading and writing of checkpoints call it.
 
-Goes in: a tree of dicts, lists, tuples, numbers, strings, NumPy arrays and MindSpore
-tensors, such as an optimizer's ``state_dict()``. Comes out: an outline that JSON
-can hold, and the arrays by name, which safetensors can. Nothing else is
-accepted, so nothing that is read back can run code.
+A tree consists of dicts, lists, tuples, numbers, strings, NumPy arrays and MindSpore tensors, such as an optimizer's
+``state_dict()``. It is packed into an outline, which JSON can hold, and named arrays, which safetensors can hold.
+Nothing else is accepted, so nothing that is read back can run code.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
 from mindnlp_dp.communication.collectives import ProcessGroup
 
-# How the outline marks what JSON has no form for.
+# Keys that mark values in the outline for which JSON has no type.
 ARRAY, TENSOR, TUPLE, ITEMS = "$array", "$tensor", "$tuple", "$items"
 _MARKS = (ARRAY, TENSOR, TUPLE, ITEMS)
 
 
 @dataclass
 class PackedState:
-    """A tree, taken apart: ``outline`` is JSON's, ``arrays`` maps the names in it to NumPy arrays."""
+    """A packed tree: ``outline`` is valid JSON, ``arrays`` maps the array names in it to NumPy arrays."""
 
     outline: Any
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def array_names(outline: Any) -> Iterator[str]:
-    """Yield the names of the arrays that an outline names."""
+    """Yield the names of the arrays in an outline."""
     if isinstance(outline, list):
         for item in outline:
             yield from array_names(item)
@@ -46,10 +45,10 @@ def array_names(outline: Any) -> Iterator[str]:
 
 
 def pack_state(tree: Any) -> PackedState:
-    """Take a tree apart.
+    """Pack a tree into an outline and arrays.
 
     Raises:
-        TypeError: something in it is none of the kinds above; the message says where.
+        TypeError: a value in the tree is of an unsupported type; the message says where.
     """
     packed = PackedState(None)
     packed.outline = _pack(tree, "", packed.arrays)
@@ -71,7 +70,7 @@ def _pack(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
         return {TUPLE: packed} if isinstance(value, tuple) else packed
     name = path.strip("/") or "value"
     if name in arrays:
-        # Keys such as "a/b", or 0 and "0", lead to the same path.
+        # Different keys may give the same path: "a/b" and nested "a", "b", or 0 and "0".
         name = f"{name}~{len(arrays)}"
     if isinstance(value, np.ndarray) and value.dtype != object:
         arrays[name] = value
@@ -86,7 +85,7 @@ def _pack(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def unpack_state(packed: PackedState) -> Any:
-    """The tree again; its arrays are those of ``packed``, its tensors are new."""
+    """Return the original tree; its arrays are those of ``packed``, its tensors are new."""
     return _unpack(packed.outline, packed.arrays)
 
 
@@ -110,10 +109,10 @@ def _unpack(value: Any, arrays: dict[str, Any]) -> Any:
 
 
 def broadcast_state(packed: PackedState, group: ProcessGroup, later: str = "") -> PackedState:
-    """Rank 0's state on every rank; what the others pass is not looked at. A collective, array by array.
+    """Return rank 0's state on every rank; what the other ranks pass is ignored. A collective, array by array.
 
-    Arrays whose names begin with ``later`` stay on rank 0: the others, which may want no more than a part of each, have
-    an :class:`ArrayToCome` in their place, and so has rank 0.
+    Arrays whose names begin with ``later`` stay on rank 0, as other ranks may need only a part of each; on all ranks an
+    :class:`ArrayToCome` replaces them.
     """
     header = [(name, array.shape, array.dtype) for name, array in packed.arrays.items()]
     outline, header = group.broadcast_object((packed.outline, header))

@@ -1,7 +1,7 @@
-"""A model as a whole, whatever ranks have of it: one set of weights, their digest, their file.
+"""This module handles a model as one set of weights, whether replicated or sharded; checkpoints and loops call it.
 
-Goes in: a model a rank. Comes out: what a run needs to know and to do about all of it. Here every rank has the whole
-model; where it is cut among ranks (:mod:`mindnlp_dp.parallel`), the model brings another one of these with it.
+The class here is for a replicated model; a model that :mod:`mindnlp_dp.parallel` has sharded has an instance of a
+subclass in its attribute ``parallel``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .read import read_weights
 
 
 class WholeModel:
-    """Every method is a collective of all ranks of the job.
+    """Gives checkpoints and training loops access to a replicated model; all ranks of the job call every method.
 
     Attributes:
-        group: the ranks that share out the samples.
-        world: all ranks.
-        seed_rank: what randomness inside the model is a function of, besides the step.
-        num_sharers: ranks with the same part of the model that share out the samples of this one's batches.
+        group: the ranks among which samples are split.
+        world: all ranks of the job.
+        seed_rank: the rank number that, with the step, seeds the randomness inside the model.
+        num_sharers: the number of ranks with the same shard of the model that split the samples of each micro-batch.
     """
 
-    # Whether ranks have parts of the model.
+    # Whether ranks hold shards of the model.
     is_parted = False
 
     def __init__(self, model: Any, group: ProcessGroup) -> None:
@@ -39,49 +39,50 @@ class WholeModel:
         self.num_sharers = 1
 
     def broadcast_weights(self) -> None:
-        """One set of weights: rank 0's."""
+        """Give every rank the weights of rank 0."""
         broadcast_parameters(self.model, self.group)
 
     def broadcast_buffers(self) -> None:
         broadcast_buffers(self.model, self.group)
 
     def assert_in_sync(self) -> str:
-        """The digest of the weights; ReplicaMismatchError where ranks have different ones."""
+        """Return the digest of the weights; raise ReplicaMismatchError if the ranks' weights differ."""
         return assert_replicas_in_sync(self.model, self.group)
 
     def digest(self) -> str:
         return replica_digest(self.model)
 
     def read_weights(self, folder: Path) -> None:
-        """Take over the weights in a folder. CheckpointError where they are not this model's."""
+        """Load the weights in a folder into the model; raise CheckpointError if they are not this model's."""
         self.world.call_where(self.world.is_main, lambda: read_weights(self.model, folder), "reading a checkpoint")
         self.broadcast_weights()
 
     def model_writer(
         self, folder: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
     ) -> Callable[[Path], None]:
-        """A function that writes the model into a folder; the ranks that write call it, alone.
+        """Return a function that writes the model into a folder; only the ranks that write call it.
 
-        ``write_whole`` does, with all that belongs to it, where this process has all of it. Else the weights are
-        written, and what ``beside`` them knows ``save_pretrained``; ``folder`` is where they wait until then.
+        For a replicated model it is ``write_whole``, which writes all files. For a sharded model it writes the weights,
+        which this call has gathered into a file in ``folder``, and calls ``save_pretrained`` of the objects in
+        ``beside``.
         """
         return write_whole
 
-    # An optimizer's state, by parameter: what one process has, and what it is here.
+    # The conversion between the optimizer state of one process and that of this rank.
 
     def whole_optimizer(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
         return own
 
     def own_optimizer(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-        """What is here of a whole state, for an optimizer of parameters with these ``names``, by group, where it is."""
+        """Return this rank's part of a full optimizer state; ``names`` are its parameters, by parameter group."""
         return whole
 
 
 def data_group(parts: Optional[WholeModel]) -> ProcessGroup:
-    """Return the ranks that share out the samples of a model: those of its own mesh, if it is cut as ``parts`` say.
+    """Return the ranks among which a model's samples are split: those of the mesh of ``parts`` if it is sharded.
 
     Raises:
-        ValueError: it is whole, and the job's mesh has ranks that would train the same model on the same samples.
+        ValueError: the model is replicated, but the job's mesh has ranks that would train it on the same samples.
     """
     if parts is not None:
         return parts.group
@@ -97,7 +98,7 @@ def data_group(parts: Optional[WholeModel]) -> ProcessGroup:
 
 
 def whole_model(model: Any, group: Optional[ProcessGroup] = None) -> WholeModel:
-    """What the model brings with it; else every rank of ``group`` has all of it."""
+    """Return the model's own :class:`WholeModel` if it is sharded, else one for a replica on each rank of ``group``."""
     parts = getattr(model, "parallel", None)
     found: WholeModel = WholeModel(model, group or get_process_group()) if parts is None else parts
     return found

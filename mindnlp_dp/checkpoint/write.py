@@ -1,4 +1,4 @@
-"""Writing a checkpoint: by one process, complete or not at all."""
+"""This module writes a checkpoint from one process, complete or not at all; Trainers and FunctionalRun call it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .state_tree import pack_state
 def write_checkpoint(
     path: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None], run: Optional[RunId] = None
 ) -> None:
-    """Write a checkpoint of ``run`` to ``path``, in place of one that is there.
+    """Write a checkpoint of ``run`` to ``path``, replacing one that exists there.
 
-    ``write_model`` is called with the folder to write weights (files ``model*.safetensors``) and whatever else
-    belongs to the model into. Without a state the folder holds the model alone, and no run can be resumed from it.
+    ``write_model`` is called with a folder, and writes the weights (files ``model*.safetensors``) and other files of
+    the model into it. Without a state the folder holds the model alone, and no run can be resumed from it.
     """
     packed = None if state is None else pack_state(state)
     with in_place_of(path) as folder:
@@ -34,7 +34,7 @@ def write_checkpoint(
 
 
 def write_weights(model: Any, folder: Path) -> None:
-    """Write ``model.safetensors``: every weight by its name; of a model with adapters, what is not frozen."""
+    """Write ``model.safetensors``: every weight by its name; for a model with adapters, only those not frozen."""
     has_adapters = hasattr(model, "peft_config")
     arrays = {
         name: _contiguous(to_host(weight))
@@ -45,7 +45,7 @@ def write_weights(model: Any, folder: Path) -> None:
 
 
 def write_module(model: Any, folder: Path) -> None:
-    """Write a model that is no PreTrainedModel: adapters as PeftModel.from_pretrained reads them, else all weights."""
+    """Write a model that is not a PreTrainedModel: adapters as PeftModel.from_pretrained reads them, or all weights."""
     if hasattr(model, "peft_config"):
         model.save_pretrained(str(folder))
     else:

@@ -1,1 +1,1 @@
-"""The processes of a job meet (rendezvous.py, process_group.py) and talk (collectives.py), by a transport each."""
+"""Processes join a job here (rendezvous.py, process_group.py) and call collectives (collectives.py) on a transport."""

@@ -1,7 +1,6 @@
-"""Arrays that rank 0 has, and of which the others may want a part, one at a time.
+"""This module defines arrays on rank 0 that the other ranks fetch one at a time, when all ranks ask for one.
 
-Goes in: an array on rank 0. Comes out: the same array on every rank, when all ask for it, and nothing before that. What
-no rank could hold as a whole, such as the optimizer state of a large model, goes round in this way.
+Checkpoint loading uses it for the optimizer state, which may be too large for every rank to hold in full.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .collectives import ProcessGroup
 
 @dataclass(frozen=True)
 class ArrayToCome:
-    """An array of rank 0's, ``here`` there, and None on the other ranks."""
+    """An array that every rank can fetch from rank 0; ``here`` is the array on rank 0, and None on the other ranks."""
 
     group: ProcessGroup
     here: Optional[np.ndarray]
@@ -26,14 +25,14 @@ class ArrayToCome:
     dtype: np.dtype
 
     def fetch(self) -> np.ndarray:
-        """A collective, which all ranks call for the same arrays in the same order."""
+        """Return the array on every rank. A collective: all ranks call it for the same arrays in the same order."""
         mine = np.zeros(self.shape, self.dtype) if self.here is None else self.here
         return self.group.broadcast(mine)
 
 
 @dataclass(frozen=True)
 class TensorToCome:
-    """A tensor, of the type that ``dtype`` names, whose values are such an array."""
+    """A tensor of type ``dtype`` whose values are an :class:`ArrayToCome`."""
 
     array: ArrayToCome
     dtype: str
@@ -43,7 +42,7 @@ class TensorToCome:
 
 
 def fetch_all(tree: Any) -> Any:
-    """Nested dicts, lists and tuples, with all such arrays and tensors in their places. A collective."""
+    """Return nested dicts, lists and tuples with all such arrays and tensors fetched. A collective."""
     if isinstance(tree, dict):
         return {key: fetch_all(item) for key, item in tree.items()}
     if isinstance(tree, (list, tuple)):

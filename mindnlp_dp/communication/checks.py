@@ -1,7 +1,7 @@
-"""What is checked before a collective starts: its arguments on this rank, and that all ranks make the same call.
+"""This module checks a collective before it starts: its arguments on this rank, and that all ranks make the same call.
 
-Goes in: a call and its arguments. Comes out: nothing, or an error that says what
-was expected, what came and on which rank. Communicates for one purpose, agreement.
+The process group calls it. Errors say what was expected, what came and on which rank. The module communicates only to
+reach agreement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TYPES = (
 
 
 class Ranks(Protocol):
-    """Whoever knows its rank and how many there are."""
+    """An object that knows its rank and the number of ranks, such as a process group."""
 
     @property
     def rank(self) -> int: ...
@@ -46,7 +46,7 @@ def check_level(checks: str) -> None:
 
 
 def check_rank(name: str, value: int, ranks: Ranks) -> str:
-    """The argument as it is shown, once it is one."""
+    """Return the argument as messages show it; raise ValueError if it is not a rank."""
     if not 0 <= value < ranks.world_size:
         raise ValueError(f"{name} must be a rank from 0 to {ranks.world_size - 1}, got {value} on rank {ranks.label()}")
     return f"{name}={value}"
@@ -59,7 +59,7 @@ def check_peer(name: str, value: int, ranks: Ranks) -> None:
 
 
 def check_op(x: Any, op: str, rank: str) -> str:
-    """The operation, once ``x`` can be reduced by it."""
+    """Return ``op``; raise ValueError or TypeError if ``x`` cannot be reduced by it."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r} on rank {rank}")
     if op == "mean" and "float" not in dtype_name(x):
@@ -71,10 +71,10 @@ def check_op(x: Any, op: str, rank: str) -> str:
 
 
 def checked_array(x: Any, rank: str) -> Any:
-    """``x``, a NumPy number as an array without dimensions; TypeError for what no transport can move."""
+    """Return ``x``, a NumPy scalar as a 0-dimensional array; raise TypeError if no transport can move it."""
     if isinstance(x, np.generic):
         x = np.asarray(x)
-    # By asnumpy, for MindSpore need not be here.
+    # Tensors are recognized by asnumpy, because MindSpore need not be installed.
     is_array = isinstance(x, np.ndarray) or hasattr(x, "asnumpy")
     if not is_array or dtype_name(x) not in TYPES:
         what = dtype_name(x) if is_array else type(x).__name__
@@ -93,15 +93,15 @@ def describe(x: Any) -> str:
     return f"{dtype_name(x)} of shape {tuple(x.shape)}"
 
 
-# As many as NumPy's arrays may have.
+# The limit of NumPy 1.
 _MOST_DIMENSIONS = 32
 _CANNOT_BE_SENT = -1
 
 
 def message_header(x: Optional[Any]) -> np.ndarray:
-    """What a message holds, in a fixed number of int64: its type, its number of dimensions, its shape.
+    """Return a message's type, number of dimensions and shape in a fixed number of int64.
 
-    None stands for one that cannot be sent.
+    None stands for a message that cannot be sent.
 
     >>> described_by(message_header(np.zeros((2, 3), np.int8)))
     ((2, 3), 'int8')
@@ -113,10 +113,10 @@ def message_header(x: Optional[Any]) -> np.ndarray:
 
 
 def described_by(header: np.ndarray, src: str = "0") -> tuple[tuple[int, ...], str]:
-    """Return the shape and type of the message that this is the header of.
+    """Return the shape and type of the message that ``header`` announces.
 
     Raises:
-        MissingMessageError: rank ``src`` could not send any.
+        MissingMessageError: rank ``src`` could not send its message.
     """
     kind, num_dimensions = header[:2].tolist()
     if kind == _CANNOT_BE_SENT:
@@ -130,13 +130,13 @@ def _code_of(call: str) -> int:
 
 
 def check_agreement(transport: Transport, call: str, *arguments: str, wrong: Optional[Exception] = None) -> None:
-    """Raise on every rank unless all are making this call, with these arguments.
+    """Raise an error on every rank unless all ranks make this call, with these arguments.
 
-    Libraries pair mismatched collectives up with each other, or hang. ``wrong`` is what this rank's own arguments
-    should raise: that rank raises it, and the others the same kind, with its rank.
+    Libraries match different collectives with each other, or hang. ``wrong`` is the error that this rank's own
+    arguments should raise: this rank raises it, and the others raise the same kind, with this rank's name.
 
     Raises:
-        RuntimeError: the calls differ; or ``wrong``.
+        RuntimeError: the calls differ; ``wrong`` is raised as it is.
     """
     mine = f"{call}({', '.join(arguments)})"
     if transport.world_size > 1 and not transport.all_equal(_code_of(mine)):
@@ -151,13 +151,13 @@ def check_agreement(transport: Transport, call: str, *arguments: str, wrong: Opt
         raise wrong
 
 
-# An error of one rank, on all of them.
+# An error of one rank is raised on all ranks.
 
 Report = Optional[tuple[type[Exception], str]]
 
 
 def report_of(error: Optional[Exception]) -> Report:
-    """What travels of an error: its kind, if it can (one that is defined inside a function cannot), and its words."""
+    """Return an error's type and message; RuntimeError for a type that cannot be pickled, such as a local class."""
     if error is None:
         return None
     try:
@@ -170,7 +170,7 @@ def report_of(error: Optional[Exception]) -> Report:
 def raise_reported(
     reports: Sequence[Report], mine: Optional[Exception], doing: str, label: Callable[[int], str]
 ) -> None:
-    """Raise this rank's own error, if it has one, else the first that another rank reports, with its rank."""
+    """Raise this rank's own error if it has one, else the first error that another rank reports, with its rank."""
     if mine is not None:
         raise mine
     for rank, report in enumerate(reports):

@@ -1,11 +1,9 @@
-"""The group of a job's processes, and the collectives that everything else calls.
+"""This module implements :class:`ProcessGroup` and its collectives, which the rest of the package calls.
 
-Goes in: a transport (transports/). Comes out: functions of arrays and objects that every rank calls.
-
-Collectives are functional, take NumPy arrays and MindSpore tensors, and give back
-the kind that they were given. All ranks must call the same ones in the same
-order; ranks that do not agree get an error that shows every rank's call, and so do all when one rank's
-arguments are wrong.
+A transport (transports/) moves the data. Collectives take NumPy arrays or MindSpore tensors, return the same
+kind, and do not change their arguments. All ranks must call the same collectives in the same order. If the calls
+differ, every rank gets an error that shows the calls of all ranks; if one rank's arguments are wrong, every rank
+gets that error.
 """
 
 from __future__ import annotations
@@ -35,54 +33,54 @@ from .rank_group import RankGroup, waits
 
 
 class ProcessGroup(RankGroup):
-    """All processes of a job.
+    """All ranks of a job, or some of them, and their collectives.
 
     Attributes:
-        rank: this process, from 0 to ``world_size - 1``.
-        world_size: how many processes there are.
-        local_rank, local_world_size: the same, counted on this host.
-        backend: the library that moves the bytes: ``"single"``, ``"mpi"``, ``"hccl"``, ``"nccl"`` or ``"mccl"``.
-        is_main: whether this is rank 0, the one that writes and logs.
+        rank: number of this process, from 0 to ``world_size - 1``.
+        world_size: number of processes.
+        local_rank, local_world_size: the same two numbers, counted on this host.
+        backend: library that moves the bytes: ``"single"``, ``"mpi"``, ``"hccl"``, ``"nccl"`` or ``"mccl"``.
+        is_main: whether this is rank 0, which writes and logs.
     """
 
-    # Arrays: NumPy arrays or MindSpore tensors of any real type, any shape and any layout in memory. Shapes
-    # and types are the same on every rank.
+    # Arrays are NumPy arrays or MindSpore tensors of any real type, shape and memory layout. Shapes and types
+    # must be the same on every rank.
 
     @waits
     def all_reduce(self, x: Any, op: str = "sum", *, is_hot: bool = False) -> Any:
-        """Reduce elementwise over the ranks; every rank gets the result, shaped like ``x``.
+        """Reduce ``x`` elementwise over the ranks; every rank gets the result, shaped like ``x``.
 
-        ``op`` is ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Half precision is summed in float32 on CPU, and for
-        its mean everywhere. Integers that are too small for their sum wrap around, and NaN wins over all numbers, as
-        with NumPy. Of booleans, ``sum`` and ``max`` are "any", ``min`` is "all". The ``mean`` of integers or booleans
-        raises TypeError: it would be rounded. ``is_hot`` says that every rank makes this call at every update,
-        whatever happens: see ``checks`` of :func:`~mindnlp_dp.init_process_group`.
+        ``op`` is ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Half-precision arrays are summed in float32 on CPU, and
+        on every backend for their mean. As in NumPy, integer sums that overflow wrap around, and the result of NaN and
+        a number is NaN. For booleans, ``sum`` and ``max`` mean "any", and ``min`` means "all". The ``mean`` of integers
+        or booleans raises TypeError, because it would be rounded. ``is_hot`` means that every rank makes this call at
+        every update, whatever happens: see ``checks`` of :func:`~mindnlp_dp.init_process_group`.
         """
         x = self._agree("all_reduce", lambda: (checked_array(x, self.label()), [check_op(x, op, self.label())]), is_hot)
         total = self._reduced(x, op)
         return x.copy() if total is None else self._transport.from_native(total, x)
 
     def _reduced(self, x: Any, op: str) -> Optional[Any]:
-        """The reduction as the transport's own kind of array; None for an empty ``x``."""
+        """Return the reduction as the transport's own kind of array; None for an empty ``x``."""
         if numel(x) == 0:
             return None
         native = self._transport.to_native(x)
         if op != "mean":
             return self._transport.all_reduce(native, op)
-        # The sum of half types may not fit into them, where their mean does.
+        # The sum may overflow a half type although the mean fits.
         wide = self._transport.widened(native) if dtype_name(x) in HALF_TYPES else native
         return _divide(self._transport.all_reduce(wide, "sum"), self.world_size)
 
     @waits
     def reduce(self, x: Any, dst: int = 0, op: str = "sum") -> Optional[Any]:
-        """Like :meth:`all_reduce`, but the result is rank ``dst``'s; the others get None."""
+        """Reduce like :meth:`all_reduce`; only rank ``dst`` gets the result, the others get None."""
         self._agree("reduce", lambda: (None, [check_rank("dst", dst, self)]))
         result = self.all_reduce(x, op)
         return result if self.rank == dst else None
 
     @waits
     def reduce_scatter(self, x: Any, op: str = "sum") -> Any:
-        """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r``."""
+        """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r`` of the result."""
 
         def check() -> tuple[Any, list[str]]:
             array = checked_array(x, self.label())
@@ -101,7 +99,7 @@ class ProcessGroup(RankGroup):
 
     @waits
     def broadcast(self, x: Any, src: int = 0) -> Any:
-        """Every rank gets rank ``src``'s ``x``."""
+        """Return rank ``src``'s ``x`` on every rank."""
         x = self._agree("broadcast", lambda: (checked_array(x, self.label()), [check_rank("src", src, self)]))
         if numel(x) == 0:
             return x.copy()
@@ -109,7 +107,7 @@ class ProcessGroup(RankGroup):
 
     @waits
     def all_gather(self, x: Any) -> list[Any]:
-        """Every rank gets the list of all ranks' ``x``, in rank order."""
+        """Return the list of all ranks' ``x``, in rank order, on every rank."""
         x = self._agree("all_gather", lambda: (checked_array(x, self.label()), []))
         if numel(x) == 0:
             return [x.copy() for _ in range(self.world_size)]
@@ -118,14 +116,14 @@ class ProcessGroup(RankGroup):
 
     @waits
     def gather(self, x: Any, dst: int = 0) -> Optional[list[Any]]:
-        """Rank ``dst`` gets the list of all ranks' ``x``, in rank order; the others get None."""
+        """Return the list of all ranks' ``x``, in rank order, on rank ``dst``; the others get None."""
         self._agree("gather", lambda: (None, [check_rank("dst", dst, self)]))
         gathered = self.all_gather(x)
         return gathered if self.rank == dst else None
 
     @waits
     def scatter(self, xs: Optional[Sequence[Any]], src: int = 0) -> Any:
-        """Rank ``r`` gets ``xs[r]``; only rank ``src`` passes ``xs``, one array a rank, the others None."""
+        """Return ``xs[r]`` on rank ``r``; only rank ``src`` passes ``xs``, one array per rank, the others pass None."""
 
         def check() -> tuple[None, list[str]]:
             arguments = [check_rank("src", src, self)]
@@ -144,13 +142,13 @@ class ProcessGroup(RankGroup):
             parts.append(self.broadcast(mine[index] if mine else self._zeros(shape, dtype, is_numpy), src))
         return parts[self.rank]
 
-    # Between two ranks. What is sent says what it is, so that rank ``dst`` never takes it for something else.
+    # Point-to-point messages begin with a header of type and shape, so that rank ``dst`` never misreads the data.
 
     @waits
     def send(self, x: Any, dst: int) -> None:
-        """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array like it.
+        """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array of the same shape and type.
 
-        What cannot be sent is an error on both ranks; only a ``dst`` that is no other rank is one on this rank alone.
+        An ``x`` that cannot be sent raises an error on both ranks; a wrong ``dst`` raises one on this rank only.
         """
         check_peer("dst", dst, self)
         try:
@@ -167,7 +165,7 @@ class ProcessGroup(RankGroup):
         """Receive an array with the shape and type of ``like`` from rank ``src``.
 
         Raises:
-            ValueError: rank ``src`` sent another shape or type, which is taken and lost, or could not send.
+            ValueError: rank ``src`` sent another shape or type (the message is then lost), or could not send.
         """
         like = checked_array(like, self.label())
         check_peer("src", src, self)
@@ -188,10 +186,10 @@ class ProcessGroup(RankGroup):
 
     @waits
     def all_to_all(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
-        """Rows of ``x`` to the ranks: the first ``counts[0]`` to rank 0, and so on; counts may differ, and be 0.
+        """Send the first ``counts[0]`` rows of ``x`` to rank 0, the next to rank 1, and so on; a count may be 0.
 
-        Returns the rows that the ranks sent here, in rank order, and how many each has sent. All ranks' rows are of one
-        shape and type.
+        Returns the rows that the ranks sent to this rank, in rank order, and the number of rows from each. The rows of
+        all ranks have the same shape and type.
         """
 
         def check() -> tuple[None, list[str]]:
@@ -210,7 +208,7 @@ class ProcessGroup(RankGroup):
 
     @waits
     def exchange_rows(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        """What :meth:`all_to_all` does, where every rank knows how many rows come; nothing is asked or checked."""
+        """Exchange rows like :meth:`all_to_all` when every rank knows ``recv_counts``, without any check."""
         if math.prod(x.shape[1:]) == 0:
             return self._zeros((sum(recv_counts), *x.shape[1:]), dtype_name(x), isinstance(x, np.ndarray))
         rows = self._transport.all_to_all(self._transport.to_native(x), send_counts, recv_counts)
@@ -218,15 +216,15 @@ class ProcessGroup(RankGroup):
 
     @waits
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has called this method."""
         check_agreement(self._transport, "barrier")
         self._transport.barrier()
 
     @waits
     def sum_header(self, numbers: np.ndarray, last: Any = 0.0) -> np.ndarray:
-        """The sums over the ranks of ``numbers``, a flat float32 array, and of ``last``; made at every update.
+        """Return the sums over the ranks of ``numbers`` (flat, float32) followed by ``last``; called at every update.
 
-        ``last`` may be a tensor of one number, so that a device is waited for once. See ``checks`` of
+        ``last`` may be a one-element tensor, so that the host waits for a device only once. See ``checks`` of
         :func:`~mindnlp_dp.init_process_group`.
         """
         self._agree("sum_header", lambda: (numbers, []), is_hot=True)
@@ -236,11 +234,11 @@ class ProcessGroup(RankGroup):
         zeros = np.zeros(shape, np.float32 if dtype == "bfloat16" else dtype)
         if not is_numpy:
             return from_host(zeros, dtype)
-        # NumPy learns bfloat16 from ml_dtypes, and a bfloat16 array cannot have come from elsewhere.
+        # NumPy gets bfloat16 only from ml_dtypes, so a job that sends such an array has it installed.
         return zeros.astype(importlib.import_module("ml_dtypes").bfloat16) if dtype == "bfloat16" else zeros
 
 
 def _divide(x: Any, divisor: int) -> Any:
     mean = (x / divisor).astype(x.dtype)
-    # NumPy makes a number of an array without dimensions.
+    # NumPy turns a 0-dimensional array into a scalar.
     return np.asarray(mean) if isinstance(x, np.ndarray) else mean

@@ -1,4 +1,4 @@
-"""The line that a group's gradients travel on, for those who exchange them."""
+"""This module opens the channel on which a group exchanges gradients; gradient windows call it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from .transports.channel import Channel
 
 
 def open_gradient_channel(group: ProcessGroup) -> Channel:
-    """The group's channel; a new one where any rank has left an exchange on the last one half way. A collective.
+    """Return the group's channel, or a new one if any rank left an exchange on the old one half way. A collective.
 
-    Every window of gradients asks for it once, when it is made. Those of before have no use for the old one any more.
+    Every gradient window calls this once, when it is created. Earlier windows can then no longer use the old channel.
     """
     transport = group._transport
     if any(group.all_gather_object(bool(transport.channel.abandoned))):

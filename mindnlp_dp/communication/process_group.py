@@ -1,7 +1,6 @@
-"""Where the processes meet: the group of this process.
+"""This module creates, returns and destroys the :class:`~mindnlp_dp.ProcessGroup` of this process.
 
-Goes in: a transport, chosen by who launched us (rendezvous.py). Comes
-out: one :class:`~mindnlp_dp.ProcessGroup` a process, with its rank and the world size.
+User scripts and the trainers call it. The launcher of the process decides which transport is used (rendezvous.py).
 """
 
 from __future__ import annotations
@@ -24,24 +23,23 @@ __all__ = ["ProcessGroup", "destroy_process_group", "get_process_group", "init_p
 
 _group: Optional[ProcessGroup] = None
 _data_group: Optional[ProcessGroup] = None
-# Whether this process ever joined a job; stays so when it has left.
+# Whether this process ever joined a job; it stays True after leaving.
 was_started = False
 
 
 def init_process_group(
     backend: str = "auto", *, tune_runtime: bool = True, kernels: str = "auto", checks: str = "auto"
 ) -> ProcessGroup:
-    """Meet the other processes of this job, and return the group of all of them.
+    """Join the other processes of this job, and return the group of all of them.
 
-    Call it once, before the first tensor is made; later calls return the same group, and may say that kernels are
-    to be MindSpore's.
-    With ``tune_runtime``, on CPU, threads and dispatch are fitted to the cores of this
-    process; pass ``False`` to keep MindSpore's own. With it, too, MindNLP's layers are computed by our ``kernels``
-    ("auto"), or by MindSpore's own ("mindspore"), which are slower; the environment variable ``MINDNLP_DP_KERNELS``
-    says which where the script does not.
-    ``checks`` says how often the ranks are asked whether they make the same call: before every collective ("all"), or
-    not before those that each update makes ("setup"); "auto" is all on CPU, and setup on a device, which every
-    question makes wait.
+    Call it once, before the first tensor is created; later calls return the same group, and may still select
+    MindSpore's kernels.
+    With ``tune_runtime`` on CPU, threads and operator dispatch are tuned to the cores of this process; pass ``False``
+    to keep MindSpore's settings. It also makes MindNLP's layers use our ``kernels`` ("auto") or MindSpore's own, slower
+    ones ("mindspore"); the environment variable ``MINDNLP_DP_KERNELS`` replaces "auto".
+    ``checks`` says before which collectives the ranks verify that all make the same call: before every one ("all"), or
+    before all except those that each update makes ("setup"). "auto" means "all" on CPU, and "setup" on a device,
+    because every check makes the host wait for the device.
 
     Raises:
         ValueError: ``backend``, ``kernels`` or ``checks`` is unknown, or ``backend`` contradicts the launcher or an
@@ -58,7 +56,7 @@ def init_process_group(
         return _group
 
     check_level(checks)
-    # MindNLP obeys DEVICE_TARGET when it is imported, which may be later.
+    # MindNLP applies DEVICE_TARGET only when it is imported, which may be later.
     device = obey_device_target()
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
     with progress.waiting("init_process_group"):
@@ -80,10 +78,10 @@ def init_process_group(
 
 
 def get_process_group() -> ProcessGroup:
-    """The group that :func:`init_process_group` made.
+    """Return the group that :func:`init_process_group` created.
 
     Raises:
-        RuntimeError: there is none yet; under a launcher, every process would train its own model.
+        RuntimeError: the group does not exist yet; under a launcher, every process would train its own model.
     """
     if _group is not None:
         return _group
@@ -95,7 +93,7 @@ def get_process_group() -> ProcessGroup:
 
 
 def destroy_process_group() -> None:
-    """Leave the job."""
+    """Leave the job and close its transport."""
     global _group, _data_group
     if _group is not None:
         _group._transport.close()
@@ -103,11 +101,11 @@ def destroy_process_group() -> None:
 
 
 def get_data_group() -> ProcessGroup:
-    """The ranks that share out the samples: all of them, unless a mesh says otherwise (:mod:`mindnlp_dp.parallel`)."""
+    """Return the ranks that split the samples: all, unless a mesh says otherwise (:mod:`mindnlp_dp.parallel`)."""
     return _data_group or get_process_group()
 
 
 def set_data_group(group: ProcessGroup) -> None:
-    """Say who shares out the samples from now on."""
+    """Set the group of the ranks that split the samples from now on."""
     global _data_group
     _data_group = group

@@ -1,6 +1,6 @@
-"""The ranks of a job, what they agree on, and Python objects that go from one to another.
+"""This module implements the base class of a process group: agreement between ranks, and exchange of Python objects.
 
-Goes in: a transport (transports/). Comes out: what collectives.py adds arrays to.
+It calls a transport (transports/); collectives.py adds the collectives of arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def waits(method: F) -> F:
-    """A call in which a rank may wait for others: who watches the job is told (:mod:`mindnlp_dp.runtime.progress`)."""
+    """Decorate a method that may wait for other ranks: report it as a wait (:mod:`mindnlp_dp.runtime.progress`)."""
 
     @functools.wraps(method)
     def call(self: RankGroup, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def waits(method: F) -> F:
 
 
 class RankGroup:
-    """Ranks, and what they tell each other besides arrays; its public face is :class:`~mindnlp_dp.ProcessGroup`."""
+    """Ranks that agree on calls and exchange Python objects; the base of :class:`~mindnlp_dp.ProcessGroup`."""
 
     def __init__(self, transport: Transport, kind: str = "single", *, checks: str = "auto") -> None:
         self._transport = transport
@@ -68,31 +68,31 @@ class RankGroup:
 
     @waits
     def split(self: G, ranks: Sequence[int], labels: Sequence[str] = ()) -> G:
-        """The group of those ``ranks`` of this one, this one's among them; a collective, whose parts are disjoint."""
+        """Return the subgroup of ``ranks``, which include this one. A collective; the subgroups must be disjoint."""
         transport = self._transport.split(ranks)
         transport.labels = labels
         return type(self)(transport, self.backend_kind, checks=self._checks)
 
     def tells_of_a_loss(self, error: BaseException) -> bool:
-        """Whether ``error`` says that a rank was lost, and the others can go on without it (MPI's ULFM)."""
+        """Return whether ``error`` means that a rank was lost and the others can continue without it (MPI's ULFM)."""
         return self._transport.tells_of_a_loss(error)
 
     def go_on_without_lost(self) -> None:
-        """Become the group of those that are left. Ranks are numbered anew, in their order.
+        """Shrink this group to the surviving ranks, which are renumbered in their order.
 
-        A collective of those that are left, to which each comes by an error that tells of a loss. What belongs to the
-        larger group, such as an exchange of gradients, is of no use any more.
+        A collective of the surviving ranks; each calls it after an error for which :meth:`tells_of_a_loss` is true.
+        Objects that belong to the larger group, such as an exchange of gradients, can no longer be used.
         """
         with progress.waiting("going on without a lost rank"):
             self._transport = self._transport.of_those_left()
         progress.note_members(self.world_size)
 
     def name_ranks(self, labels: Sequence[str]) -> None:
-        """Say how messages name the ranks, in rank order."""
+        """Set the names of the ranks in messages, in rank order."""
         self._transport.labels = labels
 
     def label(self, rank: Optional[int] = None) -> str:
-        """How messages name a rank of this group, this one by default: by its coordinates, where it is of a mesh."""
+        """Return the name of a rank (this one by default) in messages; in the group of a mesh, its coordinates."""
         return self._transport.label(self.rank if rank is None else rank)
 
     @property
@@ -101,34 +101,35 @@ class RankGroup:
 
     @property
     def on_device(self) -> bool:
-        """Whether arrays are exchanged on a device, which has to be waited for when a result is looked at."""
+        """Whether arrays are exchanged on a device, so that reading a result makes the host wait for it."""
         return self._transport.waits_for_a_device
 
     def __repr__(self) -> str:
         return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
 
     def _agree(self, call: str, check: Callable[[], tuple[Any, list[str]]], is_hot: bool = False) -> Any:
-        """Check this rank's arguments, and that all ranks make the same call; returns the array that ``check`` does.
+        """Check this rank's arguments and that all ranks make the same call; return the array that ``check`` returns.
 
-        ``check`` returns it with what must be the same on every rank besides its type and shape, or raises ValueError
-        or the like. A rank with wrong arguments takes part, so that the others hear of it, and raises its own error.
+        ``check`` returns the array, and the values other than its type and shape that must be equal on every rank, or
+        raises an error such as ValueError. A rank with wrong arguments takes part, so that the others learn of it, and
+        then raises its own error.
         """
         wrong: Optional[Exception] = None
         try:
             x, arguments = check()
             arguments = [*arguments, *([] if x is None else [describe(x)])]
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, the others hear of it.
+            # The others must learn of any error.
             wrong, arguments = error, [str(error)]
         if wrong is not None or not is_hot or self._checks_hot_calls:
             check_agreement(self._transport, call, *arguments, wrong=wrong)
         return x
 
-    # Python objects, through pickle: between the processes of one job only, never from a file.
+    # Python objects are pickled: only between the processes of one job, never from a file.
 
     @waits
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Every rank gets rank ``src``'s object."""
+        """Return rank ``src``'s object on every rank."""
         data = b""
 
         def check() -> tuple[None, list[str]]:
@@ -143,7 +144,7 @@ class RankGroup:
 
     @waits
     def all_gather_object(self, obj: T) -> list[T]:
-        """Every rank gets the list of all ranks' objects, in rank order."""
+        """Return the list of all ranks' objects, in rank order, on every rank."""
         data = b""
 
         def check() -> tuple[None, list[str]]:
@@ -154,28 +155,28 @@ class RankGroup:
         self._agree("all_gather_object", check)
         return [pickle.loads(part) for part in self._transport.all_gather_bytes(data)]
 
-    # What the ranks do as one.
+    # Calls that succeed or fail on all ranks together.
 
     def call_where(self, here: bool, function: Callable[[], T], doing: str) -> Optional[T]:
-        """Call ``function`` on the ranks that say ``here``; the others get None, and every rank the same exception."""
+        """Call ``function`` on the ranks where ``here`` is true; the others get None. Exceptions reach every rank."""
         result, error = None, None
         if here:
             try:
                 result = function()
             except Exception as caught:  # noqa: BLE001
-                # Whatever it is, it goes to every rank.
+                # Any error must reach every rank.
                 error = caught
         self.raise_together(error, doing)
         return result
 
     def call_on_main(self, function: Callable[[], T], doing: str) -> T:
-        """Call ``function`` on rank 0; every rank gets its result, or the same exception."""
+        """Call ``function`` on rank 0, and return its result, or raise its exception, on every rank."""
         return self.broadcast_object(self.call_where(self.is_main, function, doing))  # type: ignore[return-value]
 
     def raise_together(self, error: Optional[Exception], doing: str) -> None:
-        """Raise on every rank when any rank brings an error; the lowest such rank's is the cause.
+        """Raise an error on every rank if any rank passes one; the error of the lowest such rank counts.
 
-        The rank that failed raises its own error. The others raise the same kind, with the
-        rank and ``doing`` in front, or RuntimeError where that kind cannot be rebuilt.
+        A rank that failed raises its own error. The others raise the same kind, with the rank and ``doing`` in
+        front, or RuntimeError where that kind cannot be rebuilt.
         """
         raise_reported(self.all_gather_object(report_of(error)), error, doing, self.label)

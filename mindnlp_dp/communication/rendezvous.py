@@ -1,6 +1,6 @@
-"""By which library the processes of a job meet.
+"""This module chooses the library by which the processes of a job connect, and creates its transport.
 
-Goes in: who launched us (:mod:`mindnlp_dp.launch.launchers`), and the device. Comes out: a transport.
+:func:`~mindnlp_dp.init_process_group` calls it with the launcher (:mod:`mindnlp_dp.launch.launchers`) and the device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .transports.single import SingleProcessTransport
 from .transports.transport import Transport
 
 BACKENDS = ("auto", "single", "mpi", "mindspore")
-# Launchers whose processes have nothing to meet by, and what to type instead.
+# Launchers whose processes have no way to connect, and the command to type instead.
 _CANNOT_MEET = {
     "srun": "srun --mpi=pmix python script.py, or, in the script of sbatch, mpirun -n {n} python script.py",
     "torchrun": "mindnlp-dp run --nproc {n} script.py",
@@ -19,10 +19,10 @@ _CANNOT_MEET = {
 
 
 def choose_backend(requested: str, launch: Launch, device: str) -> str:
-    """Resolve ``"auto"``: MPI under mpirun on CPU, MindSpore under msrun or on a device, single when alone.
+    """Resolve ``"auto"``: MPI under mpirun on CPU, MindSpore under msrun or on a device, single without a launcher.
 
     Raises:
-        ValueError: ``requested`` contradicts the launcher, or the processes that it started cannot meet.
+        ValueError: ``requested`` contradicts the launcher, or the processes that it started cannot connect.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
@@ -55,10 +55,10 @@ def choose_backend(requested: str, launch: Launch, device: str) -> str:
 
 
 def meet(kind: str, launch: Launch) -> Transport:
-    """Meet the other processes by the library that :func:`choose_backend` chose.
+    """Join the other processes by the library that :func:`choose_backend` chose, and return the transport.
 
     Raises:
-        RuntimeError: the library sees another number of processes than the launcher started.
+        RuntimeError: the library sees a different number of processes than the launcher started.
     """
     if kind == "single":
         return SingleProcessTransport()

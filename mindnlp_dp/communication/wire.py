@@ -1,7 +1,7 @@
-"""What ranks send to each other while both go on computing, such as the stages of a pipeline: an array and a number.
+"""This module sends tensors between pipeline stages while both ranks continue to compute.
 
-Goes in: a tensor, for another rank. Comes out: the same tensor there. Messages are begun, and the sender goes on; a tag
-for each micro batch and direction keeps them apart in whatever order they come.
+Sends are asynchronous. A message is an array and a number; a tag for each micro-batch and direction keeps messages
+apart in whatever order they arrive.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mindnlp_dp.runtime.progress import waiting
 from .checks import described_by, message_header
 from .collectives import ProcessGroup
 
-# Loss and gradients go down, hidden states go up.
+# UP is the forward direction (hidden states), DOWN the backward direction (loss and gradients).
 UP, DOWN = 0, 1
 _HEADER_NUMEL = message_header(None).size
-# Of all wires of a group: what an earlier one left must not pass for a later one's.
+# All wires of a group count windows together: messages that an earlier wire left must not be taken for a later one's.
 _windows: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Wire:
-    """Between the ranks of ``group``.
+    """Sends and receives pipeline messages between the ranks of ``group``.
 
     Attributes:
-        bytes_sent: of arrays, without their headers.
+        bytes_sent: bytes of the arrays sent so far, without headers.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -44,11 +44,11 @@ class Wire:
         return _windows.get(self._group, 0)
 
     def begin(self) -> None:
-        """A new window, on all ranks: what is left of earlier ones, which failed, is not taken for its messages."""
+        """Begin a new window, on all ranks; messages left over from earlier, failed windows are then discarded."""
         _windows[self._group] = self._window + 1
 
     def send(self, x: Any, dst: int, number: int, direction: int, note: float = 0.0) -> None:
-        """Begin to send micro batch ``number``'s ``x`` to rank ``dst``, with a number beside it."""
+        """Begin to send ``x`` of micro-batch ``number`` to rank ``dst``, together with the number ``note``."""
         header = np.concatenate([message_header(x).astype(np.float64), [note, self._window]])
         for tag, part in enumerate((header, x)):
             native = self._transport.to_native(part)
@@ -57,14 +57,14 @@ class Wire:
         self.bytes_sent += x.nbytes
 
     def call_off(self, dst: int, number: int, direction: int) -> None:
-        """In the place of a message: an error on rank ``dst``, which waits for it or will."""
+        """Send an abort in place of a message: rank ``dst`` raises an error when it receives this message."""
         header = np.concatenate([message_header(None).astype(np.float64), [0.0, self._window]])
         native = self._transport.to_native(header)
         handle = self._transport.begin_send(native, dst, 4 * number + 2 * direction)
         self._under_way.append((handle, native))
 
     def receive(self, src: int, number: int, direction: int) -> tuple[Any, float]:
-        """What rank ``src`` sent of micro batch ``number``: a tensor, and the number beside it."""
+        """Return the tensor of micro-batch ``number`` that rank ``src`` sent, and the number sent with it."""
         with waiting(f"a message from rank {self._label(src)}"):
             return self._receive(src, number, direction)
 
@@ -83,7 +83,7 @@ class Wire:
                 return self._transport.from_native(received, tensor), float(header[-2])
 
     def wait(self) -> None:
-        """Until all that was begun has arrived."""
+        """Wait until all sends that were begun are complete."""
         with waiting("the end of its messages"):
             for handle, _ in self._under_way:
                 if handle is not None:
@@ -91,6 +91,6 @@ class Wire:
         self._under_way.clear()
 
     def forget(self) -> None:
-        """After a failure: nobody may take what was begun, so that it is not waited for. Its memory stays."""
+        """Abandon unfinished sends after a failure: no rank may receive them, so do not wait. Their memory is kept."""
         self._left += self._under_way
         self._under_way = []

@@ -1,1 +1,1 @@
-"""From a data set to this rank's micro batches: in which order, in which sizes, read how."""
+"""This package turns a data set into this rank's micro-batches: sampling order, batch sizes, sharding, loaders."""

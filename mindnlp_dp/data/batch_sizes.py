@@ -1,4 +1,4 @@
-"""Global batches, micro batches and accumulation steps: which sizes fit, and what to use where they do not."""
+"""This module computes micro-batch sizes and gradient accumulation steps for a global batch; the loaders call it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def batch_size_per_rank(global_batch_size: int, world_size: int) -> int:
-    """A rank's part of a global batch in one micro step; ValueError when it does not divide.
+    """Return each rank's part of a global batch in one micro step; raise ValueError if it does not divide evenly.
 
     >>> batch_size_per_rank(64, 2)
     32
@@ -21,7 +21,7 @@ def batch_size_per_rank(global_batch_size: int, world_size: int) -> int:
 
 
 def for_stages(micro_batch_size: int, num_stages: int) -> int:
-    """A micro batch for a pipeline: the fewest samples that make at most four micro batches a stage.
+    """Return the micro-batch size for a pipeline: the smallest that gives at most four micro-batches per stage.
 
     >>> for_stages(64, 1), for_stages(64, 2), for_stages(6, 2)
     (64, 8, 1)
@@ -31,7 +31,7 @@ def for_stages(micro_batch_size: int, num_stages: int) -> int:
 
 
 def accumulation_steps_to_keep(global_batch_size: int, per_micro_step: int) -> int:
-    """In how many micro steps all ranks take a global batch, when together they take so many samples in one, at most.
+    """Return how many micro steps a global batch needs with at most ``per_micro_step`` samples in each, over all ranks.
 
     >>> accumulation_steps_to_keep(24, 8), accumulation_steps_to_keep(24, 16)
     (3, 2)
@@ -40,7 +40,7 @@ def accumulation_steps_to_keep(global_batch_size: int, per_micro_step: int) -> i
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Of ``number``, and not above ``most``.
+    """Return the largest divisor of ``number`` that is at most ``most``.
 
     >>> largest_divisor(24, 10), largest_divisor(7, 5)
     (8, 1)
@@ -49,7 +49,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def check_every_rank_has_a_sample(num_samples: int, world_size: int) -> None:
-    """Raise ValueError when there are more ranks than training samples: some would never compute anything."""
+    """Raise ValueError if there are fewer training samples than ranks: some ranks would never compute anything."""
     if num_samples < world_size:
         raise ValueError(
             f"{num_samples} training samples for {world_size} ranks: every rank needs at least one; "

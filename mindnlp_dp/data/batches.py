@@ -1,7 +1,6 @@
-"""A batch: how it is made of samples, how many rows it has, and how a function is called with it.
+"""This module defines batches: it collates samples (dicts) into columns, slices them and calls functions with them.
 
-Goes in: samples, dicts of values. Comes out: columns, arrays with a row a sample; and for the function that computes
-with them, tensors.
+A column is an array with one row per sample. Loaders, pipelines and the evaluation use this module.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
 
 class Batch(dict[str, Any]):
-    """Columns of a batch by their names, and which samples of the data set its rows are.
+    """A dict of columns by name, with the data set indices of its rows; every loader yields these.
 
-    A column that has another length than ``indices``, such as weights of classes, belongs to the batch as a whole.
+    A column whose length is not that of ``indices``, such as class weights, belongs to the batch and not to its rows.
 
     Attributes:
-        indices: int64 of shape ``(rows,)``; in a pipeline, which has no index, the rows' numbers in its order. By
-            default the rows of the first column are counted.
+        indices: the data set index of each row, int64 of shape ``(rows,)``; for a pipeline, which has no index, the
+            position of each row in its order. By default 0, 1, ... for the rows of the first column.
     """
 
     def __init__(self, columns: Mapping[str, Any], indices: Optional[np.ndarray] = None) -> None:
@@ -33,7 +32,7 @@ class Batch(dict[str, Any]):
 def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
     """Stack the samples' columns: values of shape ``s`` become arrays of shape ``(rows, *s)``.
 
-    A column ``label`` becomes ``labels``, as models call it. Raises ValueError when shapes differ.
+    A column ``label`` is renamed to ``labels``, the name that models expect. Raises ValueError if shapes differ.
     """
     batch: Columns = {}
     for name in rows[0]:
@@ -49,7 +48,7 @@ def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
 
 
 def as_arrays(batch: Mapping[str, Any]) -> Columns:
-    """NumPy arrays for a collator's result; float64, which is Python's own, becomes float32."""
+    """Convert a collator's result to NumPy arrays; float64, the type of Python's floats, becomes float32."""
     arrays = {name: np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x) for name, x in batch.items()}
     return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
 
@@ -57,7 +56,7 @@ def as_arrays(batch: Mapping[str, Any]) -> Columns:
 def num_rows_of(batch: Any) -> int:
     """Return the number of rows of a batch of any form: columns by name, a tuple or list of arrays, or one array.
 
-    A loader's batch knows it; elsewhere it is the first dimension of the first column that has one.
+    A :class:`Batch` knows it; for other forms it is the first dimension of the first array that is not a scalar.
     """
     if isinstance(batch, Batch):
         return len(batch.indices)
@@ -71,7 +70,7 @@ def _rows_of_first_column(columns: Mapping[Any, Any]) -> int:
 
 
 def rows_of(batch: Any, begin: int, end: int) -> Any:
-    """Some rows of a batch of any form, in the same form; what has no row for each sample stays as it is."""
+    """Return rows ``begin`` to ``end`` of a batch in the same form; arrays without a row per sample are unchanged."""
     size = num_rows_of(batch)
 
     def part(x: Any) -> Any:
@@ -88,7 +87,7 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
 
 
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with MindSpore tensors in place of its arrays; a loader's batch keeps its indices."""
+    """Return the batch with MindSpore tensors instead of NumPy arrays; a :class:`Batch` keeps its indices."""
     import mindspore
 
     tensors = {name: mindspore.Tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
@@ -96,7 +95,7 @@ def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_with(function: Callable[..., Any], batch: Any) -> Any:
-    """Call it with a batch: columns as keywords, a tuple or list as arguments, anything else as the one argument."""
+    """Call ``function`` with columns as keyword arguments, a tuple or list as positional ones, else one argument."""
     if isinstance(batch, Mapping):
         return function(**as_tensors(batch))
     return function(*batch) if isinstance(batch, (tuple, list)) else function(batch)

@@ -1,19 +1,19 @@
-"""From a data set to this rank's micro batches.
+"""This module reads a data set as this rank's micro-batches; the Trainers and custom training loops call it.
 
-Goes in: a data set of any kind that MindNLP's users have, and the sizes. Comes out: for every update a window, the list
-of this rank's micro batches, each a dict of NumPy arrays (:class:`~mindnlp_dp.data.batches.Batch`), or None where the
-rank has no rows. Every rank gets the same number of windows, with the same number of micro batches.
+It accepts every kind of data set that MindNLP does. For every update a loader yields a window: the list of this rank's
+micro-batches, each a dict of NumPy arrays (:class:`~mindnlp_dp.data.batches.Batch`), or None if the rank has no rows.
+Every rank gets the same number of windows, and the same number of micro-batches in each.
 
-There are two ways to cut data:
+There are two ways to shard data:
 
 * **By index.** ``datasets.Dataset``, MindSpore's generator data sets over a source
   with an index, and any object with ``__len__`` and ``__getitem__``: each rank reads the
   indices of its shard (sharding.py).
 * **By rows.** Batched, shuffled, mapped or streaming MindSpore pipelines, and plain
-  iterables, have an order of their own: rank 0 reads them, and the rows of every batch
-  are split among the ranks. A batch of such a pipeline is a *global* micro batch.
+  iterables, have a fixed order: rank 0 reads them, and the rows of every batch
+  are split among the ranks. A batch of such a pipeline is a *global* micro-batch.
 
-A pipeline that was cut by ``num_shards`` is refused: it would be cut twice.
+A pipeline that the user has sharded with ``num_shards`` is refused: it would be sharded twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .source import (
 
 
 class IndexedLoader:
-    """Reads this rank's shard of a source with an index."""
+    """Reads this rank's shard of a source with an index; made by :func:`make_loader`."""
 
     def __init__(
         self,
@@ -69,44 +69,44 @@ class IndexedLoader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What the samples and their order are known by: a run that is resumed must have the same. A collective."""
+        """Values that identify the samples and their order; a resumed run must have the same ones. A collective."""
         own = {name: getattr(self.sampler, name) for name in ("num_samples", "seed", "shuffle", "uneven")}
         return {**own, "lengths": self.digest_of_lengths, "samples": self.sample_digests}
 
     @property
     def sample_digests(self) -> dict[str, str]:
-        """A hash of each column over a few samples. A collective, the first time."""
+        """A hash of each column over a few samples. The first access is a collective."""
         if self._sample_digests is None:
             self._sample_digests = sample_digests(self.dataset, self._readers, self._columns)
         return self._sample_digests
 
     @property
     def digest_of_lengths(self) -> Optional[str]:
-        """Of the samples' lengths, by which batches are put together; None where they are not."""
+        """A digest of the sample lengths by which batches are grouped; None if they are not grouped by length."""
         return digest_of_lengths(self.sampler.lengths)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in an update, over all ranks."""
+        """Number of samples in an update, over all ranks."""
         return self.sampler.global_batch_size
 
     @property
     def micro_steps(self) -> int:
-        """Micro batches of a rank in a full update."""
+        """Number of micro-batches per rank in a full update."""
         sampler = self.sampler
         return accumulation_steps_to_keep(self.global_batch_size, sampler.micro_batch_size * sampler.world_size)
 
     def __len__(self) -> int:
-        """Windows in an epoch."""
+        """Return the number of windows in an epoch."""
         return self.sampler.num_updates
 
     def windows(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
-        """This rank's windows of ``epoch``, from update ``start`` on, each ``offset`` samples later than usual."""
+        """Yield this rank's windows of ``epoch`` from update ``start`` on, each shifted by ``offset`` samples."""
         for window in self.sampler.shard_indices(self._group.rank, epoch, start, offset):
             yield [self._read(indices) if len(indices) else None for indices in window]
 
     def _read(self, indices: np.ndarray) -> Batch:
-        # PyTorch's protocol for reading many rows at once, which datasets.Dataset speaks.
+        # PyTorch's protocol for reading many rows at once, which datasets.Dataset implements.
         if hasattr(self.dataset, "__getitems__"):
             rows = self.dataset.__getitems__(indices.tolist())
         else:
@@ -119,10 +119,14 @@ class IndexedLoader:
 
 
 class PipelineLoader:
-    """Reads a pipeline on rank 0, in its own order, and splits the rows of every batch among the ranks.
+    """Reads a pipeline on rank 0, in the pipeline's order, and splits the rows of every batch among the ranks.
 
-    ``open_batches(epoch)`` starts an epoch and returns its batches; it is called on rank 0 of ``readers`` only: of
-    ``group``, which shares out the rows, or of more ranks, where several of its kind get the same ones.
+    Args:
+        open_batches: starts an epoch and returns its batches; called as ``open_batches(epoch)``, only on rank 0 of
+            ``readers``.
+        group: the ranks among which the rows are split.
+        readers: the ranks that rank 0 sends the batches to; by default ``group``, more when the model is sharded and
+            several groups train on the same rows.
     """
 
     def __init__(
@@ -147,36 +151,36 @@ class PipelineLoader:
         self._uneven = uneven
         self._num_batches = num_batches
         self._batch_size = batch_size
-        # Columns without a row for each sample, as far as they are known.
+        # The columns found so far that do not have a row per sample.
         self._whole: set[str] = set()
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in an update, over all ranks."""
+        """Number of samples in an update, over all ranks."""
         return self._batch_size * self._accumulation_steps
 
     @property
     def micro_steps(self) -> int:
-        """Micro batches of a rank in a full update."""
+        """Number of micro-batches per rank in a full update."""
         return self._accumulation_steps
 
     @property
     def num_samples(self) -> Optional[int]:
-        """An upper bound where the pipeline's own batches may be short; None for a stream."""
+        """Number of samples, or an upper bound if the pipeline's batches may be short; None for a stream."""
         if self._num_samples is not None or self._num_batches is None:
             return self._num_samples
         return self._num_batches * self._batch_size
 
     @property
     def order(self) -> dict[str, Any]:
-        """What this loader adds to the pipeline's own order: a run that is resumed must have the same."""
+        """The settings that determine the order of this loader's rows; a resumed run must have the same ones."""
         return {"num_samples": self.num_samples, "seed": self._seed, "uneven": self._uneven}
 
-    # A pipeline brings its batches, and has no samples that could be read out of turn.
+    # The samples of a pipeline cannot be read by index.
     digest_of_lengths = sample_digests = None
 
     def __len__(self) -> int:
-        """Windows in an epoch; TypeError for a stream of unknown length, as ``len`` of any iterator."""
+        """Return the number of windows in an epoch; raise TypeError for a stream of unknown length."""
         if self._num_batches is None:
             raise TypeError("this stream has no known length")
         if self._uneven == "drop" and self._num_samples is not None:
@@ -185,7 +189,7 @@ class PipelineLoader:
         return full + (rest > 0 and self._uneven == "keep")
 
     def windows(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
-        """This rank's windows of ``epoch``; the first ``start`` ones are read, now, and left out."""
+        """Return this rank's windows of ``epoch``; the first ``start`` windows are read at once and discarded."""
         assert offset == 0, "a pipeline has its batches"
         windows = self._windows(epoch)
         for _ in itertools.islice(windows, start):
@@ -201,7 +205,7 @@ class PipelineLoader:
             nonlocal batches
             window = list(itertools.islice(batches, self._accumulation_steps))
             if self._uneven == "drop" and sum(map(num_rows_of, window)) < self.global_batch_size:
-                # A pipeline may have smaller batches elsewhere, too.
+                # A pipeline may have short batches before its end, too: only the last window is dropped.
                 following = list(itertools.islice(batches, 1))
                 batches = itertools.chain(following, batches)
                 return window if following else []
@@ -217,7 +221,7 @@ class PipelineLoader:
 
     def _my_rows(self, batch: Batch, rows_before: int) -> Optional[Batch]:
         num_rows = num_rows_of(batch)
-        # A column that belonged to a whole batch once still does in a short one that has as many rows by chance.
+        # A column without a row per sample may by chance have as many rows as a short last batch: remember it.
         self._whole |= {name for name, x in batch.items() if x.shape[:1] != (num_rows,)}
         first, last = split_evenly(num_rows, self._group.world_size, self._group.rank)
         if first == last:
@@ -243,20 +247,20 @@ def make_loader(
     global_batch_size: Optional[int] = None,
     lengths: Optional[np.ndarray] = None,
 ) -> Loader:
-    """Choose how to read ``dataset``, by what it can do. A collective.
+    """Return the loader for ``dataset``: by index if it has one, else by rows. A collective.
 
-    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` of them make an update's window; where
-    ``global_batch_size`` is given, as many as make up so many samples of all ranks, whatever their number is. A rank's
-    micro batches are no larger than said, but may be smaller. ``columns`` names those to keep, None keeps all.
-    ``shuffle``, ``seed``, ``collate`` and ``lengths`` (of the samples, by which batches are then put together) are for
-    sources with an index; a pipeline brings its own order and batches.
+    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` micro-batches make the window of an update. With
+    ``global_batch_size``, an update has that many samples over all ranks, and the number of accumulation steps follows
+    from it; micro-batches may then be smaller than ``micro_batch_size``, never larger. ``columns`` names the columns to
+    keep (None: all). ``shuffle``, ``seed``, ``collate`` and ``lengths`` (the samples' lengths, to group batches by) are
+    for sources with an index; a pipeline has its own order and batches.
 
     Raises:
-        ValueError: the pipeline is already cut by ``num_shards``, or there are no samples, or ``global_batch_size`` is
-            no multiple of the batches that a pipeline has.
-        TypeError: the data set can neither be indexed nor iterated, or its samples are no dicts.
+        ValueError: the pipeline is already sharded with ``num_shards``, the data set is empty, or
+            ``global_batch_size`` is not a multiple of the pipeline's batch size.
+        TypeError: the data set can be neither indexed nor iterated, or its samples are not dicts.
     """
-    readers = group or get_process_group()  # Of cut models several get the same samples.
+    readers = group or get_process_group()  # With a sharded model several ranks read the same samples.
     group = group or get_data_group()
     source = indexed_source(dataset)
     if source is not None:
@@ -279,7 +283,7 @@ def make_loader(
                 "this pipeline is already cut by num_shards, and would be cut twice: its rows would be split among "
                 f"{group.world_size} ranks once more. Build it without num_shards and shard_id; the trainer shards it"
             )
-        # A pipeline that the user has batched keeps its batches: they are the global micro batches.
+        # The batches of a pipeline that the user has batched are the global micro-batches.
         if brings_batches(dataset):
             pipeline = dataset
             num_samples = readers.call_on_main(lambda: samples_in(pipeline), "counting the data pipeline's samples")
@@ -319,7 +323,7 @@ def make_loader(
         )
 
     def open_iterable(epoch: int) -> Iterator[Batch]:
-        if hasattr(dataset, "set_epoch"):  # One of the library datasets is shuffled by it.
+        if hasattr(dataset, "set_epoch"):  # Hugging Face's streaming data sets shuffle by it.
             dataset.set_epoch(epoch)
         rows = iter(dataset)
         while chunk := list(itertools.islice(rows, global_micro_batch_size)):

@@ -1,6 +1,6 @@
-"""Whether all ranks hold the same samples in the same order.
+"""This module checks that all ranks hold the same samples in the same order; :func:`~.loader.make_loader` calls it.
 
-Goes in: a source with an index. Comes out: nothing, or an error on every rank that shows the first difference.
+An error, the same on every rank, shows the first difference.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from mindnlp_dp.communication.collectives import ProcessGroup
 
 from .source import checked_row
 
-# How many samples are compared among the ranks before they are trusted to hold the same data.
+# The number of samples that are compared among the ranks.
 NUM_PROBES = 8
-# Of two that differ, so many characters are shown; a larger array is compared, and shown, by its hash.
+# How many characters of a difference are shown; arrays of more values are compared and shown by their hash.
 LENGTH_SHOWN, NUM_VALUES_SHOWN = 48, 1000
 
 
 def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Sequence[str]] = None) -> None:
-    """Raise on every rank when ranks hold other samples, or the same ones in another order.
+    """Raise on every rank if ranks hold different samples, or the same samples in another order. A collective.
 
-    The order of a shard is one of indices: behind them, every rank must find the same samples. A few are compared,
-    column by column: those in ``columns``, None stands for all. A column is passed over when it gives another value
-    each time it is asked for (random augmentation), or holds an object of which nobody can tell whether two are equal.
+    Ranks are sharded by index, so every rank must find the same sample at an index. A few samples are compared, column
+    by column (``columns``; None: all). A column is skipped if its value changes with every read (random augmentation)
+    or is an object that cannot be compared across processes.
 
     Raises:
         ValueError: the numbers of samples, or the samples at an index, differ.
-        TypeError: a sample is no dict.
+        TypeError: a sample is not a dict.
     """
     if group.world_size == 1:
         return
@@ -63,9 +63,10 @@ def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Seque
 
 
 def sample_digests(source: Any, group: ProcessGroup, columns: Optional[Sequence[str]] = None) -> dict[str, str]:
-    """Return a hash of each column, over a few samples that rank 0 reads; the same on every rank. A collective.
+    """Return a hash of each column over a few samples that rank 0 reads; the same on every rank. A collective.
 
-    By it a run that is resumed knows its data again. Columns that :func:`check_same_samples` passes over are not in it.
+    A resumed run compares these hashes with those in the checkpoint. Columns that :func:`check_same_samples` skips are
+    not included.
     """
 
     def read() -> dict[str, str]:
@@ -82,13 +83,13 @@ def sample_digests(source: Any, group: ProcessGroup, columns: Optional[Sequence[
 
 
 def _probes(num_samples: Optional[int]) -> list[int]:
-    """The samples that are compared: spread evenly over the data set, its first and its last among them."""
+    """Return the indices of the samples to compare: evenly spread, with the first and the last of the data set."""
     return np.unique(np.linspace(0, num_samples - 1, NUM_PROBES).astype(int)).tolist() if num_samples else []
 
 
 def _first_difference(everyone: list[list[dict[str, Optional[str]]]]) -> Optional[tuple[int, int, str]]:
-    """The first ``(probe, rank, column)`` that differs from rank 0's, of all ranks' hashes of their samples."""
-    # What one rank cannot tell of one sample says nothing of the column's other samples either.
+    """Return the first ``(probe, rank, column)`` whose hash differs from rank 0's; None if all are equal."""
+    # A column that one rank cannot compare in one sample is skipped in all samples.
     passed_over = {name for hashes in everyone for row in hashes for name, value in row.items() if value is None}
     for at, rank_0s in enumerate(everyone[0]):
         for rank, hashes in enumerate(everyone):
@@ -99,7 +100,7 @@ def _first_difference(everyone: list[list[dict[str, Optional[str]]]]) -> Optiona
 
 
 def _around_the_difference(one: str, other: str) -> tuple[str, str]:
-    """Both texts, cut to where they begin to differ."""
+    """Return the part of both texts around the place where they begin to differ."""
     same = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
     start = max(0, same - LENGTH_SHOWN // 2)
     end = start + LENGTH_SHOWN
@@ -115,7 +116,7 @@ def _hashes(texts: dict[str, Optional[str]]) -> dict[str, Optional[str]]:
 
 
 def _texts(source: Any, index: int, columns: Optional[Sequence[str]], rank: int) -> dict[str, Optional[str]]:
-    """The columns of a sample as texts; None for one that is another each time, or whose values cannot be told."""
+    """Return a sample's columns as texts; None for a column that changes with every read or cannot be compared."""
 
     def read() -> dict[str, Optional[str]]:
         row = checked_row(source[index], index, rank)
@@ -126,7 +127,7 @@ def _texts(source: Any, index: int, columns: Optional[Sequence[str]], rank: int)
 
 
 class _UnknownKindError(TypeError):
-    """A value whose equality with another process's nobody can tell."""
+    """The value is of a type that cannot be compared across processes."""
 
 
 def _text_of_column(value: Any) -> Optional[str]:
@@ -137,7 +138,7 @@ def _text_of_column(value: Any) -> Optional[str]:
 
 
 def _text(value: Any) -> str:
-    """A value as a text that two values share when they are equal, whatever process they are in."""
+    """Return a text for ``value`` that is the same for equal values in any process."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return ascii(value)
     if isinstance(value, Mapping):
@@ -160,12 +161,12 @@ def _text(value: Any) -> str:
 
 
 def digest_of_lengths(lengths: Optional[np.ndarray]) -> Optional[str]:
-    """Of the samples' lengths, by which batches are put together; None where they are not."""
+    """Return a digest of the sample lengths by which batches are grouped; None if they are not grouped by length."""
     return None if lengths is None else fingerprint(np.asarray(lengths, np.int64)).hex()
 
 
 def check_same_lengths(lengths: Optional[np.ndarray], group: ProcessGroup) -> None:
-    """Raise ValueError on every rank when ranks have other lengths, and so would cut other batches. A collective."""
+    """Raise ValueError on every rank if sample lengths, and so batches, would differ among ranks. A collective."""
     digests = group.all_gather_object(digest_of_lengths(lengths))
     if len(set(digests)) > 1:
         raise ValueError(f"ranks have other lengths of the same samples: their digests, by rank, are {digests}")

@@ -1,11 +1,8 @@
-"""Which samples a rank reads: arithmetic on indices, nothing else.
+"""This module computes the sample indices that each rank reads in an epoch and an update; the loaders call it.
 
-Goes in: the number of samples, the batch sizes, a seed. Comes out: for an epoch
-and an update, the indices that each rank's micro steps read. Knows no data sets.
-
-The order of samples is a function of (seed, epoch) alone, cut into global batches;
-a rank takes its slice of every global batch. So any number of ranks reads the
-same sequence, and a run can be taken up at any update by any number of ranks.
+The order of samples is a function of (seed, epoch) alone. It is split into global batches, and a rank takes its slice
+of every global batch. So any number of ranks reads the same sequence, and a run can be resumed at any update with any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import numpy as np
 
 
 def split_evenly(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Bounds ``(start, stop)`` of one of ``num_parts`` consecutive parts; the first ones are larger by one.
+    """Return the bounds ``(start, stop)`` of one of ``num_parts`` consecutive parts; the first ones may be larger by 1.
 
     >>> [split_evenly(5, 3, part) for part in range(3)]
     [(0, 2), (2, 4), (4, 5)]
@@ -31,17 +28,17 @@ def split_evenly(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """The order of one epoch's samples: int64 of shape ``(num_samples,)``, another one every epoch."""
+    """Return the sample order of an epoch, int64 of shape ``(num_samples,)``; shuffled, it changes with every epoch."""
     if not shuffle:
         return np.arange(num_samples)
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -> np.ndarray:
-    """``order`` with samples of about one length behind each other, so that batches hold little padding.
+    """Return ``order`` with samples of similar length next to each other, so that batches hold little padding.
 
-    It is cut into stretches of as many global batches as are a quarter of them, 50 at most; within each the longest
-    come first. The longest of all is the first, so that a batch too large for the memory is known at once.
+    The order is split into stretches of a quarter of all global batches, at most 50 batches; within each the longest
+    samples come first. The longest of all is the first sample, so that a batch too large for the memory fails at once.
 
     >>> grouped_by_length(np.array([2, 0, 1, 3]), np.array([5, 9, 7, 6]), 2)
     array([1, 2, 3, 0])
@@ -56,17 +53,17 @@ def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -
 
 @dataclass(frozen=True)
 class GlobalBatchSampler:
-    """Cuts every epoch into global batches, and every global batch into ranks and micro steps.
+    """Splits every epoch into global batches, and each by rank and micro step, for :class:`~.loader.IndexedLoader`.
 
-    ``uneven`` says what becomes of a last global batch that is not full: ``"keep"``
-    splits it as evenly as it goes (some ranks may get nothing), ``"drop"`` leaves it out. ``samples_per_update`` sets
-    the global batch whatever the other sizes are: ``accumulation_steps`` are then as many as it takes, and ranks whose
-    number does not divide it get parts that differ by one sample. With ``lengths``, one for each sample, batches hold
-    samples of about one length (:func:`grouped_by_length`).
+    ``uneven`` says what happens to a last global batch that is not full: ``"keep"`` splits it as evenly as possible
+    (some ranks may get nothing), ``"drop"`` leaves it out. ``samples_per_update`` sets the global batch size directly:
+    ``accumulation_steps`` is then ignored, there are as many micro steps as needed, and if the number of ranks does not
+    divide it, the ranks' parts differ by at most one sample. With ``lengths``, one per sample, batches hold samples of
+    similar length (:func:`grouped_by_length`).
 
     Raises:
-        ValueError: a size is not positive, ``uneven`` is unknown, there are no samples or not as many lengths, or
-            ``"drop"`` would leave nothing.
+        ValueError: a size is not positive, ``uneven`` is unknown, the data set is empty, the number of lengths is not
+            the number of samples, or ``"drop"`` would leave nothing.
     """
 
     num_samples: int
@@ -102,26 +99,26 @@ class GlobalBatchSampler:
 
     @property
     def num_updates(self) -> int:
-        """Global batches, and so optimizer steps, in an epoch."""
+        """Number of global batches, and so of optimizer steps, in an epoch."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full + (rest > 0 and self.uneven == "keep")
 
     def place_of(self, samples_read: int) -> tuple[int, int]:
-        """Where the rest of an epoch begins whose first samples were read in batches of another size.
+        """Return where an epoch continues after ``samples_read`` samples that were read in other batch sizes.
 
         Returns:
-            The update, counted so that the epoch ends with update ``num_updates``, and how many samples later than
-            usual it begins.
+            The next update, counted so that the epoch ends with update ``num_updates``, and the offset in samples from
+            where that update would usually begin.
         """
         full, rest = divmod(max(0, self.num_samples - samples_read), self.global_batch_size)
         update = self.num_updates - full - (rest > 0 and self.uneven == "keep")
         return update, samples_read - update * self.global_batch_size
 
     def shard_indices(self, rank: int, epoch: int, start: int = 0, offset: int = 0) -> Iterator[list[np.ndarray]]:
-        """Yield what ``rank`` reads in ``epoch``, from update ``start`` on: one list of micro batches an update.
+        """Yield the indices that ``rank`` reads in ``epoch`` from update ``start`` on: a list of micro-batches each.
 
-        Every rank gets the same number of updates and, in each, of micro batches; those of a
-        short last global batch may be smaller than ``micro_batch_size``, or empty. All begin ``offset`` samples later
+        Every rank gets the same number of updates, and the same number of micro-batches in each; those of a short last
+        global batch may be smaller than ``micro_batch_size``, or empty. Every update begins ``offset`` samples later
         than usual (:meth:`place_of`).
         """
         order, size = epoch_order(self.num_samples, self.seed, epoch, self.shuffle), self.global_batch_size
@@ -138,10 +135,9 @@ class GlobalBatchSampler:
 
 
 def plan_updates(updates_per_epoch: Optional[int], num_epochs: float, max_steps: int = -1) -> tuple[int, int]:
-    """How many updates a run makes, and in how many epochs it begins: ``max_steps`` wins over ``num_epochs``.
+    """Return how many updates a run makes, and how many epochs it starts; ``max_steps`` overrides ``num_epochs``.
 
-    ``updates_per_epoch`` is None for a stream, whose epochs nobody can count. Raises ValueError for a stream
-    without ``max_steps``.
+    ``updates_per_epoch`` is None for a stream of unknown length. Raises ValueError for a stream without ``max_steps``.
     """
     if updates_per_epoch is None:
         if max_steps <= 0:

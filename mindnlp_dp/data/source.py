@@ -1,8 +1,4 @@
-"""What a data set can do: whether it has an index, and whether it is batched.
-
-Goes in: a data set of any kind that MindNLP's users have. Comes out: a source with
-``__len__`` and ``__getitem__`` where there is one, or an iterator over batches.
-"""
+"""This module tells whether a data set has an index or is batched, and how to read it; loaders and Trainers call it."""
 
 from __future__ import annotations
 
@@ -22,10 +18,10 @@ def is_mindspore_dataset(dataset: Any) -> bool:
 
 
 def reusable(pipeline: Any) -> Any:
-    """Return a copy of a MindSpore pipeline to which an operation can be added, as often as the caller wants.
+    """Return a copy of a MindSpore pipeline, so that an operation can be added to the same pipeline several times.
 
     MindSpore records each operation that was added to a pipeline, and refuses a pipeline with two of them ("The data
-    pipeline is not a tree"), though the first is not used any more. Here the record is kept on the copy.
+    pipeline is not a tree"), even if the first is no longer used. Here the record is kept on the copy.
     """
     again = copy.copy(pipeline)
     again.parent = []
@@ -33,10 +29,11 @@ def reusable(pipeline: Any) -> Any:
 
 
 def mapped(dataset: Any, map_fn: Any) -> Any:
-    """Return a MindSpore data set through the Trainer's ``map_fn``; without one, a data set as it is.
+    """Return a MindSpore data set mapped with the Trainer's ``map_fn``; if that is None, the data set unchanged.
 
     Raises:
-        ValueError: another kind of data set, or one that is batched: ``map_fn`` would not be called, or with batches.
+        ValueError: the data set is of another kind (``map_fn`` would not be called) or is batched (``map_fn`` would be
+            called with batches).
     """
     if map_fn is None:
         return dataset
@@ -52,12 +49,12 @@ def mapped(dataset: Any, map_fn: Any) -> Any:
 
 
 def brings_batches(dataset: Any) -> bool:
-    """Whether this is a MindSpore pipeline that its user has batched: those are the global micro batches."""
+    """Tell whether this is a MindSpore pipeline that the user has batched; its batches are the global micro-batches."""
     return is_mindspore_dataset(dataset) and (dataset.get_batch_size() > 1 or is_batched(dataset))
 
 
 def samples_in(pipeline: Any) -> Optional[int]:
-    """Return how many samples the batches of a pipeline hold; None where another operation than batch is the last."""
+    """Return a pipeline's number of samples; None unless it ends with fixed-size batches that keep the remainder."""
     from mindspore.dataset import BatchDataset
 
     if not isinstance(pipeline, BatchDataset) or pipeline.drop_remainder:
@@ -72,10 +69,10 @@ def is_batched(dataset: Any) -> bool:
 
 
 def seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[dict[str, np.ndarray]]:
-    """An iterator whose shuffles are a function of (seed, epoch).
+    """Return an iterator over the pipeline whose shuffles are a function of (seed, epoch).
 
-    MindSpore's shuffles take the global seed when an iterator is made, and so repeat one order
-    every epoch when a new iterator is made for each, as MindNLP's Trainer does.
+    MindSpore's shuffles read the global seed when an iterator is made. A new iterator for each epoch, as MindNLP's
+    Trainer makes it, would therefore repeat the same order.
     """
     from mindspore.dataset import config
 
@@ -88,7 +85,7 @@ def seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[dict[str, 
 
 
 class _GeneratorRows:
-    """The rows of a MindSpore generator data set, by index."""
+    """Gives the rows of a MindSpore generator data set by index."""
 
     def __init__(self, dataset: Any) -> None:
         self._source, self._columns = dataset.source, dataset.column_names
@@ -102,7 +99,7 @@ class _GeneratorRows:
 
 
 def indexed_source(dataset: Any) -> Optional[Any]:
-    """An object with ``__len__`` and ``__getitem__`` that gives ``dataset``'s samples as dicts, if there is one."""
+    """Return an object with ``__len__`` and ``__getitem__`` over the samples as dicts; None if it lacks an index."""
     if not is_mindspore_dataset(dataset):
         return dataset if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else None
     from mindspore.dataset import GeneratorDataset, RandomSampler, SequentialSampler
@@ -119,7 +116,7 @@ def indexed_source(dataset: Any) -> Optional[Any]:
 
 
 def checked_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
-    """A sample as it is, if it is a dict; TypeError otherwise."""
+    """Return the sample unchanged if it is a dict; raise TypeError otherwise."""
     if not isinstance(sample, Mapping):
         raise TypeError(
             f"sample {index} is a {type(sample).__name__}, expected a dict of column names and values (rank {rank})"
@@ -128,16 +125,16 @@ def checked_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
 
 
 def sample_lengths(source: Any, column: str, main_input: str) -> np.ndarray:
-    """How long each sample is, int64: what the data set says in ``column``, else how many ``main_input`` it has.
+    """Return the length of each sample as int64: the value of ``column``, else the number of items in ``main_input``.
 
     Raises:
-        ValueError: samples have neither.
+        ValueError: the samples have neither column.
     """
     columns = getattr(source, "column_names", None)
     if columns and column in columns:
         return np.asarray(source[column], np.int64)
     if columns and main_input in columns:
-        # A whole column of tokens may be more than the memory.
+        # A full column of tokens may not fit into memory.
         parts = (
             source[begin : begin + _ROWS_AT_A_TIME][main_input] for begin in range(0, len(source), _ROWS_AT_A_TIME)
         )

@@ -1,1 +1,1 @@
-"""Every sample once, in data set order, the same answer on every rank."""
+"""This package evaluates a model on every sample once, and gives every rank the same result in data set order."""

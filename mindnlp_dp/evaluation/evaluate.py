@@ -1,8 +1,7 @@
-"""Every sample once, in data set order, the same answer on every rank.
+"""This module evaluates every sample once, in data set order; the Trainers and custom training loops call it.
 
-Goes in: what each rank computed of its slices of every global batch. Comes out:
-predictions and labels of the whole data set, in order, and sums that are divided
-once at the end. Averages are never averaged.
+Each rank computes its slices of every global batch. All ranks get the predictions and labels of the full data set, in
+order, and a mean loss from sums that are divided once, at the end: averages are never averaged.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .gather import OrderedGatherer, to_numpy
 
 
 class Evaluation(NamedTuple):
-    """Of a whole data set, the same on every rank: outputs in its order, mean loss (None without any), samples."""
+    """The result of :func:`evaluate`, the same on every rank: outputs in data set order, mean loss or None, samples."""
 
     outputs: Any
     loss: Optional[float]
@@ -40,18 +39,18 @@ def evaluate(
     weight_of: Optional[Callable[[Any], float]] = None,
     group: Optional[ProcessGroup] = None,
 ) -> Evaluation:
-    """Run a function over every sample of a loader, once; a collective.
+    """Run a function once over every sample of a loader. A collective.
 
     Args:
-        predict_fn: from a batch, as :func:`~mindnlp_dp.make_train_step`'s ``forward_fn`` takes it, to outputs: nested
-            tuples, lists or dicts of tensors with the rows in front. What shall be compared with them, such as
-            labels, it returns beside them.
-        loader: what :func:`~mindnlp_dp.make_loader` made, without ``shuffle``.
-        model: the one that ``predict_fn`` calls, whose buffers are made rank 0's first; a model with a batch
-            normalisation wants it, unless :class:`~mindnlp_dp.FunctionalRun` has just ended its epochs. So does one
-            whose experts are spread over ranks, which wait for those that have no rows left.
-        has_loss: whether ``predict_fn`` returns a pair, its mean loss and the outputs.
-        weight_of: what a batch's loss weighs; by default as for :func:`~mindnlp_dp.make_train_step`, by ``model``.
+        predict_fn: a function that takes a batch, as :func:`~mindnlp_dp.make_train_step`'s ``forward_fn`` does, and
+            returns outputs: nested tuples, lists or dicts of tensors with rows as the first dimension. It also
+            returns what the outputs are to be compared with, such as labels.
+        loader: a loader from :func:`~mindnlp_dp.make_loader`, without ``shuffle``.
+        model: the model that ``predict_fn`` calls, whose buffers are first broadcast from rank 0. Pass it if the model
+            has batch normalization, unless :class:`~mindnlp_dp.FunctionalRun` has just ended its epochs, or if its
+            experts are sharded: then ranks without rows must run dummy batches for the others.
+        has_loss: whether ``predict_fn`` returns a pair of the mean loss and the outputs.
+        weight_of: the weight of a batch's loss; by default as in :func:`~mindnlp_dp.make_train_step`, by ``model``.
 
     Raises:
         ValueError: an output does not have a row for each sample, such as a loss without ``has_loss``.
@@ -74,7 +73,7 @@ def evaluate(
             with span_loss.terms() as terms:
                 returned = call_with(predict_fn, batch)
             if mine is None:
-                # A batch that was lent: its outputs are another rank's.
+                # A dummy batch: its samples belong to another rank.
                 run.add(None)
                 continue
             loss, outputs = returned if has_loss else (None, returned)
@@ -90,7 +89,7 @@ def evaluate(
 
 
 def _check_rows(outputs: Any, num_rows: int, rank: str) -> None:
-    """Raise ValueError unless every array of a nested structure has a row for each sample of the batch."""
+    """Raise ValueError unless every array in a nested structure has a row for each sample of the batch."""
     if isinstance(outputs, (tuple, list, Mapping)):
         for part in outputs.values() if isinstance(outputs, Mapping) else outputs:
             _check_rows(part, num_rows, rank)
@@ -102,15 +101,15 @@ def _check_rows(outputs: Any, num_rows: int, rank: str) -> None:
 
 
 class EvaluationRun:
-    """One pass over a data set: outputs of all samples, their mean loss, their number.
+    """Collects the outputs, mean loss and number of samples of one pass over a data set.
 
-    ``add`` is called by every rank once a global batch, ``finish`` at the end.
+    Every rank calls ``add`` once per global batch, and ``finish`` at the end.
     """
 
     def __init__(self, group: ProcessGroup, gather_every: Optional[int] = None) -> None:
         self._group = group
         self._rows = OrderedGatherer(group, gather_every)
-        # Over this rank's samples: loss * weight and weight, of each of the two terms that a loss may have.
+        # The sums of loss * weight and of weight over this rank's samples, for each of the two terms of a loss.
         self._sums = np.zeros((2, 2), np.float64)
         self._num_samples = 0
 
@@ -121,19 +120,19 @@ class EvaluationRun:
         loss: Union[float, np.ndarray, None] = None,
         weight: Union[float, np.ndarray] = 0.0,
     ) -> None:
-        """Add what this rank computed of a global batch; None and 0 where it had no rows.
+        """Add what this rank computed for a global batch; None and 0 if it had no rows.
 
-        A loss that is half one mean and half another comes as both, of shape ``(2,)``, with a weight for each.
+        A loss that is the average of two means is passed as both, of shape ``(2,)``, with a weight for each.
         """
         weights = np.broadcast_to(np.asarray(weight, np.float64), 2)
         if loss is not None:
-            # A mean of nothing is not a number.
+            # A mean over no items is NaN.
             self._sums += np.where(weights > 0, loss * weights, 0.0), weights
         self._num_samples += num_samples
         self._rows.add(outputs)
 
     def finish(self) -> tuple[Any, Optional[float], int]:
-        """Outputs in data set order (None when nobody had any), mean loss (None when there was none), samples."""
+        """Return the outputs in data set order (or None), the mean loss (or None), and the number of samples."""
         outputs = self._rows.finish()
         sums = self._group.all_reduce(np.append(self._sums.ravel(), self._num_samples))
         losses, weights, num_samples = sums[:2], sums[2:4], int(sums[4])

@@ -1,4 +1,4 @@
-"""What all ranks computed, in data set order, on every rank."""
+"""This module gathers what all ranks computed on every rank, in data set order; the evaluation calls it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ GATHER_EVERY = 16
 
 
 class OrderedGatherer:
-    """Collects what the ranks computed, step by step, and puts it into data set order.
+    """Collects the ranks' outputs step by step, and puts them into data set order.
 
-    ``add`` takes this rank's outputs of one global batch, nested tuples, lists or dicts of NumPy arrays
-    with the rows in front, or None where the rank had no rows. Every ``gather_every`` steps they are
-    exchanged, so that what is on its way does not grow with the data set. Rows of another
-    length in the second dimension are padded with -100, as MindNLP's Trainer does.
+    ``add`` takes this rank's outputs for one global batch: nested tuples, lists or dicts of NumPy arrays with rows as
+    the first dimension, or None if the rank had no rows. Outputs are exchanged every ``gather_every`` steps, so that
+    messages do not grow with the data set. Where other dimensions differ, arrays are padded with -100, as in MindNLP's
+    Trainer.
     """
 
     def __init__(self, group: ProcessGroup, gather_every: Optional[int] = None) -> None:
@@ -29,13 +29,13 @@ class OrderedGatherer:
         self._chunks: list[Any] = []
 
     def add(self, outputs: Any) -> None:
-        """A collective every ``gather_every`` calls."""
+        """Add this rank's outputs for one global batch. Every ``gather_every``-th call is a collective."""
         self._steps.append(outputs)
         if len(self._steps) == self._gather_every:
             self._gather()
 
     def finish(self) -> Any:
-        """All rows in order, on every rank; None when nobody had any. A collective."""
+        """Return all rows in order, on every rank; None if no rank had any. A collective."""
         self._gather()
         return concatenate(self._chunks) if self._chunks else None
 
@@ -60,13 +60,13 @@ def concatenate(parts: Sequence[Any]) -> Any:
 
 
 def _like(sequence: Any, items: list[Any]) -> Any:
-    """A tuple, list or named tuple of these items."""
+    """Return a tuple, list or named tuple of the type of ``sequence`` with these items."""
     kind = type(sequence)
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
 def _pad(array: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """To these sizes of all dimensions but the first."""
+    """Pad all dimensions but the first to ``sizes``."""
     missing = [most - size for most, size in zip(sizes, array.shape[1:])]
     if not any(missing):
         return array

@@ -1,1 +1,1 @@
-"""What a process stands on: its cores and threads, its autograd, its files. Knows nothing of other processes."""
+"""This package holds what one process needs, without communication: cores, threads, autograd, files, heartbeats."""

@@ -1,8 +1,7 @@
-"""Files and folders that are complete, or not there at all.
+"""This module writes files and folders so that they are either complete or absent.
 
-Goes in: a path, and a block that writes. Comes out: the written file or folder
-under that path, in one rename, when the block succeeded. A process that is killed
-leaves a workspace with a dot in front of its name, which nobody takes for the real one.
+A file or folder appears under its path in one rename, when the block that writes it has succeeded. A process that is
+killed leaves a workspace whose name begins with a dot, so that it is not mistaken for the real one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _OLD = "old"
 
 @contextmanager
 def in_place_of(path: Path) -> Iterator[Path]:
-    """Write a file or folder under a temporary name beside ``path``; it replaces ``path`` when the block succeeds."""
+    """Yield a temporary path; what the block writes there replaces ``path`` when the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     workspace = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
@@ -33,7 +32,7 @@ def in_place_of(path: Path) -> Iterator[Path]:
 
 
 def _replace(path: Path, new: Path, aside: Path) -> None:
-    # A folder that holds something cannot be renamed over: the old one steps aside.
+    # A rename cannot replace a folder that is not empty, so the old one is moved aside first.
     if new.is_dir() and path.exists():
         path.rename(aside)
     try:
@@ -45,9 +44,9 @@ def _replace(path: Path, new: Path, aside: Path) -> None:
 
 
 def clean_up_after_a_kill(folder: Path, pattern: str) -> None:
-    """Remove the workspaces that killed writers of ``folder/pattern`` left; what had stepped aside comes back.
+    """Remove the workspaces that killed writers of ``folder/pattern`` left; move old versions back if need be.
 
-    Only for a folder that nobody is writing to.
+    Call it only for a folder that no process is writing to.
     """
     for workspace in folder.glob(f".{pattern}-*"):
         path = folder / workspace.name[1:].rpartition("-")[0]
@@ -57,8 +56,8 @@ def clean_up_after_a_kill(folder: Path, pattern: str) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Have a file, or a folder with everything in it, on the disk before its new name is."""
-    # A folder is what holds the names of its files.
+    """Flush a file, or a folder with everything in it, to the disk before it is renamed."""
+    # Folders are flushed, too, because they hold the names of their files.
     for file in [path, *path.rglob("*")]:
         if file.is_file():
             with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""MindSpore's autograd where it needs help: after a pass that failed, and of parameters that nothing used."""
+"""This module works around MindSpore's autograd after a pass that failed, and for parameters that no operator used."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 
 def autograd_cleared_on_error(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which computes gradients; when it raises, nothing of its pass is left in MindSpore's autograd.
+    """Wrap ``function``, which computes gradients, to clear MindSpore's autograd when it raises.
 
-    MindSpore keeps its record of a pass that did not come to its end, and takes later ones for parts of it: their
-    gradients are zero.
+    MindSpore keeps its record of an unfinished pass, and treats later passes as parts of it: their gradients are zero.
     """
 
     @functools.wraps(function)
@@ -28,11 +27,11 @@ def autograd_cleared_on_error(function: Callable[..., Any]) -> Callable[..., Any
 
 
 def make_leaves(parameters: Sequence[Any]) -> None:
-    """Let autograd know all of these, used or not, once.
+    """Register all ``parameters`` with autograd, used or not; each only once.
 
-    MindSpore 2.10 fails in a backward pass ("The pointer[leaf_node] is null") that is asked for the gradient of a
-    parameter which no graph has ever had, such as an expert's that got no token; 2.8 says that there is none. To be
-    removed when 2.10 is not supported any more, or returns None.
+    MindSpore 2.10 fails in a backward pass ("The pointer[leaf_node] is null") that asks for the gradient of a parameter
+    that no graph has ever contained, such as one of an expert that got no token; 2.8 returns None. Remove this when
+    2.10 is no longer supported, or returns None.
     """
     from .executor import pynative_executor
 

@@ -1,6 +1,6 @@
-"""Which cores a process may use, and how much of their time.
+"""This module computes which cores each process of a host may use, and how much of their time.
 
-Goes in: the processes that share this host, and their cores. Comes out: each one's own.
+The launcher and threads.py call it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Optional
 
 
 def split_cores(cores: Sequence[int], num_processes: int, index: int) -> tuple[int, ...]:
-    """The cores of process ``index`` when ``num_processes`` share ``cores``.
+    """Return the cores of process ``index`` when ``num_processes`` split ``cores``.
 
-    Consecutive blocks, the first ones larger by one where it does not divide; with
-    more processes than cores, core ``index % len(cores)`` alone.
+    They are consecutive blocks, the first ones larger by one core if the number does not divide evenly; with
+    more processes than cores, a process gets core ``index % len(cores)`` alone.
 
     >>> split_cores([0, 1, 2, 3, 4], 2, 0), split_cores([0, 1, 2, 3, 4], 2, 1)
     ((0, 1, 2), (3, 4))
@@ -26,9 +26,9 @@ def split_cores(cores: Sequence[int], num_processes: int, index: int) -> tuple[i
 
 
 def own_cores(sets: Sequence[Sequence[int]], index: int) -> tuple[int, ...]:
-    """The cores of process ``index`` of a host, whose processes may run on ``sets`` of cores.
+    """Return the cores of process ``index`` of a host whose processes may run on ``sets`` of cores.
 
-    Processes with the same set, which nobody bound apart, split it; any other keeps its own.
+    Processes with the same set, which were not bound separately, split it; any other process keeps its set.
 
     >>> own_cores([(0, 1), (0, 1)], 1), own_cores([(0,), (1,)], 1)
     ((1,), (1,))
@@ -39,9 +39,9 @@ def own_cores(sets: Sequence[Sequence[int]], index: int) -> tuple[int, ...]:
 
 
 def cores_granted(read: Callable[[str], str]) -> Optional[float]:
-    """How many cores' time this process's cgroups grant it; None without a limit.
+    """Return how many cores' worth of time this process's cgroups grant it; None without a limit.
 
-    ``read`` gives a file's contents, or "" where there is no such file. Every group
+    ``read`` returns a file's contents, or "" if the file does not exist. Every group
     above this process's own counts as well (Linux, cgroups(7): cpu.max in version 2, cpu.cfs_quota_us in version 1).
     """
     granted: list[float] = []
@@ -61,7 +61,7 @@ def cores_granted(read: Callable[[str], str]) -> Optional[float]:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """A group's path and those above it, to the root, "": in a container the root is the group itself."""
+    """Yield a group's path and those above it, up to the root, "": in a container the root is the group itself."""
     while path.strip("/"):
         yield path.rstrip("/")
         path = path.rstrip("/").rpartition("/")[0]
@@ -69,7 +69,7 @@ def _upwards(path: str) -> Iterator[str]:
 
 
 def num_operator_threads(num_cores: int, granted: Optional[float], num_processes: int) -> int:
-    """A thread a core, and no more than a process's part of the cores' time that all of them are granted.
+    """Return one thread per core, limited to this process's part of the cores' time that all processes are granted.
 
     >>> num_operator_threads(8, None, 2), num_operator_threads(8, 4.0, 2), num_operator_threads(8, 1.5, 2)
     (8, 2, 1)

@@ -1,6 +1,6 @@
-"""MindSpore's executor of operators that are called one by one, which also records what autograd needs.
+"""This module imports MindSpore's executor of eager operators (PyNative), which also records them for autograd.
 
-It is the same object under all of MindSpore's names for its module; that of before 2.9 brings a warning with it.
+It is the same object under all of MindSpore's names for its module; the name from before 2.9 gives a warning.
 """
 
 from __future__ import annotations

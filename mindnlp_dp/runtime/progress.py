@@ -1,11 +1,11 @@
-"""How far each rank of a host is, for whoever watches the job: a few numbers a rank in a file in memory.
+"""This module writes and reads the heartbeats of a host's ranks: a few numbers per rank in a memory-mapped file.
 
-Goes in: what a rank does (an update begins, a collective is waited in). Comes out: a record of each rank, which the
-launcher and ``mindnlp-dp status`` read while the rank is busy, or hangs: a rank that hangs cannot answer, but what it
-wrote last stands there.
+Each rank writes its record when it does something or begins to wait in a collective. The launcher and
+``mindnlp-dp status`` read the records while ranks are busy or hang: a rank that hangs cannot answer, but its last
+record is still there.
 
-Where no launcher asked for it, nothing is written, and a call costs a comparison. Times are CLOCK_MONOTONIC's, which
-all processes of a host share.
+If no launcher asked for it, nothing is written, and a call costs one comparison. Times are CLOCK_MONOTONIC's, which all
+processes of a host share.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-# changes, pid, id of the main thread, updates done, whether the rank has met the others, how many are left, how many
-# requests for checkpoints it has met; when something changed last, since when it waits, loss, samples so far; what it
-# waits in.
+# changes, pid, id of the main thread, next update, whether the rank has joined the others, number of surviving ranks,
+# number of the last checkpoint request that it has met; time of the last report, time when its wait began, loss,
+# samples so far; name of the call that it waits in.
 _FORMAT = struct.Struct("<QQQq?3xIQ4d96s")
 RECORD_BYTES = 256
-# When its process began, at the record's end: written once, before the rest, which may be read while it is written.
+# Start time of the process, at the record's end: written once, before the rest, which may be read while it is written.
 _BORN = struct.Struct("<Q")
 _BORN_BEGIN = RECORD_BYTES - _BORN.size
-# Behind the ranks' records, one of the job's: the number of the last checkpoint that was asked for; where they are.
+# After the ranks' records, one of the job: the number of the last checkpoint request, and the system of the ranks.
 _REQUEST = struct.Struct("<Q")
 _SYSTEM = struct.Struct("<128s")
 _SYSTEM_BEGIN = 64 - RECORD_BYTES
-# The name of the file in the job's log folder, where it is not "progress".
+# The environment variable with the name of the file in the job's log folder, if that is not "progress".
 VARIABLE = "MINDNLP_DP_PROGRESS"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Of a rank.
+    """The heartbeat record of one rank, which the launcher reads.
 
     Attributes:
-        changes: how many times something was reported; 0: the rank has not begun.
-        pid: of its process.
-        thread: of its main thread, as :mod:`faulthandler` names it.
-        update: the update that is next.
-        has_met: whether it has joined the others, so that it reports from then on.
-        members: how many ranks there were, it among them, when some had been lost; 0 before.
-        saved: the number of the last request for a checkpoint when one was written.
-        changed: when it reported last, by the monotonic clock.
-        since: when it began to wait for others; 0 where it does not.
-        loss: of its last update; NaN before.
-        samples: that all ranks have trained on.
-        waits_in: what it waits in; "" where it does not.
-        born: when its process began (:func:`state_and_birth_of`): its number may be another process's later.
+        changes: number of reports so far; 0 if the rank has not begun.
+        pid: id of its process.
+        thread: id of its main thread, as :mod:`faulthandler` prints it.
+        update: number of the next update.
+        has_met: whether it has joined the others; it reports from then on.
+        members: number of surviving ranks, including it, after a loss; 0 before.
+        saved: number of the last checkpoint request that it has met.
+        changed: time of its last report, by the monotonic clock.
+        since: time when it began to wait for others; 0 if it does not wait.
+        loss: loss of its last update; NaN before.
+        samples: number of samples that all ranks have trained on.
+        waits_in: name of the call that it is blocked in; "" if it does not wait.
+        born: start time of its process (:func:`state_and_birth_of`), because another process may get its pid later.
     """
 
     changes: int = 0
@@ -73,21 +73,21 @@ class Progress:
 
     @property
     def state(self) -> str:
-        """Of its process, on this host, as proc(5) has it; "" where it has ended, or has not begun."""
+        """State of its process on this host, as in proc(5); "" if it has ended, or has not begun."""
         state, born = state_and_birth_of(self.pid) if self.pid else ("", 0)
         return state if born == self.born else ""
 
 
 class Reporter:
-    """Of this process, into its record of the file."""
+    """Writes the heartbeats of this process to its record in the file."""
 
     def __init__(self, path: Path, rank: int) -> None:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         self._begin = rank * RECORD_BYTES
-        # Called once, when this rank first waits for others: to meet them.
+        # Called once, before this rank first waits for others, which is to join them.
         self.before_it_meets: Optional[Callable[[], None]] = None
-        # Called behind every update.
+        # Called after every update.
         self.after_update: Optional[Callable[[], None]] = None
         self._depth = 0
         self._thread = threading.get_ident()
@@ -100,7 +100,7 @@ class Reporter:
 
     def _write(self) -> None:
         self._changes += 1
-        # Packed first: pack_into begins with zeros, and who reads them takes this rank for one that has not begun.
+        # Packed first, because pack_into writes zeros first, and to a reader they mean that this rank has not begun.
         self._memory[self._begin : self._begin + _FORMAT.size] = _FORMAT.pack(
             self._changes, self._pid, self._thread, self._update, self._has_met,
             self._members, self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
@@ -115,7 +115,7 @@ class Reporter:
         self._write()
 
     def step(self) -> None:
-        """Something was done."""
+        """Report that something was done."""
         self._write()
 
     @property
@@ -139,7 +139,7 @@ class Reporter:
             self.after_update()
 
     def begin_to_wait(self, what: str) -> None:
-        """Of calls within calls, the outermost counts; other threads' do not, for they keep nobody waiting."""
+        """Report the outermost of nested waits, in the main thread only: other threads keep no rank waiting."""
         if threading.get_ident() != self._thread:
             return
         if self.before_it_meets is not None:
@@ -163,56 +163,56 @@ _reporter: Optional[Reporter] = None
 
 
 def report_to(path: Path, rank: int) -> Reporter:
-    """From now on, this process says there how far it is."""
+    """Report this process's progress to the file ``path`` from now on, and return its reporter."""
     global _reporter
     _reporter = Reporter(path, rank)
     return _reporter
 
 
 def reporter() -> Optional[Reporter]:
-    """This process's; None where nobody asked for it."""
+    """Return this process's reporter; None if no launcher asked for one."""
     return _reporter
 
 
 def meet() -> None:
-    """This rank has joined the others."""
+    """Report that this rank has joined the others."""
     if _reporter is not None:
         _reporter.meet()
 
 
 def note_members(number: int) -> None:
-    """This rank goes on with so many, of which it is one, for others were lost."""
+    """Report that this rank continues in a group of ``number`` ranks, because others were lost."""
     if _reporter is not None:
         _reporter.note_members(number)
 
 
 def step() -> None:
-    """This rank has done something."""
+    """Report that this rank has done something."""
     if _reporter is not None:
         _reporter.step()
 
 
 def checkpoint_request() -> int:
-    """The number of the last request for a checkpoint; 0: there was none.
+    """Return the number of the last checkpoint request; 0 if there was none.
 
-    Who writes one asks for it before, and says behind it, by :func:`has_saved`, that it has been met.
+    A caller that writes a checkpoint reads this number before, and passes it to :func:`has_saved` afterwards.
     """
     return 0 if _reporter is None else _reporter.request
 
 
 def wants_checkpoint() -> bool:
-    """Whether the launcher has asked this rank for a checkpoint since it last wrote one."""
+    """Return whether the launcher has asked this rank for a checkpoint since it last wrote one."""
     return _reporter is not None and _reporter.wants_checkpoint
 
 
 def has_saved(request: int) -> None:
-    """A checkpoint was written, all of it behind that request."""
+    """Report that a checkpoint was written, all of it after that request."""
     if _reporter is not None:
         _reporter.has_saved(request)
 
 
 def finish_update(update: int, losses: Sequence[tuple[float, float]], samples: float) -> None:
-    """The update before number ``update`` is done, with this rank's losses and their weights, and all's samples."""
+    """Report that update ``update - 1`` is done: this rank's losses with their weights, and all ranks' samples."""
     if _reporter is not None:
         weight = sum(weight for _, weight in losses)
         loss = sum(loss * weight for loss, weight in losses) / weight if weight else None
@@ -221,7 +221,7 @@ def finish_update(update: int, losses: Sequence[tuple[float, float]], samples: f
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Within it, this rank may wait for others."""
+    """Report, within the block, that this rank may wait for others in ``what``."""
     if _reporter is None:
         yield
         return
@@ -233,9 +233,9 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def state_and_birth_of(pid: int) -> tuple[str, int]:
-    """A process's state as proc(5) has it, such as "T", stopped, and when it began, in clock ticks behind the system.
+    """Return a process's state as in proc(5), such as "T" (stopped), and its start time in clock ticks after boot.
 
-    ("", 0) where there is none, or it has ended and only waits for its parent to notice.
+    The result is ("", 0) if the process does not exist, or has ended and only waits for its parent to notice.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -245,17 +245,17 @@ def state_and_birth_of(pid: int) -> tuple[str, int]:
 
 
 def create(path: Path, num_ranks: int) -> None:
-    """A file for so many ranks of this system, none of which has begun."""
+    """Create a file for ``num_ranks`` ranks of this system, none of which has begun."""
     data = bytearray((num_ranks + 1) * RECORD_BYTES)
     _SYSTEM.pack_into(data, len(data) + _SYSTEM_BEGIN, _this_system())
-    # A rank of an earlier try, on a host that was cut off, may still write to the old one.
+    # A rank of an earlier attempt, on a host that was cut off, may still write to the old file.
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_bytes(data)
     temporary.replace(path)
 
 
 def is_of_this_system(path: Path) -> bool:
-    """Whether the ranks of a file have their process ids and their clock where this process has its own."""
+    """Return whether the ranks of a file have the same process ids and clock as this process."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -265,24 +265,24 @@ def is_of_this_system(path: Path) -> bool:
 
 
 def _this_system() -> bytes:
-    """Another one on each host, and in each container that has process ids of its own."""
+    """Return a name that differs on each host, and in each container that has its own process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode()
     except OSError:
-        # A sandbox that hides them.
+        # A sandbox may hide these files.
         return os.uname().nodename.encode()
 
 
 def ask_for_checkpoint(path: Path, number: int) -> None:
-    """The ``number``-th time, from 1 on."""
+    """Request a checkpoint for the ``number``-th time, counted from 1."""
     with open(path, "r+b") as file:
         file.seek(-RECORD_BYTES, os.SEEK_END)
         file.write(_REQUEST.pack(number))
 
 
 def read(path: Path) -> list[Progress]:
-    """Of all ranks; empty where there is no such file."""
+    """Return the records of all ranks; an empty list if the file does not exist."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -1,12 +1,12 @@
-"""One process's threads: those that run operators, and the one that dispatches them, on its cores.
+"""This module fits one process's operator threads and operator dispatch to its cores; init_process_group calls it.
 
-Only the CPU is configured; on Ascend and GPU nothing is touched.
+Only the CPU is configured; on Ascend and GPU nothing is changed.
 
-MindSpore starts 25 operator threads a process and dispatches operators from
+MindSpore starts 25 operator threads per process and dispatches operators from
 another thread; on few cores these spin against each other, and a small matrix
-product takes one scheduler tick (4 ms) instead of 0.07 ms. One operator thread a
+product takes one scheduler tick (4 ms) instead of 0.07 ms. One operator thread per
 core and synchronous dispatch avoid that. Both must be set before the first
-operator runs: the thread pools are sized once.
+operator runs, because the thread pools are sized once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .cores import cores_granted, num_operator_threads, own_cores, split_cores
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """What :func:`configure_runtime` left in force.
+    """The settings that are in force after :func:`configure_runtime`.
 
-    ``operator_threads`` is None where somebody else had set MindSpore's; ``num_threads`` is how many this process's
-    cores have time for.
+    ``operator_threads`` is None if MindSpore's number had already been set by other code; ``num_threads`` is the number
+    of threads for which this process's cores have time.
     """
 
     cores: tuple[int, ...]
@@ -35,21 +35,21 @@ class RuntimeSettings:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def configure_runtime(
     device: str, local_rank: int, local_world_size: int, cores_by_rank: Optional[Sequence[tuple[int, ...]]] = None
 ) -> RuntimeSettings:
-    """Fit this process, the ``local_rank``-th of its host, to its cores, unless its user or launcher already has.
+    """Fit this process, number ``local_rank`` of its host, to its cores, unless its user or launcher already has.
 
-    ``cores_by_rank`` are those that each process of this host may use; None where nobody knows.
+    ``cores_by_rank`` are the cores that each process of this host may use; None if they are not known.
 
-    Processes of this host that may run on the same cores, all of the machine's or those of a
-    container or a ``taskset`` around the job, are bound to a block of them each. Processes that were bound apart
-    before (by ``mpirun``, ``msrun --bind_core``, ``mindnlp-dp run``) stay, and so does a number of
-    operator threads that was set with ``device_context.cpu.op_tuning.threads_num``.
+    Processes of this host that may run on the same cores (all of the machine's, or those of a
+    container or a ``taskset`` around the job) are each bound to a block of them. Processes that were bound separately
+    before (by ``mpirun``, ``msrun --bind_core``, ``mindnlp-dp run``) keep their cores. A number of
+    operator threads that was set with ``device_context.cpu.op_tuning.threads_num`` is kept, too.
     """
     cores = usable_cores()
     if device != "CPU":
@@ -63,7 +63,7 @@ def configure_runtime(
         if cores_by_rank is not None:
             cores = own_cores(cores_by_rank, local_rank)
         elif cores == tuple(sorted(os.sched_getaffinity(os.getppid()))):
-            # The launcher, which started all of them, gave this process what it has itself.
+            # The launcher started all processes and left this one its own cores, so it has not bound them separately.
             cores = split_cores(cores, local_world_size, local_rank)
         os.sched_setaffinity(0, cores)
 

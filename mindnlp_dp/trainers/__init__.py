@@ -1,1 +1,1 @@
-"""The seams to MindNLP's Trainers, a folder for each of its versions."""
+"""This package makes MindNLP's Trainers data parallel, with a folder for each of MindNLP's release series."""

@@ -1,6 +1,6 @@
-"""Training arguments that tell the truth about rank and world size, whichever MindNLP they are of.
+"""This module adds settings of data parallelism, and the true rank and world size, to a library's training arguments.
 
-Here these properties ask the process group. Batch sizes stay per device; the rest is the library's.
+The properties for rank and world size ask the process group. Batch sizes stay per device; the rest is the library's.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _RESULT_SETTINGS = (
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a checkpoint can hold it."""
+    """Return a setting in a form that a checkpoint can hold."""
     value = value.value if isinstance(value, enum.Enum) else value
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
 @dataclass(repr=False)
 class RankArguments(TrainingArguments):
-    """The library's ``TrainingArguments``, and what data parallelism adds to them."""
+    """The library's ``TrainingArguments`` with the settings of data parallelism; base of ``DataParallelArguments``."""
 
     dataset_shuffle: bool = field(
         default=True,
@@ -97,7 +97,7 @@ class RankArguments(TrainingArguments):
 
     @property
     def drops_last(self) -> bool:
-        """Whether a last global batch that is not full is left out, rather than split."""
+        """Whether a last global batch that is not full is dropped, rather than split."""
         raise NotImplementedError
 
     @property
@@ -105,8 +105,7 @@ class RankArguments(TrainingArguments):
         return self.seed if self.data_seed is None else self.data_seed
 
     def data_order(self, loader: Any) -> dict[str, Any]:
-        """What the data and their order are known by, and dropout is a function of: a run that is resumed must have
-        the same. A collective."""
+        """Return the seeds and what identifies the data and its order; a resumed run needs the same. A collective."""
         return {
             "num_samples": loader.num_samples,
             "seed": self.seed,
@@ -118,16 +117,16 @@ class RankArguments(TrainingArguments):
         }
 
     def result_settings(self) -> dict[str, Any]:
-        """The settings, data aside, that change what is trained; those that this library has."""
+        """Return those of this library's settings, except the data's, that change the trained weights."""
         return {name: _plain(getattr(self, name)) for name in _RESULT_SETTINGS if hasattr(self, name)}
 
     def absolute_interval(self, name: str, max_steps: int) -> Optional[int]:
-        """``logging_steps``, ``eval_steps`` or ``save_steps`` in updates; below 1 it is a share of the whole run."""
+        """Return ``logging_steps``, ``eval_steps`` or ``save_steps`` in updates; below 1 it is a share of the run."""
         interval = getattr(self, name)
         return math.ceil(max_steps * interval) if interval is not None and interval < 1 else interval
 
     def metric_to_watch(self, metrics: Mapping[str, float]) -> float:
-        """The metric that decides on the best model and the learning rate: ``metric_for_best_model``."""
+        """Return the value of ``metric_for_best_model``, which decides on the best model and the learning rate."""
         name = self.metric_for_best_model
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
@@ -135,7 +134,7 @@ class RankArguments(TrainingArguments):
         return metrics[name]
 
     def is_better(self, value: float, best: Optional[float]) -> bool:
-        """Whether a value of that metric beats the best one so far."""
+        """Tell whether a value of that metric is better than the best one so far."""
         return best is None or (value > best if self.greater_is_better else value < best)
 
     @contextlib.contextmanager
@@ -155,7 +154,7 @@ class RankArguments(TrainingArguments):
         super().__post_init__()
 
     def _join_group(self) -> None:
-        """Check what several ranks make of these settings, and take over the local rank."""
+        """Check that these settings are valid for several ranks, and set ``local_rank``."""
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -171,20 +170,20 @@ class RankArguments(TrainingArguments):
         self.local_rank = self.local_process_index
 
     def check_library(self) -> None:
-        """Raise ValueError for settings that the library takes, and cannot follow."""
+        """Raise ValueError for settings that the library accepts but that are not supported here."""
 
 
 def _remade(kind: Any, settings: dict[str, Any]) -> Any:
-    """What was pickled of arguments that :func:`upgrade` has made."""
+    """Rebuild arguments that :func:`upgrade` made, from what was pickled of them."""
     args = object.__new__(kind)
     vars(args).update(settings)
     return args
 
 
 def upgrade(args: Any, stock: Any, ours: Any) -> Any:
-    """Turn a plain ``TrainingArguments`` (``stock``), or one of a subclass, into one that knows its rank (``ours``).
+    """Turn a ``TrainingArguments`` (``stock`` or a subclass of it) into one that knows its rank (``ours``).
 
-    The original is left as it is. Raises TypeError for anything else.
+    The original is not changed. Raises TypeError for anything else.
     """
     if isinstance(args, ours):
         return args
@@ -196,7 +195,7 @@ def upgrade(args: Any, stock: Any, ours: Any) -> Any:
     kind: Any = ours
     if type(args) is not stock:
         of_user = type(args)
-        # In a file, such as the one that Transformers writes beside a model, they are the user's own.
+        # In a pickle, such as the one that Transformers writes next to a model, they are of the user's class.
         reduce = {"__reduce__": lambda self: (_remade, (of_user, dict(vars(self))))}
         kind = dataclass(repr=False)(type(f"DataParallel{of_user.__name__}", (ours, of_user), reduce))
     upgraded = object.__new__(kind)

@@ -1,9 +1,9 @@
-"""Global batches in proportion to the ranks that an elastic job has (``mindnlp-dp run --scale-batch``).
+"""This module scales global batches with the number of ranks of an elastic job (``mindnlp-dp run --scale-batch``).
 
-Goes in: the loader of the batches that updates have now, what they were planned to have, and where a run stands whose
-batches were others. Comes out: its place in the data, how many updates it makes, and the learning rate. The schedule
-counts planned updates; the rate is the schedule's times what a batch is of a planned one (the linear scaling rule:
-Goyal and others, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017).
+When the batch size changes, it tells the training loop where to continue in the data, how many updates to make, and
+the learning rate. The schedule counts planned updates; the rate is the schedule's rate times the ratio of the batch to
+the planned one (the linear scaling rule: Goyal and others, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour,
+2017).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from .library import has_length
 
 
 def batch_of(planned: int, num_ranks: int) -> int:
-    """Samples in an update of so many ranks of this process's job, when ``planned`` are for all that it may have."""
+    """Return the samples per update with ``num_ranks`` ranks, if ``planned`` are for this elastic job's full size."""
     full = full_size(os.environ)
     return planned if full is None or not scales_batch(os.environ) else max(1, round(planned * num_ranks / full))
 
 
 class Pace:
-    """How far an update gets a run.
+    """Converts between planned updates and updates of the current batch size, for the training loop.
 
     Args:
-        loader: of the batches that updates have now.
-        planned: samples that they were planned to have; None: those of the loader.
-        size: samples that the loader was asked for; None: it was free.
-        saved: the run that is taken up.
+        loader: the loader of the current batches.
+        planned: the planned samples per update; None: the loader's.
+        size: the samples per update that the loader was asked for; None: no size was asked for.
+        saved: the state of the run to resume; None for a new run.
 
     Attributes:
-        planned: as above; what batches have, where they do not change.
-        is_scaled: whether batches change with the number of ranks, or did so earlier in this run.
+        planned: the planned samples per update; the loader's if batches are not scaled.
+        is_scaled: whether the batch size changes with the number of ranks, or did so earlier in this run.
 
     Raises:
-        ValueError: they do, and the data cannot be cut so.
+        ValueError: batches are scaled, and this loader does not support it or has another batch size.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Pace:
 
     @property
     def planned_per_epoch(self) -> Optional[int]:
-        """Updates in an epoch, as it was planned; None for a stream."""
+        """Planned number of updates in an epoch; None for a stream."""
         if self.is_scaled:
             return replace(self._loader.sampler, samples_per_update=self.planned).num_updates
         return len(self._loader) if has_length(self._loader) else None
 
     def take_up(self, position: Position, saved: Mapping[str, Any]) -> Position:
-        """Where updates go on behind a saved run's ``position``."""
+        """Return where this run continues in the data after the saved run's ``position``."""
         if not self.is_scaled:
             return position
         samples_read = min(position.update * saved["global_batch_size"] + position.offset, self._loader.num_samples)
@@ -89,7 +89,7 @@ class Pace:
         return replace(position, update=update, offset=offset)
 
     def total(self, planned_updates: int, step: int, position: Position) -> int:
-        """How many updates a run makes that was planned with so many, and is there behind ``step`` of them."""
+        """Return the total number of updates of a run with so many planned, at ``position`` after ``step`` updates."""
         if not self.is_scaled:
             return planned_updates
         loader, size = self._loader, self._loader.global_batch_size
@@ -107,10 +107,10 @@ class Pace:
         return min(read, self._loader.num_samples)
 
     def set_rate(self, optimizer: Any, scheduler: Any, position: Position) -> None:
-        """The schedule's behind as many planned updates as have read what was read, in proportion to the batch.
+        """Set the learning rate: the schedule's at the equivalent planned update, scaled with the batch size.
 
         Raises:
-            ValueError: nobody knows the schedule's rate at another step.
+            ValueError: the schedule cannot tell its rate at another step.
         """
         if not self.is_scaled:
             return

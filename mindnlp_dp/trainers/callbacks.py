@@ -1,16 +1,16 @@
-"""The states of a Trainer's callbacks, as a checkpoint holds them."""
+"""This module saves and restores the states of a Trainer's callbacks; the training loop calls it for checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-# MindNLP's EarlyStoppingCallback counts in it, and has no other way to tell its state.
+# MindNLP's EarlyStoppingCallback keeps its state in this attribute only, without a state_dict().
 _COUNTER = "early_stopping_patience_counter"
 
 
 def callback_states(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
-    """The state of every callback that has one: by ``state_dict()``, or an early stopper's patience."""
+    """Return the state of every callback that has one: its ``state_dict()``, or an early stopper's counter."""
     states = []
     for callback in callbacks:
         if hasattr(callback, "state_dict"):
@@ -21,10 +21,10 @@ def callback_states(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def load_callback_states(callbacks: Iterable[Any], states: Iterable[tuple[str, Any]]) -> None:
-    """Give every callback the first saved state of its class that is left; one without keeps its own.
+    """Load into every callback the first unused saved state of its class; a callback without one is not changed.
 
     Raises:
-        TypeError: a callback that was saved has no ``load_state_dict``.
+        TypeError: a callback with a saved state has no ``load_state_dict``.
     """
     left = list(states)
     for callback in callbacks:
@@ -43,6 +43,6 @@ def load_callback_states(callbacks: Iterable[Any], states: Iterable[tuple[str, A
 
 
 def has_lost_patience(callback: Any) -> bool:
-    """Whether an early stopper has stopped the run, by the names that MindNLP and Transformers give its counters."""
+    """Tell whether an early stopper has stopped the run, by the counters' names in MindNLP and Transformers."""
     patience = getattr(callback, "early_stopping_patience", None)
     return patience is not None and getattr(callback, _COUNTER, 0) >= patience

@@ -1,10 +1,10 @@
-"""What the ranks do next: the flags of a Trainer's control, the same on every rank.
+"""This module makes all ranks agree on the flags of a Trainer's control; the training loop calls it between updates.
 
-Goes in: the flags that each rank's own callbacks, signal handlers and time limits have set. Comes out: those that all
-ranks follow, at the same update, for one that stops or evaluates alone leaves the others waiting:
+Callbacks, signal handlers and time limits set flags on one rank, and a rank that stops or evaluates alone would leave
+the others blocked in a collective. So all ranks follow the same flags at the same update:
 
-* **A stop is anybody's**: ``should_training_stop`` and ``should_epoch_stop`` hold when any rank sets them.
-* **The rest is rank 0's**: whether to log, evaluate or save. Another rank that asks for it alone is told so, once.
+* **Any rank can stop**: ``should_training_stop`` and ``should_epoch_stop`` hold when any rank sets them.
+* **Rank 0 decides the rest**: whether to log, evaluate or save. If only another rank asks, one warning names it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FLAGS = (*STOPS, *ACTIONS)
 
 
 class ControlAgreement:
-    """Called by every rank between two updates; one small all-reduce.
+    """Agrees on the flags with one small all-reduce; every rank calls it between two updates.
 
     Attributes:
-        agreed: the flags as all ranks have them since the last call. Ranks go by these: a rank's own ``control`` may
+        agreed: the flags that all ranks agreed on in the last call. Ranks act on these: a rank's own ``control`` may
             be set at any moment, by a signal handler for instance, and counts at the next call.
     """
 
@@ -35,11 +35,11 @@ class ControlAgreement:
         self.agreed = dict.fromkeys(FLAGS, False)
 
     def __call__(self, control: Any) -> dict[str, bool]:
-        """Agree on the flags; ``control`` has them as well then, but for what was set in it meanwhile."""
+        """Agree on the flags, and write them to ``control``, except where it was changed meanwhile."""
         group = self._group
         seen = {flag: bool(getattr(control, flag)) for flag in FLAGS}
         mine = np.array(list(seen.values()), np.int32)
-        # Ranks count from 1 here, so that the largest number names one that has set a flag.
+        # Ranks count from 1 here: 0 means that no rank has set a flag, and the maximum names a rank that has.
         set_by = mine * (group.rank + 1)
         of_rank_0 = mine[len(STOPS) :] * group.is_main
         result = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max", is_hot=True)

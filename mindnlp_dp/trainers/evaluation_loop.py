@@ -1,4 +1,4 @@
-"""The Trainer's evaluation loop: what ``evaluate`` and ``predict`` run over a loader."""
+"""This module is the Trainer's evaluation loop, which ``evaluate`` and ``predict`` run over a loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_evaluation(
     ignore_keys: Optional[list[str]],
     metric_key_prefix: str,
 ) -> EvalLoopOutput:
-    """What :meth:`DataParallelTrainerMixin.evaluation_loop` returns; called by every rank."""
+    """Run the loop for :meth:`.RankTrainer.evaluation_loop` and return its result; every rank calls it."""
     args, model = trainer.args, trainer.model
     if prediction_loss_only is None:
         prediction_loss_only = args.prediction_loss_only
@@ -31,7 +31,7 @@ def run_evaluation(
     if args.past_index >= 0:
         trainer._past = None
     handler = trainer.callback_handler
-    # As MindNLP 0.4 and Transformers call it.
+    # MindNLP 0.4 uses one of these names, Transformers the other.
     handler.eval_dataset = handler.eval_dataloader = dataset
     sees_inputs = args.include_inputs_for_metrics or "inputs" in getattr(args, "include_for_metrics", ())
     main_input = trainer.main_input
@@ -54,7 +54,7 @@ def run_evaluation(
             outputs = {key: value for key, value in outputs.items() if value is not None}
             mean_loss = None if loss is None else float(loss.asnumpy())
             if is_lent:
-                # Others needed this rank's part of the model for it.
+                # A dummy batch: other ranks needed this rank's experts for theirs.
                 evaluation.add(None)
             elif mean_loss is not None and terms:
                 evaluation.add(outputs or None, len(batch.indices), *terms[-1])

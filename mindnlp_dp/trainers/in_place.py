@@ -1,8 +1,9 @@
-"""Training that goes on in the same processes when a rank was lost (``mindnlp-dp run --in-place``).
+"""This module lets training continue in the same processes after a rank was lost (``mindnlp-dp run --in-place``).
 
-Goes in: the error that the loop ended with, on each rank that is left. Comes out: the state that the next loop goes on
-with, the same on every rank, as :func:`mindnlp_dp.checkpoint.load.load_checkpoint` gives it: that of the last update
-that is finished on any of them, where a rank by itself has all of it (``zero_stage=0``); else the newest checkpoint's.
+When the training loop has failed on every surviving rank, :class:`~.rank_trainer.RankTrainer` gets from here the state
+for the next loop, the same on every rank and as :func:`mindnlp_dp.checkpoint.load.load_checkpoint` returns it: that of
+the last update that any rank has finished, if a rank alone has all of it (``zero_stage=0``), else the newest
+checkpoint's.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from mindnlp_dp.replicas.broadcast import broadcast_parameters
 
 from .control import FLAGS, STOPS
 
-# What is each rank's own in a run's state.
+# The entries of a run's state that each rank takes from its own state, not from another rank's.
 _OWN = ("world_size", "ranks", "losses")
 
 
 def can_go_on_without_lost(trainer: Any, error: BaseException) -> bool:
-    """Whether ``error`` tells of a rank that was lost, and every rank has the whole model."""
+    """Tell whether ``error`` reports a lost rank, and the model is replicated, so that training can continue."""
     return trainer.world.tells_of_a_loss(error) and trainer.group is trainer.world and not trainer.whole.is_parted
 
 
 def state_without_lost(trainer: Any) -> dict[str, Any]:
-    """Become a smaller group, and return what to go on with.
+    """Shrink the group to the surviving ranks, and return the state to continue with.
 
-    A collective of those that are left, to which each comes by an error of its own that tells of a loss.
+    A collective of the surviving ranks; each one enters it after an error that reports a lost rank.
 
     Raises:
-        RuntimeError: there are too few, or nothing to go on from.
+        RuntimeError: too few ranks are left, or no state exists to continue with.
     """
     world = trainer.world
     before = world.world_size
@@ -52,11 +53,11 @@ def state_without_lost(trainer: Any) -> dict[str, Any]:
 
 
 def _step_of(trainer: Any, loop: Any) -> int:
-    """The last update that is finished here, of which this rank has all; -1 where it has not."""
+    """Return the last update that this rank has finished, if it has all of its state; else -1."""
     if loop is None:
         return -1
     if loop.is_set_up and loop.train_step.num_updates > loop.updates_done:
-        # It heard of the loss before it could say so.
+        # The error was raised after the update was done and before the loop counted it.
         loop.count_update()
     if loop.begins_anew:
         return loop.taken_up["trainer_state"]["global_step"]
@@ -64,7 +65,7 @@ def _step_of(trainer: Any, loop: Any) -> int:
 
 
 def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[str, Any]:
-    """What rank ``source`` has, which has got furthest, on every rank."""
+    """Return the state of rank ``source``, which is at the latest update, on every rank. A collective."""
     world = trainer.world
     trainer.prepare_output_dir()
     all_have_it = min(steps) == steps[source]
@@ -73,15 +74,15 @@ def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[st
             loop.give_up()
         broadcast_parameters(trainer.model, world, src=source)
     if all(world.all_gather_object(loop.begins_anew)):
-        # Another rank was lost before they had gone on.
+        # Another rank was lost before any rank had continued after the first loss.
         state = {**loop.taken_up, "world_size": world.world_size}
         state["ranks"] = world.all_gather_object({"random": random_state()})
-        # Forward passes may have changed them.
+        # Forward passes may have changed the buffers.
         trainer.whole.broadcast_buffers()
         state["digest"] = trainer.whole.assert_in_sync()
     else:
         state = loop.state(keep=True)
-        # What was to be done when the rank was lost: one may have done it, when another has not.
+        # The actions that were due when the rank was lost: some ranks may have done them, others not.
         state["pending"] = {flag: bool(getattr(trainer.control, flag)) for flag in FLAGS}
         state["metrics"] = loop.metrics
         for flag in STOPS:

@@ -1,6 +1,6 @@
-"""The library of the installed MindNLP's Trainer: its own ``engine`` in 0.4, Hugging Face's Transformers in 0.5.
+"""This module imports the Trainer's classes from the library that the installed MindNLP uses, for this package.
 
-Goes in: nothing. Comes out: the classes and names that both have, from where they are.
+That library is MindNLP's own ``engine`` in MindNLP 0.4, and Hugging Face's Transformers in MindNLP 0.5.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if mindnlp_series() == "0.5":
         has_length,
     )
 
-    # The argument that says when to evaluate.
+    # The name of the argument that says when to evaluate.
     EVAL_STRATEGY = "eval_strategy"
 else:
     from mindnlp.engine import Trainer, TrainerCallback, TrainingArguments
@@ -61,6 +61,6 @@ else:
 
 
 def is_causal(model: Any) -> bool:
-    """Tell whether the library's Trainer takes a model for one that predicts each next token."""
+    """Tell whether the library's Trainer treats ``model`` as a causal language model."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

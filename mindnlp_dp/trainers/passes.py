@@ -1,8 +1,7 @@
-"""The forward and backward passes of an update, by the Trainer's own methods.
+"""This module runs the forward and backward passes of an update with the Trainer's methods, for the training loop.
 
-Goes in: this rank's micro batches of a window. Comes out: for each of them its loss and gradients. Where a model is cut
-among ranks, a stage runs its part of all of them (a pipeline), and no rank leaves one out that others need it for
-(experts).
+It yields the loss and gradients of each of this rank's micro-batches of a window. If the model is sharded, a pipeline
+stage runs its part of all micro-batches, and a rank without samples runs a dummy batch if others need its experts.
 """
 
 from __future__ import annotations
@@ -18,35 +17,35 @@ from mindnlp_dp.step.train_step import MicroStep
 from mindnlp_dp.update.model_scope import ModelScope
 
 if TYPE_CHECKING:
-    # Its layers are those of MindNLP 0.4.
+    # Not imported at run time: it needs the layers of MindNLP 0.4.
     from mindnlp_dp.parallel.parallelize import ParallelModel
 
 
 class Passes:
-    """Of a Trainer whose model is cut as ``parallel`` says; None where every rank has all of it."""
+    """Runs the passes of a Trainer whose model is sharded as ``parallel`` says; None: every rank has the full model."""
 
     def __init__(self, parallel: Optional[ParallelModel]) -> None:
         self._parallel = parallel
 
     def scope(self, optimizer: Any, parameters: Sequence[Any]) -> Optional[ModelScope]:
-        """Which of these parameters this rank counts in a norm of the whole model; the optimizer is checked, too."""
+        """Check the optimizer, and return which parameters this rank counts in a norm of the full model (None: all)."""
         if self._parallel is None:
             return None
         self._parallel.check_optimizer(optimizer)
         return self._parallel.scope(parameters)
 
     def settle(self) -> None:
-        """Behind every update."""
+        """Resync tied weights of pipeline stages; called after every update."""
         if self._parallel is not None:
             self._parallel.settle()
 
     def to_run(self, batch: Optional[Batch]) -> Optional[Batch]:
-        """This rank's batch, or one that it runs for others; None where there is nothing to do."""
+        """Return this rank's batch, or a dummy batch if other ranks need its experts; None if nothing is to be run."""
         has_experts = self._parallel is not None and self._parallel.has_experts
         return self._parallel.lend(batch) if has_experts else batch  # type: ignore[union-attr]
 
     def micro_steps(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
-        """Run this rank's micro batches of one global batch; ``loop`` is the :class:`.TrainingLoop`."""
+        """Run this rank's micro-batches of a global batch and yield the results; ``loop`` is the Trainer's loop."""
         is_pipeline = self._parallel is not None and self._parallel.pipeline is not None
         run = self._through_stages if is_pipeline else self._one_by_one
         with loop.trainer.trainer_loss.span_loss().window(window):
@@ -56,7 +55,7 @@ class Passes:
         trainer, parallel = loop.trainer, self._parallel
         for number, mine in enumerate(window):
             inputs = None if mine is None else trainer.tensors(mine)
-            # One in which nothing counts, such as nothing but ignored tokens, has a mean loss of 0 / 0.
+            # The mean loss of a micro-batch of weight 0, such as one with only ignored tokens, is 0 / 0.
             weight = 0.0 if inputs is None else checked_weight(trainer.loss_weight(inputs), trainer.group.label())
             batch = self.to_run(mine if weight > 0 else None)
             if batch is not None:

@@ -1,8 +1,7 @@
-"""What makes a Trainer data parallel, whichever library it is of: the seam between its methods and our stages.
+"""This module makes a library's Trainer data parallel; the mixins in mindnlp_0_4 and mindnlp_0_5 derive from it.
 
-Goes in: a model, arguments, data, as for the library's Trainer. Comes out: the model that one process with the whole
-batch would have trained, on every rank. The loop is in training_loop.py; reading, exchange and evaluation are the
-other packages'; what a library calls otherwise is in a folder of its own.
+Every rank ends with the model that one process with the full batch would have trained. The loop is in training_loop.py;
+data, gradient exchange and evaluation are in other packages; what differs between the libraries is in their folders.
 """
 
 from __future__ import annotations
@@ -40,93 +39,93 @@ from .training_loop import TrainingLoop
 
 
 class RankTrainer(abc.ABC):
-    """What makes a library's ``Trainer`` data parallel, of which it is a first base class."""
+    """Makes the library's ``Trainer`` data parallel; every ``DataParallelTrainerMixin`` derives from this class."""
 
     is_data_parallel = True
     args: RankArguments
     model: Any
     state: Any
-    # Whose checkpoints train() writes.
+    # The run whose checkpoints train() writes.
     run_id: RunId
     preprocess_logits_for_metrics: Any
     training_loop: TrainingLoop
 
     def __init__(self, model: Any, args: RankArguments, *rest: Any, **kwargs: Any) -> None:
-        # Those that share out the samples; and all, who may have parts of the model.
+        # The ranks among which samples are split, and all ranks, which may hold shards of the model.
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientWindow] = None
         self._folder_lock: Optional[FolderLock] = None
         self.resumed_from: Optional[Path] = None
         self.trainer_loss = TrainerLoss(self)
         self.current_tokens = 0
-        # Samples in an update, where the number of ranks is not to change it.
+        # Samples per update; None if it follows from the other settings and the number of ranks.
         self.global_batch_size: Optional[int] = None
-        # How many micro steps that has made of how many.
+        # The gradient accumulation steps that open_data() set for it, and those that the user asked for.
         self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
-        # Only now: model_init may have made the model, and cut it.
+        # Not earlier: model_init may have made the model, and sharded it.
         self.group = data_group(getattr(self.model, "parallel", None))
         check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()
 
-    # What the library calls otherwise.
+    # Methods that differ between the libraries.
 
     @abc.abstractmethod
     def open_training_data(self) -> Any:
-        """A loader of this rank's part of ``train_dataset``, by the method that a subclass may have overridden."""
+        """Return a loader of this rank's part of ``train_dataset``; calls the method that a subclass may override."""
 
     @abc.abstractmethod
     def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
-        """The mean loss of a micro batch, by ``training_step``, which leaves its gradients at the parameters."""
+        """Return a micro-batch's mean loss from ``training_step``, which leaves the gradients in ``parameter.grad``."""
 
     @abc.abstractmethod
     def _collator(self) -> Optional[Collator]:
-        """What makes a batch of arrays from a list of samples; None: they are stacked."""
+        """Return the function that makes a batch of arrays from a list of samples; None: samples are stacked."""
 
     @property
     @abc.abstractmethod
     def beside_model(self) -> Any:
-        """What is saved with the model, and read with it: a tokenizer or a processor; None where there is none."""
+        """The tokenizer or processor that is saved and loaded with the model; None if there is none."""
 
     @abc.abstractmethod
     def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
-        """Write the run as it stands, by the method that a subclass may have overridden."""
+        """Write a checkpoint of the run, by the method that a subclass may have overridden."""
 
     @abc.abstractmethod
     def note_metrics(self, metrics: dict[str, float]) -> None:
-        """An evaluation between two updates has come to its end."""
+        """Handle the metrics of an evaluation that has just run between two updates."""
 
     @abc.abstractmethod
     def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
-        """The model is about to be saved there; ``metrics`` are this update's, where it was evaluated behind it."""
+        """Prepare for a checkpoint at ``path``; ``metrics`` are of an evaluation after the last update, or None."""
 
     @property
     def whole(self) -> WholeModel:
-        """The model as a whole, whatever ranks have of it."""
+        """The full model, whether it is replicated or sharded."""
         return whole_model(self.model, self.group)
 
     @property
     def passes(self) -> Passes:
-        """Its forward and backward passes."""
+        """The forward and backward passes of the model, whether it is replicated or sharded."""
         return Passes(getattr(self.model, "parallel", None))
 
     # Gradients.
 
     def loss_weight(self, inputs: Any) -> float:
-        """Return what this micro batch's loss weighs in the mean over ranks and micro batches.
+        """Return the weight of this micro-batch's loss in the mean over ranks and micro-batches.
 
-        By default that is the number of whatever the loss is a mean of, by the model's class: rows of a classifier,
-        labels that are not -100 of a language model. Override it where the loss of your ``compute_loss`` or of your
-        model is a mean of something else; :func:`~mindnlp_dp.count_labels` counts labels.
+        By default it is the number of items that the loss is a mean over, which follows from the model's class: rows
+        for a classifier, labels other than -100 for a language model. Override it if your ``compute_loss`` or your
+        model returns a mean over something else; :func:`~mindnlp_dp.count_labels` counts labels.
         """
         return self.trainer_loss.weight(inputs)
 
     def evaluation_weight(self, inputs: Any) -> float:
-        """Return what a batch's loss weighs in the mean loss of an evaluation."""
+        """Return the weight of a batch's loss in the mean loss of an evaluation."""
         return self.loss_weight(inputs)
 
     def synchronizer(self, model: Any) -> GradientWindow:
-        """The exchange for ``model``'s trainable parameters; made anew when they change."""
+        """Return the gradient exchange for ``model``'s trainable parameters; it is rebuilt when they change."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         current = self._synchronizer
         if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
@@ -143,16 +142,16 @@ class RankTrainer(abc.ABC):
     # Training.
 
     def choose_run(self, resume_from: Union[str, Path, bool, None], *, job: Optional[str] = None) -> None:
-        """Decide what training begins with: ``resumed_from``, a checkpoint, or nothing. A collective.
+        """Set ``resumed_from`` to the checkpoint that training starts from; None: it starts at update 0. A collective.
 
-        Of a ``job`` that was restarted, or lost a rank, the newest checkpoint of its own comes first.
+        In a ``job`` that was restarted or lost a rank, the newest checkpoint that the job itself wrote comes first.
         """
         if not callable(self.loss_weight):
             raise TypeError(
                 f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro batch "
                 "weighs in the mean over ranks; give your own attribute another name"
             )
-        # An earlier call may have failed with an exchange under way, on some ranks further than on others.
+        # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
         self._synchronizer = None
         self.prepare_output_dir()
         try:
@@ -171,10 +170,10 @@ class RankTrainer(abc.ABC):
         return self.args.save_strategy != "no"
 
     def prepare_output_dir(self) -> None:
-        """Become the one job that writes checkpoints there, and remove what killed writers left. A collective.
+        """Lock ``output_dir`` if this run saves, and remove what killed writers left there. A collective.
 
         Raises:
-            RuntimeError: on every rank, when another job is writing to it.
+            RuntimeError: on every rank, if another job is writing to the folder.
         """
         folder = Path(self.args.output_dir)
 
@@ -207,7 +206,7 @@ class RankTrainer(abc.ABC):
             return self._run_training_loop(ignore_keys_for_eval)
         finally:
             self._release_output_dir()
-            # Scripts go on to change the weights in place, each rank for itself.
+            # After training, scripts may change the weights in place, independently on each rank.
             if "training_loop" in vars(self):
                 self.training_loop.make_weights_private()
 
@@ -215,7 +214,7 @@ class RankTrainer(abc.ABC):
         checkpoint = None
         if self.resumed_from is not None:
             checkpoint = load_checkpoint(self.resumed_from, self.whole)
-        # That of an earlier call is not this one's.
+        # Drop the loop of an earlier call.
         vars(self).pop("training_loop", None)
         while True:
             try:
@@ -223,14 +222,17 @@ class RankTrainer(abc.ABC):
                 checkpoint = None
                 return self.training_loop.run()
             except Exception as error:  # noqa: BLE001
-                # Looked at behind this handler, where other errors do not count as its consequences.
+                # Handled outside of this block, so that later errors are not chained to it.
                 caught = error
             checkpoint = self._state_without_lost(caught)
-            # With it goes the loop that it came from, and all that belongs to it.
+            # The error's traceback would keep the failed loop and its memory alive.
             del caught
 
     def _state_without_lost(self, error: Exception) -> dict[str, Any]:
-        """What to go on with where ``error`` tells of a lost rank; else it is raised. More may be lost meanwhile."""
+        """Return the state to continue with if ``error`` reports a lost rank, else raise it.
+
+        It starts again if another rank is lost meanwhile.
+        """
         while can_go_on_without_lost(self, error):
             self._synchronizer = None
             try:
@@ -241,7 +243,7 @@ class RankTrainer(abc.ABC):
         raise error
 
     def _training_loader(self, dataset: Any) -> Any:
-        """A loader of this rank's part of a data set, in the order and the batches that the arguments ask for."""
+        """Return a loader of this rank's part of a data set, in the order and the batches that the arguments set."""
         if dataset is None:
             raise ValueError("training needs a train_dataset")
         loader = self._make_loader(
@@ -259,7 +261,7 @@ class RankTrainer(abc.ABC):
         return loader
 
     def _lengths(self, dataset: Any) -> np.ndarray:
-        """The samples' lengths, as rank 0 reads them: a column of that name, else the number of tokens."""
+        """Return the sample lengths that rank 0 reads: the column ``length_column_name``, else the number of tokens."""
         source, names = indexed_source(dataset), [self.args.length_column_name, self.main_input]
         if source is None:
             raise ValueError(f"group_by_length needs a data set with an index, and a {type(dataset).__name__} has none")
@@ -267,7 +269,7 @@ class RankTrainer(abc.ABC):
 
     @property
     def main_input(self) -> str:
-        """The column that the model reads first."""
+        """The name of the model's main input column."""
         return getattr(self.model, "main_input_name", None) or "input_ids"
 
     def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
@@ -286,7 +288,7 @@ class RankTrainer(abc.ABC):
         )
 
     def store_flos(self) -> None:
-        """Add the floating point operations and tokens since the last call, of all ranks, to the state's."""
+        """Add the floating point operations and tokens since the last call, over all ranks, to ``state``."""
         flos = self.world.all_reduce(np.array([self.current_flos], np.float64))[0]  # type: ignore[has-type]
         tokens = self.group.all_reduce(np.array([self.current_tokens], np.float64))[0]
         self.state.total_flos += float(flos)
@@ -294,13 +296,13 @@ class RankTrainer(abc.ABC):
         self.current_flos, self.current_tokens = 0.0, 0
 
     def tensors(self, batch: Batch) -> dict[str, Any]:
-        """A batch as the model takes it."""
+        """Return the batch with tensors in place of arrays, as the model takes it."""
         return as_tensors(batch)
 
     # Evaluation.
 
     def _evaluation_loader(self, dataset: Any) -> Any:
-        """A loader of this rank's slices of every global evaluation batch, in data set order."""
+        """Return a loader of this rank's slices of every global evaluation batch, in data set order."""
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset")
         if isinstance(dataset, (IndexedLoader, PipelineLoader)):
@@ -317,14 +319,14 @@ class RankTrainer(abc.ABC):
     ) -> EvalLoopOutput:
         """Run the model over a loader; predictions, labels and metrics are the same on every rank.
 
-        ``compute_metrics`` is called on rank 0, which tells the others what it returned, or raised.
+        ``compute_metrics`` is called on rank 0 only; its result, or its error, is sent to the other ranks.
         """
         return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # Checkpoints.
 
     def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
-        """Write the model, as one process would, to ``output_dir``. Of a model that is cut, a collective."""
+        """Write the model to ``output_dir`` as one process would. A collective if the model is sharded."""
         if not self.whole.is_parted:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return

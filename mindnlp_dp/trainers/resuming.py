@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the Trainer's loop, and how a run is taken up: its state, and its place in the data."""
+"""This module saves and restores the state of the Trainer's loop, and opens the data where a resumed run continues."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from .library import TrainerState
 
 
 def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, Pace]:
-    """The loader; when the run ``saved`` is taken up, with its global batch, whatever the number of ranks is now.
+    """Return the loader of the training data, and the :class:`.Pace` of its batches. A collective.
 
-    So has an elastic job the one that all of its ranks would have, unless it scales that with their number. That may
-    set other accumulation steps in ``trainer.args``. Raises ValueError when the data is not the run's, or a pipeline's
-    own batches do not make up that global batch. A collective.
+    When the run ``saved`` is resumed, its global batch size is kept, whatever the number of ranks is now. An elastic
+    job keeps the global batch of its full size, unless it scales the batch with the number of ranks. This may change
+    the accumulation steps in ``trainer.args``. Raises ValueError if the data is not the saved run's, or if a pipeline's
+    batches cannot make up that global batch.
     """
     whole, saved = saved, None if _begins_its_epoch_anew(trainer.args, saved) else saved
     if trainer.args.gradient_accumulation_steps == trainer.accumulation_steps_set:
-        # By an earlier call.
+        # An earlier call has set them: restore what the user asked for.
         trainer.args = copy.copy(trainer.args)
         trainer.args.gradient_accumulation_steps = trainer.accumulation_steps_asked
     planned = _global_batch(trainer) if saved is None else saved["planned_batch_size"]
     trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
     pace = Pace(loader, planned, trainer.global_batch_size, whole)
-    # Read on every run: later, when a rank was lost, ranks are at different places.
+    # This collective runs even if nothing is resumed: after a rank was lost, ranks are at different places.
     data = trainer.args.data_order(loader)
     if saved is not None:
         check_same_data(data, saved["data"], "start the epoch again with ignore_data_skip=True")
@@ -55,14 +56,14 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, Pace]
 
 
 def _begins_its_epoch_anew(args: RankArguments, saved: Optional[dict[str, Any]]) -> bool:
-    """As who resumes a run may want it; one that goes on without a lost rank does not."""
+    """Tell whether ``ignore_data_skip`` restarts the epoch; never when a run continues in place without a lost rank."""
     return args.ignore_data_skip and not (saved or {}).get("in_place", False)
 
 
 def _global_batch(trainer: Any) -> Optional[int]:
-    """What was set; of an elastic job, what all of its ranks would have; None: as the other settings make it."""
+    """Return the global batch size that was set, or an elastic job's at full size; None: other settings decide."""
     full, args = full_size(os.environ), trainer.args
-    # Batches that a pipeline brings do not depend on the number of ranks.
+    # The batch size of a batched pipeline does not depend on the number of ranks.
     if args.global_batch_size is not None or full is None or brings_batches(trainer.train_dataset):
         return args.global_batch_size
     share_out = full * trainer.group.world_size // trainer.world.world_size
@@ -70,7 +71,7 @@ def _global_batch(trainer: Any) -> Optional[int]:
 
 
 class ResumableLoop:
-    """The state of a :class:`~.training_loop.TrainingLoop`; every method is called by every rank."""
+    """Saves and restores the state of its subclass :class:`~.training_loop.TrainingLoop`, on every rank."""
 
     trainer: Any
     args: RankArguments
@@ -78,9 +79,9 @@ class ResumableLoop:
     pace: Pace
     parts: Run
     train_step: TrainStep
-    # Whether trainer.state and the training step are this loop's.
+    # Whether trainer.state and the train step already belong to this loop.
     is_set_up = False
-    # The state that it goes on with, until an update is done.
+    # The state that the loop continues from; None once an update is done.
     taken_up: Optional[dict[str, Any]]
     agree: ControlAgreement
     position: Position
@@ -89,24 +90,24 @@ class ResumableLoop:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank by itself has the state of the last update that it has finished, to go on from."""
+        """Whether this rank alone has the full state of the last update that it has finished, to continue from."""
         if self.begins_anew or not self.is_set_up:
             return self.begins_anew
         return not self.train_step.is_updating and not self.train_step.updater.is_divided
 
     @property
     def begins_anew(self) -> bool:
-        """Whether it goes on behind the loss of a rank, and has done nothing yet: ``taken_up`` is its state."""
+        """Whether the loop continues after a lost rank and has done no update yet: ``taken_up`` is its state."""
         return self.taken_up is not None and "pending" in self.taken_up
 
     def give_up(self) -> None:
-        """Its weights are no state any more."""
+        """Mark this loop's state as invalid: another rank's weights are about to replace its own."""
         self.taken_up, self.is_set_up = None, False
 
     def state(self, *, keep: Optional[bool] = None) -> dict[str, Any]:
-        """All that this run consists of, besides the model's weights; the same on every rank.
+        """Return the full state of this run, except the model's weights; the same on every rank.
 
-        Ranks that do not save do not ``keep`` the optimizer's arrays, unless it is said.
+        ``keep`` says whether this rank needs the optimizer's arrays; by default only ranks that save do.
         """
         trainer = self.trainer
         return {
@@ -125,7 +126,7 @@ class ResumableLoop:
         }
 
     def restore(self, saved: dict[str, Any], planned_updates: int) -> bool:
-        """Take a run up; True when it had come to its end. What a begin would undo waits for its end."""
+        """Restore a saved run, and return True if it had ended; :meth:`restore_what_begins_undo` restores the rest."""
         trainer = self.trainer
         self.parts.restore(saved)
         load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
@@ -145,10 +146,10 @@ class ResumableLoop:
         return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= total)
 
     def _stays_stopped(self, saved: dict[str, Any], total: int) -> bool:
-        """Whether a stop that was saved holds: an early stopper's does, and any in a job that restarts by itself.
+        """Tell whether a saved stop still holds: an early stopper's does, and any in a job that restarts by itself.
 
-        Who resumes a run that was stopped by a signal, a time limit or a callback wants it to go on, and so does who
-        gives a finished run more steps. Says which it is.
+        A user who resumes a run that was stopped by a signal, a time limit or a callback wants it to continue, and so
+        does a user who gives a finished run more steps. Prints which case it is.
         """
         state = self.trainer.state
         if not saved["flags"]["should_training_stop"] or state.global_step >= state.max_steps:
@@ -166,7 +167,7 @@ class ResumableLoop:
         return is_restarted or stopped_early
 
     def restore_what_begins_undo(self) -> None:
-        """Random states and stops: callbacks that begin, and reading up to the position, change them."""
+        """Restore random states and stop flags, which ``on_*_begin`` callbacks and reading to the position change."""
         saved, self.checkpoint = self.checkpoint, None
         if saved is not None:
             self.parts.restore_random_state(saved)

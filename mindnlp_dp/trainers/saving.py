@@ -1,4 +1,4 @@
-"""What the Trainer writes: a checkpoint of the run as it stands, or the model alone."""
+"""This module writes what the Trainers save: a checkpoint of the run, or the model alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .library import TRAINER_STATE_NAME
 
 
 def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]]) -> None:
-    """Write the run, on the ranks that save; the others return when it is written, or raise what was raised."""
+    """Write a checkpoint, on the ranks that save; the others return when it is written, or raise the same error."""
     args, state = trainer.args, trainer.state
     folder = Path(args.output_dir)
     path = checkpoint_path(folder, state.global_step)
@@ -41,13 +41,13 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
 
 
 def save_parts(trainer: Any, folder: Path) -> None:
-    """Write a model of which each rank has a part, as one process would. A collective."""
+    """Write a sharded model as one process would. A collective."""
     write = trainer.whole.model_writer(folder, lambda folder: None, [trainer.beside_model])
     trainer.world.call_where(trainer.world.is_main, lambda: write(folder), "writing the model")
 
 
 def save_module(trainer: Any, folder: Path) -> None:
-    """Write a model that is not the library's, and what is saved with it."""
+    """Write a model that is not one of the library's, and its tokenizer or processor."""
     folder.mkdir(parents=True, exist_ok=True)
     write_module(trainer.model, folder)
     if trainer.beside_model is not None:

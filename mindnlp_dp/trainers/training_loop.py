@@ -1,16 +1,15 @@
-"""The Trainer's loop, once, whole.
+"""This module is the Trainer's training loop; :class:`~.rank_trainer.RankTrainer` runs it for each ``train()``.
 
-Goes in: a trainer (its model, arguments, callbacks and loader). Comes out: its
-trained model, the same on every rank, and MindNLP's ``TrainOutput``. MindNLP's own
-loop cannot be steered where it matters: it steps in the middle of a short window, cannot
-let a rank without samples take part, and reads its data from the start when it resumes.
+It trains the trainer's model, the same on every rank, and returns MindNLP's ``TrainOutput``. MindNLP's own loop cannot
+be used: it steps in the middle of a short window, does not let a rank without samples take part, and reads its data
+from the start when it resumes.
 
 On every rank::
 
-    epoch ── window ── training_step a micro batch ── step/ ── callbacks ── log, evaluate, save
+    epoch ── window ── training_step a micro-batch ── step/ ── callbacks ── log, evaluate, save
        └ next …   └ next …                                       (decisions: trainers/control.py)
 
-It stands for ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
+It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
 0.4.1 (engine/trainer/base.py, lines 886 to 1239 and 1526 to 1581).
 """
 
@@ -41,10 +40,10 @@ from .resuming import ResumableLoop, open_data
 
 
 class TrainingLoop(ResumableLoop):
-    """One call of ``train()``, for which :meth:`run` trains ``trainer.model``; every method is called by every rank.
+    """Runs one call of ``train()``: :meth:`run` trains ``trainer.model``. Every rank calls every method.
 
-    ``checkpoint`` is what :meth:`state` returned in the run that is taken up, the same on every rank; the model
-    has its weights already.
+    ``checkpoint`` is what :meth:`state` returned in the run to resume, the same on every rank; the model already has
+    the weights of that run.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class TrainingLoop(ResumableLoop):
         self.checkpoint = self.taken_up = checkpoint
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self.loader, self.pace = open_data(trainer, checkpoint)
-        # Opening the data may have set other accumulation steps.
+        # open_data() may have replaced the arguments, to change the accumulation steps.
         self.args = trainer.args
         self.position = Position()
         self.agree = ControlAgreement(self.world)
@@ -65,10 +64,10 @@ class TrainingLoop(ResumableLoop):
         self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
-        # Of an evaluation since the last update.
+        # The metrics of an evaluation since the last update.
         self.metrics: Optional[dict[str, float]] = None
 
-    # Before.
+    # Setup.
 
     def run(self) -> TrainOutput:
         trainer, args = self.trainer, self.args
@@ -129,7 +128,7 @@ class TrainingLoop(ResumableLoop):
         return make_updater(trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope)
 
     def _follow_optimizer(self) -> None:
-        """Make the update anew where a callback has put another ``step`` into the optimizer. A collective."""
+        """Rebuild the updater if a callback has replaced the optimizer's ``step``. A collective."""
         before = self.train_step.updater
         if all(self.world.all_gather_object(before.follows_optimizer())):
             return
@@ -139,14 +138,14 @@ class TrainingLoop(ResumableLoop):
         self.train_step.updater.load_optimizer_state(state)
 
     def _do_what_is_pending(self) -> bool:
-        """What was to be done between two updates when a rank was lost; whether the run is over then."""
+        """Log, evaluate and save as was due when a rank was lost; return whether the run is over after that."""
         saved, control = self.checkpoint, self.trainer.control
         assert saved is not None, "a run that begins anew behind a loss has its state"
         for flag, value in saved["pending"].items():
             setattr(control, flag, value)
         self.metrics = saved["metrics"]
         self._log_evaluate_save()
-        # Whoever stops it by what came out does so for good.
+        # A stop that follows from this evaluation must survive when the saved flags are restored.
         saved["flags"].update({flag: self.agree.agreed[flag] for flag in STOPS})
         return saved["position"]["ending_epoch"] and self.agree.agreed["should_training_stop"]
 
@@ -162,7 +161,7 @@ class TrainingLoop(ResumableLoop):
         self.restore_what_begins_undo()
         self.agree(trainer.control)
         while not self._stops():
-            # What a data collator draws, such as masks, is another on each rank, and the same when a run is resumed.
+            # Random choices of a data collator, such as masks, differ by rank and are the same in a resumed run.
             with seeded(step_seed(args.seed, trainer.whole.seed_rank, trainer.state.global_step, READING)):
                 window = next(windows, None)
             if window is None:
@@ -185,7 +184,7 @@ class TrainingLoop(ResumableLoop):
         self._log_evaluate_save()
 
     def count_update(self) -> None:
-        """An update has been made."""
+        """Record an update: advance the position, set the learning rate and call ``on_step_end``."""
         trainer, position = self.trainer, self.position
         self.updates_done += 1
         self.taken_up = self.metrics = None
@@ -200,15 +199,15 @@ class TrainingLoop(ResumableLoop):
         return agreed["should_epoch_stop"] or agreed["should_training_stop"] or state.global_step >= state.max_steps
 
     def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
-        """Run this rank's micro batches of one global batch, one by one."""
+        """Run this rank's micro-batches of one global batch, and yield their losses and gradients one by one."""
         trainer, step = self.trainer, self.trainer.state.global_step
         self._check_parameters()
         yield from trainer.passes.micro_steps(self, window, step)
-        # This rank's own gradients are in the exchange by now; their memory goes before the averaged ones take theirs.
+        # The exchange holds this rank's gradients now; free their memory before the averaged ones are allocated.
         trainer.model.zero_grad()
 
     def count(self, batch: Any, inputs: Any) -> None:
-        """A micro batch of this rank's was trained on."""
+        """Count the samples, floating point operations and tokens of a micro-batch that this rank has trained on."""
         trainer, args = self.trainer, self.args
         self.samples_seen += len(batch.indices)
         trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.num_sharers
@@ -216,7 +215,7 @@ class TrainingLoop(ResumableLoop):
             trainer.current_tokens += batch[trainer.main_input].size
 
     def _check_parameters(self) -> None:
-        """Raise RuntimeError when the model trains others than those that the optimizer and the exchange know."""
+        """Raise RuntimeError if the model has trainable parameters that the optimizer and the exchange do not know."""
         known = set(map(id, self.synchronizer.parameters))
         for name, parameter in self.trainer.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
@@ -234,7 +233,7 @@ class TrainingLoop(ResumableLoop):
         agreed = self.agree(trainer.control)
         if agreed["should_log"] and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log_loss()
-            # Callbacks that saw the log may want something.
+            # Callbacks that saw the log may have set flags.
             agreed = self.agree(trainer.control)
         with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
             if agreed["should_evaluate"]:
@@ -244,7 +243,7 @@ class TrainingLoop(ResumableLoop):
                     trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
                 agreed = self.agree(trainer.control)
             if agreed["should_save"]:
-                # What a resumed run cannot know of, this one forgets as well.
+                # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
                 self.synchronizer.forget_errors()
                 request = progress.checkpoint_request()
                 trainer.write_checkpoint(self.metrics)
@@ -253,7 +252,7 @@ class TrainingLoop(ResumableLoop):
                 self.agree(trainer.control)
 
     def _obey_the_launcher(self) -> None:
-        """It asks rank 0 for a checkpoint before it gives the job more ranks."""
+        """Set ``should_save`` if the launcher asks rank 0 for a checkpoint, as it does before it adds ranks."""
         if not self.world.is_main or not progress.wants_checkpoint():
             return
         if self.args.save_strategy != "no" and not self.args.save_only_model:
@@ -268,13 +267,13 @@ class TrainingLoop(ResumableLoop):
         trainer._globalstep_last_logged = trainer.state.global_step
         trainer.store_flos()
         trainer.log(logs)
-        # MindNLP resets it where a rank writes the log.
+        # MindNLP resets it only on a rank that writes the log.
         trainer.control.should_log = False
 
-    # After.
+    # End of training.
 
     def make_weights_private(self) -> None:
-        """Take the weights out of memory that the ranks of a host share."""
+        """Move the weights out of the memory that the ranks of a host share."""
         if self.is_set_up:
             self.train_step.updater.make_private()
 

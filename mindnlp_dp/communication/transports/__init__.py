@@ -1,2 +1,2 @@
-"""How bytes get from rank to rank, one module a library; nothing outside this folder imports mpi4py or MindSpore's
+"""Transports move bytes between ranks, one module per library; no other folder imports mpi4py or MindSpore's
 collectives."""

@@ -1,8 +1,8 @@
-"""What the gradients of a job travel on: a line of their own beside its other collectives.
+"""This module defines the channel on which ranks sum gradients, separate from the job's other collectives.
 
-Goes in: buffers, perhaps from another thread than the one that calls collectives meanwhile. Comes out: their sums over
-the ranks. What moves them decides in which memory they wait (:mod:`mindnlp_dp.gradients.buckets`): a library of host
-memory sums an array in place, or rows that the ranks of a host share; a device's library begins a sum of tensors.
+A background thread may use it while the main thread calls collectives. The library decides in which memory the buckets
+lie (:mod:`mindnlp_dp.gradients.buckets`): a library of host memory sums an array in place, or rows that the ranks of a
+host share; a device's library begins a sum of tensors.
 
 When ranks leave an exchange half way, later ones would not match: the channel is abandoned, and a new one is opened.
 """
@@ -19,18 +19,18 @@ from .patience import Patience
 
 
 class Channel(abc.ABC):
-    """The exchange of gradients, of all ranks of a job.
+    """Exchanges gradients between all ranks of a group; gradient windows and updaters use it.
 
     Attributes:
-        world_size: how many ranks there are.
-        shares_memory: whether :meth:`share` gives any.
-        num_hosts: how many hosts' memories there are.
-        is_first_of_host: whether this rank is the one that writes what those who share its memory have in common.
-        slice_index: which slice of an exchanged array this rank makes, of ``world_size``.
-        cannot_overlap: why nothing can be exchanged during a backward pass; empty when it can.
-        abandoned: why this rank left an exchange half way, if it did.
-        is_superseded: whether a newer channel took this one's place.
-        bytes_sent: how many bytes of gradients this rank sent to other hosts; None where nobody counts them.
+        world_size: number of ranks.
+        shares_memory: whether :meth:`share` returns memory.
+        num_hosts: number of hosts; 1 if the library does not distinguish hosts.
+        is_first_of_host: whether this rank writes the data that all ranks sharing its memory have in common.
+        slice_index: number of the slice, out of ``world_size``, that this rank reduces.
+        cannot_overlap: reason why gradients cannot be exchanged during a backward pass; empty if they can.
+        abandoned: reason why this rank left an exchange half way; empty if it did not.
+        is_superseded: whether a newer channel has replaced this one.
+        bytes_sent: bytes of gradients that this rank has sent to other hosts; None if they are not counted.
     """
 
     world_size: int
@@ -45,36 +45,36 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
-        """One over the sum of the ranks' numbers, by which sums are scaled; None where it is 0.
+        """Return one over the sum of the ranks' numbers, the scale of gradient sums; None if the sum is 0.
 
-        From another thread, with patience. On a device a tensor, which nobody waits for.
+        On a background thread, pass ``patience``. On a device, the result is a tensor, and the host does not wait.
         """
 
-    # Weights, which ranks that divide an update between them share, or give each other.
+    # Weights, which ranks that shard an update keep in shared memory or send to each other.
 
     def share(self, num_bytes: int) -> Optional[np.ndarray]:
-        """So many bytes, zeroed, that all ranks of this host see; None where none share memory. A collective.
+        """Return ``num_bytes`` zeroed bytes that all ranks of this host see; None without shared memory. A collective.
 
-        Who writes there sees to it that nobody reads meanwhile (:meth:`wait_for_host`).
+        A rank that writes there must make sure that no other rank reads meanwhile (:meth:`wait_for_host`).
         """
         return None
 
     def wait_for_host(self) -> None:  # noqa: B027
-        """A barrier of the ranks that share memory."""
+        """Wait in a barrier for the ranks that share memory with this one."""
 
     def gather_from_hosts(self, array: np.ndarray, bounds: Sequence[int]) -> None:  # noqa: B027
-        """Fill in, in a flat array that this host's ranks share, what other hosts' ranks have made.
+        """Copy the slices that other hosts' ranks have made into a flat array that this host's ranks share.
 
-        Each rank has made the slice of its ``slice_index``; ``bounds`` are where slices begin, and the last one ends.
-        The other ranks of this host see it behind a barrier.
+        Each rank has made the slice of its ``slice_index``; ``bounds`` say where slices begin, and the last one ends.
+        The other ranks of this host see the slices after a barrier.
         """
 
     def abandon(self, error: BaseException) -> None:
-        """The ranks' exchanges do not match any more: no later one may begin."""
+        """Forbid later exchanges, because the ranks' exchanges do not match any more."""
         self.abandoned = f"{type(error).__name__}: {error}"
 
     def check_open(self, rank: int) -> None:
-        """Raise RuntimeError when this channel is of no use any more."""
+        """Raise RuntimeError if this channel can no longer be used."""
         if self.abandoned or self.is_superseded:
             reason = f" ({self.abandoned})" if self.abandoned else ""
             raise RuntimeError(
@@ -85,11 +85,11 @@ class Channel(abc.ABC):
 
 
 class HostChannel(Channel):
-    """Sums NumPy arrays."""
+    """Sums NumPy arrays in host memory."""
 
     @abc.abstractmethod
     def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
-        """Sum a contiguous float32 or float64 array over the ranks; from another thread, with patience."""
+        """Sum a contiguous float32 or float64 array over the ranks; on a background thread, pass ``patience``."""
 
     def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
         mine = np.array([number], np.float32)
@@ -102,27 +102,27 @@ class TensorChannel(Channel):
 
     @abc.abstractmethod
     def sum(self, x: Any) -> Any:
-        """The sum over the ranks, as a new tensor."""
+        """Return the sum over the ranks as a new tensor."""
 
     @abc.abstractmethod
     def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
-        """Begin to sum a tensor, in its memory or new one; the sum to be, and a handle to wait for, if any.
+        """Begin to sum a tensor, in its memory or in new memory; return the future sum, and a handle or None.
 
-        On a device its stream goes on with it. MCCL, dispatched synchronously as a CPU wants it, has ended by then.
+        On a device, its stream completes the sum. MCCL has finished it by then, because a CPU dispatches synchronously.
         """
 
     @abc.abstractmethod
     def begin_scatter_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
-        """Begin to sum a flat tensor of as many equal slices as there are ranks: this rank's to be, and a handle."""
+        """Begin to reduce-scatter a flat tensor of one equal slice per rank; return this rank's slice, and a handle."""
 
     @abc.abstractmethod
     def gather_slices(self, x: Any) -> Any:
-        """Every rank's flat tensor, of one length and type, one behind the other."""
+        """Return every rank's flat tensor, all of one length and type, concatenated."""
 
     @abc.abstractmethod
     def reduces_natively(self, dtype: str) -> bool:
-        """Whether the library itself sums this type, exactly as it should."""
+        """Return whether the library itself sums this type correctly."""
 
     @abc.abstractmethod
     def check_compression(self, compression: Optional[str]) -> None:
-        """Raise ValueError where the library cannot sum what ``compression`` makes of gradients."""
+        """Raise ValueError if the library cannot sum gradients in the type of ``compression``."""

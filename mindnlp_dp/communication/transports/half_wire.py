@@ -1,4 +1,4 @@
-"""Numbers in half precision on the wire between hosts."""
+"""This module encodes arrays in half precision for the network between hosts; the ring (host_ring.py) calls it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any, Optional
 
 import numpy as np
 
-# The largest number of a float16 message lies below 2 to the power of this; float16 ends at 65,504.
+# The largest number of a float16 message is below 2 to the power of this; float16 ends at 65,504.
 _LARGEST_EXPONENT = 15
-# Scales stay well within what float32 holds.
+# The largest exponent of a scale, well within the range of float32.
 _LARGEST_SCALE = 120
 
 
 class HalfWire:
-    """Numbers as float16 or bfloat16, sent as 16-bit integers, which MPI knows; summed in float32.
+    """Encodes numbers as float16 or bfloat16, sent as 16-bit integers, which MPI supports, and summed in float32.
 
-    A message is scaled by a power of two, its first number, so that its largest number almost fills float16's range:
-    gradients lie where float16 has few bits left, and a sum of theirs may lie beyond its end.
+    A float16 message is scaled by a power of two, whose exponent is its first number, so that its largest number almost
+    fills float16's range: gradients lie where float16 has few bits left, and their sum may be beyond its range.
     """
 
     def __init__(self, dtype: Any) -> None:
@@ -24,7 +24,7 @@ class HalfWire:
 
     @staticmethod
     def scratch(numel: int) -> np.ndarray:
-        """Memory for a message of at most ``numel`` numbers."""
+        """Return memory for a message of at most ``numel`` numbers."""
         return np.empty(numel + 1, np.uint16)
 
     def encode(self, array: np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ class HalfWire:
 
 
 def wire_for(compression: Optional[str], dtype: np.dtype) -> Optional[HalfWire]:
-    """How an array of type ``dtype`` travels, None for as it is: only float32 is ever compressed."""
+    """Return the encoder for arrays of type ``dtype``; None to send them unchanged: only float32 is ever compressed."""
     if compression not in ("fp16", "bf16") or dtype != np.float32:
         return None
     import ml_dtypes

@@ -1,8 +1,8 @@
-"""Sums between hosts: a ring in which every host sends to its right neighbour only.
+"""This module reduces and gathers arrays between hosts in a ring: every host sends to its right neighbour only.
 
-Goes in: an mpi4py communicator and a flat array, of the same length on every rank. Comes out: the sum over the ranks,
-in place, with the same bits everywhere, or a piece of it on every rank; or the pieces of all ranks; and how many bytes
-it took.
+Shared-memory exchanges call it with an mpi4py communicator and a flat array of the same length on every rank. It works
+in place (all-reduce with the same bits on every rank, reduce-scatter, all-gather), and returns the number of bytes
+sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .patience import Patience
 
 
 def even_edges(numel: int, num_pieces: int, multiple: int = 1) -> list[int]:
-    """Where pieces of about the same length begin, at multiples of a number, and the last one ends.
+    """Return where pieces of about the same length begin, at multiples of ``multiple``, and where the last one ends.
 
     >>> even_edges(10, 3), even_edges(200, 3, 64)
     ([0, 3, 6, 10], [0, 64, 128, 200])
@@ -35,19 +35,19 @@ def reduce_round_ring(
     edges: Optional[Sequence[int]] = None,
     scatter: bool = False,
 ) -> int:
-    """Reduce ``array`` in place over a communicator, in a ring; returns the bytes that this rank sent.
+    """Reduce ``array`` in place over a communicator, in a ring; return the number of bytes that this rank sent.
 
-    Of N ranks each sends N-1 pieces to be summed and N-1 sums, a Nth of the array each: 2(N-1)/N of it, whatever N
+    Each of N ranks sends N-1 pieces to be summed and N-1 sums, each 1/N of the array: 2(N-1)/N of it, for any N
     (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Pieces are even,
-    or cut at ``edges``; to ``scatter``, only sums are made, half of that way: rank r has that of piece r, and what
-    it finds in the others is of no use.
-    On a half-precision ``wire`` every hop rounds the sum so far, and every rank ends with the same rounded sum; the
-    scales, two bytes a message, are not counted.
+    or begin at ``edges``. With ``scatter``, only the first half runs, the reduce-scatter: rank r gets the sum of
+    piece r, and its other pieces have no meaning.
+    With a half-precision ``wire``, every hop rounds the partial sum, and every rank ends with the same rounded sum; the
+    scales, two bytes per message, are not counted.
     """
     rank, size = peers.rank, peers.size
     pieces = _pieces(array, edges or even_edges(len(array), size))
     longest = max(len(piece) for piece in pieces)
-    # Two, for what came last is sent on while the next comes.
+    # Two buffers, because the last message is forwarded while the next one arrives.
     scratch = [wire.scratch(longest) for _ in range(2)] if wire else [np.empty(longest, array.dtype)]
     extra = 1 if wire else 0
     sent = 0
@@ -64,13 +64,13 @@ def reduce_round_ring(
         else:
             outgoing = incoming
         if wire and step >= size - 2:
-            # The owner of a sum, too, keeps what the others receive.
+            # The owner of a sum also keeps the rounded values that the others receive.
             target[:] = wire.decode(outgoing)
     return sent
 
 
 def gather_round_ring(peers: Any, array: np.ndarray, edges: Sequence[int]) -> int:
-    """Give every rank all pieces of ``array``, of which rank r has piece r, in place; returns the bytes it sent."""
+    """All-gather the pieces of ``array`` in place (rank r has piece r); return the number of bytes that it sent."""
     rank, size, sent = peers.rank, peers.size, 0
     pieces = _pieces(array, edges)
     for step in range(size - 1):
@@ -85,7 +85,7 @@ def _pieces(array: np.ndarray, edges: Sequence[int]) -> list[np.ndarray]:
 
 
 def _pass_on(peers: Any, outgoing: np.ndarray, incoming: np.ndarray, patience: Optional[Patience]) -> None:
-    """Send to the right neighbour, receive from the left one."""
+    """Send to the right neighbour and receive from the left one."""
     right, left = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
     if patience is None:
         peers.Sendrecv(outgoing, dest=right, recvbuf=incoming, source=left)

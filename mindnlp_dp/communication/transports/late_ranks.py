@@ -1,8 +1,8 @@
-"""MCCL's patience with ranks that are late, in words, and what a rank waits in.
+"""This module explains the timeouts of MCCL, MindSpore's CPU library, and reports the call that a rank is blocked in.
 
-MindSpore's cluster gives up a collective on CPU for which a rank does not come within MS_NODE_TIMEOUT seconds, and one
-whose neighbour in the ring is gone; of both it says "AllGather failed". What comes in is whatever has these calls; what
-goes out is the same, whose errors say who waited, how long, in which call.
+MindSpore's cluster fails a collective on CPU if a rank does not arrive within MS_NODE_TIMEOUT seconds, or if a
+neighbour in the ring has exited; for both it says "AllGather failed". The MindSpore transport wraps its calls here, so
+that errors say which rank waited, how long, and in which call.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mindnlp_dp.runtime import progress
 
 VARIABLE = "MS_NODE_TIMEOUT"
 DEFAULT_SECONDS = 30.0
-# MCCL counts from its own start of the call, and retries in steps.
+# Fraction of the timeout from which a failure counts as one: MCCL starts its own clock, and retries in steps.
 _NEARLY = 0.8
 _FAILED = re.compile(r"\b(AllGather|AllReduce|Broadcast|ReduceScatter) failed\b")
 
 
 class LateRankError(RuntimeError):
-    """A rank did not come to a collective before MindSpore lost its patience, or has gone in the midst of it."""
+    """A rank did not arrive at a collective before MindSpore's timeout, or exited during it."""
 
 
 def timeout_seconds() -> float:
-    """How long one collective may wait under MCCL."""
+    """Return how long one collective may wait under MCCL."""
     try:
         return float(os.environ.get(VARIABLE, DEFAULT_SECONDS))
     except ValueError:
@@ -35,14 +35,14 @@ def timeout_seconds() -> float:
 
 
 class MissingMessageError(LateRankError, ValueError):
-    """A rank failed before it could send a message that this one waited for; its own error says why."""
+    """A rank failed before it could send a message that this rank waited for; its own error says why."""
 
 
 class WatchedCollectives:
-    """The functions of ``collectives``, which end when all ranks have come.
+    """Wraps the methods of ``collectives``, which return when all ranks have arrived.
 
-    Whoever watches the job sees which one this rank is in, also where a backward pass begins the exchange of a
-    gradient. One that fails after a long wait, or for want of a neighbour, raises :class:`LateRankError`.
+    The launcher's monitor sees which call this rank is blocked in, even when a backward pass begins the exchange of a
+    gradient. A call that fails after a long wait, or because a neighbour exited, raises :class:`LateRankError`.
     """
 
     def __init__(self, collectives: Any, rank: int) -> None:

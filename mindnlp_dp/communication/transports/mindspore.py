@@ -1,8 +1,8 @@
-"""MindSpore's own collectives: HCCL on Ascend, NCCL on GPU, MCCL on CPU. Arrays are MindSpore tensors.
+"""This module implements the transport of MindSpore's own libraries: HCCL on Ascend, NCCL on GPU, MCCL on CPU.
 
-MCCL is the narrowest of the three. What it refuses, or gets wrong without a word
-(float64; large int64 in MindSpore 2.7), goes by a path that is exact: the bytes are
-gathered, and every rank reduces them in rank order. So does what MindSpore's NCCL has no kernel for.
+It exchanges MindSpore tensors. MCCL supports the fewest types. Types that it refuses or silently sums wrong
+(float64; large int64 in MindSpore 2.7) take an exact path: the bytes are gathered, and every rank reduces them in rank
+order. Types for which MindSpore's NCCL has no kernel take the same path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .single import SingleProcessTransport
 from .transport import Transport
 
 _LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
-# What each sums itself, exactly as it should.
+# The types that each library sums correctly itself.
 _REDUCES = {
     "hccl": {"float32", "float16", "bfloat16", "int8", "int32", "int64"},
     "nccl": {"float32", "float16", "int8", "int32", "int64"},
@@ -35,7 +35,7 @@ _REDUCES = {
 
 
 class MindSporeChannel(TensorChannel):
-    """Gradients over MindSpore's own libraries."""
+    """Exchanges gradients over MindSpore's own libraries."""
 
     def __init__(self, transport: MindSporeTransport) -> None:
         self._transport = transport
@@ -68,7 +68,7 @@ class MindSporeChannel(TensorChannel):
     def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
         total = self.sum(self._transport.to_native(np.array([number], np.float32)))
         if self._transport.waits_for_a_device:
-            # Without any weight it is infinite, and nobody takes what is scaled by it.
+            # If the total is 0, this is infinite, and results scaled by it are not used.
             return 1.0 / total
         value = float(to_host(total)[0])
         return 1.0 / value if value > 0 else None
@@ -76,7 +76,7 @@ class MindSporeChannel(TensorChannel):
 
 class MindSporeTransport(Transport):
     def __init__(self, ranks: Optional[Sequence[int]] = None) -> None:
-        """Among all ranks, or those ``ranks`` of the job, in this order; called by these."""
+        """Create a transport of all ranks, or of these ``ranks`` of the job, in this order; each of them calls it."""
         import mindspore
         from mindspore import communication
 
@@ -105,7 +105,7 @@ class MindSporeTransport(Transport):
         return MindSporeChannel(self)
 
     def reopen_channel(self) -> None:
-        """MCCL's calls had ended, on all ranks, or none would have come here; a device's are still under way."""
+        """Open a new channel for MCCL, whose calls have ended on all ranks; on a device they are pending: keep it."""
         if not self.waits_for_a_device:
             super().reopen_channel()
 
@@ -123,12 +123,12 @@ class MindSporeTransport(Transport):
         return x.astype(self._ms.float32)
 
     def reduces_natively(self, dtype: str) -> bool:
-        """Whether the library itself sums this type, exactly as it should."""
+        """Return whether the library itself sums this type correctly."""
         return dtype in _REDUCES[self.name]
 
     def all_reduce(self, x: Any, op: str) -> Any:
         dtype = dtype_name(x)
-        # Whether NaN is larger than a number depends on its rank in MCCL.
+        # In MCCL, whether NaN is larger than a number depends on the rank that has it.
         if self.reduces_natively(dtype) and (op == "sum" or self.name != "mccl"):
             return self.calls.all_reduce(x, op)
         if dtype in HALF_TYPES:
@@ -154,7 +154,7 @@ class MindSporeTransport(Transport):
         array = x.asnumpy()
         return [self._from_bytes(part, array) for part in self._gather(_as_bytes(array))]
 
-    # MCCL and NCCL move every type as its bytes. All ranks' arrays are of one length here.
+    # MCCL and NCCL move every type as bytes. All ranks' arrays have the same length here.
 
     def _from_bytes(self, data: np.ndarray, like: np.ndarray) -> Any:
         return self._ms.Tensor(data.view(like.dtype).reshape(like.shape).copy())
@@ -198,7 +198,7 @@ class MindSporeTransport(Transport):
         return self.calls.recv(like, src, tag)
 
     def split(self, ranks: Sequence[int]) -> Transport:
-        # On a device, tensors of a group of one stay where they are, too.
+        # On a device, the tensors of a one-rank group stay there, too.
         alone = len(ranks) == 1 and not self.waits_for_a_device
         return SingleProcessTransport() if alone else MindSporeTransport([self._in_job[rank] for rank in ranks])
 
@@ -211,7 +211,7 @@ class MindSporeTransport(Transport):
             )
 
     def barrier(self) -> None:
-        # mint's own barrier reports an error on CPU, after having worked.
+        # mint's own barrier works on CPU, but then reports an error.
         self.all_reduce(self._ms.Tensor(np.zeros(1, np.int32)), "sum").asnumpy()
 
     def close(self) -> None:

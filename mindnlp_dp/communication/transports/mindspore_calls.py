@@ -1,8 +1,8 @@
-"""The calls of MindSpore's collective library: the one place that knows how MindSpore spells them.
+"""This module wraps the calls of MindSpore's collective libraries, whose names only it knows, for the transport.
 
-Goes in: tensors of types that the library knows. Comes out: new tensors; none is changed that a caller passed, but
-by :meth:`DeviceCalls.begin_sum`. ``mindspore.mint.distributed`` is documented for Ascend and CPU,
-the older primitives of ``mindspore.ops`` for GPU; the transport chooses once.
+Calls take tensors of types that the library supports, and return new tensors; only :meth:`DeviceCalls.begin_sum` may
+change its argument. ``mindspore.mint.distributed`` is documented for Ascend and CPU, the older primitives of
+``mindspore.ops`` for GPU; the transport chooses once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mindnlp_dp.arrays.conversion import copy_of
 from mindnlp_dp.versions import mindspore_is_before
 
 
-# Versions: MindSpore 2.7. Cause: mint.empty and mint.empty_like, called without a device, make a tensor on Ascend,
-# whatever the device is. Goes when: 2.7 is not supported any more.
+# Versions: MindSpore 2.7. Cause: mint.empty and mint.empty_like, called without a device, create a tensor on Ascend,
+# whatever the device is. Goes when: 2.7 is no longer supported.
 def _options_of_empty() -> dict[str, str]:
     import mindspore
 
@@ -26,49 +26,49 @@ def _options_of_empty() -> dict[str, str]:
 
 
 class DeviceCalls(abc.ABC):
-    """Collectives over all ranks, and messages between two. Called after MindSpore's communication has begun."""
+    """Collectives of all ranks, and messages between two; used after MindSpore's communication is initialized."""
 
     @abc.abstractmethod
     def all_reduce(self, x: Any, op: str) -> Any: ...
 
     @abc.abstractmethod
     def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
-        """Begin to sum ``x``, whose memory may be taken for it: the tensor to be, and a handle to wait for, if any."""
+        """Begin to sum ``x``, whose memory may be reused; return the future sum, and a handle to wait for or None."""
 
     @abc.abstractmethod
     def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
-        """Begin to sum flat ``x``, of ``world_size`` equal slices: this rank's slice to be, and a handle, if any."""
+        """Begin to reduce-scatter flat ``x`` of equal slices; return this rank's future slice, and a handle or None."""
 
     @abc.abstractmethod
     def gather_slices(self, x: Any, world_size: int) -> Any:
-        """Every rank's flat ``x``, one behind the other in one tensor."""
+        """Return every rank's flat ``x``, concatenated in one tensor."""
 
     @abc.abstractmethod
     def broadcast(self, x: Any, src: int) -> Any: ...
 
     @abc.abstractmethod
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
-        """Every rank's ``x``, which has at least one dimension."""
+        """Return every rank's ``x``, which has at least one dimension."""
 
     @abc.abstractmethod
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        """Rows of ``x`` to the ranks in order; theirs, in rank order."""
+        """Send rows of ``x`` to the ranks in order; return the received rows, in rank order."""
 
     @abc.abstractmethod
     def send(self, x: Any, dst: int) -> None: ...
 
     @abc.abstractmethod
     def begin_send(self, x: Any, dst: int, tag: int) -> Any:
-        """Returns a handle with ``wait()``."""
+        """Begin to send, and return a handle with ``wait()``."""
 
     @abc.abstractmethod
     def recv(self, like: Any, src: int, tag: int = 0) -> Any: ...
 
 
 class MintCalls(DeviceCalls):
-    """``mindspore.mint.distributed``, on Ascend and CPU: in place, and asynchronous where asked to be.
+    """Calls ``mindspore.mint.distributed``, on Ascend and CPU: in place, and asynchronous where requested.
 
-    Among all ranks, or those of a ``group``; mint knows ranks by their numbers in the whole job.
+    A call is among all ranks, or those of a ``group``; mint numbers ranks as in the full job.
     """
 
     def __init__(self, group: Optional[str] = None, ranks: Sequence[int] = ()) -> None:
@@ -130,16 +130,16 @@ class MintCalls(DeviceCalls):
 
 
 class PrimitiveCalls(DeviceCalls):
-    """The primitives of ``mindspore.ops``, for GPU. They give new tensors, and no handle: the stream has the order."""
+    """Calls the primitives of ``mindspore.ops``, on GPU: they return new tensors, and the stream orders them."""
 
-    # Messages between two ranks come in the order in which they were sent.
+    # Messages between two ranks arrive in the order in which they were sent.
     _TAG = 0
 
     def __init__(self, group: Optional[str] = None, ranks: Sequence[int] = ()) -> None:
         from mindspore import ops
 
         self._ops = ops
-        # Without a name it is MindSpore's own group of all ranks.
+        # Without a name, MindSpore uses its own group of all ranks.
         self._among: dict[str, Any] = {} if group is None else {"group": group}
         self._ranks = ranks
 
@@ -159,7 +159,7 @@ class PrimitiveCalls(DeviceCalls):
         return self._ops.Broadcast(self._ranks[src] if self._ranks else src, **self._among)((x,))[0]
 
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
-        # The ranks' arrays one behind the other.
+        # AllGather concatenates the ranks' arrays.
         gathered = self._ops.AllGather(**self._among)(x).reshape(world_size, *x.shape)
         return [gathered[rank] for rank in range(world_size)]
 
@@ -173,7 +173,7 @@ class PrimitiveCalls(DeviceCalls):
         self.begin_send(x, dst, self._TAG)
 
     def begin_send(self, x: Any, dst: int, tag: int) -> Any:
-        # The stream has the order: nothing is waited for.
+        # The stream keeps the order, so the handle has nothing to wait for.
         self._ops.Send(tag, dst, **self._among)(x)
         return _Done()
 

@@ -1,8 +1,8 @@
-"""MindSpore's collectives among some of a job's ranks: a group's name in every call.
+"""This module creates MindSpore's groups of some of a job's ranks, and adds the collectives that MCCL lacks in them.
 
-On CPU, MCCL can do one thing in such a group: sum float32. What else a group must be able to do to train (everyone's
-bytes to everyone, one rank's bytes to all) is done by sums, exactly, at twice the bytes; messages between two ranks
-and all-to-all are not to be had (MindSpore 2.7 to 2.10).
+On CPU, MCCL can only sum float32 in such a group. The all-gather and broadcast of bytes, which training also needs,
+are done by sums, exactly, at twice the bytes. Messages between two ranks and all-to-all are not available (MindSpore
+2.7 to 2.10).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .mindspore_calls import MintCalls
 
 
 def create_group(ranks: Sequence[int]) -> str:
-    """Make a group of MindSpore's, of ranks of the whole job, and return its name; called by these ranks."""
+    """Create a MindSpore group of these ranks of the job, and return its name; each of these ranks calls it."""
     from mindspore import communication
 
     name = "mindnlp_dp_" + "_".join(map(str, ranks))
@@ -27,14 +27,14 @@ def create_group(ranks: Sequence[int]) -> str:
 
 
 class SumsOnly(MintCalls):
-    """What MCCL can do among some ranks, and what follows from it."""
+    """Builds all-gather and broadcast from the float32 sum, which is all that MCCL can do among some ranks."""
 
     def __init__(self, group: str, ranks: Sequence[int], rank: int) -> None:
         super().__init__(group, ranks)
         self._rank = rank
 
     def all_gather(self, x: Any, world_size: int) -> list[Any]:
-        """Pairs of bytes are numbers that float32 holds exactly, and every other rank adds zero."""
+        """Gather by a sum: float32 holds pairs of bytes exactly, and every other rank adds zero."""
         array = to_host(x)
         rows = np.zeros((world_size, -(-array.nbytes // 2)), np.float32)
         rows[self._rank] = _halves(array)
@@ -51,7 +51,7 @@ class SumsOnly(MintCalls):
 
 
 def _halves(array: np.ndarray) -> np.ndarray:
-    """An array's bytes, two by two, as numbers below 65536."""
+    """Return an array's bytes, two by two, as float32 numbers below 65536."""
     padded = np.zeros(array.nbytes + array.nbytes % 2, np.uint8)
     padded[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return padded.view(np.uint16).astype(np.float32)

@@ -1,8 +1,8 @@
-"""The process that serves MindSpore's cluster; the user's script does not run in it."""
+"""This module runs the scheduler process of MindSpore's cluster; the launcher starts it without the user's script."""
 
 
 def run() -> None:
-    """Serve until the cluster has come to its end, and end this process."""
+    """Serve until the cluster has ended, then end this process."""
     from mindspore import communication
 
     communication.init()

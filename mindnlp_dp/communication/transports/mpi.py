@@ -1,8 +1,8 @@
-"""MPI through mpi4py: the fast transport on CPU. Arrays are NumPy arrays.
+"""This module implements the transport of MPI by mpi4py: the fast one on CPU. It exchanges NumPy arrays.
 
-MPI has no half precision: float16 is summed in float32 and rounded once. What OpenMPI reduces otherwise than NumPy
-(sums of small integers saturate in its vector code and wrap around behind it; whether NaN is the largest number depends
-on its place) is gathered, and reduced by NumPy in rank order.
+MPI has no half precision: float16 is summed in float32 and rounded once. Where OpenMPI reduces differently from NumPy,
+arrays are gathered, and NumPy reduces them in rank order. In OpenMPI, sums of small integers saturate in the vector
+code and wrap around in the elements after it, and whether NaN is the largest number depends on its position.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .shared_memory import STAGE_BYTES, HostExchange, HostMemory, why_no_memory_
 from .single import SingleProcessTransport
 from .transport import HostTransport, T, Transport
 
-# From here on, shared memory is faster than MPI's own (benchmarks/bench_all_reduce.py).
+# From this size on, shared memory is faster than MPI's own all-reduce (benchmarks/bench_all_reduce.py).
 SHARED_FROM_BYTES = 1 << 16
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
-# MPI counts in 32 bits; what is longer goes in pieces.
+# MPI counts in 32 bits, so longer messages are split into pieces.
 PIECE_BYTES = 1 << 30
 
 
 def mpi_library() -> Any:
-    """``mpi4py.MPI``, whose import starts MPI; ImportError, with what to install, where it cannot be used."""
+    """Return ``mpi4py.MPI``, whose import starts MPI; raise ImportError, with the fix, if it cannot be used."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -41,14 +41,14 @@ def mpi_library() -> Any:
 
 
 class MPIChannel(HostChannel):
-    """Gradients over MPI, in memory that the ranks of a host share where they can.
+    """Exchanges gradients over MPI, in memory that the ranks of a host share where possible.
 
-    It has communicators of its own, for another thread may exchange on it while collectives are called.
+    It duplicates the communicators, because another thread may exchange on it while collectives are called.
 
     Attributes:
-        comms: by which it talks: of all ranks, of this host's, and of those of this local rank on every host.
-        exchange: sums rows of shared memory.
-        memory: where these rows come from.
+        comms: communicators of all ranks, of this host's ranks, and of the ranks with this local rank on every host.
+        exchange: object that sums rows of shared memory.
+        memory: allocator of these rows.
     """
 
     def __init__(self, mpi: Any, comms: Sequence[Any], memory: HostMemory, cannot_overlap: str) -> None:
@@ -58,8 +58,8 @@ class MPIChannel(HostChannel):
         self.exchange = HostExchange(*self.comms[1:])
         self.memory = memory
         self.cannot_overlap = cannot_overlap
-        # Slices of each local rank, on whatever host, are one behind the other: those go round one ring. It stays so
-        # when no more memory can be shared later on.
+        # The slices of one local rank on all hosts are consecutive, because one ring reduces them. The order stays the
+        # same if memory can no longer be shared later.
         everybody, host, peers = self.comms
         self.slice_index = host.rank * peers.size + peers.rank if memory.is_available else everybody.rank
 
@@ -101,7 +101,7 @@ class MPITransport(HostTransport):
     channel: MPIChannel
 
     def __init__(self, comm: Optional[Any] = None) -> None:
-        """Among all ranks, or those of ``comm``, which is taken over."""
+        """Create a transport of all ranks, or of the ranks of ``comm``, which it then owns."""
         self._mpi = mpi_library()
         self._comm = self._mpi.COMM_WORLD.Dup() if comm is None else comm
         self.rank, self.world_size = self._comm.Get_rank(), self._comm.Get_size()
@@ -127,7 +127,7 @@ class MPITransport(HostTransport):
         return MPITransport(comm)
 
     def _new_channel(self) -> MPIChannel:
-        # An old one's communicators stay as they are, with what was begun on them.
+        # The communicators of an old channel are not freed, because operations may be pending on them.
         cannot_overlap = ""
         if self.world_size == 1:
             cannot_overlap = "there is one rank"
@@ -148,7 +148,7 @@ class MPITransport(HostTransport):
                 transport = MPITransport(comm)
                 end_with(comm)
             except self._mpi.Exception as error:
-                # Another one, meanwhile.
+                # Another rank may have been lost meanwhile.
                 if not tells_of_a_loss(error):
                     raise
             else:
@@ -176,7 +176,7 @@ class MPITransport(HostTransport):
                 out[piece] = reduce_arrays(self.all_gather(x[piece]), op)
 
     def all_equal(self, number: int) -> bool:
-        """Called before every collective, so in memory that is there already."""
+        """Compare in preallocated memory, because this is called before every collective."""
         self._pair[:] = number, -number
         self._comm.Allreduce(self._pair, self._largest, op=self._mpi.MAX)
         largest, minus_smallest = self._largest.tolist()
@@ -226,7 +226,7 @@ class MPITransport(HostTransport):
 
     def all_to_all(self, x: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int]) -> np.ndarray:
         out = np.empty((sum(recv_counts), *x.shape[1:]), x.dtype)
-        # Rows are what is counted: their bytes may be more than MPI can count.
+        # Count rows, because their bytes may be more than MPI can count.
         row = self._mpi.BYTE.Create_contiguous(x.dtype.itemsize * math.prod(x.shape[1:])).Commit()
         try:
             self._comm.Alltoallv([x, list(send_counts), row], [out, list(recv_counts), row])
@@ -252,7 +252,7 @@ class MPITransport(HostTransport):
         self._comm.Barrier()
 
     def _stage(self) -> bool:
-        """Whether arrays can be staged in shared memory; makes it at the first call. A collective."""
+        """Return whether arrays can be staged in shared memory; the first call allocates it. A collective."""
         if not self._exchange.has_stage:
             rows = self._memory.rows(2 * STAGE_BYTES)
             if rows is None:
@@ -267,7 +267,7 @@ class MPITransport(HostTransport):
 
 
 class _Requests:
-    """Messages under way, of one array."""
+    """The pending sends of one array's pieces."""
 
     def __init__(self, requests: list[Any]) -> None:
         self._requests = requests
@@ -278,7 +278,7 @@ class _Requests:
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """A contiguous array as bytes, in pieces that MPI can count."""
+    """Yield a contiguous array as bytes, in pieces that MPI can count."""
     flat = array.reshape(-1).view(np.uint8)
     for begin in range(0, len(flat), PIECE_BYTES):
         yield flat[begin : begin + PIECE_BYTES]

@@ -1,14 +1,13 @@
-"""How a rank of an MPI job leaves: a failure ends the job, an early end is said.
+"""This module decides how a rank of an MPI job exits: a failure ends the job, an early end is reported.
 
-MPI ends when all ranks do. A rank that fails by itself would wait in MPI's end for the
-others, who wait for it in a collective, for ever. So an exception aborts the job, and so
-does an exit code; a rank that came to its end waits here, asleep, and says
-after a while that it does.
+MPI is finalized only by all ranks together. A failed rank would wait there for the others, which wait for it
+in a collective, forever. So an exception aborts the job, and so does a nonzero exit code. A rank that has
+finished sleeps here until the others have finished, and prints after a while that it waits.
 
-Python tells nobody at exit with which code it exits. ``sys.exit``, and with it argparse,
-``exit`` and ``quit`` are made to remember it. A bare ``raise SystemExit(3)`` stays unknown, and so does
-a ``from sys import exit`` of another module than the script: they are taken for an early end.
-``mindnlp-dp run`` and ``python -m mpi4py`` know that code as well.
+Python does not tell its exit handlers the exit code. So ``sys.exit`` (which argparse calls), ``exit`` and ``quit``
+are patched to remember it. A bare ``raise SystemExit(3)`` stays unknown, and so does ``from sys import exit`` in a
+module other than the script: both are treated as an early end. ``mindnlp-dp run`` and ``python -m mpi4py`` know
+these codes, too.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from typing import Any, NoReturn, Optional
 
 from .mpi_faults import tells_of_a_loss
 
-# How long the others may take to come to their end before it is worth a word.
+# How long a finished rank waits for the others before it prints a message.
 PATIENCE_SECONDS = 10.0
 POLL_SECONDS = 0.02
 
 _Trace = Optional[types.TracebackType]
-# Whose ranks leave together.
+# The communicator whose ranks exit together.
 _everybody: Any = None
 
 
 def end_with(comm: Any) -> None:
-    """From now on this rank leaves together with those of ``comm`` alone. A collective of theirs."""
+    """Make this rank exit together with the ranks of ``comm`` only, from now on. A collective of these ranks."""
     global _everybody
     _everybody = comm.Dup()
 
 
 def end_together(mpi: Any) -> None:
-    """From now on a failure of this rank ends all ranks of the job. A collective; ``mpi`` is ``mpi4py.MPI``."""
+    """Make a failure of this rank end all ranks of the job, from now on. A collective; ``mpi`` is ``mpi4py.MPI``."""
     end_with(mpi.COMM_WORLD)
     if _everybody.Get_size() == 1:
         return
@@ -63,12 +62,12 @@ def end_together(mpi: Any) -> None:
         try:
             _wait_for_the_others(_everybody)
         except mpi.Exception as error:
-            # There is nobody to wait for any more.
+            # A lost rank cannot be waited for.
             if not tells_of_a_loss(error):
                 raise
 
     sys.excepthook = excepthook
-    # mpi4py ends MPI behind all of Python's own handlers.
+    # mpi4py finalizes MPI after all of Python's own handlers.
     atexit.register(leave)
 
 
@@ -88,7 +87,7 @@ def _wait_for_the_others(comm: Any) -> None:
 
 
 class _Exits:
-    """Remembers the last exit that was asked for, and knows at the end whether that was the end of the script."""
+    """Remembers the last exit that was requested, and decides at the end whether it ended the script."""
 
     def __init__(self) -> None:
         self._last: Optional[SystemExit] = None
@@ -96,25 +95,25 @@ class _Exits:
         while frame.f_back is not None:
             frame = frame.f_back
         self._outermost = frame
-        # Where the script has it under a name of its own, too: from sys import exit.
+        # The script may have its own name for it: from sys import exit.
         names = vars(sys.modules["__main__"])
         for name in [name for name, value in names.items() if value is sys.exit]:
             names[name] = self._exit
         sys.exit = self._exit  # type: ignore[assignment]
-        # What the names exit and quit are.
+        # The class of the built-in exit and quit.
         quitter = sys.modules.get("_sitebuiltins")
         if quitter is not None:
             quitter.Quitter.__call__ = lambda _, code=None: self._exit(code)  # type: ignore[attr-defined]
 
     def _exit(self, status: Any = None, /) -> NoReturn:
         leave = SystemExit(status)
-        # Of another thread it would be the end of that thread.
+        # In another thread, SystemExit ends only that thread.
         if threading.current_thread() is threading.main_thread():
             self._last = leave
         raise leave
 
     def final_code(self) -> int:
-        """The code with which this process exits, as far as it is known; 0 otherwise."""
+        """Return the exit code of this process if it is known, else 0."""
         if self._last is None or self._was_caught(self._last):
             return 0
         code = self._last.code
@@ -123,12 +122,12 @@ class _Exits:
         return 1
 
     def _was_caught(self, leave: SystemExit) -> bool:
-        """Whether the script went on after it: to its own end, or to another exception."""
+        """Return whether the script continued after ``leave``: to its end, or to another exception."""
         if _has_returned(self._outermost):
             return True
         trace = leave.__traceback__
         if trace is None:
-            # Nobody handled it on its way.
+            # No handler caught it.
             return False
         if trace.tb_frame is not self._outermost:
             return _has_returned(trace.tb_frame)
@@ -136,16 +135,16 @@ class _Exits:
 
 
 def _last_instruction(frame: types.FrameType) -> tuple[str, int]:
-    """The name and the argument of what a frame that has ended did last."""
+    """Return the name and the argument of the last instruction of a frame that has ended."""
     code = frame.f_code.co_code
     return dis.opname[code[frame.f_lasti]], code[frame.f_lasti + 1]
 
 
 def _has_returned(frame: types.FrameType) -> bool:
-    """Whether a frame that has ended did so by a return, rather than by an exception."""
+    """Return whether a frame that has ended did so by a return, not by an exception."""
     return _last_instruction(frame)[0].startswith("RETURN_")
 
 
 def _was_raised_again(frame: types.FrameType) -> bool:
-    """Whether a frame that has ended by an exception did so by one that it had handled: behind finally, by raise."""
+    """Return whether a frame that ended by an exception re-raised a handled one: after ``finally``, or by ``raise``."""
     return _last_instruction(frame) == ("RAISE_VARARGS", 0) or _last_instruction(frame)[0] == "RERAISE"

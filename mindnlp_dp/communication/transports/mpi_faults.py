@@ -1,11 +1,11 @@
-"""When a rank of an MPI job is lost: the others' word for it, and those that are left.
+"""This module recognizes MPI's error for a lost rank, and shrinks a communicator to the surviving ranks.
 
-Goes in: the error that a call ended with, communicators. Comes out: a communicator of the ranks that are left. By
-ULFM, "User Level Failure Mitigation" (Bland et al., "Post-failure recovery of MPI communication capability", 2013),
-which is in OpenMPI 5; mpirun has to be started with ``--with-ft ulfm``, and else ends the job.
+The MPI transport calls it. It uses ULFM, "User Level Failure Mitigation" (Bland et al., "Post-failure recovery of MPI
+communication capability", 2013), which is in OpenMPI 5; mpirun must be started with ``--with-ft ulfm``, or it ends the
+job.
 
-A rank that notices revokes what it talks by, so that those that wait for somebody else notice, too. All then come to
-``Shrink``, in which they agree on who is left.
+A rank that notices the loss revokes its communicators, so that ranks that wait for other ranks notice it, too. All then
+call ``Shrink``, in which they agree on the survivors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 
 def tells_of_a_loss(error: Optional[BaseException]) -> bool:
-    """Whether an error, or what it came of, is MPI's word for a rank that was lost."""
+    """Return whether an error, or one of its causes, is MPI's error for a lost rank."""
     while error is not None:
         if type(error).__module__ == "mpi4py.MPI":
             from mpi4py import MPI
@@ -27,10 +27,10 @@ def tells_of_a_loss(error: Optional[BaseException]) -> bool:
 
 
 def those_left(comm: Any, others: Sequence[Any]) -> Any:
-    """A communicator of the ranks of ``comm`` that are left, in its order; ``others`` are what they talk by besides.
+    """Return a communicator of the surviving ranks of ``comm``, in its order; ``others`` are their other communicators.
 
-    A collective of those that are left. The old communicators are of no use any more, and stay as they are: to free
-    one is a collective of all of its ranks.
+    A collective of the surviving ranks. The old communicators can no longer be used. They are not freed, because
+    freeing one is a collective of all of its ranks.
     """
     for each in (*others, comm):
         each.Revoke()

@@ -1,4 +1,4 @@
-"""Waiting for MPI on a thread beside the one that computes."""
+"""This module waits for MPI on a background thread, without taking the core from the thread that computes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Optional
 
 import numpy as np
 
-# How long a patient wait sleeps between two looks: at first, and at most.
+# Seconds of sleep between two polls: at first, and at most.
 _SHORTEST_NAP, _LONGEST_NAP = 50e-6, 1e-3
-# What an abandoned exchange still writes to, until the process ends.
+# Requests and buffers of abandoned exchanges: MPI may write to them until the process ends.
 _abandoned: list[Any] = []
 
 
 class AbandonedError(RuntimeError):
-    """The exchange was given up before its end."""
+    """The exchange was given up before it was complete."""
 
 
 class Patience:
-    """Waits for MPI without burning the core, which another thread of this process computes on.
+    """Waits for MPI without occupying the core on which another thread of this process computes.
 
-    MPI's own waits spin. This looks, sleeps and looks again; :meth:`give_up` ends it from another thread.
+    MPI's own waits spin. This class polls and sleeps; :meth:`give_up` ends the wait from another thread.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Patience:
         self._gave_up.set()
 
     def wait(self, requests: Sequence[Any], *buffers: Any) -> None:
-        """Return when all ``requests`` are done. ``buffers`` are what MPI reads and writes for them.
+        """Return when all ``requests`` are done. ``buffers`` are the memory that MPI reads and writes for them.
 
         Raises:
             AbandonedError: :meth:`give_up` was called.
@@ -47,7 +47,7 @@ class Patience:
 
 
 def barrier(comm: Any, patience: Optional[Patience]) -> None:
-    """MPI's barrier; from another thread, with patience."""
+    """Call MPI's barrier; on a background thread, pass ``patience`` to poll instead of spinning."""
     if comm.size == 1:
         return
     if patience is None:
@@ -57,7 +57,7 @@ def barrier(comm: Any, patience: Optional[Patience]) -> None:
 
 
 def all_reduce_in_place(comm: Any, array: np.ndarray, op: Any, patience: Optional[Patience]) -> None:
-    """MPI's own all-reduce; from another thread, with patience."""
+    """Call MPI's own all-reduce in place; on a background thread, pass ``patience`` to poll instead of spinning."""
     from mpi4py import MPI
 
     if patience is None:

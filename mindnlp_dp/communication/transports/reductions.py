@@ -1,4 +1,4 @@
-"""Reductions by NumPy, for what a library does not reduce, or reduces otherwise than NumPy."""
+"""This module reduces arrays by NumPy where a library cannot, or gives other results; the transports call it."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def reduce_arrays(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
-    """Reduce in rank order, so that every rank computes the same bits."""
+    """Reduce ``arrays`` in rank order, so that every rank computes the same bits."""
     return functools.reduce(REDUCTIONS[op], arrays)

@@ -1,12 +1,11 @@
-"""Memory that the processes of one host share, and sums in it.
+"""This module allocates memory that the processes of one host share, and sums arrays in it, for the MPI transport.
 
-Goes in: how many bytes each process wants. Comes out: an array with a row for every
-process, which all of them see. It is a file without a name (memfd_create), which
-the other ranks open through the one that made it: it goes when the last process lets go
-of it, be it killed, and no limit on /dev/shm concerns it. (An MPI window would have
-to be freed by all ranks together, and could not be left to the garbage collector.)
+The memory is an array with one row per process, which all of them see. It is a file without a name
+(memfd_create), which the other ranks open through /proc of the rank that created it. It is freed when the last
+process releases it or is killed, and no limit on /dev/shm applies. (An MPI window would have to be
+freed by all ranks together, and could not be left to the garbage collector.)
 
-What gradients do in such rows is drawn in :mod:`mindnlp_dp.gradients.buckets.shared`.
+:mod:`mindnlp_dp.gradients.buckets.shared` has a diagram of gradients in such rows.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from .zero_blocks import sum_over_hosts
 
 # Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.
 STAGE_BYTES = 1 << 20
-# Slices begin at whole cache lines, so that no two ranks write to one.
+# Slices begin at whole cache lines, so that no two ranks write to the same line.
 CACHE_LINE_BYTES = 64
 _NONCE_BYTES = 16
 
 
 def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
-    """An array of bytes that all ranks of ``host`` (an mpi4py communicator) see, None where one of them cannot.
+    """Return a zeroed byte array that all ranks of ``host`` (an mpi4py communicator) see; None if any rank cannot.
 
-    Its shape is ``(ranks of the host, row_bytes)``, rounded up to cache lines; it is zeroed.
+    Its shape is ``(ranks of the host, row_bytes)``, with rows rounded up to cache lines.
 
     A collective of the host.
     """
     row = round_up(max(row_bytes, 1), CACHE_LINE_BYTES)
     num_bytes = row * host.size
     mine, memory = -1, None
-    # Behind the rows: the others know by it what they have opened.
+    # Written after the rows: it shows the other ranks that they have opened the right file.
     nonce = os.urandom(_NONCE_BYTES)
     if host.rank == 0:
         with contextlib.suppress(OSError):
@@ -52,11 +51,11 @@ def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
     process, descriptor, nonce = host.bcast((os.getpid(), mine, nonce), root=0)
     with contextlib.suppress(OSError, ValueError):
         if host.rank != 0:
-            # Where processes are numbered otherwise there, as in a container of its own, this is another file, or none.
+            # If the ranks have different process ids, as in separate containers, this is another file, or none.
             mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_NONBLOCK)
         if os.pread(mine, _NONCE_BYTES + 1, num_bytes) == nonce:
-            # Now, with an error, rather than later, with a signal; and every row by its own rank, so that it lies in
-            # the memory beside that rank's core.
+            # Allocate now, to get an error here instead of a signal later. Each rank allocates its own row, so that the
+            # row lies in memory near that rank's core.
             os.posix_fallocate(mine, host.rank * row, row)
             memory = mmap.mmap(mine, num_bytes)
     everybody_has_it = all(host.allgather(memory is not None))
@@ -68,7 +67,7 @@ def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
 
 
 def why_no_memory_is_shared(ranks_by_host: Sequence[int]) -> str:
-    """Empty where slices can go round rings of equal length: hosts must have as many ranks as each other.
+    """Return why memory is not shared; empty if all hosts have equally many ranks, so that rings have equal length.
 
     >>> why_no_memory_is_shared([2, 2])
     ''
@@ -82,10 +81,10 @@ def why_no_memory_is_shared(ranks_by_host: Sequence[int]) -> str:
 
 
 class HostMemory:
-    """Memory that the ranks of each host share.
+    """Allocates memory that the ranks of each host share.
 
     Attributes:
-        is_available: whether there is any, on all hosts; the same on every rank.
+        is_available: whether all hosts can share memory; the same on every rank.
     """
 
     def __init__(self, comm: Any, host: Any, *, is_available: bool) -> None:
@@ -94,7 +93,7 @@ class HostMemory:
         self.is_available = is_available
 
     def rows(self, row_bytes: int) -> Optional[np.ndarray]:
-        """Rows of :func:`share_rows`, or None on all ranks of the job, which rank 0 says once. A collective."""
+        """Return rows of :func:`share_rows`, or None on all ranks, which rank 0 reports once. A collective."""
         if not self.is_available:
             return None
         rows = share_rows(self._host, row_bytes)
@@ -106,7 +105,7 @@ class HostMemory:
         return rows
 
     def flat(self, num_bytes: int) -> Optional[np.ndarray]:
-        """One array of bytes that all ranks of a host see, instead of a row for each. A collective."""
+        """Return one byte array that all ranks of a host see, instead of one row per rank. A collective."""
         rows = self.rows(-(-num_bytes // self._host.size))
         return None if rows is None else rows.reshape(-1)[:num_bytes]
 
@@ -117,7 +116,7 @@ def round_up(number: int, multiple: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def slice_bounds(numel: int, num_slices: int, item_bytes: int) -> tuple[int, ...]:
-    """Where ``num_slices`` slices of ``numel`` items begin, and the last one ends: as even as cache lines allow.
+    """Return where ``num_slices`` slices of ``numel`` items begin, and the last one ends, as even as cache lines allow.
 
     >>> slice_bounds(100, 2, 4), slice_bounds(10, 3, 4)
     ((0, 64, 100), (0, 10, 10, 10))
@@ -127,14 +126,14 @@ def slice_bounds(numel: int, num_slices: int, item_bytes: int) -> tuple[int, ...
 
 
 class HostExchange:
-    """Sums over the ranks of a host in shared memory, and over hosts in a ring.
+    """Sums arrays over the ranks of a host in shared memory, and over hosts in a ring.
 
-    ``host`` holds the ranks of this host, ``peers`` those of the same local rank on every host, both mpi4py
-    communicators, which nobody else uses while it is at work; every host has as many ranks.
+    ``host`` (the ranks of this host) and ``peers`` (the ranks with this local rank on every host) are mpi4py
+    communicators, which no other code uses during an exchange; every host has the same number of ranks.
 
     Attributes:
-        bytes_sent: to other hosts so far, by this rank.
-        skip_zeros: whether blocks that are zero on all hosts stay at home.
+        bytes_sent: number of bytes that this rank has sent to other hosts so far.
+        skip_zeros: whether blocks that are zero on all hosts are not sent.
     """
 
     def __init__(self, host: Any, peers: Any) -> None:
@@ -163,14 +162,14 @@ class HostExchange:
         *,
         scatter: bool = False,
     ) -> None:
-        """Scale every row, sum them over all ranks, each rank its slice; slice ``r`` of the sum is in row ``r``.
+        """Scale every row and sum the rows over all ranks; each rank sums its slice, and slice ``r`` is in row ``r``.
 
-        Slice ``r`` is local rank ``r``'s on every host, and consists of as many parts as there are hosts: ``bounds``
-        say where all parts of all slices begin, and the last one ends, at multiples of 64 elements where blocks of
-        zeros are to stay at home. To ``scatter``, each host ends with the sum of its own part of a slice only.
+        Slice ``r`` belongs to local rank ``r`` on every host, and has one part per host: ``bounds`` say where all
+        parts of all slices begin, and where the last one ends, at multiples of 64 elements if blocks of zeros are
+        skipped. With ``scatter``, a host gets only the sum of the part of each slice that belongs to it.
 
-        Every element is multiplied by ``scale`` before it is added, as an exchange without shared memory does it, and
-        the rows of a host are added in rank order, so that where a slice begins makes no difference to its bits.
+        Every element is multiplied by ``scale`` before it is added, as in an exchange without shared memory, and the
+        rows of a host are added in rank order, so that the bits of the sum do not depend on where slices begin.
         """
         rank, edges = self._host.rank, self._of_hosts(bounds)
         first, last = edges[0], edges[-1]
@@ -185,12 +184,12 @@ class HostExchange:
         barrier(self._host, patience)
 
     def _of_hosts(self, bounds: Sequence[int]) -> Sequence[int]:
-        """Where the hosts' parts of this local rank's slice begin, and the last one ends."""
+        """Return where the hosts' parts of this local rank's slice begin, and where the last one ends."""
         rank, hosts = self._host.rank, self._peers.size
         return bounds[rank * hosts : (rank + 1) * hosts + 1]
 
     def gather_from_hosts(self, array: np.ndarray, bounds: Sequence[int]) -> None:
-        """Fill in what the other hosts' ranks of this local rank have: each its part of its slice, in place."""
+        """Gather, in place, the parts of this local rank's slice from its peers on the other hosts."""
         if self._peers.size > 1:
             self.bytes_sent += gather_round_ring(self._peers, array, self._of_hosts(bounds))
 
@@ -199,21 +198,22 @@ class HostExchange:
         return bool(self._stages)
 
     def set_stage(self, rows: np.ndarray) -> None:
-        """Give :meth:`all_reduce` its memory: bytes of shape ``(ranks of the host, 2 * STAGE_BYTES)``."""
+        """Set the memory of :meth:`all_reduce`: bytes of shape ``(ranks of the host, 2 * STAGE_BYTES)``."""
         self._stages = [rows[:, :STAGE_BYTES], rows[:, STAGE_BYTES:]]
         self._typed_stages.clear()
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, reduce: Callable[..., Any]) -> None:
-        """Reduce a flat array over all ranks into ``out``, through the stage, a piece that fits the cache at a time.
+        """Reduce a flat array over all ranks into ``out``, in pieces that fit the cache, through staging memory.
 
-        There are two stages, taken in turn: whoever begins to write to one has seen all ranks at work on the other, and
-        so done with reading this one.
+        Two stages alternate: a rank that begins to write to one has passed a barrier with all ranks on the other, so
+        no rank still reads the one that it writes to.
         """
         rank, size, barrier = self._host.rank, self._host.size, self._host.Barrier
         step = STAGE_BYTES // x.itemsize
         stages = self._typed_stages.get(x.dtype)
         if stages is None:
-            # A row at a time: a view of a row costs a multiple less than one of a matrix, and small arrays feel it.
+            # Split into rows, because a view of a row is several times cheaper than one of a matrix, which matters for
+            # small arrays.
             stages = self._typed_stages[x.dtype] = [list(stage.view(x.dtype)) for stage in self._stages]
         for begin in range(0, len(x), step):
             part = x[begin : begin + step]
@@ -233,15 +233,15 @@ class HostExchange:
                 out[begin + start : begin + stop] = row[start:stop]
 
 
-# Elements of a scratch array that stays in a core's own cache.
+# Elements of a scratch array that fits a core's own cache.
 _BLOCK = 1 << 17
 
 
 def _sum_scaled(rows: np.ndarray, rank: int, first: int, last: int, factor: Any) -> None:
-    """``rows[rank, first:last]`` becomes the sum of all rows there, each times ``factor``, added in the order of rows.
+    """Set ``rows[rank, first:last]`` to the sum of all rows there, each times ``factor``, added in the order of rows.
 
-    In blocks that stay in the cache. What comes before the rank's own row is added up beside it, for it cannot be
-    written to until it was read.
+    It works in blocks that fit the cache. Rows before the rank's own are summed in a scratch array, because its own
+    row must be read before it is overwritten.
     """
     mine = rows[rank]
     total, scaled = np.empty((2, min(_BLOCK, max(last - first, 1))), rows.dtype)

@@ -1,4 +1,4 @@
-"""The transport of a single process."""
+"""This module implements the transport of a single process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .transport import HostTransport, Transport
 
 
 class SingleProcessChannel(HostChannel):
-    """Of one rank: a sum is what was put in."""
+    """The gradient channel of one rank: every sum is its own input."""
 
     world_size, slice_index = 1, 0
     cannot_overlap = "there is one rank"
@@ -23,7 +23,7 @@ class SingleProcessChannel(HostChannel):
 
 
 class SingleProcessTransport(HostTransport):
-    """World size 1: every collective gives back what it was given, as a copy."""
+    """The transport at world size 1: every collective returns a copy of its input."""
 
     name = "single"
     rank = local_rank = 0

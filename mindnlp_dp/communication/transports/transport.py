@@ -1,9 +1,8 @@
-"""What a transport is: it moves arrays between the ranks of a job.
+"""This module defines the interface of a transport, which moves arrays between the ranks of a job.
 
-It takes them in the form that its library likes best: NumPy arrays for MPI, MindSpore tensors for HCCL, NCCL and MCCL.
-It is called by :class:`~mindnlp_dp.communication.collectives.ProcessGroup`, which has checked the arguments, and by
-nobody else. Methods other than ``send``, ``begin_send`` and ``recv`` are collectives: all ranks call them, in the same
-order.
+A transport takes arrays in its library's own form: NumPy arrays for MPI, MindSpore tensors for HCCL, NCCL and MCCL.
+:class:`~mindnlp_dp.communication.collectives.ProcessGroup` calls it after checking the arguments. Methods other than
+``send``, ``begin_send`` and ``recv`` are collectives: all ranks call them, in the same order.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ T = TypeVar("T")
 
 
 class Transport(abc.ABC):
-    """The ranks of a job, and how arrays get from one to another.
+    """Moves arrays between the ranks of a job, by one library.
 
     Attributes:
-        waits_for_a_device: whether taking a result to the host makes a device come to a stop.
-        channel: what gradients travel on.
-        labels: how messages name each rank; without any, by its number.
+        waits_for_a_device: whether copying a result to the host waits for a device.
+        channel: channel on which gradients are exchanged.
+        labels: name of each rank in messages; if empty, messages show its number.
     """
 
     waits_for_a_device = False
@@ -41,21 +40,21 @@ class Transport(abc.ABC):
     local_world_size: int
     channel: Channel
 
-    # Arrays in the library's own form, so that the group takes and gives back either kind.
+    # Conversions to and from the library's own form, so that the group accepts and returns either kind.
 
     @abc.abstractmethod
     def to_native(self, x: Any) -> Any:
-        """Turn a NumPy array or a MindSpore tensor into what this transport exchanges."""
+        """Convert a NumPy array or a MindSpore tensor to the kind that this transport exchanges."""
 
     @abc.abstractmethod
     def from_native(self, y: Any, like: Any) -> Any:
-        """Turn a result into the kind of array that ``like`` is."""
+        """Convert a result to the kind of array that ``like`` is."""
 
     @abc.abstractmethod
     def widened(self, x: Any) -> Any:
-        """An array of a half type as float32; both are of the kind that this transport exchanges."""
+        """Return an array of a half type as float32; both are of the kind that this transport exchanges."""
 
-    # The primitives of a library.
+    # The primitives that each library implements.
 
     @abc.abstractmethod
     def all_reduce(self, x: Any, op: str) -> Any: ...
@@ -74,22 +73,22 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
-        """Rows of ``x``, of at least one dimension, to the ranks in order; returns their rows, in rank order."""
+        """Send rows of ``x`` (1 or more dimensions) to the ranks in order; return the received rows, in rank order."""
 
     @abc.abstractmethod
     def send(self, x: Any, dst: int) -> None: ...
 
     @abc.abstractmethod
     def begin_send(self, x: Any, dst: int, tag: int) -> Any:
-        """Begin to send; returns a handle with ``wait()``, until when the caller keeps ``x`` as it is."""
+        """Begin to send, and return a handle; the caller must not change ``x`` before its ``wait()`` has returned."""
 
     @abc.abstractmethod
     def recv(self, like: Any, src: int, tag: int = 0) -> Any: ...
 
     @abc.abstractmethod
     def split(self, ranks: Sequence[int]) -> Transport:
-        """A transport among ``ranks``, in this order, of which this one is one. A collective: all ranks of this one
-        call it at the same time, each with the ranks of its own part."""
+        """Return a transport of ``ranks``, in this order, which include this one. A collective: all ranks of this
+        transport call it at the same time, each with the ranks of the subgroup that it belongs to."""
 
     @abc.abstractmethod
     def barrier(self) -> None: ...
@@ -100,45 +99,45 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def _new_channel(self) -> Channel: ...
 
-    # What only some libraries can.
+    # Features of some libraries only.
 
     def tells_of_a_loss(self, error: BaseException) -> bool:
-        """Whether an error says that a rank was lost, and the others can go on without it."""
+        """Return whether an error means that a rank was lost and the others can continue without it."""
         return False
 
     def of_those_left(self) -> Transport:
-        """A transport of the ranks that are left when some were lost, in their order; this one is of no use any more.
+        """Return a transport of the surviving ranks, in their order; this one can no longer be used.
 
-        A collective of theirs, to which each comes by an error that tells of a loss.
+        A collective of the surviving ranks; each calls it after an error for which :meth:`tells_of_a_loss` is true.
         """
         raise NotImplementedError(f"{self.name} cannot go on without a rank")
 
-    # What follows from them.
+    # Methods built on the primitives.
 
     def label(self, rank: int) -> str:
-        """How messages name a rank."""
+        """Return the name of a rank in messages."""
         return self.labels[rank] if self.labels else str(rank)
 
     def reopen_channel(self) -> None:
-        """Open a new channel, after ranks left an exchange on the old one half way; a collective."""
+        """Open a new channel after ranks left an exchange on the old one half way. A collective."""
         self.channel.is_superseded = True
         self.channel = self._new_channel()
 
     def sum_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
-        """The sums of the ranks' numbers, float32, behind which stands ``last``: one more, or a tensor of one."""
+        """Return the sums over the ranks of ``numbers`` (float32) and of ``last``, a number or a one-element tensor."""
         mine = self.to_native(np.append(numbers, np.float32(last)))
         return to_host(self.all_reduce(mine, "sum"))
 
     def all_equal(self, number: int) -> bool:
-        """Whether all ranks bring the same number, of at most 62 bits: the largest of [n, -n] tells."""
+        """Return whether all ranks pass the same number, of at most 62 bits, by one max-reduction of [n, -n]."""
         pair = self.to_native(np.array([number, -number], np.int64))
         largest, minus_smallest = to_host(self.all_reduce(pair, "max")).tolist()
         return largest == -minus_smallest
 
     def gather_on_host(self, obj: T) -> Optional[list[T]]:
-        """The objects of this host's ranks, by local rank; None where no operator may run for it.
+        """Return the objects of this host's ranks, by local rank; None if the transport would need an operator.
 
-        It is called before the runtime is configured. Operators, MCCL's too, start MindSpore's threads.
+        It is called before the runtime is configured, and operators, including MCCL's, start MindSpore's threads.
         """
         return None
 

@@ -1,7 +1,7 @@
-"""Sums between hosts, for which blocks of zeros stay at home.
+"""This module sums arrays between hosts without sending blocks of zeros; shared-memory exchanges call it.
 
-Goes in: an mpi4py communicator and a flat array, of the same length on every rank. Comes out: the
-sum over the ranks, in place, with the same bits everywhere, and how many bytes it took.
+It takes an mpi4py communicator and a flat array of the same length on every rank, and sums in place, with the same
+bits on every rank.
 
 ::
 
@@ -21,9 +21,9 @@ from .half_wire import HalfWire
 from .host_ring import even_edges, reduce_round_ring
 from .patience import Patience, all_reduce_in_place
 
-# Elements of a block that is sent whole or not at all: 256 bytes of float32, one bit on the wire.
+# Elements of a block, which is sent completely or not at all: 256 bytes of float32, or one bit.
 BLOCK_ELEMENTS = 64
-# Packing pays when it leaves out more than this share of the blocks.
+# Packing is worth its cost if it leaves out more than this fraction of the blocks.
 _WORTH_PACKING = 0.1
 
 
@@ -37,14 +37,14 @@ def sum_over_hosts(
     edges: Optional[Sequence[int]] = None,
     scatter: bool = False,
 ) -> int:
-    """Sum ``array`` in place over the hosts; blocks that are zero on all of them are not sent. Returns bytes sent.
+    """Sum ``array`` in place over the hosts, without the blocks that are zero on all; return the bytes sent.
 
-    ``edges``, at whole blocks, and ``scatter`` are those of :func:`.reduce_round_ring`.
+    ``edges``, at block boundaries, and ``scatter`` are those of :func:`.reduce_round_ring`.
 
-    The gradient of an embedding has few rows that are not zero, and is often half of the model
+    The gradient of an embedding is often half of the model, and has few rows that are not zero
     (Fei et al., "Efficient sparse collective communication and its application to accelerate distributed deep
-    learning", SIGCOMM 2021, send non-zero blocks only, too). Nothing is rounded by that, and no sum made in another
-    order. The bits that say which blocks are sent, a 2,048th of float32, are not counted.
+    learning", SIGCOMM 2021, also send only nonzero blocks). Skipping blocks rounds nothing, and does not change the
+    order of sums. The bits that say which blocks are sent, 1/2048 of the float32 data, are not counted.
     """
     num_blocks = len(array) // BLOCK_ELEMENTS
     edges = edges or even_edges(len(array), peers.size, BLOCK_ELEMENTS)
@@ -53,7 +53,7 @@ def sum_over_hosts(
     from mpi4py import MPI
 
     blocks = array[: num_blocks * BLOCK_ELEMENTS].reshape(num_blocks, BLOCK_ELEMENTS)
-    # As integers: a negative zero is something.
+    # Compare as integers, because a negative zero must be sent.
     holds_anything = blocks.view(f"u{array.itemsize}").any(axis=1)
     bits = np.packbits(holds_anything)
     all_reduce_in_place(peers, bits, MPI.BOR, patience)

@@ -1,1 +1,1 @@
-"""MindNLP 0.4's Trainer, data parallel."""
+"""This package makes MindNLP 0.4's Trainer data parallel."""

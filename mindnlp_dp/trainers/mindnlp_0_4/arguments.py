@@ -1,6 +1,6 @@
-"""Training arguments of MindNLP 0.4.1.
+"""This module makes the training arguments of MindNLP 0.4.1 data parallel; the Trainer in this folder takes them.
 
-MindNLP's ``TrainingArguments`` says rank 0 of 1 in every process, so that every process logs, saves and deletes the
+MindNLP's ``TrainingArguments`` reports rank 0 of 1 in every process, so every process would log, save and delete the
 same files.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 from mindnlp_dp.trainers.arguments import RankArguments, upgrade
 from mindnlp_dp.trainers.library import TrainingArguments
 
-# What MindNLP's TrainingArguments take, and its Trainer never looks at.
+# Settings that MindNLP's TrainingArguments accept and its Trainer ignores.
 _WITHOUT_EFFECT = ("fp16", "bf16")
-# What MindNLP's Trainer hands to MindSpore's pipelines; here samples are read by the rank itself, between its updates.
+# Settings of MindSpore's pipelines in MindNLP's Trainer; here the rank itself reads its samples, between its updates.
 _OF_PIPELINES = ("dataset_num_workers", "dataset_prefetch_factor")
 
 
@@ -24,12 +24,11 @@ _OF_PIPELINES = ("dataset_num_workers", "dataset_prefetch_factor")
 class DataParallelArguments(RankArguments):
     """MindNLP's ``TrainingArguments`` for one process of several.
 
-    Of MindNLP's own fields, these steer data parallelism: ``per_device_train_batch_size``
-    is a rank's micro batch; ``dataset_drop_last`` drops a last global batch that is not full
-    instead of splitting it; ``data_seed`` (else ``seed``) fixes the order of the samples;
-    ``logging_nan_inf_filter`` says what becomes of a micro batch whose loss is NaN or infinite, on all ranks alike: it
-    is reported and left out of log and update (True), or training stops with the report (False);
-    ``log_on_each_node`` and ``save_on_each_node`` make the first rank of every host one that logs, or writes.
+    These fields of MindNLP control data parallelism: ``per_device_train_batch_size`` is a rank's micro-batch;
+    ``dataset_drop_last`` drops a last global batch that is not full instead of splitting it; ``data_seed`` (else
+    ``seed``) fixes the order of the samples; ``logging_nan_inf_filter`` says what happens on all ranks to a micro-batch
+    whose loss is NaN or infinite: it is reported and left out of log and update (True), or training stops with the
+    report (False); with ``log_on_each_node`` and ``save_on_each_node`` the first rank of every host logs or writes.
 
     Raises:
         ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or ``recompute``.
@@ -59,7 +58,7 @@ class DataParallelArguments(RankArguments):
 def upgrade_arguments(args: Any) -> DataParallelArguments:
     """Turn a plain ``TrainingArguments``, or an instance of a subclass of it, into one that knows its rank.
 
-    The original is left as it is. Raises TypeError for anything else.
+    The original is not changed. Raises TypeError for anything else.
     """
     upgraded: DataParallelArguments = upgrade(args, TrainingArguments, DataParallelArguments)
     return upgraded

@@ -1,1 +1,1 @@
-"""The Trainer of MindNLP 0.5, which is that of Hugging Face's Transformers."""
+"""This package makes the Trainer of MindNLP 0.5, which is that of Hugging Face's Transformers, data parallel."""

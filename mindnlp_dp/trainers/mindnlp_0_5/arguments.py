@@ -1,4 +1,4 @@
-"""Training arguments of Transformers, under MindNLP 0.5."""
+"""This module makes Transformers' training arguments data parallel under MindNLP 0.5; the Trainer takes them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers.training_args import ParallelMode
 from mindnlp_dp.trainers.arguments import RankArguments, upgrade
 from mindnlp_dp.trainers.library import TrainingArguments
 
-# What Transformers does for these goes through Accelerate, PyTorch or its own loop, whose place is taken here.
+# Transformers implements these settings in Accelerate, PyTorch or its own loop, which this package replaces.
 _NOT_HERE = (
     "fp16", "bf16", "deepspeed", "fsdp", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo",
     "jit_mode_eval", "use_liger_kernel", "gradient_checkpointing", "eval_on_start",
     "batch_eval_metrics", "use_legacy_prediction_loop", "restore_callback_states_from_checkpoint", "push_to_hub",
     "debug", "neftune_noise_alpha",
 )  # fmt: skip
-# What it would take otherwise than by default changes nothing here.
+# Settings whose value has no effect here.
 _WITHOUT_EFFECT = (
     "dataloader_num_workers", "dataloader_prefetch_factor", "torch_empty_cache_steps", "average_tokens_across_devices",
     "use_ipex", "ddp_bucket_cap_mb",
@@ -30,11 +30,11 @@ _WITHOUT_EFFECT = (
 class DataParallelArguments(RankArguments):
     """Transformers' ``TrainingArguments`` for one process of several.
 
-    Of Transformers' own fields, these steer data parallelism: ``per_device_train_batch_size`` is a rank's micro batch;
+    These fields of Transformers control data parallelism: ``per_device_train_batch_size`` is a rank's micro-batch;
     ``dataloader_drop_last`` drops a last global batch that is not full instead of splitting it; ``data_seed`` (else
-    ``seed``) fixes the order of the samples; ``logging_nan_inf_filter`` says what becomes of a micro batch whose loss
-    is NaN or infinite, on all ranks alike: it is reported and left out of log and update (True), or training stops with
-    the report (False).
+    ``seed``) fixes the order of the samples; ``logging_nan_inf_filter`` says what happens on all ranks to a micro-batch
+    whose loss is NaN or infinite: it is reported and left out of log and update (True), or training stops with the
+    report (False).
 
     Raises:
         ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or a setting that is not supported,
@@ -79,7 +79,7 @@ class DataParallelArguments(RankArguments):
 def upgrade_arguments(args: Any) -> DataParallelArguments:
     """Turn a plain ``TrainingArguments``, or an instance of a subclass of it, into one that knows its rank.
 
-    The original is left as it is. Raises TypeError for anything else.
+    The original is not changed. Raises TypeError for anything else.
     """
     upgraded: DataParallelArguments = upgrade(args, TrainingArguments, DataParallelArguments)
     return upgraded

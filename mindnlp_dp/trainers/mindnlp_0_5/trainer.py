@@ -1,4 +1,4 @@
-"""Transformers' Trainer under MindNLP 0.5, data parallel: what is called otherwise there than elsewhere."""
+"""This module makes Transformers' Trainer data parallel under MindNLP 0.5; it implements the methods that differ."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DataParallelTrainerMixin(RankTrainer):
         class MyTrainer(dp.DataParallelTrainerMixin, transformers.Trainer): ...
 
     Call ``mindnlp_dp.init_process_group()`` before the model is built. Overridden methods such as ``compute_loss``,
-    ``training_step`` and ``prediction_step`` are called as ever, on this rank's part of the batch. What is promised is
-    what the mixin for MindNLP 0.4 promises: N ranks train the model that one process with the whole batch trains.
+    ``training_step`` and ``prediction_step`` are called as usual, on this rank's part of the batch. The guarantees are
+    those of the mixin for MindNLP 0.4: N ranks train the model that one process with the full batch trains.
     """
 
     args: DataParallelArguments
@@ -50,16 +50,16 @@ class DataParallelTrainerMixin(RankTrainer):
     # Gradients.
 
     def loss_weight(self, inputs: Any) -> float:
-        """Return what this micro batch's loss weighs in the mean over ranks and micro batches.
+        """Return the weight of this micro-batch's loss in the mean over ranks and micro-batches.
 
-        Of a model that divides a sum over labels by ``num_items_in_batch``, that number: the labels that are not -100.
-        Else it is as with MindNLP 0.4.
+        If the loss is a sum over labels divided by ``num_items_in_batch``, the weight is that number: the labels that
+        are not -100. Else it is the same as with MindNLP 0.4.
         """
         is_smoothed = self.label_smoother is not None and self.compute_loss_func is None  # type: ignore[attr-defined]
         return count_labels(inputs) if self._counts_labels(inputs) and not is_smoothed else super().loss_weight(inputs)
 
     def evaluation_weight(self, inputs: Any) -> float:
-        """Return what a batch's loss weighs in the mean loss of an evaluation, where the model divides by itself."""
+        """Return the weight of a batch's loss in an evaluation, where the loss gets no ``num_items_in_batch``."""
         if not self.trainer_loss.is_weighed_by_default:
             return self.loss_weight(inputs)
         if self.compute_loss_func is not None and "labels" in inputs:  # type: ignore[attr-defined]
@@ -67,12 +67,12 @@ class DataParallelTrainerMixin(RankTrainer):
         return super().loss_weight(inputs)
 
     def _counts_labels(self, inputs: Any) -> bool:
-        """Whether the loss is a sum over labels by their number, ``num_items_in_batch``."""
+        """Tell whether the loss is a sum over labels, divided by their number ``num_items_in_batch``."""
         takes_it = self.model_accepts_loss_kwargs or self.compute_loss_func is not None  # type: ignore[attr-defined]
         return takes_it and "labels" in inputs
 
     def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
-        # By these training_step() would divide once more.
+        # training_step() divides the loss by this number; the exchange weights it already.
         self.current_gradient_accumulation_steps = 1
         num_items = []
         if self._counts_labels(inputs):
@@ -89,17 +89,17 @@ class DataParallelTrainerMixin(RankTrainer):
         ignore_keys_for_eval: Optional[list[str]] = None,
         **kwargs: Any,
     ) -> Any:
-        """Train; every rank calls it, and returns the same ``TrainOutput``.
+        """Train the model; every rank calls this, and gets the same ``TrainOutput``.
 
         ``resume_from_checkpoint`` is a checkpoint's folder, or True for the newest complete one in ``output_dir``. Only
-        rank 0 reads it. Damaged ones are passed over with a warning.
+        rank 0 reads it. Damaged checkpoints are skipped with a warning.
 
         Raises:
             CheckpointError: the checkpoint is not complete, there is none, or it is not one of this model.
-            ValueError: it cannot be taken up with this data, or by this number of ranks.
-            FloatingPointError: a loss or a gradient is no number, and ``logging_nan_inf_filter`` is False.
+            ValueError: the run cannot be resumed with this data, or with this number of ranks.
+            FloatingPointError: a loss or gradient is NaN or infinite, and ``logging_nan_inf_filter`` is False.
         """
-        # MindNLP's training_step keeps the model and the parameters that it was called with first.
+        # MindNLP's training_step caches the model and parameters of its first call in grad_fn.
         self.__dict__.pop("grad_fn", None)
         self.choose_run(resume_from_checkpoint)
         return super().train(None, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
@@ -108,7 +108,7 @@ class DataParallelTrainerMixin(RankTrainer):
         return self.get_train_dataloader()
 
     def get_train_dataloader(self) -> Any:
-        """A loader of this rank's part of ``train_dataset``."""
+        """Return a loader of this rank's part of ``train_dataset``."""
         self._check_sampler("_get_train_sampler")
         return self._training_loader(self.train_dataset)  # type: ignore[attr-defined]
 
@@ -116,12 +116,12 @@ class DataParallelTrainerMixin(RankTrainer):
         self._save_checkpoint(self.model, None)
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        """Write the run as it stands; one rank writes, the others return when it has, or raise what it raised."""
+        """Write a checkpoint of the run; one rank writes, the others return when it is written, or raise its error."""
         save_checkpoint(self, model, None)
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         if self.args.metric_for_best_model is not None:
-            # An error that says the same in either library.
+            # It raises the same error message with either library.
             self.args.metric_to_watch(metrics)
         self._determine_best_metric(metrics, None)  # type: ignore[attr-defined]
 
@@ -132,14 +132,14 @@ class DataParallelTrainerMixin(RankTrainer):
     # Evaluation.
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """A loader of this rank's slices of every global evaluation batch, in data set order."""
+        """Return a loader of this rank's slices of every global evaluation batch, in data set order."""
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]  # type: ignore[attr-defined]
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset  # type: ignore[attr-defined]
         return self.get_test_dataloader(dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The same for :meth:`predict`."""
+        """Return such a loader for :meth:`predict`."""
         self._check_sampler("_get_eval_sampler")
         return self._evaluation_loader(test_dataset)
 
@@ -152,4 +152,4 @@ class DataParallelTrainerMixin(RankTrainer):
 
 
 class DataParallelTrainer(DataParallelTrainerMixin, Trainer):
-    """Transformers' ``Trainer``, data parallel."""
+    """Transformers' ``Trainer``, made data parallel; scripts use it in place of the original."""
