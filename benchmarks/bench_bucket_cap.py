@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How large buckets should be for a model here: the time of an exchange, with buckets of several sizes.
+"""Find a good bucket size for this machine: measure the time of a gradient exchange with several sizes.
 
     python benchmarks/bench_bucket_cap.py                          # a BERT of 22.7 M parameters, two ranks over MPI
     python benchmarks/bench_bucket_cap.py --backend mindspore
 
-The smallest that is nearly as fast as the fastest is a good ``bucket_cap_mb``: a smaller bucket is full sooner, and
-overlaps more of the backward pass.
+A good ``bucket_cap_mb`` is the smallest that is nearly as fast as the fastest: a smaller bucket is full sooner, so its
+exchange overlaps more of the backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEARLY = 1.05
 
 
 def measure(repeats: int, compression: str) -> dict[str, Any]:
-    """Seconds of one window's exchange for each candidate, taken in turns; of the slowest rank."""
+    """Return the exchange times of one window for each candidate, measured in turns, on the slowest rank."""
     import mindspore
 
     import mindnlp_dp as dp
@@ -41,7 +41,7 @@ def measure(repeats: int, compression: str) -> dict[str, Any]:
             sync = dp.GradientSynchronizer(
                 parameters, group, bucket_cap_mb=cap, overlap=False, compression=compression or None
             )
-            # The first window takes the memory.
+            # The first window allocates the memory, so it does not count.
             sync(gradients)
             group.barrier()
             began = time.perf_counter()

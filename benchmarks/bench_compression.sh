@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What compression does to the model: the quickstart, trained by two hosts (network namespaces of this machine, a core
-# each), with gradients as they are, rounded to fp16 and bf16, and approximated by PowerSGD.
+# Compare the accuracy of the quickstart with and without gradient compression: uncompressed, fp16, bf16 and PowerSGD.
+# It trains on two hosts, which are network namespaces of this machine with one core each.
 #
 #   bash benchmarks/bench_compression.sh [--config configs/quickstart_cpu.yaml] [--json FILE]     needs root and iproute2
 set -euo pipefail

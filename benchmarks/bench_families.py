@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The quickstart's task with other families than RoBERTa, each from a configuration of the same size, on two ranks.
+"""Train the quickstart's task with RoBERTa and other model families of the same size, on two ranks.
 
     python benchmarks/bench_families.py --json outputs/bench_families.json       (about fifteen minutes on two cores)
 
-Every run has the quickstart's settings, data, order and seed; only the model differs. A model whose weights are not
-initialised, or whose head is zero, is far less accurate than RoBERTa.
+All runs have the quickstart's settings, data, order and seed; only the model differs. A model with uninitialized
+weights or a zero head would be far less accurate than RoBERTa.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAMILIES = ("roberta", "xlm_roberta", "distilbert", "ernie", "opt")
 
 
 def build(family: str, config: Any, vocab_size: int, num_labels: int) -> Any:
-    """A classifier of a family, as large as the quickstart's RoBERTa."""
+    """Return a classifier of a family, of the same size as the quickstart's RoBERTa."""
     import mindnlp.transformers as library
 
     from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD
@@ -56,7 +56,7 @@ def build(family: str, config: Any, vocab_size: int, num_labels: int) -> Any:
 
 
 def train(family: str, config_file: Path, write: Path) -> None:
-    """One run, on every rank of a job."""
+    """Train and evaluate one family on every rank of a job; rank 0 writes the result."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()

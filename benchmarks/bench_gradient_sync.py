@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""The exchange of a model's gradients between two ranks on one host: ours beside what else there is.
+"""Time the exchange of a model's gradients between two ranks on one host: ours, simpler ways and other libraries.
 
     python benchmarks/bench_gradient_sync.py --json outputs/bench_gradient_sync.json
 
-``--model bert`` (22.7 million parameters, six layers of width 384) or ``roberta-base``; the shapes suffice. An exchange
-begins with gradients in each rank's private memory and ends with their mean there: naive (one all-reduce a parameter)
-over MCCL and over MPI; in buckets through MPI's own Allreduce; ours, in shared memory; and PyTorch's gloo on the same
-bytes, in buckets of 25 MiB, as its DistributedDataParallel makes them. Beside them one copy in and one copy out, by
-both ranks at once: no exchange through memory takes less. Last, what exchange during the backward pass adds: a look at
-every gradient in its hook and behind the pass, for somebody may have changed it. Jobs are run in turns; medians are
-printed.
+The model is ``--model bert`` (22.7 million parameters, six layers of width 384) or ``roberta-base``; only its shapes
+are used. An exchange begins with gradients in each rank's private memory and ends with their mean there. Measured are:
+naive (one all-reduce per parameter) over MCCL and over MPI; buckets through MPI's own Allreduce; ours, in shared
+memory; and PyTorch's gloo on the same bytes in buckets of 25 MiB, as in DistributedDataParallel. For comparison, both
+ranks copy everything in and out once at the same time: the minimum for an exchange through memory. The last row is the
+extra cost of exchange during the backward pass: every gradient is checked in its hook and again after the pass, because
+other code may have changed it. Jobs run in turns; medians are printed.
 
-Below the table: the memory that our exchange keeps, a rank, in multiples of the gradients. Memory that ranks share
+Below the table is the memory that our exchange keeps per rank, in multiples of the gradients. Memory that ranks share
 counts once (Linux's proportional set size).
 """
 
@@ -51,7 +51,7 @@ NAMES = {
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
-    """The parameters of an encoder, in the order of the model."""
+    """Return the shapes of an encoder's parameters, in the order of the model."""
     vocab, positions, width, inner, layers = {
         "bert": (30522, 512, 384, 1536, 6),
         "roberta-base": (50265, 514, 768, 3072, 12),
@@ -98,7 +98,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
         grown = group.all_reduce(np.array([proportional_bytes() - before], np.int64))
         seconds["memory"] = float(grown[0]) / group.world_size / sum(array.nbytes for array in arrays)
         del ours
-        # What a host without shared memory falls back to.
+        # From here on, use the fallback for a host without shared memory.
         channel = open_gradient_channel(group)
         assert isinstance(channel, MPIChannel)
         channel.memory.is_available = False

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Operators of a BERT's step on one core, by MindSpore's kernels, by ours and by PyTorch's; and whole steps with them.
+"""Compare kernels of MindSpore, ours and PyTorch's on one core: the operators of a BERT, and complete training steps.
 
     python benchmarks/bench_kernels.py --json outputs/bench_kernels.json
     python benchmarks/bench_kernels.py --profile
 
-The BERT has 22.7 million parameters, and trains 32 sequences of 32 tokens a rank, with dropout. A step is forward,
-backward, clipping and AdamW (train_bert.py). "As MindNLP does it" is one process tuned like ours, with MindSpore's
-kernels and MindNLP's own clipping and AdamW. Jobs are run in turns; medians are printed.
+The BERT has 22.7 million parameters and trains 32 sequences of 32 tokens per rank, with dropout. A step is forward,
+backward, clipping and AdamW (train_bert.py). "as MindNLP does it" is one process tuned like ours, with MindSpore's
+kernels and MindNLP's own clipping and AdamW. Jobs run in turns; medians are printed.
 
---profile prints what one step of ours consists of, function by function, instead.
+--profile instead prints the functions in which one step of ours spends its time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def on_one_core(python: str, script: str, *flags: str) -> list[str]:
 
 
 def operator_jobs(torch_python: str) -> dict[str, Job]:
-    """By column of the table: a command, and what it finds in its environment."""
+    """Return for each column of the table a command and its additional environment variables."""
     jobs: dict[str, Job] = {
         "MindSpore": (on_one_core(sys.executable, "operators.py", "--library", "mindspore"), MINDSPORES_KERNELS),
         "ours": (on_one_core(sys.executable, "operators.py", "--library", "mindspore"), {}),
     }
     if has_torch(torch_python):
         jobs["PyTorch"] = (on_one_core(torch_python, "operators.py", "--library", "torch"), {})
-    # Without threads, though its BLAS counts cores when it is loaded: taskset has left it one.
+    # NumPy's BLAS starts a thread for every core that it finds when it is loaded; taskset leaves it one core.
     jobs["NumPy"] = (on_one_core(sys.executable, "operators.py", "--library", "numpy"), {})
     return jobs
 
@@ -65,12 +65,12 @@ def step_jobs(steps: int, torch_python: str) -> dict[str, Job]:
 
 
 def step_seconds(done: dict[str, Any]) -> float:
-    """The median step of a job of train_bert.py, or of gloo.py."""
+    """Return the median step time of a job of train_bert.py or gloo.py."""
     return done["step"] if "step" in done else statistics.median(next(iter(done["measured"].values()))["step"])
 
 
 def operators_table(rounds: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
-    """By operator and library: forward and backward, medians of all rounds."""
+    """Return the forward and backward times for each operator and library, as medians of all rounds."""
     table: dict[str, dict[str, list[float]]] = {}
     for name in OPERATORS:
         for library in rounds[0]:
@@ -104,7 +104,7 @@ def ratios_of(steps: dict[str, list[float]]) -> dict[str, float]:
 
 
 def profile() -> None:
-    """One step of ours, the functions that take most of it."""
+    """Print the functions that take most of the time of one step of ours."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()

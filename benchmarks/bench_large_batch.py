@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Large batches: the quickstart with 1, 8 and 32 times its batch, by AdamW, LAMB and LARS, over the same samples.
+"""Train the quickstart with 1, 8 and 32 times its batch size, with AdamW, LAMB and LARS, on the same samples.
 
     python benchmarks/bench_large_batch.py --json outputs/bench_large_batch.json       (about half an hour)
 
-Every run sees the same samples in the same order; only how many make up an update differs, and with it how many
-updates there are. A larger batch takes its optimizer's learning rate times the factor (linear) and times its square
-root (sqrt); both are shown. Warm-up is the config's share of the updates.
+Every run sees the same samples in the same order; only the number of samples per update differs, and so the number of
+updates. For a larger batch the learning rate is multiplied by the factor (linear) or by its square root (sqrt); both
+are shown. The warm-up is the same share of the updates, as in the config.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from common import launched, machine, write_json
 from mindnlp_dp.optim.learning_rate import scaled_learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
-# What suits the config's own batch, of several tried for one epoch. (LARS learned nothing at any of three.)
+# The best of several rates tried for one epoch with the config's batch size. (LARS learned nothing at any of three.)
 LEARNING_RATES = {"adamw": 2e-3, "lamb": 0.02, "lars": 10.0}
 RULES = ("sqrt", "linear")
 
 
 def train(**settings: Any) -> dict[str, Any]:
-    """One run; its report."""
+    """Run scripts/finetune.py with these settings and return its report."""
     flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launched("mpi"), str(ROOT / "scripts/finetune.py"), *flags, "--output-dir", folder]

@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""What launchers take: from a crash to the end of the job, to the first collective, to a hang's name, to a restart.
+"""Time launchers: from a crash to the end of the job, to the first collective, to the report of a hang, to a restart.
 
     python benchmarks/bench_launcher.py --json outputs/bench_launcher.json
 
-Two ranks on this host, medians of ``--rounds`` in turns:
+Two ranks run on this host; the results are medians of ``--rounds`` rounds:
 
-* crash: rank 1 is killed (SIGKILL) while rank 0 waits for it in a collective; until the launcher has ended.
-* first: from the command to the end of the first all-reduce, in a script that imports MindSpore; with MPI's own choice
-  of ways to a neighbour beside ours.
-* hang: rank 1 sleeps for ever, rank 0 waits; from the end of ``--hang-timeout`` until the launcher has ended.
-* step: from the command to the end of the first update of a small RoBERTa, whose imports are MindSpore's and MindNLP's.
-* restart: from SIGKILL of rank 1 to the first all-reduce of the job's next try, which waits a second, for the one
-  before it has made no update.
-* lost: from SIGKILL of rank 1, in update 110 of a small RoBERTa, to the end of the next update: of the next
-  try, from a checkpoint, or of the other rank in its own process (``--in-place``).
-* forked: either with a fork server, which has imported both.
-* waiting: the launcher's own time on a core while ranks work, over the time.
-* reports: what ranks say of their progress in an update, counted, times what one costs, over the update.
+* crash: from SIGKILL of rank 1, while rank 0 is blocked in a collective, until the launcher has ended.
+* first: from the command to the end of the first all-reduce, in a script that imports MindSpore; with our and with
+  MPI's own choice of transport between ranks.
+* hang: rank 1 sleeps for ever, rank 0 is blocked; from the end of ``--hang-timeout`` until the launcher has ended.
+* step: from the command to the end of the first update of a small RoBERTa, which imports MindSpore and MindNLP.
+* restart: from SIGKILL of rank 1 to the first all-reduce of the job's next attempt, which starts a second later,
+  because the attempt before it completed no update.
+* lost: from SIGKILL of rank 1, in update 110 of a small RoBERTa, to the end of the next update: of the next attempt,
+  from a checkpoint, or of the other rank in its own process (``--in-place``).
+* forked: step and restart with a fork server that has already imported MindSpore and MindNLP.
+* waiting: the launcher's CPU time while ranks work, divided by the elapsed time.
+* reports: the number of progress reports of a rank in an update, times the cost of one, divided by the update's time.
 
-msrun waits for its scheduler's time-out, half a minute, in every round: once is taken. torchrun starts the same script
-with PyTorch's gloo in place of our group (``--torch-python``), and looks at its ranks every tenth of a second, as its
-newer versions do by themselves.
+msrun waits half a minute for its scheduler's time-out in every round, so it runs only once. torchrun starts the same
+script with PyTorch's gloo instead of our group (``--torch-python``), and polls its ranks every tenth of a second, which
+is the default of its newer versions.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ if group.rank == 1 and what == "hang":
     time.sleep(600)
 group.all_reduce(x)
 """
-# An update as the quickstart's, small.
+# A small update, similar to the quickstart's.
 STEP = """
 import sys, time, statistics
 from pathlib import Path
@@ -118,7 +118,7 @@ if group.is_main:
 """
 
 
-# Ours by the Trainer; PyTorch's is a model of the same size in DistributedDataParallel.
+# Ours uses the Trainer; PyTorch's uses DistributedDataParallel with a model of the same size.
 LOST = {
     "ours": """
 from mindnlp.engine import TrainerCallback
@@ -194,7 +194,7 @@ def finish(step, rank):
 
 
 class Round:
-    """One job in a folder of its own."""
+    """Runs one job in its own folder and keeps the times that it measured."""
 
     torch_python = sys.executable
 
@@ -269,7 +269,7 @@ def _arguments() -> argparse.Namespace:
 
 
 class Table:
-    """Of medians."""
+    """Collects and prints the rows of results; ends(), starts() and costs() add them."""
 
     def __init__(self, num_rounds: int) -> None:
         self.num_rounds, self.rows = num_rounds, list[tuple[str, str, float]]()
@@ -314,12 +314,12 @@ def restart(launcher: str = "mpi", **environ: str) -> float:
 def lost(launcher: str, *flags: str) -> float:
     done = Round("", "lost", launcher, *flags)
     pid = done.updates[0][0]
-    # In its own process: behind the update in which the other one was lost.
+    # With --in-place the process is the same: count its first update after the one in which the other rank was lost.
     return min(when for other, step, when in done.updates if other != pid or step > LOST_AT) - done.killed
 
 
 def ends(table: Table, *, with_torch: bool, with_msrun: bool) -> None:
-    """From a failure to the end of the job."""
+    """Measure the times from a failure to the end of the job."""
     for launcher in ("mpi", "mindspore", "mpirun", *(["torchrun"] if with_torch else [])):
         table.median("crash to the end of the job, s", NAMES[launcher], after_kill, launcher)
     if with_msrun:
@@ -329,7 +329,7 @@ def ends(table: Table, *, with_torch: bool, with_msrun: bool) -> None:
 
 
 def starts(table: Table, *, with_torch: bool) -> None:
-    """From a command, or a failure, to what a job does first."""
+    """Measure the times from a command or a failure to the first all-reduce or update of the job."""
     table.in_turns(
         "command to first all-reduce, s",
         {NAMES["mpi"]: first, "with MPI's own choice": functools.partial(first, OMPI_MCA_btl="^openib")},
@@ -348,7 +348,7 @@ def starts(table: Table, *, with_torch: bool) -> None:
 
 
 def costs(table: Table) -> None:
-    """What a job costs that nothing happens to."""
+    """Measure the overhead of the launcher and of progress reports in a job without failures."""
     waiting = Round(SCRIPT, "wait", "mpi").waiting
     assert waiting is not None, "measured in this one"
     table.row("launcher while it waits, of a core", NAMES["mpi"], waiting)
@@ -360,7 +360,7 @@ def costs(table: Table) -> None:
 
 def main() -> None:
     args = _arguments()
-    # The jobs run in folders of their own.
+    # The jobs run in other folders, so a relative path would not work.
     Round.torch_python = os.path.abspath(shutil.which(args.torch_python) or args.torch_python)
     with_torch = has_torch(args.torch_python)
     if not with_torch:
@@ -378,7 +378,7 @@ def main() -> None:
 
 @contextmanager
 def _fork_server() -> Iterator[dict[str, str]]:
-    """The environment in which workers find one that is ready."""
+    """Start a fork server, and yield the environment variable with which workers find it."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "socket")
         server = subprocess.Popen([sys.executable, "-m", "mindnlp_dp.launch.fork_server", str(path)])

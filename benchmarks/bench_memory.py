@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
-"""The memory of weights, gradients and optimizer state on 1, 2 and 4 ranks of a host, summed over the ranks.
+"""Measure the memory of weights, gradients and optimizer state on 1, 2 and 4 ranks of a host, summed over the ranks.
 
     python benchmarks/bench_memory.py --json outputs/bench_memory.json
     python benchmarks/bench_memory.py --large --json outputs/bench_memory_large.json     (a RoBERTa-large, 20 GiB)
 
-Counted is Linux's proportional set size (PSS), in which memory that ranks share is there once, and not what a resident
-set would count on every rank. A rank imports all libraries and trains a tiny model, so that what they load and compile
-is there already; then its PSS is taken, right before the weights are made. What the PSS has grown by in training is
-weights, gradients (the backward pass's and the exchange's) and optimizer state, and little else: the batch is one
-sequence of 16 tokens, whose activations take next to nothing. It is taken behind every stage of the last update
-(backward pass, exchange, clipping, AdamW, its end), by all ranks at the same time; the stage at which their sum is
-largest counts. What a stage takes and gives back within itself is not seen.
+Memory is Linux's proportional set size (PSS), which counts memory that ranks share once; the resident set size would
+count it on every rank. Each rank first imports all libraries and trains a tiny model, so that everything is loaded and
+compiled; its PSS is then read, right before the weights are created. The growth of the PSS in training is weights,
+gradients (of the backward pass and of the exchange), optimizer state and little else: the batch is one sequence of 16
+tokens, whose activations are negligible. All ranks read their PSS at the same time after every stage of the last update
+(backward pass, exchange, clipping, AdamW, end); the stage with the largest sum counts. Memory that a stage allocates
+and frees again is not seen.
 
-The model is a BERT of 22.7 million parameters, 91 MB of float32, with AdamW and clipping, by dp.make_train_step with
-its defaults and with zero_stage=0. Beside it PyTorch with DistributedDataParallel over gloo, on a model of the same
-layers, with its own AdamW and with ZeroRedundancyOptimizer.
+The model is a BERT with 22.7 million parameters, 91 MB of float32, with AdamW and clipping. It trains by
+dp.make_train_step with the defaults and with zero_stage=0. For comparison, PyTorch trains a model with the same layers
+with DistributedDataParallel over gloo, with its own AdamW and with ZeroRedundancyOptimizer.
 
-With --large, a RoBERTa of 355 million parameters with random weights trains three updates on four ranks, and a process
-beside them adds up their whole PSS, libraries included, every 0.2 seconds; the peak is printed. Whether that model fits
-with zero_stage=0 is said by arithmetic, and not tried where it does not. --layers and --width make it smaller.
+With --large, a RoBERTa with 355 million parameters and random weights trains three updates on four ranks. Another
+process adds up their total PSS, including libraries, every 0.2 seconds; the peak is printed. Whether the model fits
+into memory with zero_stage=0 is computed; if it does not, that run is skipped. --layers and --width make the model
+smaller.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from train_bert import LABELS, LEARNING_RATE, MAX_NORM, make_bert
 
 RANKS = (1, 2, 4)
 LENGTH = 16
-# What warms the libraries up.
+# The sizes of the tiny model for the warm-up.
 SMALL = {"vocab_size": 100, "width": 64, "num_layers": 2, "num_heads": 2, "inner": 128}
 SAMPLE_SECONDS = 0.2
 GIB = 2**30
 
 
 def memory_now(barrier: Callable[[], Any], measure: Callable[[], int]) -> int:
-    """This rank's memory while no rank does anything else."""
+    """Return this rank's memory, measured while all ranks wait at a barrier."""
     barrier()
     num_bytes = measure()
     barrier()
     return num_bytes
 
 
-# What runs on every rank.
+# The functions below run on every rank.
 
 
 def make_roberta(num_layers: int, width: int) -> Any:
@@ -67,7 +68,7 @@ def make_roberta(num_layers: int, width: int) -> Any:
 
 
 def training(make_model: Callable[[], Any], zero_stage: Any) -> tuple[Any, Callable[[], Any]]:
-    """A step of make_train_step, and a call that does one update on a sequence of this rank's."""
+    """Return a step of make_train_step, and a function that does one update on this rank's sequence."""
     from mindnlp.core import optim
 
     import mindnlp_dp as dp
@@ -89,18 +90,18 @@ def training(make_model: Callable[[], Any], zero_stage: Any) -> tuple[Any, Calla
 
 
 def measure(zero_stage: Any) -> dict[str, Any]:
-    """The growth of all ranks' memory at every stage of an update, in bytes."""
+    """Return the growth of memory after every stage of an update, in bytes, summed over the ranks."""
     import mindnlp_dp as dp
     from mindnlp_dp.gradients.overlap import TRIAL_PAIRS
 
     group = dp.init_process_group()
-    # Two, for in the first the optimizer makes its state.
+    # Two updates, because the optimizer creates its state in the first.
     _, update = training(lambda: make_bert(pretrained=None, **SMALL), zero_stage)
     update()
     update()
     before = memory_now(group.barrier, proportional_bytes)
     step, update = training(make_bert, zero_stage)
-    # "auto" has decided by then whether exchange overlaps.
+    # After these updates "auto" has decided whether the exchange overlaps.
     for _ in range(2 + 2 * TRIAL_PAIRS):
         update()
     moments: dict[str, int] = {}
@@ -111,7 +112,7 @@ def measure(zero_stage: Any) -> dict[str, Any]:
 
 
 def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
-    """Say what an update of a step has done, as it goes on: the backward pass, then what its updater does."""
+    """Call ``done`` with the name of each stage of an update as it ends: the backward pass, then the updater's."""
     updater = step.train_step.updater
 
     def watched(name: str) -> Callable[..., Any]:
@@ -139,11 +140,11 @@ def train_large(num_layers: int, width: int, zero_stage: Any, num_updates: int) 
     return {"losses": losses} if group.is_main else {}
 
 
-# What starts them.
+# The functions below start the jobs.
 
 
 class PeakMemory:
-    """Adds up the memory of processes whose ids are the names of files in a folder, and keeps the most."""
+    """Adds up the memory of the processes whose ids are file names in a folder, and keeps the peak; for --large."""
 
     def __init__(self, folder: Path) -> None:
         self.bytes = 0

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""What each way of cutting a model costs, and saves: time, bytes and memory, for every mesh of two ranks, some of four.
+"""Measure time, bytes and memory of each kind of model parallelism, for every mesh of two ranks and some of four.
 
     python benchmarks/bench_parallel.py --json outputs/bench_parallel.json
 
-Two models of random weights train by dp.make_train_step with AdamW and clipping, 32 sequences of 32 tokens an update,
-in four micro batches: "bert", a BERT classifier of 4 equal layers with a small vocabulary, and "vocabulary", a masked
-language model of two narrow layers with 60,000 words. One core a rank.
+Two models with random weights train by dp.make_train_step with AdamW and clipping, 32 sequences of 32 tokens per update
+in four micro-batches: "bert", a BERT classifier with 4 equal layers and a small vocabulary, and "vocabulary", a masked
+language model with two narrow layers and 60,000 words. Each rank has one core.
 
-* step: the median update, beside one process with one core.
-* sent: bytes that a rank hands to all-reduces of tensor parallelism, to the next and the last stage, and to the
-  exchange of gradients, each an update, and over what the formula says.
-* memory: how much a rank's own memory (PSS) has grown by weights (read from a file into an empty model), gradients
-  and optimizer state, behind the backward pass of one short sequence, over what mindnlp_dp.parallel.memory counts.
-* bubble: of GPipe and 1F1B with two stages of equal work and 8 micro batches, from the trace, over (S-1)/(B+S-1).
-* operator: an all-reduce of 64 KiB within a model, above the transport's own.
+* step: the median time of an update, and its ratio to one process with one core.
+* sent: the bytes per update that a rank hands to the all-reduces of tensor parallelism, to the next and the previous
+  stage, and to the gradient exchange; and their ratio to the formula.
+* memory: the growth of a rank's own memory (PSS) by weights (read from a file into an empty model), gradients and
+  optimizer state, after the backward pass of one short sequence; and its ratio to mindnlp_dp.parallel.memory.
+* bubble: the bubble of GPipe and 1F1B with two equal stages and 8 micro-batches, from the trace, over (S-1)/(B+S-1).
+* operator: the time of an all-reduce of 64 KiB as an operator in a model, and by the transport alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OF_FOUR = ("dp=2,tp=2", "pp=2,tp=2", "tp=4")
 ROWS, LENGTH, MICRO_STEPS, HEADS = 32, 32, 4, 4
 
 
-# What runs on every rank.
+# The functions below run on every rank.
 
 
 def build(name: str) -> Any:
@@ -122,12 +122,12 @@ def make_step(dp: Any, model: Any, num_micro_steps: int) -> Any:
 
 
 def formulas(args: argparse.Namespace, mesh: Any, parameters: Any) -> dict[str, float]:
-    """Bytes an update that this rank hands over."""
+    """Return the bytes per update that this rank should send, by the formulas."""
     sizes = MODELS[args.model]
     hidden = 4 * (ROWS // mesh.data.world_size) * LENGTH * sizes["hidden_size"]
     layers, stages = sizes["num_layers"], mesh.sizes["pp"]
-    # Two of each pass a layer of this stage; one for the embedding, forward. A masked language model has an output
-    # layer besides, whose input's gradient is summed up: one more.
+    # Each layer of this stage has two all-reduces in each pass; the embedding has one, in the forward pass. The output
+    # layer of a masked language model has one more, for the gradient of its input.
     tensor = 4 * layers / stages + mesh.is_first_stage + (sizes["kind"] == "masked" and mesh.is_last_stage)
     boundaries = (not mesh.is_first_stage) + (not mesh.is_last_stage)
     return {
@@ -138,7 +138,7 @@ def formulas(args: argparse.Namespace, mesh: Any, parameters: Any) -> dict[str, 
 
 
 def count_all_reduces(group: Any, counts: dict[str, int]) -> None:
-    """Count the bytes of hidden states that a group sums up."""
+    """Make a group's all_reduce count the bytes of the hidden states that it sums."""
     all_reduce = group.all_reduce
 
     def counted(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ def wire_bytes(model: Any) -> int:
 
 
 def trace_passes(model: Any, spans: list[tuple[str, float, float]]) -> None:
-    """Note when the passes of the next update begin and end."""
+    """Record the begin and end of each pass of the next update in ``spans``."""
     import contextlib
     import functools
 
@@ -181,10 +181,10 @@ def bubble_of(group: Any, spans: list[tuple[str, float, float]]) -> float:
 
 
 def memory(dp: Any, world: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """What a rank's memory grows by until a backward pass has ended, and what is counted."""
+    """Return the growth of a rank's memory until the gradients have been exchanged, and the predicted bytes."""
     from mindnlp_dp.parallel.memory import memory_of
 
-    # What libraries load and compile is there before anything is measured.
+    # A tiny model trains first, so that everything is loaded and compiled before the measurement.
     MODELS["tiny"] = {**MODELS["bert"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
     step = make_step(dp, dp.parallelize(build("tiny")), 1)
     for _ in range(3):
@@ -205,7 +205,7 @@ def memory(dp: Any, world: Any, args: argparse.Namespace) -> dict[str, Any]:
 
         return call
 
-    # Behind the backward pass, when its gradients are in the sums; and behind the exchange.
+    # Measure after the backward pass, when its gradients have been added to the sums, and after the exchange.
     step.synchronizer.accumulate = watched(step.synchronizer.accumulate)
     step.train_step.updater.clip = watched(step.train_step.updater.clip)
     for _ in range(3):
@@ -215,7 +215,7 @@ def memory(dp: Any, world: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def operator_cost(dp: Any, world: Any) -> dict[str, Any]:
-    """Microseconds of an all-reduce of 64 KiB as an operator, and by the transport."""
+    """Return the microseconds of an all-reduce of 64 KiB as an operator and by the transport."""
     import mindspore
 
     from mindnlp_dp.parallel.operators import reduce_from
@@ -237,7 +237,7 @@ def operator_cost(dp: Any, world: Any) -> dict[str, Any]:
     return {name: microseconds(function) for name, function in both.items()}
 
 
-# What runs them.
+# The functions below start the jobs.
 
 
 def run(model: str, mesh: str, kind: str, steps: int, *, schedule: str = "1f1b", micro_steps: int = MICRO_STEPS) -> Any:

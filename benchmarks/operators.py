@@ -1,10 +1,11 @@
-"""The operators of a BERT's step on one core, by one library: what bench_kernels.py compares.
+"""Time the operators of a BERT's step on one core in one library; bench_kernels.py runs it.
 
-    python benchmarks/operators.py --library mindspore --write FILE     ours, or by MINDNLP_DP_KERNELS MindSpore's own
-    python benchmarks/operators.py --library torch --write FILE         in a Python that has PyTorch
+    python benchmarks/operators.py --library mindspore --write FILE     our kernels
+    python benchmarks/operators.py --library torch --write FILE         with a Python that has PyTorch
     python benchmarks/operators.py --library numpy --write FILE
 
-Milliseconds of a call, medians: forward by itself, and what a backward pass of everything takes more.
+MINDNLP_DP_KERNELS=mindspore selects MindSpore's own kernels. The results are median milliseconds per call: for forward
+alone, and the extra time of a backward pass to all inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from train_bert import BATCH, LENGTH, SIZES
 
 TOKENS, WIDTH, INNER, HEADS = BATCH * LENGTH, SIZES["width"], SIZES["inner"], SIZES["num_heads"]
-# By operator: the shapes of its inputs.
+# The input shapes of each operator.
 OPERATORS: dict[str, tuple[tuple[int, ...], ...]] = {
     "linear": ((TOKENS, WIDTH), (INNER, WIDTH), (INNER,)),
     "attention's product": ((BATCH, LENGTH, HEADS, WIDTH // HEADS),) * 2,
@@ -30,12 +31,12 @@ OPERATORS: dict[str, tuple[tuple[int, ...], ...]] = {
     "dropout": ((TOKENS, INNER),),
     "embedding": ((SIZES["vocab_size"], WIDTH),),
 }
-# An operator's calls: forward, and forward and backward.
+# The calls of an operator: forward alone, and forward with backward.
 Calls = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def same_functions(library: Any, functional: Any, ids: Any) -> dict[str, Callable[..., Any]]:
-    """The operators as MindNLP and PyTorch spell them alike."""
+    """Return the operators, which have the same API in MindNLP and PyTorch."""
     return {
         "linear": functional.linear,
         "attention's product": lambda q, k: library.matmul(q.permute(0, 2, 1, 3), k.permute(0, 2, 3, 1)),
@@ -91,7 +92,7 @@ def by_numpy(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[str, 
 
 
 def milliseconds(calls: Calls, repeats: int) -> list[float]:
-    """A forward call, and what a backward pass adds to it: in turns, the first two do not count."""
+    """Return the median times of forward and of what backward adds, measured in turns without the first two."""
     taken: list[tuple[float, ...]] = []
     for _ in range(repeats + 2):
         ends = [time.perf_counter()]

@@ -1,10 +1,11 @@
-"""Training steps of a BERT of 22.7 million parameters in MindNLP, as one rank of a job does them: the others' side of a
-comparison is in gloo.py.
+"""Time training steps of a BERT with 22.7 million parameters in MindNLP, on each rank of a job.
+
+Other benchmarks run this script; gloo.py does the same with PyTorch.
 
     mindnlp-dp run --nproc 2 benchmarks/train_bert.py --variants compute overlap --write FILE
 
-A step is a forward and a backward pass of 32 sequences of 32 tokens, the exchange, clipping and AdamW. Variants take
-turns, step by step, in one process; each has a model, a synchroniser and an optimizer of its own.
+A step is the forward and backward pass of 32 sequences of 32 tokens, the gradient exchange, clipping and AdamW. The
+variants alternate step by step in one process; each has its own model, synchronizer and optimizer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ SIZES = {"vocab_size": 30522, "width": 384, "num_layers": 6, "num_heads": 12, "i
 BATCH, LENGTH, LABELS = 32, 32, 77
 MAX_NORM, LEARNING_RATE = 1.0, 1e-5
 
-# What a synchroniser and its update are made with. None: every rank trains for itself, with our update; that is what
-# one process does, too. OWN: the same with MindNLP's clip_grad_norm_ and AdamW.step.
+# The options of the synchronizer and the update. None: no exchange, every rank trains alone with our update, like a
+# single process. OWN: the same with MindNLP's clip_grad_norm_ and AdamW.step.
 OWN = "MindNLP's own update"
 VARIANTS: dict[str, Any] = {
     OWN: None,
@@ -42,7 +43,7 @@ VARIANTS: dict[str, Any] = {
 
 
 def make_bert(*, pretrained: Optional[str] = None, **sizes: int) -> Any:
-    """The BERT, with random weights or those of a folder; or one of other sizes."""
+    """Return the BERT, with random weights or those of a folder; ``sizes`` override its sizes."""
     from mindnlp.transformers import BertConfig, BertForSequenceClassification
 
     if pretrained is not None:
@@ -56,7 +57,7 @@ def make_bert(*, pretrained: Optional[str] = None, **sizes: int) -> Any:
 
 
 def update_stages(optimizer: Any, synchronizer: Any, zero_stage: Any = "auto") -> Callable[[], Iterable[str]]:
-    """What ours does behind a backward pass, as a function that does one update and yields after every stage of it."""
+    """Return a function that does our update after a backward pass and yields after each of its stages."""
     from mindnlp_dp.update.choose import make_updater
 
     updater = make_updater(optimizer, synchronizer, zero_stage=zero_stage)
@@ -76,7 +77,7 @@ def update_stages(optimizer: Any, synchronizer: Any, zero_stage: Any = "auto") -
 
 
 class Step:
-    """One way to train; a call is one step and returns what it took."""
+    """One variant of training; each call trains one step and returns its seconds and the bytes sent."""
 
     def __init__(self, name: str, group: Any, batch: int = BATCH, pretrained: Optional[str] = None) -> None:
         import mindspore
@@ -162,7 +163,7 @@ def main() -> None:
     from mindnlp_dp.gradients.overlap import TRIAL_PAIRS
 
     steps = {name: Step(name, group, args.batch, args.pretrained) for name in args.variants}
-    # In its first steps "auto" finds out whether exchange shall overlap; nothing else needs so many.
+    # In its first steps "auto" measures whether the exchange should overlap; the other variants need fewer steps.
     num_trial_steps = 2 + 2 * TRIAL_PAIRS - args.warm_up if group.world_size > 1 else 0
     for name, step in steps.items():
         for _ in range(num_trial_steps if name.startswith("auto") else 0):

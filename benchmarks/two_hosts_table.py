@@ -1,4 +1,4 @@
-"""The table of bench_two_hosts.sh, from what train_bert.py measured."""
+"""Print the table of bench_two_hosts.sh from the measurements of train_bert.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
     job = json.loads(args.measured.read_text())
     measured, gradient_bytes = job["measured"], job["gradient_bytes"]
     bits = float(args.rate.rstrip("mgbit")) * (1e9 if "g" in args.rate else 1e6)
-    # Two hosts: each sends 2(N-1)/N = once the gradients.
+    # With N = 2 hosts each sends 2(N-1)/N = 1 times the gradients.
     wire = 8 * gradient_bytes / bits
     compute = measured["compute"]["step"]
     limits = [max(seconds, wire) for seconds in compute]

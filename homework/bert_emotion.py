@@ -1,12 +1,12 @@
-r"""The course's BERT example, data parallel: three emotions in Chinese dialogue, or the sentiment of films (IMDB).
+r"""Run the course's BERT example data parallel: three emotions in Chinese dialogue, or sentiment of films (IMDB).
 
     python homework/download_emotion.py                            # once: 2 MB into data/emotion
     bash scripts/homework_emotion.sh                               # two Ascend NPUs, with msrun
     mindnlp-dp run --nproc 2 homework/bert_emotion.py --model tiny # two CPU processes, from scratch
     bash scripts/homework_emotion.sh --dataset stanfordnlp/imdb --model bert-base-uncased --max-length 256
 
-The files are those of Baidu's archive: a header, then a label (0 negative, 1 neutral, 2 positive), a tab and a text,
-whose words are separated by spaces. It is train_data_parallel.py with another model and other data.
+The script is train_data_parallel.py with another model and other data. The files are those of Baidu's archive: a header
+line, then lines with a label (0 negative, 1 neutral, 2 positive), a tab and a text with spaces between the words.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Fetch the course's emotion data: Baidu's archive of dialogues, three emotions, into data/emotion.
+"""Download the course's emotion data, Baidu's archive of dialogues with three emotions, into data/emotion.
 
     python homework/download_emotion.py [FOLDER]
 
-An archive that lies there already, brought in by hand, is taken; what is not the whole archive is not.
+An archive that is already in the folder, for example copied by hand, is used; an incomplete one is rejected.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 from mindnlp_dp.runtime.atomic_files import in_place_of
 
 URL = "https://baidu-nlp.bj.bcebos.com/emotion_detection-dataset-1.0.0.tar.gz"
-# As PaddleNLP, whose data this is, publishes it.
+# The hash that PaddleNLP publishes for this data.
 MD5 = "512d256add5f9ebae2c101b74ab053e9"
 FILES = ("train.tsv", "dev.tsv", "test.tsv")
 TIMEOUT = 30
 
 
 class DownloadError(Exception):
-    """The data is not there; the message says why, and what else would do."""
+    """Raised if the data cannot be downloaded; the message says why and what the user can do instead."""
 
 
 def fetch(folder: Path, url: str = URL, md5: str = MD5) -> None:
-    """Leave the three files in ``folder``, complete or not at all."""
+    """Write the three files to ``folder``; each file is complete or does not exist."""
     archive = folder / url.rpartition("/")[2]
     if not archive.exists():
         _download(url, archive)

@@ -1,11 +1,11 @@
-r"""A data-parallel loop with mindnlp_dp: loop_mindspore.py, and what is marked.
+r"""Train with a data-parallel loop of mindnlp_dp: loop_mindspore.py with the lines marked "changed".
 
     mindnlp-dp run --nproc 2 homework/loop_mindnlp_dp.py
     msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --log_dir=logs/loop --join=True \
         homework/loop_mindnlp_dp.py
 
-A small dense net learns in which language a phrase is, from how often its letter pairs occur. Each process reads every
-second sample; the gradient exchange makes them train one model, also where the last batches differ in length.
+A small dense net predicts the language of a phrase from the counts of its letter pairs. Each of two processes reads
+every second sample. The gradient exchange makes them train one model, even if their last batches differ in length.
 """
 
 import mindspore

@@ -1,10 +1,10 @@
-r"""A data-parallel loop as MindSpore's documentation writes it: forward_fn, value_and_grad, DistributedGradReducer.
+r"""Train with a data-parallel loop as in MindSpore's documentation: value_and_grad and DistributedGradReducer.
 
     msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --log_dir=logs/loop --join=True \
         homework/loop_mindspore.py
 
-A small dense net learns in which language a phrase is, from how often its letter pairs occur. Each process reads every
-second sample; the gradient reducer makes them train one model.
+A small dense net predicts the language of a phrase from the counts of its letter pairs. Each of two processes reads
+every second sample; the gradient reducer makes them train one model.
 """
 
 import mindspore

@@ -1,11 +1,11 @@
-r"""loop_mindnlp_dp.py with the data, the checkpoints and the evaluation of mindnlp_dp: kill it, and start it again.
+r"""Train loop_mindnlp_dp.py with the loader, checkpoints and evaluation of mindnlp_dp; kill it and start it again.
 
     mindnlp-dp run --nproc 2 homework/loop_resumable.py
     msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --log_dir=logs/loop --join=True \
         homework/loop_resumable.py
 
-It goes on from the newest complete checkpoint in outputs/loop (or the folder that is given), and ends with the weights
-of a run that nobody stopped.
+It resumes from the newest complete checkpoint in outputs/loop (or the given folder) and ends with the same weights as a
+run that was not interrupted.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The data of the loops: short phrases and their language (CLDR's, through Babel), as counts of letter pairs."""
+"""This module makes the data of the loop_*.py scripts: letter-pair counts of CLDR phrases, with their language."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_TRAIN, NUM_TEST = 6_000, 1_500
 
 
 def _features(texts: list[str]) -> np.ndarray:
-    """Counts of hashed letter pairs, shape ``(len(texts), NUM_FEATURES)``, each row of length 1."""
+    """Return counts of hashed letter pairs, shape ``(len(texts), NUM_FEATURES)``; each row has norm 1."""
     counts = np.zeros((len(texts), NUM_FEATURES), np.float32)
     for row, text in zip(counts, texts):
         padded = f" {text.lower()} "
@@ -35,13 +35,13 @@ def _arrays(split: int, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """As the launcher's environment tells: mpirun's, msrun's, or none."""
+    """Return the rank and the world size from the variables of mpirun or msrun; 0 and 1 without a launcher."""
     rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("MS_NODE_ID", "0"))
     return int(rank), int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("MS_WORKER_NUM", "1")))
 
 
 def batches_of_this_rank(epoch: int, batch_size: int) -> Iterator[tuple[Any, Any]]:
-    """This rank's part of every global batch: of sample after sample, in an order that the epoch gives."""
+    """Yield this rank's part of every global batch: every N-th sample of an order that the epoch seeds."""
     rank, world_size = rank_and_world_size()
     features, labels = _arrays(0, NUM_TRAIN)
     order = np.random.default_rng(epoch).permutation(len(labels))
@@ -51,7 +51,7 @@ def batches_of_this_rank(epoch: int, batch_size: int) -> Iterator[tuple[Any, Any
 
 
 class Phrases:
-    """A split as a data set with an index: the training one, or the held-out one."""
+    """The training or held-out split as a map-style data set; loop_resumable.py reads it through a loader."""
 
     def __init__(self, held_out: bool = False) -> None:
         self._features, self._labels = _arrays(int(held_out), NUM_TEST if held_out else NUM_TRAIN)
@@ -64,6 +64,6 @@ class Phrases:
 
 
 def accuracy(network: Any) -> float:
-    """Of the held-out phrases, the whole split on every rank."""
+    """Return the accuracy on the held-out phrases; every rank evaluates all of them."""
     features, labels = _arrays(1, NUM_TEST)
     return float((network(mindspore.Tensor(features)).asnumpy().argmax(axis=1) == labels).mean())

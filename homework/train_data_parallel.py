@@ -1,12 +1,12 @@
-r"""train_single.py in several processes: RoBERTa learns what bank customers want, data parallel.
+r"""Fine-tune RoBERTa data parallel on the questions of bank customers: train_single.py in several processes.
 
     mindnlp-dp run --nproc 2 homework/train_data_parallel.py
     msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --log_dir=logs/banking77 --join=True \
         homework/train_data_parallel.py --train-file train.csv --test-file test.csv --model tiny
 
-The lines marked "data parallel" are all that is new. The batch is the global one: each process takes its part of it,
-and the two scripts train the same model. scripts/homework_2npu.sh, homework_2gpu.sh and homework_2cpu.sh start it on
-two cards, or on two cores.
+Only the lines marked "data parallel" are new. The batch size is that of the global batch: each process takes its part
+of it, so both scripts train the same model. scripts/homework_2npu.sh, homework_2gpu.sh and homework_2cpu.sh start it
+on two NPUs, two GPUs or two cores.
 """
 
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mindspore.dataset import NumpySlicesDataset
 
-# Before mindnlp: makes MindNLP run on this MindSpore.
+# Import it before mindnlp: it makes MindNLP run on this MindSpore.
 import mindnlp_dp as dp  # data parallel
 from mindnlp_dp.data.batch_sizes import batch_size_per_rank  # data parallel
 from mindnlp_dp.text_classification.config import TaskConfig, as_input_error, parse_config
@@ -35,7 +35,7 @@ DEFAULTS["output_dir"] = "outputs/banking77_data_parallel"  # data parallel
 
 
 class Trainer(dp.DataParallelTrainerMixin, Trainer):  # data parallel
-    """MindNLP's, data parallel."""  # data parallel
+    """MindNLP's Trainer, data parallel."""  # data parallel
 
 
 def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
@@ -84,7 +84,7 @@ def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
 
 
 def run(**options):
-    """Mistakes in settings and data end in a sentence."""
+    """Run main(), and exit with a one-line message if a setting or the data is wrong."""
     try:
         with as_input_error():
             main(**options)

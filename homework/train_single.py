@@ -1,11 +1,11 @@
-r"""RoBERTa learns what bank customers want (BANKING77, 77 intents), in one process, with MindNLP's Trainer.
+r"""Fine-tune RoBERTa on the questions of bank customers (BANKING77, 77 intents) in one process, with MindNLP's Trainer.
 
     python homework/train_single.py
     python homework/train_single.py --train-file train.csv --test-file test.csv --model tiny
 
-Without files it takes PolyAI/banking77 from the hub; without --model it starts from roberta-base. --model tiny trains a
-small RoBERTa from scratch, and needs no network. All settings: --help. What it leaves in --output-dir,
-`mindnlp-dp report` makes a page of.
+Without data files it downloads PolyAI/banking77 from the hub; without --model it starts from roberta-base. --model tiny
+trains a small RoBERTa from scratch and, with data files, needs no network. --help lists all settings. `mindnlp-dp
+report` makes a page from the files in --output-dir.
 """
 
 import sys
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mindspore.dataset import NumpySlicesDataset
 
-# Before mindnlp: makes MindNLP run on this MindSpore.
+# Import it before mindnlp: it makes MindNLP run on this MindSpore.
 from mindnlp_dp.text_classification.config import TaskConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
 from mindnlp_dp.text_classification.recorder import RunRecorder
@@ -74,7 +74,7 @@ def main(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH):
 
 
 def run(**options):
-    """Mistakes in settings and data end in a sentence."""
+    """Run main(), and exit with a one-line message if a setting or the data is wrong."""
     try:
         with as_input_error():
             main(**options)

@@ -1,10 +1,13 @@
-# Sourced by the other scripts: makes a virtual environment, or takes the one that is there.
+# Sourced by the other scripts: creates a virtual environment, or reuses the existing one.
 #
-#   ensure_environment EXTRAS      e.g. mpi,quickstart; afterwards its programs are first on PATH
+#   ensure_environment EXTRAS      e.g. mpi,quickstart; puts the environment's programs first on PATH
 #
-# PYTHON names the interpreter (default: the first of python3 and its versions that fits), MINDNLP the series, 0.4 (the
-# default) or 0.5, VENV the folder (default: .venv beside setup.py; for 0.5 .venv-mindnlp-0.5), MINDSPORE the version
-# (for 0.4; default: the one that all suites run on). mindnlp_dp/versions.py says which fit.
+# Variables:
+#   PYTHON     the interpreter (default: the first supported one of python3, python3.12, ...)
+#   MINDNLP    the series of MindNLP: 0.4 (default) or 0.5
+#   VENV       the folder (default: .venv beside setup.py; .venv-mindnlp-0.5 for 0.5)
+#   MINDSPORE  the version, for MindNLP 0.4 only (default: the one that all test suites run on)
+# mindnlp_dp/versions.py lists the supported versions.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MINDNLP=${MINDNLP:-0.4}
@@ -19,7 +22,7 @@ if [ "$MINDNLP" = 0.5 ] && [ -n "${MINDSPORE:-}" ]; then
 fi
 NEEDED_BY_MINDNLP_0_5=$ROOT/scripts/requirements_mindnlp_0_5.txt
 
-# The line of versions.py that says it, as two numbers: from Python 3.FIRST to 3.LAST.
+# Reads the supported range, Python 3.FIRST to 3.LAST, from the line PYTHON = ... of versions.py.
 read -r FIRST_PYTHON LAST_PYTHON < <(
   sed -n 's/^PYTHON = ((3, \([0-9]*\)), (3, \([0-9]*\)))$/\1 \2/p' "$ROOT/mindnlp_dp/versions.py"
 )
@@ -46,7 +49,7 @@ _find_python() {
   return 1
 }
 
-# _mindspore PYTHON: the version to install for it.
+# _mindspore PYTHON: prints the version of MindSpore to install for this interpreter.
 _mindspore() {
   if [ "$MINDNLP" = 0.5 ]; then
     sed -n 's/^mindspore==//p' "$NEEDED_BY_MINDNLP_0_5"
@@ -71,7 +74,7 @@ _install() {
   if [ "$MINDNLP" = 0.4 ]; then
     _pip_install --editable "$ROOT[$1]" "mindspore==$(_mindspore "$VENV/bin/python")"
   else
-    # What these ask for themselves brings PyTorch with CUDA, which nothing here uses.
+    # --no-deps: the dependencies of these packages include PyTorch with CUDA, which nothing here uses.
     _pip_install --requirement "$NEEDED_BY_MINDNLP_0_5" &&
       _pip_install --no-deps mindnlp==0.5.1 accelerate==1.10.1 peft==0.17.1 &&
       _pip_install --no-deps --editable "$ROOT"
@@ -81,10 +84,10 @@ _install() {
 ensure_environment() {
   local extras=$1 stamp python wanted
   stamp=$VENV/.installed-${extras//,/-}
-  # There are no extras of the other: it has what all scripts need.
+  # With MindNLP 0.5 the extras do not matter: its environment has everything that the scripts need.
   [ "$MINDNLP" = 0.4 ] || stamp=$VENV/.installed
   mkdir -p "$(dirname "$VENV")"
-  # One installation at a time, however many scripts were started; the lock ends with the subshell.
+  # Only one script installs at a time; the lock is released when the subshell ends.
   (
     flock 9
     python=$VENV/bin/python
@@ -102,7 +105,7 @@ ensure_environment() {
       "$python" -m venv "$VENV" || exit 1
     fi
     echo "installing MindNLP $MINDNLP, mindnlp_dp[$extras] and what they need (2 to 3 GB; a minute or several)"
-    # What else was installed there may not be so any more.
+    # This installation may change packages that other extras need: remove the outdated stamps.
     grep --null --files-without-match --fixed-strings --line-regexp "$wanted" "$VENV"/.installed* 2>/dev/null |
       xargs --null --no-run-if-empty rm --
     _install "$extras" || exit 1

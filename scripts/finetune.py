@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train a RoBERTa (or BERT) to classify texts, on any number of processes.
+"""Train a RoBERTa or BERT text classifier on any number of processes.
 
     mindnlp-dp run --nproc 2 scripts/finetune.py --config configs/quickstart_cpu.yaml
     msrun --worker_num=2 --local_worker_num=2 scripts/finetune.py --train-file train.csv --test-file test.csv
 
-Without files it learns to tell 29 languages apart by short phrases, from data that needs no download. --dataset
-takes a data set from a hub or a folder, --model a pretrained model.
+Without data files it trains on short phrases in 29 languages and predicts the language; this data needs no download.
+--dataset names a data set of a hub or a folder, --model a pretrained model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
             check_every_rank_has_a_sample(len(task.train["labels"]), mesh.data.world_size)
         report = train(config, args, task, group)
     except InputError as error:
-        # Every rank has it, and says so in its own log.
+        # Every rank gets this error and writes it to its own log.
         sys.exit(f"error: {error}")
     if group.is_main:
         print(f"\n{summary(report, Path(config.output_dir))}")
@@ -66,7 +66,7 @@ def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataPa
     with as_input_error():
         micro_batch_size = config.micro_batch_size
         if not micro_batch_size:
-            # Of ranks whose number does not divide it, some have one sample less.
+            # If the number of ranks does not divide the global batch, some ranks have one sample less.
             micro_batch_size = math.ceil(config.global_batch_size / num_ranks)
             micro_batch_size = for_stages(micro_batch_size, mesh.sizes["pp"])
         accumulation_steps = accumulation_steps_to_keep(config.global_batch_size, micro_batch_size * num_ranks)
@@ -105,7 +105,7 @@ def train(
     from mindnlp_dp.trainers.library import set_seed
 
     set_seed(config.seed)
-    # A pretrained model is downloaded once on each host, and then taken from its cache.
+    # One process of each host downloads a pretrained model; the others read it from the cache.
     with args.main_process_first():
         model = build_model(config, task)
         with as_input_error():

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The homework in two CPU processes, launched by msrun; then the report page. From a bare machine: it makes .venv.
+# Run the homework in two CPU processes with msrun, then write the report page. Creates .venv if it does not exist.
 #
 #   bash scripts/homework_2cpu.sh --train-file train.csv --test-file test.csv [flags of homework/train_data_parallel.py]
 #
@@ -18,7 +18,7 @@ ensure_environment report
 prepare_environment
 rm -f "$out/report.json"
 
-# msrun's exit code is no verdict (it may be 1 after a job that went well); the report that the job wrote is.
+# msrun may exit with 1 after a job that succeeded, so the report that the job wrote decides.
 msrun --worker_num=2 --local_worker_num=2 --master_port="$MASTER_PORT" --log_dir="$LOG_DIR" --join=True \
   --cluster_time_out=120 --tail_worker_log=0 \
   "$ROOT/homework/train_data_parallel.py" --config "$config" "$@" || tell_errors $?

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The homework on two GPUs, launched by msrun; then the report page.
+# Run the homework on two GPUs with msrun, then write the report page.
 #
 #   bash scripts/homework_2gpu.sh [flags of homework/train_data_parallel.py]
 #
-# MASTER_PORT (default 8118) and LOG_DIR (default logs/homework_2gpu) may be set. Not run by us: there is no GPU here, and MindSpore has plug-ins for CUDA
-# 11.1 and 11.6 only.
+# MASTER_PORT (default 8118) and LOG_DIR (default logs/homework_2gpu) may be set. Not tested: we have no GPU, and
+# MindSpore has plug-ins for CUDA 11.1 and 11.6 only.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
 config=$ROOT/configs/banking77_2gpu.yaml
@@ -17,7 +17,7 @@ check_port
 prepare_environment
 rm -f "$out/report.json"
 
-# msrun's exit code is no verdict (it may be 1 after a job that went well); the report that the job wrote is.
+# msrun may exit with 1 after a job that succeeded, so the report that the job wrote decides.
 msrun --worker_num=2 --local_worker_num=2 --master_port="$MASTER_PORT" --log_dir="$LOG_DIR" --join=True \
   --cluster_time_out=120 --tail_worker_log=0 \
   "$ROOT/homework/train_data_parallel.py" --config "$config" "$@" || tell_errors $?

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The homework on two Ascend NPUs, launched by msrun; then the report page.
+# Run the homework on two Ascend NPUs with msrun, then write the report page.
 #
 #   bash scripts/homework_2npu.sh [flags of homework/train_data_parallel.py]
 #
-# MASTER_PORT (default 8118) and LOG_DIR (default logs/homework_2npu) may be set. Not run by us: there is no NPU here.
+# MASTER_PORT (default 8118) and LOG_DIR (default logs/homework_2npu) may be set. Not tested: we have no NPU.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
 config=$ROOT/configs/banking77_2npu.yaml
@@ -16,7 +16,7 @@ check_port
 prepare_environment
 rm -f "$out/report.json"
 
-# msrun's exit code is no verdict (it may be 1 after a job that went well); the report that the job wrote is.
+# msrun may exit with 1 after a job that succeeded, so the report that the job wrote decides.
 msrun --worker_num=2 --local_worker_num=2 --master_port="$MASTER_PORT" --log_dir="$LOG_DIR" --join=True \
   --cluster_time_out=120 --tail_worker_log=0 \
   "$ROOT/homework/train_data_parallel.py" --config "$config" "$@" || tell_errors $?

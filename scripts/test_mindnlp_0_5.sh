@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# The suites of the Trainer on MindNLP 0.5.1 with two ranks under MPI, and a few of them with other numbers, and under
-# MindSpore's own transport.
-# Makes or reuses .venv-mindnlp-0.5 (2 GB, without PyTorch).
+# Run the Trainer's tests on MindNLP 0.5.1 with two ranks under MPI, and some of them with other numbers of ranks and
+# under MindSpore's own transport. Creates or reuses .venv-mindnlp-0.5 (2 GB, without PyTorch).
 #
 #   bash scripts/test_mindnlp_0_5.sh
 set -euo pipefail
@@ -9,11 +8,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 MINDNLP=0.5
 source scripts/environment.sh
 ensure_environment mpi,quickstart,dev
-# The tests are about the jobs that they start, not about what an outer job left in this shell.
+# Variables that an outer job left in this shell would change the jobs that the tests start.
 unset MINDNLP_DP_KERNELS MULTI_NPU MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT OMP_NUM_THREADS
 export DEVICE_TARGET=CPU
 
-# parallel LAUNCHER RANKS [NAME...]: those files of the parallel suite that are the Trainer's, or some of them.
+# parallel LAUNCHER RANKS [NAME...]: runs the Trainer's files of the parallel suite, or the named ones.
 parallel() {
   local names=(trainer equivalence decisions orders resuming batch_scaling evaluation bad_losses models zero transformers_trainer
     token_losses)
@@ -25,11 +24,11 @@ parallel() {
 }
 
 parallel mpi 2
-# One rank, and a number of them that is no power of two.
+# One rank, and a number of ranks that is not a power of two.
 parallel mpi 1 equivalence
 parallel mpi 3 evaluation orders
 parallel mindspore 2 equivalence trainer orders
 python tests/models_matrix.py --core
 python -m pytest tests/single/test_mindtorch_kernels.py tests/single/test_optim.py
-# A job that loses ranks, and goes on in place.
+# A job that loses ranks and continues in place.
 python -m pytest tests/failure/test_in_place.py -k "no_update_is_made_twice or become_smaller"

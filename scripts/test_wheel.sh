@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build a wheel of this tree, install it into an empty environment, and run the main job from another folder.
 #
-#   bash scripts/test_wheel.sh          takes about two minutes, and 3 GB in the folder for temporary files meanwhile
+#   bash scripts/test_wheel.sh          takes about two minutes and, temporarily, 3 GB in the folder for temporary files
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -10,7 +10,7 @@ trap 'rm -rf "$folder"' EXIT
 python=$(_find_python)
 "$python" -m venv "$folder/venv"
 export PATH="$folder/venv/bin:$PATH"
-# Of a copy: what an earlier build left in the tree would get into the wheel.
+# Build from a copy: files that an earlier build left in the tree would get into the wheel.
 mkdir "$folder/tree"
 cp -r "$ROOT"/{setup.py,pyproject.toml,README.md,LICENSE,mindnlp_dp} "$folder/tree"
 find "$folder/tree" -name __pycache__ -prune -exec rm -r {} +
@@ -29,7 +29,7 @@ PYTHON
 echo "installing $(basename "$wheel") into an empty environment"
 python -m pip install --quiet --disable-pip-version-check "$wheel[mpi,quickstart,report]" "mindspore==$(_mindspore python)"
 
-# Nothing but a script and its settings: the package is the wheel's.
+# Copy only the script and its settings, so that the package must come from the wheel.
 cp "$ROOT/scripts/finetune.py" "$ROOT/configs/quickstart_short_cpu.yaml" "$folder"
 cd "$folder"
 unset PYTHONPATH

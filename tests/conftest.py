@@ -1,3 +1,3 @@
-"""For all suites: MindNLP is importable. Test files sort their imports, and `mindnlp` sorts before `mindnlp_dp`."""
+"""Import mindnlp_dp first in all suites, which makes MindNLP importable: test files import `mindnlp` before it."""
 
 import mindnlp_dp  # noqa: F401

@@ -1,4 +1,4 @@
-"""Models that are cut among ranks, trained as tests train them, and what one process makes of the same."""
+"""Train models that are sharded over ranks, and the same models in one process, for the parallel tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models import Rows, alone, tiny_roberta
 from models import train as train_by_trainer
 
 IS_MPI = dp.get_process_group().backend == "mpi"
-# Stages that have meshes of their own.
+# Meshes whose stages differ.
 MIXED = "pp=2,dp=2|1,tp=1|2"
 BACK = "pp=2,tp=2|1,dp=1|2"
 UNEVEN = "pp=2,dp=3|1"
@@ -24,13 +24,13 @@ needs_mpi = pytest.mark.skipif(not IS_MPI, reason="MindSpore's CPU library has n
 
 @pytest.fixture(autouse=True)
 def one_mesh_at_a_time(group):
-    """The job's mesh is what it was when a test has ended."""
+    """Reset the job's mesh after each test."""
     yield
     dp.init_device_mesh({"dp": group.world_size})
 
 
 def pieces_of(mesh, num_micro_steps):
-    """From a global batch to this rank's micro batches."""
+    """Return a function that makes this rank's micro-batches from a global batch."""
     size, rank = mesh.data.world_size, mesh.data.rank
 
     def pieces(columns):
@@ -59,7 +59,7 @@ def assert_close(model, kind, tolerance=1e-6):
 
 
 class Crash(TrainerCallback):
-    """In the second update: the checkpoint of the first one is what is left."""
+    """Interrupts training in update 2, so that the checkpoint of update 1 is left."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 2:
@@ -83,7 +83,7 @@ def trained_by_trainer(group, mesh, folder, resume=None, **settings):
 
 
 def assert_taken_up(group, first, second, folder, whole):
-    """A run that crashes on one mesh, and goes on on another, ends as ``whole``, a trainer that was not disturbed."""
+    """Check that a run that crashes on one mesh and resumes on another ends like ``whole``, an undisturbed run."""
     crashed(group, first, folder, save_strategy="steps", save_steps=1)
     taken_up = trained_by_trainer(group, second, folder, resume=True, save_strategy="steps", save_steps=1)
     assert taken_up.state.global_step == 3
@@ -98,7 +98,7 @@ def assert_taken_up(group, first, second, folder, whole):
 
 
 class Sentences:
-    """Thirteen rows for a language model."""
+    """Data set of thirteen rows for a language model."""
 
     def __init__(self, kind="gpt2"):
         self._kind = kind

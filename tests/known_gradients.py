@@ -1,4 +1,4 @@
-"""Parameters whose gradients are known, and windows of them, for the tests of overlap."""
+"""Provide parameters with known gradients, and accumulation windows of them, for the overlap tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPES = [(40, 30), (7,), (3, 5, 2), (1,), (64, 64)]
 
 
 class KnownGradients:
-    """Parameters, and backward passes over them whose gradients are known."""
+    """Holds parameters, and runs backward passes that give known gradients."""
 
     def __init__(self, shapes=SHAPES, dtype="float32", frozen=()):
         self.parameters = [
@@ -21,7 +21,7 @@ class KnownGradients:
         ]
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.dtype = dtype
-        # The backward pass finishes gradients in the other order, then.
+        # If true, the backward pass finishes the gradients in the opposite order.
         self.is_reversed = False
         self.run = autograd.value_and_grad(self.loss, tuple(self.trainable), attach_grads=True)
 
@@ -44,7 +44,7 @@ class KnownGradients:
 
 
 def window(sync, micro, rank, number, weights=(1.0,)):
-    """One window with a micro step for each weight; None is a rank without a last micro batch."""
+    """Run one window with a micro step for each weight; None: this rank has no such micro-batch."""
     for step, weight in enumerate(weights):
         if weight is None:
             continue

@@ -1,4 +1,4 @@
-"""The names that the suites use of the installed MindNLP: 0.4's own, or, in 0.5, those of Transformers."""
+"""Export the installed MindNLP's names that the suites use: those of 0.4, or of Transformers for 0.5."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ else:
     from mindnlp.engine import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
     from mindnlp.engine.utils import set_seed
 
-# What Transformers calls otherwise than MindNLP 0.4 did.
+# Names in MindNLP 0.4, and the different names in Transformers.
 _NAMES = {"evaluation_strategy": "eval_strategy", "dataset_drop_last": "dataloader_drop_last"}
 _VALUES = {("optim", "adamw"): "adamw_torch"}
 
 
 def settings_here(**settings: Any) -> dict[str, Any]:
-    """Training arguments of MindNLP 0.4's, as the installed MindNLP calls them."""
+    """Translate training arguments of MindNLP 0.4 to the names of the installed MindNLP."""
     if not is_0_5:
         return settings
     return {_NAMES.get(name, name): _VALUES.get((name, str(value)), value) for name, value in settings.items()}

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Two hosts on one machine, two network namespaces, train together, started by the same line on each; then one is lost.
+# Train on two hosts (two network namespaces of one machine), started by the same command on each; then lose one host.
 #
 #   bash tests/lost_hosts.sh [BACKEND ...]       mpi and mindspore; needs root and iproute2
 #
-# Passes when an elastic job goes on without the host that was killed, or whose cable was pulled, has both again once it
-# is back, and ends with the weights of an undisturbed one up to rounding; when the endpoint's host is killed, the other
-# one's launcher ends with its ranks; and when no process is left on either.
+# Passes if an elastic job continues without a host that was killed, or whose cable was pulled, uses both hosts again
+# when it is back, and ends with the weights of an undisturbed job up to rounding; if the other host's launcher and its
+# ranks end after the endpoint's host was killed; and if no process is left on either host.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/scripts/environment.sh"
@@ -17,14 +17,14 @@ MINDNLP_DP_RDZV_TOKEN=$(python -c 'import secrets; print(secrets.token_hex())')
 port=29400 backends=("$@")
 [ $# -gt 0 ] || backends=(mpi mindspore)
 
-# start HOST: the line, on that host.
+# start HOST: run the command on that host.
 start() {
   enter "$1" python -m mindnlp_dp run --nnodes 1:2 --nproc-per-node 1 --backend "$backend" --log-dir "$run/logs" \
     --rdzv-endpoint "$network.1:$port" --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=4 \
     "$ROOT/tests/failure/elastic.py" "$run" --updates "$updates" --seconds "$pause" --save-steps 10 >>"$run/$1.out" 2>&1
 }
 
-# until_updates N [RANKS]: until so many updates are done; by so many ranks.
+# until_updates N [RANKS]: wait until N updates are done (by RANKS ranks).
 until_updates() {
   local waited=0 done=0
   until [ "$done" -ge "$1" ]; do
@@ -43,7 +43,7 @@ nothing_left() {
   fi
 }
 
-# job NAME BACKEND UPDATES PAUSE: a folder for it, its lines on both hosts.
+# job NAME BACKEND UPDATES PAUSE: make a folder for the job, and start it on both hosts.
 job() {
   run=$work/$1 backend=$2 updates=$3 pause=$4 port=$((port + 1))
   mkdir "$run"
@@ -51,7 +51,7 @@ job() {
   start "$second" & other=$!
 }
 
-# finish: both launchers end with 0, the updates are complete, and the weights are those of the undisturbed job.
+# finish: check that both launchers end with 0, and that the weights are those of the undisturbed job.
 finish() {
   local name
   wait $head || { echo "the first host's launcher ended with $?"; tail -n 30 "$run"/*.out; exit 1; }
@@ -81,7 +81,7 @@ for backend in "${backends[@]}"; do
   start "$second" & other=$!
   finish
 done
-# What launchers tell each other then does not depend on the backend.
+# One backend is enough here: the messages between launchers do not depend on it.
 for backend in "${backends[0]}"; do
   echo "$backend: a cable is pulled, and put back"
   job "cable_$backend" $backend 60 0.3

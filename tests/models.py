@@ -1,4 +1,4 @@
-"""Small models and data that several suites train on."""
+"""Build small models and data that several suites train on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny_config(num_layers: int = 1, dropout: float = 0.0) -> Any:
 
 
 def tiny_roberta(seed: int = 0, num_layers: int = 1, dropout: float = 0.0) -> Any:
-    """A RoBERTa classifier, its weights a function of ``seed``."""
+    """Build a RoBERTa classifier whose weights depend on ``seed`` only."""
     from library import set_seed
     from mindnlp.transformers import RobertaForSequenceClassification
 
@@ -38,7 +38,7 @@ def tiny_roberta(seed: int = 0, num_layers: int = 1, dropout: float = 0.0) -> An
 
 
 class Rows:
-    """``num_samples`` random samples, by index; ``read`` lists those that were read for a batch."""
+    """Data set of ``num_samples`` random samples; ``read`` lists the indices that were read for a batch."""
 
     def __init__(self, num_samples: int, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -63,7 +63,7 @@ class Rows:
 
 
 def train(model: Any, rows: Any, output_dir: Any, trainer_class: Any = None, **settings: Any) -> Any:
-    """Train ``model`` on ``rows`` without noise in the log; returns the trainer.
+    """Train ``model`` on ``rows`` without progress bars; return the trainer.
 
     ``settings`` are training arguments, the trainer's own arguments, and ``resume``.
     """
@@ -87,7 +87,7 @@ def weights(model: Any) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[Any]:
-    """Within it, this process is a group of its own: what one process would compute."""
+    """Make this process a group of one rank within the context, to compute what one process computes."""
     from mindnlp_dp.communication import process_group
     from mindnlp_dp.communication.transports.single import SingleProcessTransport
 
@@ -100,7 +100,7 @@ def alone() -> Iterator[Any]:
 
 
 def assert_same_sums(mine: Any, expected: Any) -> None:
-    """Equal to the bit, but for MCCL with three ranks or more: there the order of adding depends on the buckets."""
+    """Check equality to the bit, or nearly for MCCL with 3 or more ranks, where buckets change the order of adding."""
     import mindnlp_dp as dp
 
     group = dp.get_process_group()
@@ -109,6 +109,6 @@ def assert_same_sums(mine: Any, expected: Any) -> None:
         if is_exact or one is None:
             np.testing.assert_array_equal(one, other)
         else:
-            # Half types round a sum that differs in its last bits.
+            # Half precision types amplify differences in the last bits of a sum.
             tolerance = 2e-3 if one.dtype == np.float16 else 2e-6
             np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)

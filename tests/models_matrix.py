@@ -6,10 +6,10 @@
     python tests/models_matrix.py --only bert gpt2   these
     python tests/models_matrix.py --write            all, and write the section of this MindNLP in docs/models.md
 
-Two processes check classes in turn, one core each: that all weights have values, that forward and backward pass agree
-with MindSpore's own kernels, that losses of parts of a batch, weighted, make the loss of the whole, and that a model
-that is saved and loaded has the same weights. Then one job of two ranks trains each class, and compares it with one
-process. A process that dies takes one class with it: another one continues after it.
+Two processes, one core each, check that all weights of a class have values, that forward and backward pass agree with
+MindSpore's own kernels, that the weighted losses of the parts of a batch give the loss of the full batch, and that a
+model that is saved and loaded has the same weights. Then one job of two ranks trains each class, and compares it with
+one process. If a process dies, the class that it checked has failed, and a new process continues with the next class.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "models.md"
 CORE = ("bert", "roberta", "xlm_roberta", "distilbert", "gpt2", "llama", "t5", "opt")
 NUM_WORKERS, NUM_ROWS = 2, 5
-# A check that is over its limit is ours that fails. Of the loss, 2.2e-6 are MindSpore's own: its cross-entropy of equal
-# logits is that far from the logarithm of their number.
+# A check above its limit is a failure of mindnlp-dp. MindSpore itself causes 2.2e-6 of the loss's limit: its
+# cross-entropy of equal logits differs by so much from the logarithm of their number.
 LIMITS = {
     "initialised": 0,
     "loss": 3e-6,
@@ -60,11 +60,11 @@ UPSTREAM, OURS = "upstream fails", "ours fails"
 SECONDS_A_CLASS = 60
 
 
-# In a process that checks.
+# Functions of the processes that check.
 
 
 def check(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
-    """Check a class; yield each check's name with its number, or with what failed."""
+    """Check a class; yield each check's name with its number, or with the failure."""
     from small_models import batch, build, find
 
     model_class = find(name)
@@ -103,7 +103,7 @@ def check(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def has_no_values(name: str, weight: Any) -> bool:
-    """Tell whether a weight has no memory, no numbers, or is zero where that ends all learning."""
+    """Tell whether a weight has no memory, is not finite, or is zero where the model then cannot learn."""
     from mindnlp_dp.arrays.inspection import is_uninitialized
     from mindnlp_dp.replicas.initialized import is_zero_by_mistake
 
@@ -130,7 +130,7 @@ def forward_and_backward(model: Any, columns: Any, kernels: str) -> tuple[float,
 
 
 def loss_of_parts(model_class: Any, model: Any) -> float:
-    """The mean loss of an evaluation whose batches have two rows, and then one."""
+    """Return the mean loss of an evaluation in batches of two rows, and a last batch of one row."""
     from small_models import samples
 
     def predict(**columns: Any) -> Any:
@@ -145,14 +145,14 @@ def distances(one: list[Any], other: list[Any]) -> list[float]:
 
 
 def train_on_two_ranks(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
-    """Train by all ranks, and by one process with the whole batch: the largest distance of a weight."""
+    """Train with all ranks, and in one process with the full batch; yield the largest difference of a weight."""
     from small_models import build, find, samples
 
     from models import alone, train, weights
 
     model_class, group = find(name), dp.get_process_group()
     rows = samples(model_class, build(model_class), 4 * group.world_size - 1)
-    # An epsilon of that size keeps gradients that are pure rounding, as of a key's bias, from becoming whole steps.
+    # With a smaller epsilon, gradients that are only rounding (as of a key's bias) would make full-size steps.
     more = {"optim": "adamw", "learning_rate": 1e-3, "adam_epsilon": 1e-4, "max_grad_norm": 1.0, "num_train_epochs": 1}
     mine = train(build(model_class), rows, folder, per_device_train_batch_size=2, **more)
     with alone():
@@ -166,13 +166,13 @@ def train_on_two_ranks(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of an exception, short enough for a cell of a table."""
+    """Return the first line of an exception, cut to the length of a table cell."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"[|`]", "'", first)[:110].rstrip(" .,")
 
 
 def run_checks(checks: Any, names: list[str], results: Path) -> None:
-    """Run checks of one class after another; a line for each class when it begins, and one for each result."""
+    """Check one class after another; write a line when a class begins, and one for each result."""
     group = dp.get_process_group()
     with open(results, "a") as file, tempfile.TemporaryDirectory() as folder:
 
@@ -200,7 +200,7 @@ def after(done: str, checks: Any) -> str:
     return order[min(order.index(done) + 1, len(order) - 1)]
 
 
-# In the process that steers.
+# Functions of the main process.
 
 
 def steer(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -220,7 +220,7 @@ def steer(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 class Worker:
-    """A process, or a job of two ranks, that checks classes; started again after one that it does not survive."""
+    """Runs a process, or a job of two ranks, that checks classes, and restarts it after a class that ended it."""
 
     def __init__(self, names: list[str], results: Path, kind: str) -> None:
         self._left, self._results, self._kind = list(names), results, kind
@@ -250,7 +250,7 @@ class Worker:
             if self._process.wait() == 0:
                 return
             begun = [json.loads(line)[0] for line in self._results.read_text().splitlines()]
-            # Whatever was under way has ended the process.
+            # The class that was being checked has ended the process.
             culprit = begun[-1] if begun and begun[-1] in self._left else self._left[0]
             what = "two ranks" if self._kind == "together" else "loss"
             with open(self._results, "a") as file:
@@ -280,7 +280,7 @@ def is_good(results: dict[str, Any]) -> bool:
 
 
 def problems(found: dict[str, dict[str, Any]]) -> list[str]:
-    """What is ours and wrong, a line each."""
+    """Return a line for each failure that is not upstream's."""
     wrong = []
     for name, results in found.items():
         fails_upstream = any(str(value).startswith(UPSTREAM) for value in results.values())
@@ -295,7 +295,7 @@ def problems(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def table(found: dict[str, dict[str, Any]], families: dict[str, list[str]]) -> list[str]:
-    """A row for the good classes of each family, with the largest numbers, and one for each class that fails."""
+    """Make a row for each family's good classes, with their largest numbers, and one for each class that fails."""
     lines = [f"| family | classes | {' | '.join(HEADINGS.values())} |", f"|---|---|{'---|' * len(HEADINGS)}"]
     for family, names in sorted(families.items()):
         good = [name for name in names if is_good(found[name])]
@@ -316,13 +316,13 @@ def cell(value: Any) -> str:
 
 
 def verdicts(lines: list[str]) -> set[tuple[str, str, bool]]:
-    """What a table says without its numbers: for each family and class, whether it fails."""
+    """Return a table's content without numbers: for each family and class, whether it fails upstream."""
     rows = [[part.strip() for part in line.strip("|\n ").split("|")] for line in lines if line.startswith("| ")]
     return {(row[0], row[1], any(part.startswith(UPSTREAM) for part in row)) for row in rows[1:]}
 
 
 def section() -> tuple[str, str]:
-    """The lines between which this MindNLP's table stands."""
+    """Return the lines before and after the table of the installed MindNLP."""
     series = mindnlp_series()
     return f"<!-- MindNLP {series}: written by tests/models_matrix.py -->", f"<!-- end of MindNLP {series} -->"
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run the parallel suite as one job a world size, and judge it by each rank's JUnit file.
+"""Run the parallel suite as one job, and judge it by the JUnit file of each rank.
 
     python tests/run_parallel.py --launcher mpi --world-size 2 [pytest arguments]
 
-Launchers: ``mpi`` and ``mindspore`` (both through mindnlp-dp run), ``msrun``, and ``mpirun`` by hand.
-A launcher's exit code is no verdict: msrun returns 1 after jobs that went well, and 0 after jobs
-that did not. Every rank must have run the same tests, more than none, and passed them.
+Launchers: ``mpi`` and ``mindspore`` (both through mindnlp-dp run), and ``msrun``. The exit code of a launcher is not
+used: msrun returns 1 after some jobs that succeeded, and 0 after some that failed. Every rank must have run the same
+tests, at least one, and passed them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from xml.etree import ElementTree
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-# No rank logged a finished test for so long: the job hangs. A limit of the whole would be tripped by a busy machine,
-# and pytest's own limit does not reach a rank that hangs inside a communication library.
+# If no rank has logged a finished test for so long, the job hangs. A busy machine could exceed a limit for the whole
+# job, and pytest's own limit cannot end a rank that hangs inside a communication library.
 QUIET_SECONDS = 400
 POLL_SECONDS = 0.2
-# How many tests are listed with their time, if they took so long.
+# The maximum number of tests that are listed with their time, and the minimum time of such a test.
 NUM_SLOWEST, SLOW_SECONDS = 25, 0.5
 
 
@@ -53,7 +53,7 @@ def free_port() -> int:
 
 
 def run(job: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Run the job until its end, or until it hangs; return what it printed. Every rank's log grows with its tests."""
+    """Run the job until it ends or hangs, and return its output. Every finished test makes its rank's log grow."""
     log = folder / "job.log"
     with open(log, "wb") as output:
         process = subprocess.Popen(
@@ -72,7 +72,7 @@ def run(job: list[str], folder: Path, environment: dict[str, str]) -> str:
 
 
 def end(launcher: subprocess.Popen, folder: Path) -> None:
-    """End a job; msrun's ranks outlive msrun, and are known by the folder in their command."""
+    """Kill a job. msrun's ranks outlive msrun; they are found by the folder in their command lines."""
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait()
     for process in psutil.process_iter():
@@ -82,7 +82,7 @@ def end(launcher: subprocess.Popen, folder: Path) -> None:
 
 
 def judge(folder: Path, world_size: int) -> tuple[int, int, int, list[str]]:
-    """Passed, failed, skipped (on rank 0), and what is wrong."""
+    """Return the numbers of passed, failed and skipped tests (on rank 0), and the list of problems."""
     names: list[list[str]] = []
     wrong: list[str] = []
     passed = failed = skipped = 0
@@ -106,7 +106,7 @@ def judge(folder: Path, world_size: int) -> tuple[int, int, int, list[str]]:
 
 
 def slowest(folder: Path) -> list[str]:
-    """The tests that took longest on rank 0, a line each."""
+    """Return a line for each of the slowest tests on rank 0."""
     cases = ElementTree.parse(folder / "rank_0.xml").iter("testcase")
     times = sorted(((float(case.get("time")), case) for case in cases), key=lambda pair: -pair[0])[:NUM_SLOWEST]
     return [

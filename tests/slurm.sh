@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Slurm for real, on one machine: a controller and two nodes, each in a network namespace and under a host name of its
-# own, run the quickstart's first updates by each of scripts/slurm/, and a job that is requeued and taken up.
+# Run real Slurm on one machine: a controller and two nodes, each with its own network namespace and host name. They run
+# the quickstart's first updates with each script of scripts/slurm/, and a job that is requeued and resumed.
 #
 #   bash tests/slurm.sh [CONFIG]       default: configs/quickstart_short_cpu.yaml
 #
 # Needs root, iproute2, and Debian's packages: apt-get install --no-install-recommends slurmctld slurmd slurm-client
-# slurm-wlm-basic-plugins munge libpmix2 libpmix-dev. Passes when all three ways report world_size 2, replicas in sync and
+# slurm-wlm-basic-plugins munge libpmix2 libpmix-dev. Passes if all three ways report world_size 2, replicas in sync and
 # equal digests, and the job that was requeued ends with the weights of one that was not.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -85,7 +85,7 @@ CONF
   exit 1
 }
 
-# on_node NODE COMMAND...: on the host of that node, on all cores.
+# on_node NODE COMMAND...: run a command on the host of that node, on all cores.
 on_node() {
   local host=$first
   [ "$1" = node1 ] || host=$second
@@ -102,7 +102,7 @@ print(report["backend"], report["replica_digest"], sep="\t")
 PYTHON
 }
 
-# batch NAME WAY FLAGS...: submit the quickstart's first updates; the job's number.
+# batch NAME WAY FLAGS...: submit the quickstart's first updates, and print the job's number.
 batch() {
   local name=$1 way=$2
   shift 2
@@ -112,7 +112,7 @@ batch() {
 
 state_of() { on_node node1 timeout 20 scontrol show job "$1" | sed -n 's/.*JobState=\([A-Z]*\).*/\1/p'; }
 
-# end_of NAME JOB: wait for it, and print its report.
+# end_of NAME JOB: wait for the job, and print its report.
 end_of() {
   local state=
   for _ in $(seq 600); do
@@ -135,7 +135,7 @@ for way in srun mpirun mindspore; do
 done
 echo "equal digests: two nodes of Slurm trained one model, whoever started the ranks"
 
-# A job whose time runs out, in the middle of its updates: the signal that Slurm sends a minute before.
+# Slurm sends this signal a minute before a job's time runs out; here it comes in the middle of the updates.
 saving=(--save-steps 5)
 number=$(batch requeued srun "${saving[@]}")
 for _ in $(seq 600); do
@@ -147,7 +147,7 @@ for _ in $(seq 200); do
   [ "$(state_of "$number")" = PENDING ] && break
   sleep 0.1
 done
-# Slurm waits two minutes before it starts a job anew.
+# Slurm waits two minutes before it starts a job again.
 on_node node1 timeout 20 scontrol update "JobId=$number" StartTime=now
 end_of requeued "$number" | tee "$work/requeued.line"
 grep -q "it is requeued" "$work/requeued.out" || { echo "the job was not requeued"; exit 1; }

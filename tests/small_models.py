@@ -1,4 +1,4 @@
-"""Small models of every family that MindNLP has, built from their own configuration classes, and batches for them."""
+"""Build small models of every MindNLP family from its configuration class, and batches, for several suites."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mindnlp_dp.versions import mindnlp_series
 
 LENGTH, VOCAB_SIZE, NUM_LABELS, NUM_CHOICES = 12, 64, 3, 2
 IGNORED = -100
-# The token types of which small models know two; words begin after the special tokens.
+# The smallest id of an ordinary token; special tokens have smaller ids.
 FIRST_WORD = 5
 
-# Heads for text, by the end of a class's name: what a batch for them holds.
+# Heads for text, by the end of the class name, and the kind of labels in a batch for them.
 HEADS = {
     "ForSequenceClassification": "classes",
     "ForTokenClassification": "token classes",
@@ -34,20 +34,20 @@ HEADS = {
     "ForMultipleChoice": "choices",
 }
 
-# What a configuration has one for, of a model that is made of several.
+# The parts of composite models, each of which has its own configuration (for example ``text_config``).
 _PARTS = ("text", "vision", "speech", "audio", "qformer", "encoder", "decoder", "t2u", "vocoder")
 
-# Their inputs are made by another model, of an image, of sound, of another part; or their labels point at tokens.
+# Families whose inputs another model makes (from an image, sound or another part), or whose labels point at tokens.
 _READ_MORE = ("CogVLM", "Mllama", "Musicgen", "SeamlessM4T", "BrosSpade")
 
-# Not these classes' files: for graphs of MindSpore, and for other libraries.
+# Files that are skipped: models for MindSpore graphs or other libraries, and output classes.
 _OTHER_FILES = ("modeling_graph", "modeling_tf", "modeling_flax", "modeling_outputs")
-# What users of MindNLP 0.5 take most, of Transformers' families.
+# The families of Transformers that users of MindNLP 0.5 use most.
 _OF_0_5 = (
     "bart", "bert", "distilbert", "electra", "gpt2", "llama", "mistral", "qwen2", "roberta", "t5", "xlm_roberta",
 )  # fmt: skip
 
-# What makes a configuration small, by the names that configuration classes give it.
+# The settings that make a configuration small, under all names that configuration classes use.
 _SIZES = {
     32: (
         "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim", "embed_dim", "d_embed",
@@ -75,13 +75,13 @@ _SIZES = {
     8: ("d_kv", "head_dim", "kv_channels", "attention_head_size", "dim_head", "rotary_dim", "attention_window"),
 }  # fmt: skip
 _SMALL: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names}
-# Randomness would differ between what is compared.
+# Settings of randomness, which is switched off: it would differ between the compared runs.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "_drop", "dropout_rate", "drop_path_rate", "dropout_prob")
 
 
 @dataclass(frozen=True)
 class ModelClass:
-    """A model class of MindNLP, and the folder of ``mindnlp.transformers.models`` that it is in."""
+    """Identifies a model class of MindNLP by its family (a folder of ``transformers.models``), name and module."""
 
     family: str
     name: str
@@ -118,7 +118,7 @@ def model_classes() -> Iterator[ModelClass]:
 
 
 def _is_for_text(model_class: Any, name: str) -> bool:
-    """Tell whether a model has a head of ours, one configuration, and reads nothing but text and boxes around it."""
+    """Tell whether a model has a head of ``HEADS`` and one configuration, and reads only text and its boxes."""
     if not name.endswith(tuple(HEADS)):
         return False
     inputs = list(inspect.signature(model_class.forward).parameters)
@@ -132,7 +132,7 @@ def _is_for_text(model_class: Any, name: str) -> bool:
 
 
 def small_config(config_class: Any, **settings: Any) -> Any:
-    """A configuration of two layers of width 32, without dropout, where the class has names for that."""
+    """Return a configuration with two layers of width 32 and no dropout, as far as the class has such settings."""
     names = inspect.signature(config_class.__init__).parameters
     small = {name: value for name, value in _SMALL.items() if name in names}
     small.update({name: 0.0 for name in names if name.endswith(_RANDOM) and not name.startswith("use_")})
@@ -140,13 +140,13 @@ def small_config(config_class: Any, **settings: Any) -> Any:
 
 
 def build(model_class: ModelClass, seed: int = 1) -> Any:
-    """Build a small model of a class, its weights drawn by ``seed``."""
+    """Build a small model of a class, with weights drawn from ``seed``."""
     from mindnlp_dp.trainers.library import set_seed
 
     loaded = model_class.load()
     names = inspect.signature(loaded.config_class.__init__).parameters
     settings: dict[str, Any] = {"num_labels": NUM_LABELS, "use_cache": False, "decoder_start_token_id": 0}
-    # Several padded rows in a batch; the usual one is often none, or a word of the real vocabulary.
+    # Batches with several padded rows need a pad token; the default is often None, or beyond the small vocabulary.
     given = names["pad_token_id"].default if "pad_token_id" in names else None
     if given is None or not 0 <= given < VOCAB_SIZE:
         settings["pad_token_id"] = 0
@@ -159,9 +159,9 @@ def build(model_class: ModelClass, seed: int = 1) -> Any:
     set_seed(seed)
     try:
         config = small_config(loaded.config_class, **settings)
-        # Not among the arguments of most classes, and 0.1 where nobody sets it.
+        # Most classes do not have these arguments; the default is 0.1.
         config.classifier_dropout = config.hidden_dropout = 0.0
-        # ChatGLM leaves its weights to a file that is loaded, unless it is told not to.
+        # By default, ChatGLM leaves its weights empty, because it expects to load a file.
         options = {"empty_init": False} if "empty_init" in inspect.signature(loaded.__init__).parameters else {}
         return loaded(config, **options)
     finally:
@@ -169,14 +169,14 @@ def build(model_class: ModelClass, seed: int = 1) -> Any:
 
 
 def batch(model_class: ModelClass, model: Any, num_rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Columns of a batch, in which labels count in different numbers in different rows (as do spans in the text)."""
+    """Return the columns of a batch whose rows have different numbers of counted labels (or of valid spans)."""
     random = np.random.RandomState(seed)
     config = model.config
     names = inspect.signature(type(model).forward).parameters
     kind = HEADS[model_class.head]
     shape = (num_rows, NUM_CHOICES, LENGTH) if kind == "choices" else (num_rows, LENGTH)
     ids = random.randint(FIRST_WORD, VOCAB_SIZE, shape)
-    # Classifiers of encoder-decoders read the last token that ends a sequence, one in each row.
+    # Classifiers of encoder-decoder models read the last end-of-sequence token; every row needs one.
     end = getattr(config, "eos_token_id", None)
     if getattr(config, "is_encoder_decoder", False) and isinstance(end, int) and end < VOCAB_SIZE:
         ids[..., -1] = end
@@ -184,7 +184,7 @@ def batch(model_class: ModelClass, model: Any, num_rows: int, seed: int = 0) -> 
     if "attention_mask" in names:
         columns["attention_mask"] = np.ones(shape, np.int64)
     if model_class.family == "longformer" and kind in ("spans", "choices"):
-        # It looks for the question between the first of three separators and the others.
+        # Longformer expects three separators per row: the question ends at the first one.
         ids[..., [3, 5, 11]] = config.sep_token_id
     if model_class.family == "chatglm":
         ids[..., 5:7] = config.gmask_token_id, config.bos_token_id
@@ -201,7 +201,8 @@ def batch(model_class: ModelClass, model: Any, num_rows: int, seed: int = 0) -> 
     elif kind == "words":
         columns["labels"] = np.where(counted, random.randint(FIRST_WORD, VOCAB_SIZE, shape), ignored)
     else:
-        # Beyond the text where an answer is not in it; more ends than starts, as of answers that are cut off.
+        # A position beyond the text means that the answer is not in it. Ends exceed the text more often than starts, as
+        # with answers that are cut off.
         for name, beyond in (("start_positions", 2), ("end_positions", 6)):
             columns[name] = random.randint(0, LENGTH + (0 if model_class.family in _WITHIN_TEXT else beyond), num_rows)
     return columns
@@ -218,12 +219,12 @@ def _all_classes() -> tuple[ModelClass, ...]:
 
 
 def samples(model_class: ModelClass, model: Any, num_rows: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Return the rows of a batch one by one, as a data set has them."""
+    """Return the rows of a batch as a list of samples, like a data set."""
     columns = batch(model_class, model, num_rows, seed)
     return [{name: values[row] for name, values in columns.items()} for row in range(num_rows)]
 
 
-# What a family's configuration class asks for besides.
+# More settings that the configuration classes of some families need.
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4,
@@ -238,5 +239,5 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "chatglm3": {"original_rope": True, "add_bias_linear": False},
     "chatglm4": {"original_rope": True, "add_bias_linear": False},
 }  # fmt: skip
-# Families whose question answering fails where a position is beyond the text.
+# Families whose question answering fails if a position is beyond the text.
 _WITHIN_TEXT = ("falcon", "flaubert", "lilt", "rembert", "splinter", "xlm", "xlnet")

@@ -1,7 +1,7 @@
-"""A device of two ranks that is played on CPU tensors, and counters of what a process asks of it.
+"""Simulate a device of two ranks with CPU tensors, and count the calls that a process makes, for the unit tests.
 
-Every call to MindSpore's communication is bound to the signature that the installed MindSpore has, and refused where
-its documentation does not name the device. Rank 1 has the same tensors as rank 0, which is this process.
+Every call to MindSpore's communication must match the signature in the installed MindSpore, and is refused if its
+documentation does not name the device. This process is rank 0; the simulated rank 1 has the same tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindspore import communication, ops
 from mindspore.communication.comm_func import CommHandle
 from mindspore.mint import distributed
 
-# What MindSpore's kernels for NCCL are registered for.
+# The types for which MindSpore's NCCL kernels are registered.
 NCCL_TYPES = ("bool", "int8", "int32", "int64", "uint8", "uint32", "uint64", "float16", "float32")
 HOST_READS = ("asnumpy", "item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__array__")
 METHODS = (
@@ -28,7 +28,7 @@ FUNCTIONS = ("cat", "concat", "stack", "zeros", "split", "deepcopy")
 
 
 def bound(real, play):
-    """``play``, with all arguments by name once they fit the real function."""
+    """Return a function that checks its arguments against ``real``, and passes them by name to ``play``."""
     signature = inspect.signature(real)
 
     def call(*args, **kwargs):
@@ -40,7 +40,7 @@ def bound(real, play):
 
 
 def platforms(real):
-    """For which devices MindSpore's documentation has it."""
+    """Return the devices that MindSpore's documentation names for a function."""
     return re.findall(r"``(\w+)``", re.search(r"Supported Platforms:\s*\n(.*)", inspect.getdoc(real)).group(1))
 
 
@@ -50,11 +50,11 @@ def inputs_of(primitive):
 
 
 class Handle:
-    """What was begun has ended when somebody has waited for it, and not before."""
+    """Handle of an asynchronous collective, which takes effect only when the caller waits for it."""
 
     def __init__(self, end):
         self._end = end
-        # The methods that the real one has, and no others.
+        # Only the methods that the real handle has.
         self.wait = bound(lambda: CommHandle.wait, self._wait)
 
     def _wait(self):
@@ -63,11 +63,11 @@ class Handle:
 
 
 class StandInDevice:
-    """Patches MindSpore while a backend is made and used: ``target`` is "Ascend" or "GPU".
+    """Replaces MindSpore's communication by a simulated one; ``target`` is "Ascend" or "GPU".
 
     Attributes:
-        calls: the names of the collectives and messages that were begun.
-        types: the types of the tensors that went into them.
+        calls: names of the collectives and messages that were started.
+        types: types of their tensors.
     """
 
     def __init__(self, monkeypatch, target):
@@ -78,7 +78,7 @@ class StandInDevice:
         for name, number in (("rank", 0), ("group_size", 2), ("local_rank", 0), ("local_rank_size", 2)):
             real = getattr(communication, f"get_{name}")
             monkeypatch.setattr(communication, f"get_{name}", self._stand_in(real, lambda group, n=number: n))
-        # They would be made on the device whose name MindSpore is told: always in 2.7, which thinks of Ascend then.
+        # Without device="CPU", MindSpore would make these tensors on the simulated device (2.7 always does: on Ascend).
         for name in ("empty", "empty_like"):
             monkeypatch.setattr(mindspore.mint, name, functools.partial(getattr(mindspore.mint, name), device="CPU"))
         for name in ("init", "release"):
@@ -115,7 +115,7 @@ class StandInDevice:
 
     def _primitive(self, real, play):
         def make(**arguments):
-            # The real one checks what it is made with.
+            # The real primitive checks its arguments.
             real(**arguments)
 
             def call(*inputs):
@@ -128,7 +128,7 @@ class StandInDevice:
 
         return self._stand_in(real, make)
 
-    # mint's work in place.
+    # Functions of mint, which work in place.
 
     def _all_reduce(self, tensor, op, group, async_op):
         def end():
@@ -137,7 +137,7 @@ class StandInDevice:
         return Handle(end) if async_op else end()
 
     def _broadcast(self, tensor, src, group, async_op):
-        """The other rank has the same."""
+        """Do nothing: the other rank has the same tensor."""
 
     def _all_gather(self, tensor_list, tensor, group, async_op):
         assert len(tensor_list) == 2
@@ -164,7 +164,7 @@ class StandInDevice:
         tensor.assign_value(self._sent.pop(0))
         return 0
 
-    # Primitives give new tensors.
+    # Primitives, which return new tensors.
 
     def _reduced_anew(self, x, op, group):
         return _reduced(x, op)
@@ -177,7 +177,7 @@ class StandInDevice:
 
 def _reduced(x, op):
     assert op in ("sum", "prod", "min", "max")
-    # The CPU adds no half types.
+    # MindSpore cannot add half precision types on the CPU.
     is_half = x.dtype in (mindspore.float16, mindspore.bfloat16)
     wide = x.astype(mindspore.float32) if is_half else x
     return (wide + wide if op == "sum" else wide).astype(x.dtype)
@@ -185,7 +185,7 @@ def _reduced(x, op):
 
 @contextlib.contextmanager
 def counted(owner, names):
-    """Counts what this thread calls of ``owner`` itself: names in order, without what those call in their turn."""
+    """Record the names of the methods of ``owner`` that this thread calls, in order, without nested calls."""
     me, depth, calls = threading.get_ident(), 0, []
 
     def counting(name, real):
@@ -219,7 +219,7 @@ def counted(owner, names):
 
 @contextlib.contextmanager
 def counted_host_reads():
-    """What waits for a device, for its values are wanted on the host."""
+    """Record the calls that wait for the device because they read values on the host."""
     with counted(mindspore.Tensor, HOST_READS) as calls:
         yield calls
 

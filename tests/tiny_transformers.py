@@ -1,4 +1,4 @@
-"""MindNLP's transformers at tiny sizes, of every kind that can be cut, and data for them."""
+"""Build tiny MindNLP transformers of every kind that can be sharded, and data, for the parallel tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral")
 
 
 def build(kind: str, seed: int = 3, dropout: float = 0.0, num_layers: int = 4, **config: Any) -> Any:
-    """A model whose weights are a function of ``seed``. (T5 and Mixtral have two layers.)"""
+    """Build a model whose weights depend on ``seed`` only. T5 and the mixtures of experts have two layers."""
     import mindnlp.transformers as models
     from library import set_seed
 
@@ -49,7 +49,7 @@ def build(kind: str, seed: int = 3, dropout: float = 0.0, num_layers: int = 4, *
 
 
 def batch(kind: str, num_rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Rows for such a model, with labels; some are padded, and some tokens ignored."""
+    """Return rows and labels for a model of this kind; some rows are padded, and some tokens are ignored."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(3, VOCAB, (num_rows, LENGTH))
     columns = {"input_ids": ids}
@@ -57,7 +57,7 @@ def batch(kind: str, num_rows: int, seed: int = 0) -> dict[str, np.ndarray]:
         return {**columns, "attention_mask": _mask(rng, num_rows), "labels": rng.integers(0, 3, num_rows)}
     labels = rng.integers(3, VOCAB, (num_rows, LENGTH))
     if kind in ("masked", "t5"):
-        # As many in every row, so that the mean of all tokens is the mean of the rows' means.
+        # Every row has the same number of labels, so the mean over all tokens is the mean of the rows' means.
         labels[:, 7:] = -100
         columns["attention_mask"] = _mask(rng, num_rows)
     return {**columns, "labels": labels}
@@ -70,19 +70,19 @@ def _mask(rng: np.random.Generator, num_rows: int) -> np.ndarray:
 
 
 def rows(columns: dict[str, np.ndarray], first: int, last: int) -> Any:
-    """Some rows of a batch; None where there is none."""
+    """Return the rows ``first`` to ``last`` (exclusive) of a batch, or None for an empty range."""
     return {name: array[first:last] for name, array in columns.items()} if last > first else None
 
 
 def train(model: Any, kind: str, pieces: Any, *, num_updates: int = 5, group: Any = None, **options: Any) -> Any:
-    """Train by AdamW with clipping; ``pieces`` makes of a global batch of 8 rows this rank's micro batches."""
+    """Train with AdamW and clipping; ``pieces`` makes this rank's micro-batches from a global batch of 8 rows."""
     from mindnlp.core import optim
 
     import mindnlp_dp as dp
 
     model.set_train(True)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # AdamW's update of an element whose gradient is rounding is rounding, too, as large as the learning rate.
+    # If an element's gradient is only rounding, AdamW's update of it is random, and as large as the learning rate.
     optimizer = optim.AdamW(parameters, lr=options.pop("lr", 5e-4), weight_decay=0.1)
     num_micro_steps = len(pieces(batch(kind, 8)))
     step = dp.make_train_step(
@@ -98,7 +98,7 @@ def train(model: Any, kind: str, pieces: Any, *, num_updates: int = 5, group: An
 
 
 def whole_weights(model: Any) -> dict[str, np.ndarray]:
-    """All parameters, put together where the model is cut. A collective."""
+    """Return all parameters as full arrays, gathered from the shards if the model is sharded. A collective."""
     if getattr(model, "parallel", None) is None:
         return {name: p.asnumpy().copy() for name, p in model.named_parameters()}
     arrays = {p.name: whole.copy() for p, whole in model.parallel.whole_arrays()}

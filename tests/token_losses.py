@@ -1,4 +1,4 @@
-"""Trainings of models whose losses are means over labels: by all ranks, and by one process with the whole batch."""
+"""Train models whose loss is a mean over labels, with all ranks, and in one process with the full batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from small_models import build, find, samples
 from mindnlp_dp.versions import mindnlp_series
 from models import alone, train, weights
 
-# A decoder whose labels the caller has shifted.
+# A decoder whose labels the caller has already shifted.
 UNSHIFTED = "XLNetLMHeadModel" if mindnlp_series() == "0.4" else "BartForCausalLM"
 HEADS = [
     "GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM", UNSHIFTED,
@@ -18,7 +18,7 @@ HEADS = [
 
 
 def settings(group, accumulation_steps, **more):
-    """One row a micro batch for each rank."""
+    """Return training settings with two rows per rank in a micro-batch."""
     return {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation_steps, "optim": "sgd",
         "learning_rate": 0.1, "num_train_epochs": 2, "max_grad_norm": 1.0, "logging_steps": 1, **more,
@@ -26,7 +26,7 @@ def settings(group, accumulation_steps, **more):
 
 
 def distance(mine, expected, before):
-    """The norm of the difference of two sets of weights over that of the change that training made."""
+    """Return the norm of the difference of two sets of weights, divided by the norm of the training's change."""
     difference = sum(float(((mine[name] - expected[name]) ** 2).sum()) for name in expected) ** 0.5
     change = sum(float(((expected[name] - before[name]) ** 2).sum()) for name in expected) ** 0.5
     assert change > 1e-3
@@ -34,7 +34,7 @@ def distance(mine, expected, before):
 
 
 def whole_batch(group, accumulation_steps, **more):
-    """The settings of one process that has all rows of an update in one micro batch."""
+    """Return settings for one process that has all rows of an update in one micro-batch."""
     one = settings(group, accumulation_steps, **more)
     one["per_device_train_batch_size"] *= group.world_size * accumulation_steps
     return {**one, "gradient_accumulation_steps": 1}
@@ -43,7 +43,7 @@ def whole_batch(group, accumulation_steps, **more):
 def together_and_alone(group, folder, name, accumulation_steps, trainer_class=None, **more):
     model_class = find(name)
     before = weights(build(model_class))
-    # The last window is uneven, and so is its last micro batch.
+    # The last window is incomplete, and so is its last micro-batch.
     rows = samples(model_class, build(model_class), 4 * group.world_size * accumulation_steps + 3)
     mine = train(build(model_class), rows, folder, trainer_class, **settings(group, accumulation_steps, **more))
     with alone():

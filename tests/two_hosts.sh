@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Two hosts on one machine: two network namespaces, joined by a wire, train the quickstart's first updates together, under
-# msrun and under mpirun, with the launch scripts as a user would call them.
+# Train the quickstart's first updates on two hosts, simulated by two connected network namespaces of one machine, under
+# msrun and under mpirun, with the launch scripts as a user calls them.
 #
 #   bash tests/two_hosts.sh [CONFIG]       default: configs/quickstart_short_cpu.yaml; needs root and iproute2
 #
-# Passes when all jobs report world_size 2 and replicas in sync, with equal digests; one under mpirun whose gradients
-# are rounded to float16 on the wire has another digest, and half the bytes.
+# Passes if all jobs report world_size 2 and replicas in sync, with equal digests; a job under mpirun that sends its
+# gradients as float16 must send half the bytes (its digest differs).
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 config=${1:-$ROOT/configs/quickstart_short_cpu.yaml}
-# Enough to tell two models apart.
+# Enough updates to tell two models apart.
 short=(--max-steps 20)
 source "$ROOT/scripts/environment.sh"
 ensure_environment mpi,quickstart,report,homework,docs,dev
@@ -32,12 +32,12 @@ for rank in 0 1; do
   enter "$host" env DEVICE=CPU MASTER_ADDR="$network.1" NNODES=2 NODE_RANK=$rank LOCAL_WORKER_NUM=1 \
     LOG_DIR="$work/log-$rank" bash "$ROOT/scripts/launch_msrun_multi_node.sh" "${job[@]}" >"$work/msrun-$rank.out" 2>&1 &
 done
-# msrun's exit codes are no verdict; the report is.
+# msrun's exit codes are unreliable, so the report decides.
 wait || true
 report "$work/msrun" >"$work/msrun.line" || { tail -n 30 "$work"/msrun-*.out "$work"/log-*/*.log; exit 1; }
 cat "$work/msrun.line"
 
-# mpirun_job NAME FLAGS...: train under mpirun; the sum of the megabytes sent comes behind the report.
+# mpirun_job NAME FLAGS...: train under mpirun, and print the report's line and the megabytes sent.
 mpirun_job() {
   local name=$1
   shift

@@ -1,16 +1,16 @@
-# Two hosts on one machine: two network namespaces, joined by a wire. To be sourced; needs root and iproute2.
+# Simulate two hosts on one machine by two connected network namespaces. Source this file; needs root and iproute2.
 #
-#   source two_namespaces.sh; open_two_hosts || exit 0      says why not, where a machine grants none
+#   source two_namespaces.sh; open_two_hosts || exit 0      prints the reason if the machine does not allow it
 #
-# Sets $first and $second (the hosts), $network (theirs are .1 and .2), $work (a folder of this run's own) and $agent
-# (what mpirun starts a process on the second host with); all of it goes when the script ends.
+# Sets $first and $second (the hosts), $network (their addresses are .1 and .2), $work (a folder for this run only) and
+# $agent (the command with which mpirun starts a process on the second host). All are removed when the script ends.
 
 open_two_hosts() {
   if [ "$(id -u)" -ne 0 ] || ! command -v ip >/dev/null; then
     echo "skipped: two network namespaces need root and iproute2 (apt-get install iproute2)"
     return 1
   fi
-  # Names of this run's own, so that two runs do not meet.
+  # Names that are unique to this run, so that two runs do not collide.
   local tag=$$ side name wire number
   first=dpA$tag second=dpB$tag
   network=10.$((RANDOM % 200 + 20)).$((RANDOM % 250))
@@ -48,13 +48,13 @@ close_two_hosts() {
   rm -rf "$work"
 }
 
-# limit_wire RATE: such as 1gbit, in either direction.
+# limit_wire RATE: limit the connection in each direction to RATE, such as 1gbit.
 limit_wire() {
   tc -n "$first" qdisc add dev "vA$$" root tbf rate "$1" burst 1mb latency 50ms
   tc -n "$second" qdisc add dev "vB$$" root tbf rate "$1" burst 1mb latency 50ms
 }
 
-# enter NAMESPACE COMMAND...: run a command on that host, under a host name and on a core of its own.
+# enter NAMESPACE COMMAND...: run a command on that host, with its own host name and core.
 enter() {
   local name=$1 core=${cores[0]}
   shift

@@ -1,8 +1,8 @@
-# Sourced by the batch scripts beside it, within a job of Slurm: the environment, and what a job does that is requeued.
+# Sourced by the batch scripts beside it, within a Slurm job: sets up the environment and requeues the job in time.
 #
-# run_to_the_end COMMAND...: waits for it, and requeues the job when Slurm's signal says that its time is running out. It
-# comes back with SLURM_RESTART_COUNT, by which dp.DataParallelTrainer knows that it goes on from the newest checkpoint
-# that the job itself has written.
+# run_to_the_end COMMAND...: runs the command, waits for it, and requeues the job when Slurm signals that its time limit
+# is near. Slurm sets SLURM_RESTART_COUNT in the requeued job, so dp.DataParallelTrainer resumes from the newest
+# checkpoint that the same job has written.
 
 ROOT=${SLURM_SUBMIT_DIR:?this is a script for sbatch}
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then
@@ -19,7 +19,7 @@ run_to_the_end() {
   local code=0
   trap 'echo "the time of this job is running out: it is requeued" >&2; scontrol requeue "$SLURM_JOB_ID"' USR1
   "$@" &
-  # A signal ends wait, and not what is waited for.
+  # A signal interrupts wait but does not end the command: wait again.
   while true; do
     wait $! && code=0 || code=$?
     [ $code -gt 128 ] && kill -0 $! 2>/dev/null || break

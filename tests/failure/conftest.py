@@ -1,4 +1,7 @@
-"""Jobs that must die well: an exit code, one message that names the rank, no process left, nothing half-written."""
+"""Start jobs for the failure tests, and check how they end: exit code, message, no process left, no partial file.
+
+All tests of this folder use these helpers and fixtures.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,22 @@ import pytest
 from mindnlp_dp.launch import fork_client
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# A job takes a second or two, one that imports MindSpore itself ten. Where other jobs keep the cores busy, three ranks
+# A job takes one or two seconds, and ten if it imports MindSpore itself. If other jobs keep the cores busy, three ranks
 # on two cores wait for each other for seconds in each update.
 TIMEOUT_SECONDS = 500
-# What a fork server grants its ranks when their stand-ins are killed, and some.
+# The time that a fork server gives its ranks after their proxies were killed, and a margin.
 FORKED_RANKS_SECONDS = 10.0
 BACKENDS = ("mpi", "mindspore")
 core = pytest.mark.core
-# Where one backend is enough for a test that shows a promise.
+# For core tests for which one backend is enough.
 CORE_UNDER_MPI = (pytest.param("mpi", marks=core), "mindspore")
 ONE_AFTER_ANOTHER = Path(__file__).with_name("one_after_another.py")
-# Of this suite; its children are the ranks of its jobs.
+# The fork server of this suite: its children are the ranks of the jobs.
 fork_server: Optional[subprocess.Popen] = None
 
 
 class Job(NamedTuple):
-    """How a job ended, and what its launcher printed."""
+    """Holds a job's exit code and the output of its launcher."""
 
     exit_code: int
     output: str
@@ -45,14 +48,14 @@ class Job(NamedTuple):
 def _shared_fork_server():
     """Fork the ranks of all jobs from a process that has imported MindSpore and MindNLP."""
     global fork_server
-    # Scripts find what the tests share; a fork server forks for jobs of its own PYTHONPATH only.
+    # Scripts import the shared test modules. A fork server only serves jobs whose PYTHONPATH equals its own.
     os.environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     with tempfile.TemporaryDirectory(prefix="mindnlp-dp-") as folder:
         path = os.path.join(folder, "fork_server")
         fork_server = subprocess.Popen(
             [sys.executable, "-m", "mindnlp_dp.launch.fork_server", path], stdout=subprocess.PIPE, text=True
         )
-        # Before that it names what is not installed here.
+        # Before this line, the server lists what is not installed here.
         assert any("ready" in line for line in fork_server.stdout)
         os.environ[fork_client.VARIABLE] = path
         yield
@@ -63,7 +66,7 @@ def _shared_fork_server():
 
 @pytest.fixture
 def own_imports(monkeypatch):
-    """Ranks that import MindSpore and MindNLP themselves, as those of a job's first try do."""
+    """Let ranks import MindSpore and MindNLP themselves, as the ranks of a job's first attempt do."""
     monkeypatch.delenv(fork_client.VARIABLE)
 
 
@@ -72,7 +75,7 @@ def _is_forked(process: psutil.Process) -> bool:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every process of a job: its log folder stands in the command of each, or it was forked by the shared server."""
+    """Return every process of a job: its command contains the log folder, or the shared fork server started it."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -84,9 +87,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def assert_nothing_is_left(folder: Path, *, soon: bool = False) -> None:
-    """By the job whose log folder this is: now, or ``soon``, where its launcher could not wait for it.
+    """Check that no process of the job with this log folder runs: now, or ``soon`` if its launcher did not wait.
 
-    Ranks of the shared server always have the time that it grants them.
+    Ranks of the shared fork server always get the time that the server gives them.
     """
     found = processes_of(folder)
     if not soon:
@@ -97,7 +100,7 @@ def assert_nothing_is_left(folder: Path, *, soon: bool = False) -> None:
 
 
 def job_command(folder: Path, *command, nproc=2, backend="mpi") -> list[str]:
-    """``mindnlp-dp run COMMAND``, with its log folder in ``folder``. A script may be given as its text."""
+    """Return ``mindnlp-dp run COMMAND`` with its log folder in ``folder``. A script may be given as its text."""
     command = list(command)
     for index, part in enumerate(command):
         if "\n" in str(part):
@@ -108,13 +111,13 @@ def job_command(folder: Path, *command, nproc=2, backend="mpi") -> list[str]:
 
 
 def run_job(folder: Path, *command, nproc=2, backend="mpi", **environ) -> Job:
-    """Run ``mindnlp-dp run COMMAND`` in ``folder``, and wait; no process may be left."""
+    """Run ``mindnlp-dp run COMMAND`` in ``folder``, wait for it, and check that no process is left."""
     done = subprocess.run(
         job_command(folder, *command, nproc=nproc, backend=backend),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env={**os.environ, **environ},
         timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
-    # Seen where a test fails: what the job printed, and what each of its ranks did.
+    # pytest shows this when a test fails.
     print(done.stdout)
     for log in sorted((folder / "logs").glob("*.log")):
         print(f"--- {log.name}", log.read_text(errors="replace")[-5000:], sep="\n")
@@ -128,7 +131,7 @@ def launch(tmp_path):
 
 
 def start_job(folder: Path, *command, nproc=2, backend="mpi", **options) -> subprocess.Popen:
-    """The launcher of a job that a test watches. SIGINT interrupts it, though it be in a shell script's background."""
+    """Start a job and return its launcher. SIGINT interrupts it even if pytest runs in a script's background."""
     return subprocess.Popen(
         job_command(folder, *command, nproc=nproc, backend=backend), cwd=folder, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options,  # noqa: PLW1509
@@ -136,7 +139,7 @@ def start_job(folder: Path, *command, nproc=2, backend="mpi", **options) -> subp
 
 
 def wait_for(condition, what: str) -> None:
-    """Until ``condition()`` holds."""
+    """Wait until ``condition()`` holds."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"waited {TIMEOUT_SECONDS} s for {what}"
@@ -144,12 +147,12 @@ def wait_for(condition, what: str) -> None:
 
 
 def wait_for_files(folder: Path, pattern: str, count: int = 2) -> None:
-    """Until as many files are there, such as one that each rank writes."""
+    """Wait until ``count`` files match ``pattern``, for example one file for each rank."""
     wait_for(lambda: len(list(folder.glob(pattern))) >= count, f"{count} files {pattern}")
 
 
 def run_one_after_another(folder: Path, runs: dict[str, list], *, nproc=2, **options) -> dict[str, list[Job]]:
-    """Run several scripts in one job (one_after_another.py); returns how each ended, on each rank."""
+    """Run several scripts in one job (one_after_another.py); return how each script ended on each rank."""
     (folder / "runs.json").write_text(json.dumps(runs, default=str))
     job = run_job(folder, ONE_AFTER_ANOTHER, "runs.json", nproc=nproc, **options)
     assert job.exit_code == 0, job.output

@@ -1,11 +1,11 @@
-"""A training job of a size that changes: no dropout, so that any number of ranks trains the same model up to rounding.
+"""Train as an elastic job without dropout, so that any number of ranks trains the same model up to rounding.
 
     mindnlp-dp run --nproc MIN:MAX tests/failure/elastic.py FOLDER [--updates N] [--seconds S] [--zero-stage Z]
         [--fault HOW@STEP:RANK ...]
 
-It makes ``--updates`` updates of four samples a rank, of 48 in an epoch. Each fault happens once, on the first try that
-gets there: ``kill``, ``raise``, ``exit``, ``stop``, ``hang``. At its end rank 0 writes the weights to
-FOLDER/weights.npz, and to FOLDER/result.json their digest and the number of ranks that every update was made by; every
+The job makes ``--updates`` updates of four samples per rank; an epoch has 48 samples. Each fault (HOW: ``kill``,
+``raise``, ``exit``, ``stop`` or ``hang``) happens once, in the first attempt that reaches it. At the end rank 0 writes
+the weights to FOLDER/weights.npz, and their digest and the number of ranks of every update to FOLDER/result.json. Every
 update takes ``--seconds`` longer.
 """
 

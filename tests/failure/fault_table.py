@@ -1,23 +1,22 @@
 #!/usr/bin/env python3
-"""Every fault at every moment of a job, under both engines: ended, named, started again, and right in the end?
+"""Cause every fault at every moment of a job, under both engines, and check message, restart and result.
 
     python tests/failure/fault_table.py [--backend mpi mindspore in-place] [--fault ...] [--moment ...] [--json FILE]
 
-For each cell a job of two ranks is started with one fault in it (faulty.py), ``--max-restarts 2`` and a
-``--hang-timeout`` of 3 s under MPI, 10 s under MindSpore. It must name the rank and what became of it, be started again
-once, and end with an undisturbed job's digest; nothing may be left. Printed are the seconds from the fault to the next
-update, or, where there is none, to the job's end, which contain that time-out where one hangs. "!" marks a cell in
-which something else came out; the exit code is 1 then. With a fork server (MINDNLP_DP_FORK_SERVER) all tries begin
-fast.
+For each cell, a job of two ranks with one fault is started (faulty.py), with ``--max-restarts 2`` and a
+``--hang-timeout`` of 3 s under MPI, 10 s under MindSpore. The job must name the failed rank and its fault, restart
+once, and end with the digest of an undisturbed job; nothing may be left. Each cell shows the seconds from the fault to
+the next update, or to the end of the job if there is none; they include the time-out if a rank hangs. "!" marks a cell
+with another result; the exit code is then 1. With a fork server (MINDNLP_DP_FORK_SERVER) all attempts start fast.
 
-"disk" is one that is full: a small one for checkpoints, mounted for the cell, which needs root. It is the next
-checkpoint that fails, whose time counts, and the next try that finds room again.
+"disk" is a full disk: a small disk for checkpoints is mounted for the cell, which needs root. The next checkpoint
+fails, and the time counts from that failure; the next attempt finds free space again.
 
-"in-place" is MPI with three ranks, of which one is lost and two go on in their processes (``--in-place``), where there
-are updates to go on from: nothing is started again, and no update is made twice.
+"in-place" is MPI with three ranks. One rank is lost, and two continue in their processes (``--in-place``) if there are
+updates to continue from: no process is restarted, and no update is made twice.
 
-A rank that hangs or is stopped before all have met is named two minutes later, which is not waited for here; one that
-is busy when the others have come to their end may be so for good reasons.
+Two kinds of cells are left empty. A rank that hangs or stops before all ranks have joined is reported only after two
+minutes. A rank that is busy after the others have finished may have good reasons.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from faulty import FAULTS, MOMENTS, NUM_STEPS
 
 from conftest import BACKENDS, ROOT, processes_of
 
-# Under MindSpore's cluster ranks import behind their first collective, each for itself, where none is forked.
+# Under MindSpore's cluster, ranks that are not forked import after their first collective, each at its own speed.
 HANG_SECONDS = {"mpi": 3, "mindspore": 10}
 NOT_JUDGED = {("stop", "start"), ("hang", "start"), ("hang", "end"), ("disk", "end")}
-# Who fails: rank 0 alone writes checkpoints.
+# The rank that fails if it is not rank 1: only rank 0 writes checkpoints.
 RANK = {"checkpoint": 0, "disk": 0}
-# In place, ranks that hang or stop are no loss, one that leaves by os._exit is not noticed, and an error of rank 0, who
-# saves, is one of all ranks.
+# In place, a rank that hangs or stops does not count as lost, os._exit is not noticed, and an error of rank 0 while it
+# saves is raised on all ranks.
 IN_PLACE = {(fault, moment) for fault in ("raise", "kill") for moment in MOMENTS[2:6]}
 IN_PLACE -= {("raise", "checkpoint")}
 CODES = {"raise": 1, "exit": 3, "kill": 137, "stop": 124, "hang": 124, "disk": 1}
@@ -79,30 +78,30 @@ def run(folder: Path, backend: str, *flags: str) -> tuple[int, str]:
 
 
 def cell(folder: Path, backend: str, fault: str, moment: str, digest: str) -> tuple[float, str]:
-    """Seconds until it went on, and what is wrong, if anything."""
+    """Return the seconds until the job continued, and what is wrong ("" if nothing)."""
     rank = RANK.get(fault, RANK.get(moment, 1))
     exit_code, said = run(folder, backend, "--fault", fault, "--moment", moment, "--rank", str(rank))
     ended = time.time()
     if exit_code:
         return 0.0, f"exit code {exit_code}: {said[-300:]}"
     failed = [json.loads(line) for line in (folder / "logs/failures.jsonl").read_text().splitlines()]
-    # In a collective that all have come to, nobody can tell who keeps it from ending.
+    # In a collective that all ranks have reached, it is unknown which rank keeps it from ending.
     blamed = (0, 1) if (fault, moment) == ("hang", "collective") else (rank,)
     in_place = backend == "in-place"
-    # Of one that was killed nobody but mpirun knows the signal.
+    # Only mpirun knows the signal that killed a rank.
     code = 1 if in_place else CODES[fault]
     if len(failed) != 1 or failed[0]["rank"] not in blamed or failed[0]["exit_code"] != code:
         return 0.0, f"failures {[(f['rank'], f['exit_code'], f['what']) for f in failed]}"
     steps = [int(line.split()[0]) for line in (folder / "updates").read_text().splitlines()]
     if in_place and (not failed[0].get("in_place") or steps != list(range(1, NUM_STEPS + 1))):
         return 0.0, f"not in place: {failed[0]}, updates {steps}"
-    # Two ranks draw other dropout than three.
+    # Two ranks draw different dropout masks than three.
     if not in_place and json.loads((folder / "result.json").read_text())["digest"] != digest:
         return 0.0, "another digest"
     half = [path.name for path in (folder / "checkpoints").iterdir() if not re.fullmatch(r"checkpoint-\d+", path.name)]
     if left := [*processes_of(folder), *half]:
         return 0.0, f"left: {left}"
-    # Ranks go on with a full disk until there is something to write.
+    # Ranks continue with a full disk until they write the next checkpoint.
     at = failed[0]["time"] if fault == "disk" else float((folder / "fault").read_text())
     updates = [float(line.split()[1]) for line in (folder / "updates").read_text().splitlines()]
     return min((when for when in updates if when > at), default=ended) - at, ""

@@ -1,10 +1,10 @@
-"""A training job in which something goes wrong, once, at a moment of one's choice; dropout, evaluation, checkpoints.
+"""Train with dropout, evaluation and checkpoints, and cause one fault, once, at a chosen moment.
 
     mindnlp-dp run --nproc 2 --max-restarts 2 tests/failure/faulty.py FOLDER [--fault HOW --moment WHEN --rank R]
 
-HOW is one of FAULTS, WHEN one of MOMENTS. At its end rank 0 writes the digest of the weights to FOLDER/result.json;
-FOLDER/fault has the time of the fault, FOLDER/updates that of every update. Checkpoints go to FOLDER/checkpoints;
-"disk" fills it up, so that it has to be a small one of its own, and the job's next try finds it emptied.
+HOW is one of FAULTS, WHEN one of MOMENTS. At the end rank 0 writes the digest of the weights to FOLDER/result.json;
+FOLDER/fault has the time of the fault, FOLDER/updates the time of every update. Checkpoints go to FOLDER/checkpoints;
+"disk" fills this folder, so it has to be a small, separate disk; the job's next attempt frees it again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 MOMENTS = ("start", "broadcast", "backward", "collective", "checkpoint", "evaluation", "end")
 FAULTS = ("raise", "exit", "kill", "stop", "hang", "disk")
 NUM_STEPS = 12
-# Behind the checkpoint of update 3.
+# After the checkpoint of update 3.
 STEP = 5
 FILLER = "filler"
 
 
 def fill(path: Path) -> None:
-    """Leave no byte of the disk that this file is on."""
+    """Fill the disk of this file to the last byte."""
     with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
@@ -63,7 +63,7 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL if options.fault == "kill" else signal.SIGSTOP)
 
     if rank == options.rank:
-        # As somebody does who was told that the disk is full.
+        # The next attempt frees the disk, as a user would do.
         (checkpoints / FILLER).unlink(missing_ok=True)
     now_is("start")
     import mindnlp_dp as dp
@@ -82,7 +82,7 @@ def main() -> None:
                 average = updater.average
 
                 def average_late(sync):
-                    # The others are in it by now.
+                    # The other ranks are in the collective by now.
                     time.sleep(0.2)
                     now_is("collective")
                     return average(sync)

@@ -1,12 +1,12 @@
-"""Stop a job at random, again and again, and see whether it ends as one that nobody stopped.
+"""Stop a job at random moments, resume it, and check that it ends like a job that was not stopped.
 
     python tests/failure/interrupt_and_resume.py --stops 100 --kills 50
 
-``--stops``: a rank dies behind a random update, ``--lines``: before a random line of Python that a random update runs.
-``--kills``: SIGKILL at a random moment, while training, evaluating or
-saving (the model is larger there, and saved after every update). After each, the newest checkpoint must be complete;
-at the end of every run weights and losses must be those of the run without stops, to the bit. That one does not divide
-its updates; every life of the others divides them in a way of its own (``zero_stage``).
+``--stops``: a rank dies after a random update; ``--lines``: before a random line of Python that a random update runs.
+``--kills``: a rank gets SIGKILL at a random moment, while training, evaluating or saving (the model is larger then, and
+saved after every update). After each stop, the newest checkpoint must be complete. At the end of every run, weights and
+losses must equal those of the run without stops, to the bit. The run without stops does not shard its updates; every
+process lifetime of the others uses another ``zero_stage``.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from mindnlp_dp.checkpoint.folders import checkpoints_in
 from mindnlp_dp.checkpoint.manifest import check_checkpoint
 
 HERE = Path(__file__).resolve().parent
-# A job that wrote no file for so long hangs: neither a log, nor a checkpoint. Imports take it some five seconds, on a
-# busy machine many times that; a limit of the whole would say more of the machine than of the job.
+# A job that writes no file (log or checkpoint) for so long hangs. Imports take about five seconds, and many times that
+# on a busy machine; a limit for the whole job would depend on the machine more than on the job.
 QUIET_SECONDS = 120
 STOPS_IN_A_RUN = 5
-# How many lines of Python an update takes, roughly; a rank that has run fewer dies behind the update.
+# The approximate number of Python lines of an update; a rank whose update has fewer lines dies after it.
 MOST_LINES = 4500
 LARGE = ("--hidden-size", "384")
-# Kills that come too late, when the job is done, are tried again; so many in a row are no chance.
+# A kill that comes after the job's end is repeated; so many late kills are not a coincidence.
 MOST_LATE_KILLS = 10
 
 
 class Job:
-    """One life of the job, in ``folder``."""
+    """Starts the job in ``folder``, and waits for it or kills a rank: one lifetime from start to stop or end."""
 
     def __init__(self, folder: Path, arguments: tuple[str, ...], backend: str) -> None:
         folder.mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ class Job:
                 with contextlib.suppress(FileNotFoundError):  # a checkpoint that just got its name
                     last = max(last, os.stat(os.path.join(folder, name)).st_mtime)
         if time.time() - last > QUIET_SECONDS:
-            # Its ranks end with it.
+            # The ranks end with their launcher.
             self.process.kill()
             raise AssertionError(f"the job hangs: no file for {QUIET_SECONDS} s\n{self.process.communicate()[0]}")
 
@@ -96,7 +96,7 @@ class Job:
 
 @dataclass
 class Whole:
-    """A run that nobody stopped."""
+    """Holds the result and the duration of the run without stops."""
 
     result: dict
     seconds: float
@@ -104,7 +104,7 @@ class Whole:
 
 @functools.cache
 def run_without_stops(*arguments: str) -> Whole:
-    """One for all: under MPI, to whose bits the other backend must come as well."""
+    """Run the reference for all runs, under MPI; the other backend must give the same bits."""
     with tempfile.TemporaryDirectory(prefix="whole-") as folder:
         job = Job(Path(folder), arguments, backend="mpi")
         job.wait_until_it_trains()
@@ -125,7 +125,7 @@ def any_stage(rng: random.Random) -> tuple[str, str]:
 def stop_at_random(
     folder: Path, backend: str, rng: random.Random, num_stops: int, whole: Whole, *, within: bool
 ) -> None:
-    """One run, a rank of which dies behind random updates, or ``within`` them, in rising order."""
+    """Make one run in which a rank dies after random updates, or ``within`` them, in rising order."""
     for step in sorted(rng.sample(range(1, NUM_STEPS + 1), num_stops)):
         rank, line = rng.randrange(2), rng.randint(1, MOST_LINES) if within else 0
         where = ("--stop-at", str(step), "--at-line", str(line), "--on-rank", str(rank))
@@ -136,14 +136,14 @@ def stop_at_random(
 
 
 def kill_at_random(folder: Path, backend: str, rng: random.Random, num_kills: int, whole: Whole) -> tuple[int, int]:
-    """One run, killed ``num_kills`` times. Returns the kills that hit a training job, and those that hit a save."""
+    """Make one run with up to ``num_kills`` kills; return how many hit a training job, and how many hit a save."""
     hits = saves = 0
     for _ in range(num_kills):
         job = Job(folder, (*LARGE, *any_stage(rng)), backend)
         job.wait_until_it_trains()
-        # A part of a run at a time, so that it takes several kills to its end.
+        # At most a third of a run at a time, so that one run can be killed several times.
         time.sleep(rng.uniform(0, whole.seconds / 3))
-        # Mostly the rank that writes.
+        # Mostly kill the rank that writes checkpoints.
         job.kill_rank(0 if rng.random() < 0.8 else 1)
         job.finish()
         if (folder / "result.json").exists():

@@ -1,12 +1,12 @@
-"""A training job that somebody stops: dropout, accumulation, evaluations, checkpoints; taken up where it was left.
+"""Train with dropout, gradient accumulation, evaluations and checkpoints; stop where told, and resume.
 
     mindnlp-dp run --nproc 2 tests/failure/interruptible.py FOLDER [--stop-at STEP [--at-line N]] [--on-rank R]
         [--hidden-size N] [--zero-stage S] [--once]
 
-With ``--at-line`` it dies within that update, before the N-th line that Python runs of what updates and exchanges.
+With ``--at-line`` rank R dies within update STEP, before the N-th Python line of the code that updates and exchanges.
 Every rank writes its process id to FOLDER/pid_R when training begins; at the end rank 0 writes the digest of the
-weights and the losses to FOLDER/result.json. With ``--once`` it dies in its first life only, and leaves it to the
-launcher to be taken up.
+weights and the losses to FOLDER/result.json. With ``--once`` the rank dies in the job's first attempt only, and the
+launcher resumes the job.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.folders import has_checkpoints
 
 NUM_STEPS = 21
-# Lines of a folder of these names are those of an update.
+# Lines of files in these folders count as lines of an update.
 UPDATING = ("/mindnlp_dp/update/", "/mindnlp_dp/gradients/", "/mindnlp_dp/communication/")
 
 
 class KillAtLine:
-    """For ``sys.settrace``: SIGKILL before the ``number``-th line of an update."""
+    """Trace function (``sys.settrace``) that sends SIGKILL before the ``number``-th line of an update."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -76,7 +76,7 @@ def main() -> None:
         options.stop_at = 0
     config = tiny_config(num_layers=2, dropout=0.2)
     config.hidden_size, config.intermediate_size = options.hidden_size, 2 * options.hidden_size
-    # Other weights in every life: those of a checkpoint must win.
+    # Every attempt starts with different weights: those of the checkpoint must replace them.
     set_seed(1 if not options.folder.joinpath("pid_0").exists() else os.getpid())
     args = dp.DataParallelArguments(
         str(options.folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=3,

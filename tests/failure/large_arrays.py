@@ -1,4 +1,4 @@
-"""Moves what is longer than MPI can count in 32 bits; run by test_large_arrays.py, with two ranks."""
+"""Send arrays longer than MPI can count in 32 bits; test_large_arrays.py runs this script with two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_BYTES = 2**31 + 2**27
 if __name__ == "__main__":
     group = dp.init_process_group()
     mine = np.zeros(NUM_BYTES, np.uint8)
-    # Told apart at both ends, and on both sides of every border between pieces.
+    # Distinct values at both ends, and on both sides of every boundary between chunks.
     places = [0, 2**30 - 1, 2**30, 2**31 - 1, 2**31, NUM_BYTES - 1]
     mine[places] = np.arange(len(places)) + 10 * (group.rank + 1)
 

@@ -1,10 +1,10 @@
-"""A job of three ranks of which one is lost when another has finished an update that the third has not.
+"""Train with three ranks, and lose one when another has finished an update that the third has not.
 
     mindnlp-dp run --nproc 2:3 --in-place tests/failure/late_in_place.py FOLDER BEHIND
 
-When update 5 has been exchanged, rank 2 is killed, and rank BEHIND hears of it before it has made its update; the other
-one hears of it behind that. Rank 0 of those that are left writes what it ends with to FOLDER/result.json: both ranks'
-digests, moments of the optimizer, steps, and learning rates.
+When the gradients of update 5 have been exchanged, rank 2 is killed. Rank BEHIND notices this before it has made its
+update, the other rank afterwards. At the end, rank 0 of the two remaining ranks writes to FOLDER/result.json, for both
+of them: digest, first moment of the optimizer, step, logged steps, and sums of the weights.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def main() -> None:
             def update_or_not(gradients):
                 group.barrier()
                 if rank == LOST:
-                    # The others are out of the barrier by then.
+                    # The other ranks have left the barrier by then.
                     time.sleep(0.3)
                     os.kill(os.getpid(), signal.SIGKILL)
                 if rank == behind:
                     trainer.training_loop.train_step.is_updating = False
-                    # The other one has made its update by then.
+                    # The other rank has made its update by then.
                     time.sleep(0.8)
                     raise MPI.Exception(MPI.ERR_PROC_FAILED)
                 update(gradients)

@@ -1,10 +1,10 @@
-"""Runs scripts one after another in one job, so that MindSpore and MindNLP are imported once for all of them.
+"""Run scripts one after another in one job, so that MindSpore and MindNLP are imported once for all of them.
 
     mindnlp-dp run --nproc 2 tests/failure/one_after_another.py RUNS.json
 
-RUNS.json is {name: [script, arguments ...]}. Each rank writes what each of them said, and with which exit code it would
-have ended, beside it, to RUNS_R.json. Only for scripts that all ranks leave together: where one rank fails alone, the
-others wait for it, and the launcher must end them.
+RUNS.json is {name: [script, arguments ...]}. Each rank R writes the output of each script, and the exit code that it
+would have had, to RUNS_R.json in the same folder. Use it only for scripts that all ranks leave together: if one rank
+fails alone, the others wait for it, and the launcher must end them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a loop of homework/ on a third of its phrases: enough to compare one loop with another.
+"""Run a loop of homework/ on a third of its phrases, which is enough to compare two loops.
 
 msrun ... tests/failure/short_loop.py homework/loop_mindspore.py
 """

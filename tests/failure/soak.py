@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""The quickstart with faults at random moments, many of them, in one elastic job of 1 to 3 ranks.
+"""Run the quickstart as one elastic job of 1 to 3 ranks, with many faults at random moments.
 
     python tests/failure/soak.py [--faults 200] [--backend mpi] [--in-place] [--seed 0] [--json FILE]
 
-Each fault hits a rank of the job that has made an update since the last one: SIGKILL, SIGTERM, SIGSTOP (which the job
-must find out as a hang), SIGINT, or SIGKILL to mpirun. When all have happened the job comes to its end undisturbed. It
-must end with 0, all updates done, an accuracy like an undisturbed run's, and nothing left: no process, nothing in
-/dev/shm or the folder of temporary files, no half checkpoint. Prints a summary; the exit code is 1 where something is
-wrong.
+Each fault hits a job that has made an update since the last fault: SIGKILL, SIGTERM, SIGSTOP (which the job must detect
+as a hang) or SIGINT to a rank, or SIGKILL to mpirun. After the last fault the job runs to its end. It must end with 0,
+with all updates done, an accuracy like an undisturbed run's, and nothing left: no process, no file in /dev/shm or the
+folder of temporary files, no incomplete checkpoint. Prints a summary; the exit code is 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from mindnlp_dp.launch.log_dir import RECORD
 from mindnlp_dp.launch.status import read_of_all_hosts
 
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
-# More than rank 0 takes to prepare the data, while the others wait.
+# Longer than rank 0 takes to prepare the data while the others wait.
 HANG_SECONDS = 8
-# Between one fault and the next two updates are made, or a few more, of 233 an epoch: the job has to outlast them all.
-# In place it goes on while the launcher still looks.
+# Two or a few more of the 233 updates of an epoch are made between two faults: the job has to last for all faults.
+# In place, the job continues while the launcher still polls, so more updates are made.
 FAULTS_AN_EPOCH, FAULTS_AN_EPOCH_IN_PLACE = 40, 6
-# Behind which a fault that nothing came of is one.
+# A fault after which nothing has changed for so long had no effect.
 PATIENCE_SECONDS = 120
 
 
@@ -53,7 +52,7 @@ def command(place: Path, backend: str, num_epochs: int, *, in_place: bool) -> li
 
 
 def left_over() -> set[str]:
-    """But for what other launchers keep in memory while their jobs run."""
+    """Return the files in /dev/shm and the temporary folder, without those of running launchers."""
     there = {path for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
     return {str(path) for path in there if not is_in_use(path / "lock")}
 
@@ -70,7 +69,7 @@ def is_in_use(lock: Path) -> bool:
 
 
 class Job:
-    """The job, and what happens to it."""
+    """Starts the job, disturbs it, and counts the faults."""
 
     def __init__(self, place: Path, options: argparse.Namespace, chance: random.Random) -> None:
         backend = options.backend
@@ -87,7 +86,7 @@ class Job:
         self.without_effect: list[str] = []
 
     def ranks(self) -> list:
-        """Those that live. One that has not begun has no process to be hit; 0 would be this one."""
+        """Return the live ranks. A rank that has not begun has pid 0, and a signal to 0 would hit this process."""
         return [rank for rank in read_of_all_hosts(self._logs) if rank.state]
 
     def num_failures(self) -> int:
@@ -97,7 +96,7 @@ class Job:
             return 0
 
     def wait_for_an_update(self) -> bool:
-        """Of ranks that have all met; False: the job has ended."""
+        """Wait until all ranks have joined and one has made an update; return False if the job has ended."""
         before = {rank.pid: rank.samples for rank in self.ranks()}
         while self.launcher.poll() is None:
             ranks = self.ranks()
@@ -108,7 +107,7 @@ class Job:
         return False
 
     def disturb(self) -> bool:
-        """One fault; False: the job has ended."""
+        """Cause one fault; return False if the job has ended."""
         self.wait_for_an_update()
         time.sleep(self._chance.uniform(0, 0.5))
         ranks, num_failures = self.ranks(), self.num_failures()
@@ -116,7 +115,7 @@ class Job:
         if self.launcher.poll() is not None:
             return False
         if rank is None:
-            # It is between two tries.
+            # The job is between two attempts.
             return True
         try:
             if how == "mpirun":
@@ -125,13 +124,13 @@ class Job:
             else:
                 os.kill(rank.pid, FAULTS[how])
         except (ProcessLookupError, psutil.Error, IndexError):
-            # It was between two tries.
+            # The job was between two attempts.
             return True
         at = time.monotonic()
         self.happened[how] += 1
         self.sizes[len(ranks)] += 1
         pids = {other.pid for other in ranks}
-        # Of a try that was ended in order to grow nobody records the fault.
+        # If the launcher ends the attempt in order to grow, no failure is recorded.
         while self.num_failures() == num_failures and pids & {other.pid for other in self.ranks()}:
             if self.launcher.poll() is not None:
                 return False
@@ -154,7 +153,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     wrong: list[str] = []
-    # A script that was put into the background ignores it, and so would all that it starts.
+    # A script in the background ignores SIGINT, and all processes that it starts would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         place, before, began = Path(folder), left_over(), time.monotonic()

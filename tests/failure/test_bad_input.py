@@ -1,4 +1,4 @@
-"""A user's mistakes with the training script: one message on the terminal, and an untouched output folder."""
+"""Test a user's mistakes with the training script: one message, and an unchanged output folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindnlp_dp.launch.run_module import command as module_command
 FINETUNE = ROOT / "scripts" / "finetune.py"
 GOOD = "text,label\n" + "".join(f"this is text {i},{'even' if i % 2 == 0 else 'odd'}\n" for i in range(6))
 
-# name: training file, test file, further flags, the message.
+# name: training file, test file, more flags, message.
 MISTAKES = {
     "missing file": (None, GOOD, [], r"train.csv: there is no such file"),
     "malformed line": (GOOD + "one,two,three\n", GOOD, [], "train.csv, line 8: 3 fields, but the header has 2"),
@@ -29,7 +29,7 @@ MISTAKES = {
 
 
 def command(folder, train, test, *flags):
-    """The training script with these files; its output goes to ``folder``/out."""
+    """Return the training command with these files; its output goes to ``folder``/out."""
     folder.mkdir(exist_ok=True)
     for name, content in (("train.csv", train), ("test.csv", test)):
         if content is not None:
@@ -58,13 +58,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ends(folder):
-    """All that two ranks under MPI leave together, in one job."""
+    """Run all cases that both ranks leave together in one MPI job."""
     runs = {mistake: command(folder / mistake, *rest[:2], *rest[2]) for mistake, (*rest, _) in MISTAKES.items()}
     (folder / "c.yaml").write_text("epochs: 3\n")
     runs["unknown key"] = [FINETUNE, "--config", folder / "c.yaml"]
     for script in NO_NAME:
         runs[script.name] = [script, "--model", "tiny", "--output-dir="]
-    # The plot's place is taken by a folder.
+    # A folder has the name of the plot, so the plot cannot be written.
     (folder / "unwritable" / "out" / "training.png").mkdir(parents=True)
     flags = ["--max-steps", "1", "--global-batch-size", "4"]
     runs["unwritable"] = command(folder / "unwritable", GOOD, GOOD, *flags)
@@ -81,7 +81,7 @@ def test_one_message_and_nothing_written(folder, ends, mistake):
 
 
 def test_a_mistake_ends_the_job(tmp_path):
-    """As the others do, but in a job of its own, as the terminal shows it."""
+    """The same message, but of a separate job, as the terminal shows it."""
     mistake = "malformed line"
     train, test, flags, message = MISTAKES[mistake]
     assert_one_message(run_job(tmp_path, *command(tmp_path, train, test, *flags)), message)
@@ -116,7 +116,7 @@ def test_no_name_for_the_results(folder, ends, path):
 
 @pytest.mark.core
 def test_results_that_cannot_be_written_leave_no_half(folder, ends):
-    """The error is every rank's, and no report claims success."""
+    """Every rank fails with the error, and no report claims success."""
     output = folder / "unwritable" / "out"
     for rank in ends["unwritable"]:
         assert rank.exit_code == 1
@@ -127,7 +127,7 @@ def test_results_that_cannot_be_written_leave_no_half(folder, ends):
 
 @pytest.mark.core
 def test_a_run_goes_on_from_its_checkpoints(folder, ends, tmp_path):
-    """From the fifth update on; the report is that of six at once. Not where all checkpoints are damaged."""
+    """It continues after update 5 with the report of an uninterrupted run; fails if all checkpoints are damaged."""
     whole = folder / "whole" / "out"
     expected = json.loads((whole / "report.json").read_text())
     assert expected["steps"] == 6
@@ -167,7 +167,7 @@ def test_the_scripts_say_which_python_they_need():
 @pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_lies_in_the_current_folder_is_not_imported(tmp_path, backend):
-    """Neither in the place of the standard library, nor of this package (CWE-427)."""
+    """Files there replace neither the standard library nor this package (CWE-427)."""
     here = tmp_path / "here"
     (here / "mindnlp_dp").mkdir(parents=True)
     stranger = "open({!r}, 'w').close()\nraise ImportError('a stranger')\n"

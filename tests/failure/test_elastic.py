@@ -1,4 +1,4 @@
-"""Jobs of a size that changes, and what a fork server makes of restarts."""
+"""Test elastic jobs, whose number of ranks changes, and restarts by a fork server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def results(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """By three ranks."""
+    """Train with three ranks and no fault."""
     folder = tmp_path_factory.mktemp("undisturbed")
     job = run_job(folder, ELASTIC, folder, "--updates", UPDATES, "--seconds", 0, nproc=3)
     assert job.exit_code == 0, job.output
@@ -57,15 +57,15 @@ def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed
     assert min(found["sizes"][5:]) < 3
     assert found["sizes"][-1] == 3
     for name, weight in whole.items():
-        # AdamW makes more of roundings, update by update.
+        # AdamW amplifies rounding differences with every update.
         np.testing.assert_allclose(weights[name], weight, rtol=0, atol=2e-3, err_msg=name)
-    # Growing is no failure.
+    # Growing is not recorded as a failure.
     failures = [json.loads(line) for line in (tmp_path / "logs/failures.jsonl").read_text().splitlines()]
     assert [failure["restart"] for failure in failures] == [1, 2]
     assert "the job goes on with 2 of 3 ranks" in output
     assert "the job goes on with 3 of 3 ranks" in output
     if backend == "mpi":
-        # Up to the first fault.
+        # The job that resumes with fewer ranks keeps the global batch.
         assert "training with the checkpoint's global batch of 12 samples" in output
     assert expected["sizes"] == [3] * UPDATES
 
@@ -110,13 +110,13 @@ Path(f"pid_{group.rank}").write_text(str(os.getpid()))
 """
 
 
-# Of a job's own server; that forked ranks end in every way as others do, the jobs of the shared one show.
+# These ranks are forked by their job's own server. The other tests show the same for the shared server.
 @pytest.mark.parametrize(
     ("how", "code", "backend"), [("os.kill(os.getpid(), 2)", 130, "mpi"), ("1 / 0", 1, "mindspore")]
 )
 @pytest.mark.usefixtures("own_imports")
 def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, request):
-    # As in the background of a shell script, where SIGINT is ignored.
+    # A shell script ignores SIGINT in its background processes, too.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     script = (
@@ -136,7 +136,7 @@ def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, r
 
 @pytest.mark.usefixtures("own_imports")
 def test_forked_ranks_train_to_the_bit_and_leave_with_0(tmp_path, undisturbed):
-    """Killed late enough for the server to be there; with as many ranks as before."""
+    """The faults come late enough for the fork server to be ready; the number of ranks stays the same."""
     exit_code, output = run_job(
         tmp_path, "--max-restarts", 3, ELASTIC, tmp_path, "--updates", UPDATES, "--seconds", 0.2,
         "--fault", "kill@31:1", "--fault", "kill@33:0", "--fault", "exit@36:2", nproc=3,
@@ -146,7 +146,7 @@ def test_forked_ranks_train_to_the_bit_and_leave_with_0(tmp_path, undisturbed):
 
 
 def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
-    """With the caller's umask and unbuffered output; not for who wants another PYTHONPATH than the server has read."""
+    """Forked ranks have the caller's umask and unbuffered output. A job with another PYTHONPATH is not forked."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/of_the_user.py").write_text("")
     (tmp_path / "script.py").write_text(

@@ -1,4 +1,4 @@
-"""The homework as a student starts it: its scripts, whole, on small data."""
+"""Run the homework's complete scripts as a student does, on small data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WORDS = {"0": "bad sad angry", "1": "it is so", "2": "good glad happy"}
 
 
 def environment(**more):
-    """The scripts find the environment of these tests, and install nothing."""
+    """Return variables with which the scripts use the environment of these tests, and install nothing."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more}
 
 
 @pytest.fixture
 def flags(tmp_path):
-    """Files of the form of the course's: three classes, a hundred texts."""
+    """Write data files in the course's format (three classes, 120 texts); return the flags that use them."""
     rng = np.random.default_rng(0)
     for name, number in (("train", 90), ("test", 30)):
         labels = [str(label) for label in rng.integers(0, 3, number)]
@@ -39,9 +39,9 @@ def flags(tmp_path):
 
 @pytest.fixture(scope="module")
 def venv(tmp_path_factory):
-    """This environment under another name, with a stamp that says that nothing is to be installed.
+    """Make a copy of this environment (symbolic links), with a stamp that says that everything is installed.
 
-    A stamp of the real one may be out of date, and ensure_environment would call pip, in the midst of the tests.
+    The stamp of the real environment may be out of date; ensure_environment would then call pip during the tests.
     """
     folder = tmp_path_factory.mktemp("environment") / "venv"
     folder.mkdir()

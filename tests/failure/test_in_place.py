@@ -1,4 +1,4 @@
-"""Elastic jobs that go on in the same processes when a rank is lost (``mindnlp-dp run --in-place``)."""
+"""Test elastic jobs that continue in the same processes when a rank is lost (``mindnlp-dp run --in-place``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UPDATES = 20
 IN_PLACE = ("--grow-after", 600, "--in-place")
 
 
-# Nobody is left of the first try, nor of the second, which has one rank.
+# No rank is left of the first attempt, and none of the second, which has one rank.
 ONLY = """
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def failures(folder):
 
 
 def steps(folder):
-    """The updates that were made, in the order in which they were."""
+    """Return the numbers of the updates in the order in which they were made."""
     return [int(line.split()[0]) for line in (folder / "sizes").read_text().splitlines()]
 
 
@@ -44,7 +44,7 @@ def elastic(folder, *flags, size="1:3", how=IN_PLACE):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """By three ranks."""
+    """Train with three ranks and no fault."""
     folder = tmp_path_factory.mktemp("undisturbed")
     exit_code, output = elastic(folder, size=3, how=())
     assert exit_code == 0, output
@@ -53,13 +53,13 @@ def undisturbed(tmp_path_factory):
 
 def assert_same_model(folder, undisturbed):
     for name, weight in undisturbed[1].items():
-        # AdamW makes more of roundings, update by update.
+        # AdamW amplifies rounding differences with every update.
         np.testing.assert_allclose(results(folder)[1][name], weight, rtol=0, atol=2e-3, err_msg=name)
 
 
 @pytest.mark.core
 def test_the_others_go_on_and_no_update_is_made_twice(tmp_path, undisturbed):
-    """One that is killed, then rank 0 by an exception: the next one is rank 0 then."""
+    """One rank is killed, then rank 0 raises an exception, and the next rank becomes rank 0."""
     exit_code, output = elastic(tmp_path, "--fault", "kill@7:2", "--fault", "raise@12:0", "--save-steps", 1000)
     assert exit_code == 0, output
     assert results(tmp_path)[0]["sizes"] == [3] * 7 + [2] * 5 + [1] * 8
@@ -68,13 +68,13 @@ def test_the_others_go_on_and_no_update_is_made_twice(tmp_path, undisturbed):
     assert [(f["rank"], f["in_place"], f["restart"]) for f in failures(tmp_path)] == [(2, True, 1), (0, True, 2)]
     assert not (tmp_path / "logs/try_1").exists()
     assert "the job goes on in place with 2 of 3 ranks" in output
-    # Of the rank that is shown from then on.
+    # The log of the new rank 0 is shown from then on.
     assert "RuntimeError: a fault" in output
     assert output.count("'train_loss'") == 1
 
 
 def test_batches_become_smaller_in_the_midst_of_an_epoch(tmp_path):
-    """Behind three of its four updates; a fifth and a sixth of two ranks then read the rest."""
+    """The loss comes after three of four updates; two ranks read the rest of the epoch in two smaller updates."""
     how = (*IN_PLACE, "--scale-batch")
     exit_code, output = elastic(tmp_path, "--fault", "kill@7:2", "--save-steps", 1000, how=how)
     assert exit_code == 0, output
@@ -123,7 +123,7 @@ def test_below_the_smallest_size_it_is_started_again(tmp_path, undisturbed):
 
 
 def test_the_only_rank_of_a_try_is_lost(tmp_path):
-    """mpirun ends with 0 then."""
+    """mpirun exits with 0 in this case."""
     exit_code, output = run_job(tmp_path, *IN_PLACE, ONLY, nproc="1:2")
     assert exit_code == 0, output
     assert [(f["rank"], f.get("in_place")) for f in failures(tmp_path)] == [(0, None)] * 2
@@ -139,7 +139,7 @@ def test_it_grows_again(tmp_path, undisturbed):
     assert sizes[0] == 3
     assert min(sizes) == 2
     assert sizes[-1] == 3
-    # The loss costs no update; growing may cost those that are made while the launcher looks, and skips none.
+    # The loss repeats no update. Growing may repeat updates that were made while the launcher polled, and skips none.
     found = steps(tmp_path)
     grown = next((at for at in range(1, len(found)) if found[at] != found[at - 1] + 1), len(found))
     assert found[:grown] == list(range(1, grown + 1))
@@ -151,7 +151,7 @@ def test_it_grows_again(tmp_path, undisturbed):
 
 
 def test_restarts_are_counted_and_limited(tmp_path):
-    # Far enough apart for the launcher to see them one after the other.
+    # The faults are far enough apart for the launcher to see two separate losses.
     faults = ("--fault", "raise@5:2", "--fault", "raise@12:1", "--seconds", 0.2)
     exit_code, output = elastic(tmp_path, *faults, how=(*IN_PLACE, "--max-restarts", 1))
     assert exit_code == 1
@@ -172,12 +172,12 @@ def test_ranks_that_are_an_update_apart_go_on_with_the_later_one(tmp_path, behin
     made = {r: [tuple(map(int, line.split())) for line in (tmp_path / f"steps_{r}").read_text().splitlines()]
             for r in (0, 1)}  # fmt: skip
     full = [(step, 3) for step in (1, 2, 3, 4)] + [(step, 2) for step in (6, 7, 8)]
-    # Update 5 is the other one's alone, which heard of the loss behind it.
+    # Only the other rank made update 5: it noticed the loss after that update.
     assert made[behind] == full
     assert made[1 - behind] == [*full[:4], (5, 2), *full[4:]]
 
 
-# Rank 0 is lost in an evaluation, by which whoever it is decides to stop: between two updates, or at an epoch's end.
+# Rank 0 is lost in an evaluation that makes the callback stop training, between two updates or at an epoch's end.
 STOPPED = """
 import json, os, signal, sys
 from pathlib import Path

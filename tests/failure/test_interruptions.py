@@ -1,4 +1,4 @@
-"""A few of the stops and kills that interrupt_and_resume.py makes by the hundred."""
+"""Make a few of the stops and kills of which interrupt_and_resume.py makes hundreds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import interrupt_and_resume
 import pytest
 
 
-# Each of its jobs is watched by itself, and ended when it makes no progress.
+# The script monitors each of its jobs itself, and ends a job that makes no progress.
 @pytest.mark.timeout(0)
 def test_a_job_that_is_stopped_or_killed_at_random_ends_as_if_it_had_not_been(capsys):
     interrupt_and_resume.main(["--stops", "2", "--lines", "3", "--kills", "2", "--seed", "7", "--backend", "mpi"])

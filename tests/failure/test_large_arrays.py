@@ -1,4 +1,4 @@
-"""Arrays of more than 2 GiB under MPI, which counts in 32 bits."""
+"""Test arrays of more than 2 GiB under MPI, which counts in 32 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEEDED_GIB = 17
 
 @pytest.fixture
 def memory():
-    """As much as two ranks need; who tests at the same time on this machine waits."""
+    """Skip the test if two ranks lack memory; make other test runs on this machine wait."""
     with open(Path(tempfile.gettempdir()) / "mindnlp-dp-large-arrays.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lines = Path("/proc/meminfo").read_text().splitlines()

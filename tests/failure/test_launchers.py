@@ -1,4 +1,4 @@
-"""Launchers other than ours: the ranks meet, or one sentence says why they cannot and what to type."""
+"""Test launchers other than mindnlp-dp run: ranks join, or one sentence says why not, and what to type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLURM_STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
 
 @pytest.fixture
 def start(tmp_path):
-    """Run a script behind a command such as mpirun, and wait."""
+    """Return a function that runs a script with a command such as mpirun, and waits."""
 
     def run(script, *before, **environ):
         path = tmp_path / "script.py"
@@ -39,7 +39,7 @@ def mpirun(*options):
     return [os.path.join(os.path.dirname(sys.executable), "mpirun"), *root, "--oversubscribe", "-n", "2", *options]
 
 
-# What PMIx gives to a process of srun --mpi=pmix or of prun, without what mpirun adds.
+# The variables of PMIx alone, as under srun --mpi=pmix or prun, without those that mpirun adds.
 BARE_PMIX = ["env", "-u", "OMPI_COMM_WORLD_SIZE", "-u", "OMPI_COMM_WORLD_RANK"]
 
 
@@ -91,14 +91,14 @@ def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
     cores = sorted(os.sched_getaffinity(0))
     halves = [list(split_cores(cores, 2, index)) for index in range(2)]
     assert start(CORES, *mpirun("--bind-to", "none")).stdout == f"{halves}\n"
-    # A narrower set, as a container or a batch system gives it; of one core there is nothing to split.
+    # A smaller set, as in a container or a batch system; a single core cannot be split.
     job = start(CORES, "taskset", "-c", str(cores[-1]), *mpirun("--bind-to", "none"))
     assert job.stdout == f"{[cores[-1:]] * 2}\n"
 
 
-# Under mpirun by hand, nobody but the rank itself ends the others.
+# If the user calls mpirun, only the rank itself can end the others.
 
-# What init_process_group does under MPI, without the seconds of MindSpore's import.
+# The part of init_process_group that matters here, without importing MindSpore, which takes seconds.
 MPI_ALONE = """
 from mpi4py import MPI
 mpi_exit.end_together(MPI)
@@ -171,7 +171,7 @@ def test_an_exit_that_was_caught_ends_nothing(start):
 
 
 def test_an_exit_that_the_script_itself_caught_ends_nothing(start):
-    """It went through the same frame as the last one, but from another place."""
+    """It passed through the frame in which the script's last exception was raised, but on another line."""
     caught = "try:\n        sys.exit(2)\n    except SystemExit:\n        pass"
     job = start(leaving(caught) + "raise SystemExit(0)\n", *mpirun())
     assert (job.returncode, job.stdout) == (0, "reached\nreached\n")

@@ -1,4 +1,4 @@
-"""Mistakes that show only at run time: one sentence each, on the terminal."""
+"""Test mistakes that appear only at run time: the terminal shows one sentence for each."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_no_init_process_group(launch, backend):
 
 @pytest.fixture(scope="module")
 def backend_and_ends(request, tmp_path_factory):
-    """Mistakes that every rank is told of, in one job for each backend."""
+    """Run the mistakes that raise on every rank, in one job for each backend."""
     folder = tmp_path_factory.mktemp("mistakes")
     runs = {}
     for name, text in {"stock": STOCK_TRAINER, "other model": OTHER_MODEL, "shuffled": SHUFFLED_BY_RANK}.items():
@@ -194,7 +194,7 @@ def test_the_scripts_check_their_variables(name, environ, message):
     ],
 )
 def test_a_script_without_a_name_to_write_to_touches_nothing(tmp_path, name, flags, got):
-    """A stand-in for rm says what would be removed: a report in the root folder."""
+    """A fake rm prints what would be removed, for example a report in the root folder."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for program in ("rm", "msrun", "mindnlp-dp"):
@@ -202,7 +202,7 @@ def test_a_script_without_a_name_to_write_to_touches_nothing(tmp_path, name, fla
         (programs / program).chmod(0o755)
     done = run_msrun_script(
         name, *flags, PATH=f"{programs}:{os.environ['PATH']}", LOG_DIR=str(tmp_path / "logs"),
-        # A script that gets as far as its environment finds no Python to make it with, and installs nothing.
+        # A script that reaches the set-up of its environment finds no Python for it, and installs nothing.
         VENV=str(tmp_path / "venv"), PYTHON="/bin/false", VIRTUAL_ENV=sys.prefix,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (2, f"error: --output-dir must name a folder, got '{got}'\n")

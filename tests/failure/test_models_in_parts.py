@@ -1,4 +1,4 @@
-"""Jobs whose models are cut among ranks: how they die, what they refuse, and the examples."""
+"""Test jobs whose models are sharded over ranks: failures, refused settings, and the examples."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_a_rank_that_fails_in_mid_update_ends_the_job(launch, way, axes):
     began = time.monotonic()
     job = launch(PIPELINE.replace("{what}", WAYS[way]).replace("{axes}", axes))
     assert job.exit_code != 0
-    # The other stage may be the first to end, for want of a message, and is not to blame.
+    # The other stage may end first, because a message is missing; the launcher must not blame it.
     assert all(said in job.output for said in SAID[way])
     assert way != "raises" or "OSError: no such device" in job.output
     assert "never reached" not in job.output
-    # A job starts in ten seconds; nobody waits for the dead.
+    # A job starts in ten seconds; the other rank must not wait for the dead one until a time-out.
     assert time.monotonic() - began < 100
 
 
@@ -114,7 +114,7 @@ def test_finetune_follows_a_plan(launch, tmp_path):
     flags = [part for name, path in files.items() for part in ("--json" if name == "plan" else f"--{name}", str(path))]
     assert main(["plan", *flags, "--batch", "16", "--sequence", "24"]) == 0
     written = json.loads(files["plan"].read_text())
-    # Of all of them, the one through stages.
+    # Keep only the plans with two pipeline stages.
     written["plans"] = [found for found in written["plans"] if (found["mesh"] or {}).get("pp") == 2]
     files["plan"].write_text(json.dumps(written))
     settings = [part for name, size in sizes.items() for part in (f"--{name.replace('_', '-')}", str(size))]
@@ -131,7 +131,7 @@ def test_finetune_follows_a_plan(launch, tmp_path):
     assert [int(n) for n in report["config"]["pipeline_layers"].split(",")] == [
         stage["layers"][1] - stage["layers"][0] for stage in best["stages"]
     ]
-    # Another model, another batch.
+    # Another model or another batch is refused.
     other = ["--output-dir", str(tmp_path / "x")]
     job = launch(script, *settings, "--hidden-size", "32", "--global-batch-size", "16", *other)
     assert job.exit_code == 1
@@ -139,7 +139,7 @@ def test_finetune_follows_a_plan(launch, tmp_path):
     job = launch(script, *settings, "--global-batch-size", "32", *other)
     assert job.exit_code == 1
     assert "global_batch_size is 32, and the plan is for 16 samples" in job.output
-    # What is said twice, in two ways, is refused; so is what is no plan.
+    # Contradictory settings are refused, and so is a file that is not a plan.
     settings += ["--global-batch-size", "16"]
     job = launch(script, *settings, "--mesh", "tp=2", "--output-dir", str(tmp_path / "other"))
     assert job.exit_code == 1

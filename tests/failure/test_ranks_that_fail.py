@@ -21,7 +21,7 @@ INIT = """
 group = dp.init_process_group()
 print(f"rank {group.rank} of {group.world_size} is here", flush=True)
 """
-# Where only the launcher is asked, and not what MindSpore or mindnlp_dp add: without the seconds of their import.
+# For tests of the launcher alone, which save the seconds that importing MindSpore and mindnlp_dp takes.
 MPI_ALONE = """
 from mpi4py import MPI
 group = MPI.COMM_WORLD
@@ -46,9 +46,9 @@ def test_an_exception_on_one_rank_ends_the_others_who_wait_for_it(launch, backen
     job = launch(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT, backend=backend)
     assert job.exit_code == 1
     assert "rank 1 of 2 failed with exit code 1" in job.output
-    assert "ValueError: boom" in job.output  # rank 1's log is shown, for rank 0 has nothing to say
+    assert "ValueError: boom" in job.output  # rank 1's log is shown
     assert "never reached" not in job.output
-    assert "runpy" not in job.output  # the traceback begins in the user's script
+    assert "runpy" not in job.output  # the traceback starts in the user's script
 
 
 @pytest.mark.core
@@ -77,7 +77,7 @@ def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
 @pytest.mark.parametrize(("backend", "code"), [("mpi", 0), pytest.param("mpi", 3, marks=core), ("mindspore", 0)])
 def test_a_rank_that_leaves_past_python(launch, backend, code):
     leave = f"if group.rank == 1: os._exit({code})\n"
-    # Long enough for a rank 1 that, on a busy machine, leaves some seconds behind the rank that waits for it.
+    # On a busy machine, rank 1 may exit some seconds after rank 0 began to wait for it.
     job = launch(HEAD + ALONE[backend] + leave + WAIT, backend=backend, MS_NODE_TIMEOUT="10")
     assert job.exit_code == (code or 1)
     assert f"rank 1 of 2 left with exit code {code}, past the end of the script (os._exit)" in job.output
@@ -167,7 +167,7 @@ def test_stale_cluster_variables_do_no_harm(launch, backend):
 
 
 def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
-    """Without our launcher, too: the MPI backend aborts the job."""
+    """The MPI backend aborts the job, without mindnlp-dp run, too."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + INIT + "if group.rank == 1: raise ValueError('boom')\n" + WAIT)
     mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
@@ -185,7 +185,7 @@ def test_an_uncaught_exception_under_mpirun_by_hand_ends_all_ranks(tmp_path):
 
 
 def test_what_a_script_may_do_under_python(launch):
-    """A child that it forks comes to the script's end; it has closed its standard output, and what was in its place."""
+    """A script may fork a child that reaches the script's end, replace sys.stdout, and close standard output."""
     job = launch(
         """
         import os, sys, time
@@ -206,7 +206,7 @@ def test_what_a_script_may_do_under_python(launch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_gets_ctrl_c(launch, tmp_path, backend):
-    """MindSpore's cluster takes it for itself, and its ranks would wait for each other."""
+    """MindSpore's cluster installs its own SIGINT handler, with which the ranks would wait for each other."""
     job = launch(
         """
         import os, signal, threading, time

@@ -1,4 +1,4 @@
-"""SIGTERM: what Kubernetes, Slurm and systemd send to a job before they end it."""
+"""Test SIGTERM, which Kubernetes, Slurm and systemd send to a job before they end it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_job_that_is_asked_to_end_saves_first_and_goes_on_later_as_if_it_had_n
     assert_nothing_is_left(ended / "logs", soon=True)
     [checkpoint] = ended.glob("checkpoint-*")
     saved = int(checkpoint.name.partition("-")[2])
-    # At the next update, or the one behind it; nothing of a second was trained in vain.
+    # The job saves after the next update or the one after it, so that less than a second of training is lost.
     assert 3 <= saved <= updates(ended) <= saved + 3
     job = run_job(ended, resume_script(ended, saved), ended, *how)
     assert job.exit_code == 0, job.output
@@ -56,7 +56,7 @@ def test_a_job_that_is_asked_to_end_saves_first_and_goes_on_later_as_if_it_had_n
 
 
 def resume_script(folder, step):
-    """The same training, from its checkpoint on."""
+    """Return a script that resumes the same training from its checkpoint."""
     return f"""
 import runpy, sys
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_a_job_that_never_saves_gets_its_time_and_no_more(tmp_path, seconds, lea
     began = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(TIMEOUT_SECONDS) == 143
-    # What it takes to end ranks comes on top.
+    # Ending the ranks takes some more seconds.
     assert least <= time.monotonic() - began < least + 20
     assert_nothing_is_left(tmp_path / "logs", soon=True)
 
@@ -130,7 +130,7 @@ def test_nobody_is_left_to_save_when_rank_0_has_finished(tmp_path):
 
 
 def test_signals_do_not_keep_ranks_alive(tmp_path):
-    """Ranks that ignore SIGTERM, and somebody who is impatient."""
+    """The ranks ignore SIGTERM, and the user sends it several times."""
     script = NEVER_SAVES.replace("group =", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ngroup =")
     launcher = start_job(tmp_path, script, backend="mindspore", stdout=subprocess.DEVNULL)
     wait_for((tmp_path / "updates").exists, "updates")

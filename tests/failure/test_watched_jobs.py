@@ -1,4 +1,4 @@
-"""Jobs that hang are named and ended, jobs that fail are taken up again, and both say how far they are."""
+"""Test the launcher's monitor: it ends jobs that hang, restarts jobs that fail, and reports progress and logs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ HANGS = {
     [
         pytest.param("mpi", "in Python", marks=core),
         *[("mpi", how) for how in HANGS if how != "in Python"],
-        # What is asked is the launcher; here, whose ranks are found, and where their threads are.
+        # The launcher decides; under MindSpore, only finding the ranks and their threads' stacks differs.
         ("mindspore", "in Python"),
         ("mindspore", "stopped"),
     ],
@@ -87,13 +87,13 @@ def test_a_hang_is_named_and_ended(tmp_path, backend, how):
     assert "the job hangs: no rank has got any further for 4 s" in output
     for words in said:
         assert words in output
-    # Of all that could answer, the frames down to the script.
+    # Every rank that could answer has written its frames down to the script.
     stacks = [path.read_text() for path in sorted((tmp_path / "logs").glob("worker_*.stacks"))]
     assert sum("script.py" in text for text in stacks) >= 2
 
 
 def test_a_rank_that_is_done_while_others_wait_is_named(tmp_path):
-    # Behind mpirun's own exit handler, which would wait: past it.
+    # Rank 0 waits in the exit handler of the MPI backend.
     script = "if group.rank == 0:\n    sys.exit(0)\ngroup.barrier()\n"
     exit_code, output = run_job(tmp_path, "--hang-timeout", 4, HEAD + script)
     assert exit_code == 124
@@ -115,7 +115,7 @@ def test_an_mpirun_that_begins_no_rank_is_ended(tmp_path, monkeypatch, capsys):
     assert "ranks [0, 1] have not begun 1 s after the job was started" in said
 
 
-# Rank 1 stops mpirun, which then sees no rank end.
+# Rank 1 stops mpirun, which then does not notice that a rank exits.
 STOPS_MPIRUN = """
 import os, psutil, signal, time
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -143,7 +143,7 @@ def test_ranks_that_have_left_end_a_job_whose_mpirun_does_not(tmp_path, monkeypa
 
 
 def test_who_is_slow_does_not_hang(tmp_path):
-    """Work that reports, or that nobody waits for; imports before the ranks have met; a launcher that was stopped."""
+    """Slow but fine: work that reports, work that no rank waits for, imports before joining, a stopped launcher."""
     work = "for _ in range(60):\n    time.sleep(0.1)\n    group.all_reduce(x)\n"
     alone = "time.sleep(6 - group.rank)\nprint('done')\n"
     script = "import time\ntime.sleep(6)\n" + HEAD + work + alone
@@ -198,7 +198,7 @@ MPI.COMM_WORLD.barrier()
 
 @pytest.mark.parametrize("tee", ["0", pytest.param("all", marks=core)])
 def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
-    """A terminal that was stopped by Ctrl-S, a pager that shows its first page."""
+    """Nothing reads the output, as after Ctrl-S in a terminal, or in a pager that shows its first page."""
     record = tmp_path / "logs/failures.jsonl"
     launcher = start_job(
         tmp_path, "--tee", tee, "--max-restarts", 1, FAILS_WHILE_NOBODY_READS,
@@ -221,7 +221,7 @@ def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
     assert f"is in {tmp_path / 'logs'}: nobody reads it here" in said
 
 
-# Slow enough for a launcher on a busy machine: two new logs between two looks, and the first of them is gone.
+# Slow enough for a launcher on a busy machine: if two logs start between two polls, the first of them is lost.
 LINES = """
 import os, time
 from mindnlp_dp.runtime import progress
@@ -249,7 +249,7 @@ def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, mega
         assert len(sizes) == files
         if megabytes:
             assert sum(sizes) < 3 << 20
-    # Those of an earlier job go with it.
+    # The next job removes the logs of the job before it.
     run_job(tmp_path, "print('again')\n")
     assert len(list((tmp_path / "logs").glob("worker_*.log*"))) == 2
 
@@ -264,7 +264,7 @@ def test_whose_output_is_shown(tmp_path, tee, expected):
     assert set(output.splitlines()) == expected
 
 
-# Restarts.
+# Tests of restarts.
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", CORE_UNDER_MPI)
 def test_a_job_that_is_restarted_ends_as_if_nothing_had_been(tmp_path, undisturbed, backend):
-    """Killed in update 8, behind the checkpoint of update 6, once."""
+    """One rank is killed once, in update 8, after the checkpoint of update 6."""
     exit_code, output = run_job(
         tmp_path, "--max-restarts", 2, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 1, "--once",
         backend=backend,
@@ -307,13 +307,13 @@ def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
 
 @pytest.mark.core
 def test_restarts_have_an_end(tmp_path):
-    """Each try gets on by some updates, and fails again."""
+    """Each attempt makes some updates, and fails again."""
     exit_code, output = run_job(tmp_path, "--max-restarts", 1, INTERRUPTIBLE, tmp_path, "--stop-at", 8, "--on-rank", 0)
     assert exit_code == 137
     assert "the job is over: it was restarted 1 times, as --max-restarts says" in output
 
 
-# The log folder is a file behind the first try, as a disk that is gone.
+# After the first attempt the log folder is a file, which cannot be written to, like a lost disk.
 LOSES_ITS_LOGS = """
 import os, shutil, sys
 import mindnlp_dp as dp
@@ -328,7 +328,7 @@ sys.exit(3)
 
 
 def test_a_restart_that_cannot_write_its_logs_is_a_failure_that_may_pass(tmp_path):
-    """Whoever starts jobs, as Kubernetes, is not told that the command line is wrong."""
+    """The exit code does not tell a job manager such as Kubernetes that the command line is wrong."""
     job = run_job(tmp_path, "--max-restarts", 5, LOSES_ITS_LOGS.format(then="open('logs', 'w').close()"))
     assert job.exit_code == 75, job.output
     assert "logs of " in job.output
@@ -354,7 +354,7 @@ def test_an_mpirun_that_says_that_all_is_well_and_has_started_nobody(tmp_path, m
 
 
 def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
-    """Which a run that begins anew in its folder had left alone."""
+    """A run that starts again in a folder ignores the checkpoints of an earlier run, and so do its restarts."""
     from mindnlp_dp.checkpoint.folders import choose_checkpoint
     from mindnlp_dp.checkpoint.manifest import job_of
 
@@ -363,14 +363,14 @@ def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
     with pytest.warns(RuntimeWarning, match="begins with update 0"):
         assert choose_checkpoint(tmp_path, None, job="another")[0] is None
     assert choose_checkpoint(tmp_path, None, job=job)[0].name == "checkpoint-21"
-    # An earlier run had got further.
+    # Now the newest checkpoint is one of an earlier run.
     manifest = tmp_path / "checkpoint-21/checkpoint.json"
     manifest.write_text(manifest.read_text().replace(job, "another"))
     assert choose_checkpoint(tmp_path, None, job=job)[0].name == "checkpoint-18"
 
 
 def test_ranks_of_one_host_listen_on_no_network(tmp_path):
-    """MPI's connections check nobody: whoever reaches such a port talks to a rank."""
+    """MPI does not authenticate connections: any process that reaches such a port can talk to a rank."""
     script = HEAD + "open(f'here_{group.rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     launcher = start_job(tmp_path, script)
     wait_for_files(tmp_path, "here_*")
@@ -402,7 +402,7 @@ def test_what_mpi_keeps_in_memory_goes_with_the_job(tmp_path, victim):
         mpirun.kill()
         assert launcher.wait(TIMEOUT_SECONDS) == 137
         assert not folder.exists()
-    # That of a launcher that was killed goes with the next one; that of one that lives stays.
+    # The next launcher removes the folder of a launcher that was killed, and keeps that of a running launcher.
     lives = Scratch()
     Scratch().remove()
     assert (folder.exists(), lives.path.exists()) == (False, True)

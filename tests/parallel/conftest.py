@@ -1,9 +1,9 @@
-"""One pytest job for a world size: every rank runs the same tests, and writes a JUnit file of its own.
+"""Set up one pytest job per world size: every rank runs the same tests and writes its own JUnit file.
 
     mindnlp-dp run --nproc 2 -m pytest tests/parallel --rank-junit DIR
     msrun --worker_num=2 --local_worker_num=2 pytest tests/parallel --rank-junit DIR
 
-It runs alone, too, as world size 1.
+Plain pytest, without a launcher, runs them at world size 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    # msrun starts pytest once more, as the scheduler, which stays in this call until the job ends.
+    # msrun starts one more pytest process as its scheduler; that process stays in this call until the job ends.
     group = dp.init_process_group()
     folder = config.getoption("--rank-junit")
     if folder is not None:
@@ -35,11 +35,11 @@ def group():
 
 @pytest.fixture
 def shared_tmp_path(group, tmp_path):
-    """A folder that is the same on every rank."""
+    """Return one temporary folder, with the same path on every rank."""
     return Path(group.broadcast_object(str(tmp_path)))
 
 
-# For the tests of overlap.
+# Fixtures for the tests of overlap.
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def micro():
 
 @pytest.fixture
 def sync(several, group, micro):
-    """One that has learnt."""
+    """Return a synchronizer that has learnt its bucket order in a first window, so that overlap is on."""
     from known_gradients import window
 
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)

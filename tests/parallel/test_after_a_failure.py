@@ -1,4 +1,4 @@
-"""A training that failed leaves nothing behind: the next one in the same process trains as the first did."""
+"""Show that a failed training leaves no state in the process: the next one gives the same result as the first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models import NUM_LABELS, Rows, tiny_roberta, train, weights
 @pytest.fixture
 def bad_rows():
     rows = Rows(16)
-    # On every rank: all of them fail in their first backward pass.
+    # The labels are bad on every rank, so all of them fail in their first backward pass.
     rows.labels[:] = NUM_LABELS + 70
     return rows
 
@@ -76,7 +76,7 @@ def test_a_loop_of_ones_own_after_a_label_out_of_range():
 
 
 class FailsOnce(dp.DataParallelTrainer):
-    """Raises in the second micro step of a window, on every rank, once."""
+    """A trainer that raises once on every rank, in the second micro step of a window."""
 
     error = ValueError("not this one")
     calls = 0
@@ -128,7 +128,7 @@ def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
     batch = (mindspore.Tensor(x), mindspore.Tensor(np.zeros(4, np.int32)))
     other = (mindspore.Tensor(-x), mindspore.Tensor(np.ones(4, np.int32)))
     with pytest.raises(ZeroDivisionError):
-        # In the second of three: the last one, whose gradients may be under way, has a guard of its own.
+        # It fails in the second of three micro steps; the last one has its own guard for gradients in transit.
         step([other, other, other])
     step([batch, batch, batch])
     mine, mean = network.weight.asnumpy().copy(), step.mean_loss()
@@ -146,7 +146,7 @@ def test_half_a_window_of_a_loop_is_dropped_with_its_loss():
 @pytest.mark.core
 @pytest.mark.parametrize("again", [True, False])
 def test_all_ranks_fail_with_an_exchange_under_way(group, tmp_path, again):
-    """The next training has a channel of its own, be it that trainer's or another one, overlapping or not."""
+    """The next training gets its own channel: with the same trainer or another one, with or without overlap."""
 
     class Fails(dp.DataParallelTrainer):
         is_bad = True

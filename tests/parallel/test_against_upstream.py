@@ -1,7 +1,7 @@
-"""What MindNLP 0.4.1's own Trainer gets wrong in several processes, and what ours makes of it.
+"""Show what MindNLP 0.4.1's own Trainer gets wrong in several processes and ours gets right.
 
-Every test is run twice: with MindNLP's Trainer and arguments, where it must fail, and with ours, where it must
-pass. One process shows few of the defects, so that the stock Trainer is tried at world sizes above 1.
+Every test runs twice: with MindNLP's Trainer and arguments, where it must fail, and with ours, where it must
+pass. Few of the defects show in one process, so the stock Trainer is tested only at world sizes above 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models import Rows, tiny_roberta, weights
 
 
 class Upstream:
-    """MindNLP's Trainer as it is: without the refusal to start in several processes."""
+    """MindNLP's unpatched Trainer, without our check that refuses to start it in several processes."""
 
     arguments = TrainingArguments
 
@@ -34,8 +34,8 @@ class Ours:
     Trainer = dp.DataParallelTrainer
 
 
-# How the stock Trainer fails, where it does not just give a wrong answer.
-# Under MPI nobody has started MindSpore's communication; with it, the hook divides a tuple.
+# The errors of the stock Trainer in tests where it raises instead of giving a wrong answer. The hook fails under MPI
+# because MindSpore's communication was not started, and under MindSpore's backend because it divides a tuple.
 DIES_OF = {"test_hook": (RuntimeError, TypeError)}
 
 
@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc):
 
 
 class NumberedRows(Rows):
-    """Rows that note, in a column of the batch, which they are."""
+    """Rows as tuples of columns, which record the index of every row that is read."""
 
     def __getitem__(self, index):
         self.read.append(int(index))
@@ -79,14 +79,14 @@ def assert_same_on_every_rank(group, value):
 
 
 def test_seeds(kind, group, tmp_path):
-    """Models built from seeds that differ by rank are one model when training begins."""
+    """Models built from a different seed on each rank are identical when training begins."""
     trainer = run(kind, NumberedRows(8).pipeline(), tmp_path, model=tiny_roberta(seed=group.rank), max_steps=1)
     assert_same_on_every_rank(group, dp.replica_digest(trainer.model))
 
 
 @pytest.mark.core
 def test_hook(kind, group, tmp_path, monkeypatch):
-    """update_gradient_by_distributed_type leaves the mean, with frozen and unused parameters about."""
+    """update_gradient_by_distributed_type averages the gradients, also with frozen and unused parameters."""
     from mindnlp.accelerate.utils import DistributedType
     from mindnlp.engine.trainer import base
 
@@ -104,7 +104,7 @@ def test_hook(kind, group, tmp_path, monkeypatch):
 
 
 def test_rank(kind, group, tmp_path):
-    """One process logs, writes and deletes."""
+    """Exactly one process logs, writes and deletes files."""
     args = kind.arguments(str(tmp_path))
     assert (args.world_size, args.process_index) == (group.world_size, group.rank)
     assert group.all_gather_object(args.should_save).count(True) == 1
@@ -113,14 +113,14 @@ def test_rank(kind, group, tmp_path):
 
 @pytest.mark.core
 def test_data(kind, group, tmp_path):
-    """An epoch reads the data set once, not once a rank."""
+    """An epoch reads the data set once in total, not once per rank."""
     rows = NumberedRows(8 * group.world_size)
     trainer = run(kind, rows.pipeline(), tmp_path)
     assert trainer.output.global_step == 4
 
 
 def test_order(kind, group, tmp_path):
-    """Every epoch has an order of its own."""
+    """Every epoch has a different order."""
     mindspore.set_seed(1)
     orders = []
 
@@ -132,7 +132,7 @@ def test_order(kind, group, tmp_path):
     rows = NumberedRows(32)
     source = GeneratorDataset(rows, ["input_ids", "labels"], shuffle=True)
     if kind is Upstream:
-        # As load_dataset does: the seed is the process's, and an iterator is made for each epoch.
+        # This is what load_dataset does: one seed for the process, and a new iterator for each epoch.
         mindspore.dataset.config.set_seed(7)
     args = kind.arguments(
         str(tmp_path), per_device_train_batch_size=4, num_train_epochs=2, disable_tqdm=True, save_strategy="no",
@@ -146,10 +146,10 @@ def test_order(kind, group, tmp_path):
 
 
 def test_uneven(kind, group, tmp_path):
-    """A data set that does not divide is read once, without repeats, and evaluated so."""
+    """A data set whose size is not a multiple of the ranks is read once, without repeated samples."""
     n = 4 * group.world_size + 1
     rows = NumberedRows(n)
-    if kind is Upstream:  # as mindnlp.dataset.load_dataset cuts it
+    if kind is Upstream:  # sharded as by mindnlp.dataset.load_dataset
         dataset = rows.pipeline(num_shards=group.world_size, shard_id=group.rank).batch(2)
         seen = [label for batch in dataset.create_dict_iterator(output_numpy=True) for label in batch["labels"]]
         count = len(seen)
@@ -161,7 +161,7 @@ def test_uneven(kind, group, tmp_path):
 
 
 def sharded_for(kind, group, rows, batch_size=2):
-    """An evaluation set: upstream's users cut it by rank, as load_dataset does; ours do not."""
+    """Return an evaluation set: sharded by rank for upstream, as load_dataset does it; complete for ours."""
     if kind is Upstream:
         return rows.pipeline(num_shards=group.world_size, shard_id=group.rank).batch(batch_size)
     return rows.pipeline()
@@ -169,7 +169,7 @@ def sharded_for(kind, group, rows, batch_size=2):
 
 @pytest.mark.core
 def test_eval(kind, group, tmp_path):
-    """Predictions are gathered: every rank reports the same metrics, of all samples."""
+    """Predictions are gathered: every rank reports the same metrics over all samples."""
     rows = NumberedRows(6 * group.world_size)
     args = kind.arguments(str(tmp_path), per_device_eval_batch_size=2, disable_tqdm=True, remove_unused_columns=False)
     trainer = kind.Trainer(
@@ -182,10 +182,10 @@ def test_eval(kind, group, tmp_path):
 
 
 def test_decisions(kind, group, tmp_path):
-    """Ranks stop at the same step. (Upstream's ranks exchange nothing here, so that they do not hang.)"""
+    """Ranks stop at the same step. (Upstream's ranks do not communicate in this test, so they cannot hang.)"""
     rows = NumberedRows(8 * group.world_size)
     easy = NumberedRows(2 * group.world_size)
-    # Upstream's shards: the last rank is judged by the very samples that it learns.
+    # Upstream evaluates shards: rank 0's shard is the easy set, copies of a sample that it trains on.
     easy.input_ids[:], easy.labels[:] = rows.input_ids[0], rows.labels[0]
     hard = NumberedRows(2 * group.world_size, seed=3)
     judge = (easy if group.rank == 0 else hard) if kind is Upstream else hard
@@ -200,14 +200,14 @@ def test_decisions(kind, group, tmp_path):
 
 
 def test_loss(kind, group, tmp_path):
-    """The logged loss is that of all ranks."""
+    """The logged loss is the mean over all ranks."""
     rows = NumberedRows(4 * group.world_size)
     trainer = run(kind, sharded_for(kind, group, rows), tmp_path, learning_rate=0.0)
     assert_same_on_every_rank(group, [row["loss"] for row in trainer.state.log_history if "loss" in row])
 
 
 def test_accumulation(kind, group, tmp_path):
-    """Two micro batches of two are one batch of four."""
+    """Two micro-batches of two samples train like one batch of four."""
     rows = NumberedRows(8)
     order = {"dataset_shuffle": False} if kind is Ours else {}
     settings = {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", **order}
@@ -221,7 +221,7 @@ def test_accumulation(kind, group, tmp_path):
 
 
 def test_resume(kind, group, shared_tmp_path):
-    """A run that is resumed goes on behind the batches that it had, and ends alike."""
+    """A resumed run continues after the batches that were already trained, and ends with the same weights."""
     n = 8 * group.world_size
     folder = shared_tmp_path if kind is Ours else shared_tmp_path / str(group.rank)
     settings = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw", "learning_rate": 0.01}
@@ -249,9 +249,9 @@ def test_speed(kind, group, tmp_path):
 
 
 def test_import(kind, group):
-    """Importing MindNLP with MULTI_NPU=true starts nothing; without mindnlp_dp it starts communication, or dies.
+    """Importing MindNLP with MULTI_NPU=true starts nothing; without mindnlp_dp it starts communication or fails.
 
-    In a process beside the job, which has nothing to do with its ranks: one is enough.
+    The import runs in one separate process, which is not a rank of the job.
     """
     import subprocess
     import sys

@@ -1,4 +1,4 @@
-"""The algorithms of the course, over MPI: the group's own all-reduce is what they must equal."""
+"""Compare the course's all-reduce algorithms, run over MPI, with the group's own all-reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss that is no number, on one rank: reported, and left out or the end, on all ranks alike."""
+"""Test a NaN loss on one rank: it is reported, and all ranks either leave it out or stop together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POISON = 4  # a token that Rows never draws
 
 
 class Poisoned(dp.DataParallelTrainer):
-    """Its loss is no number for a micro batch that holds a sample beginning with POISON."""
+    """A trainer whose loss is NaN for a micro-batch with a sample that begins with POISON."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss = super().compute_loss(model, inputs)
@@ -35,7 +35,7 @@ SETTINGS = {"optim": "sgd", "learning_rate": 0.1, "dataset_shuffle": False, "log
 @pytest.mark.core
 def test_it_is_left_out_of_the_update_and_of_the_log(group, tmp_path):
     size = group.world_size
-    # Updates of 4 * size samples; of the second, the last rank's micro batch holds the poisoned sample.
+    # An update has 4 * size samples. In the second update, the poisoned sample is in the last rank's micro-batch.
     bad = 8 * size - 2
     rows = poisoned_rows(12 * size, bad)
     with pytest.warns(RuntimeWarning) as caught:
@@ -49,7 +49,7 @@ def test_it_is_left_out_of_the_update_and_of_the_log(group, tmp_path):
     assert all(np.isfinite(row["loss"]) for row in together.state.log_history[:3] if size > 1)
     dp.assert_replicas_in_sync(together.model)
 
-    # One process whose micro batches are cut as the ranks' were.
+    # One process accumulates over the same micro-batches that the ranks had.
     with alone(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         single = train(
@@ -85,7 +85,7 @@ def test_an_update_of_nothing_but_bad_losses_changes_no_weight(group, tmp_path):
 
 
 class Overflowing(dp.DataParallelTrainer):
-    """Finite losses whose gradient is not."""
+    """A trainer whose losses are finite, but whose gradient overflows at step 1."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         loss = super().compute_loss(model, inputs)
@@ -105,7 +105,7 @@ def test_a_gradient_that_is_no_number(group, tmp_path):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_gradient_that_is_no_number_and_is_not_clipped(group, tmp_path, value):
-    """One number among many, on one rank, behind losses that are finite."""
+    """One bad value in one gradient of one rank is found, although all losses are finite."""
 
     class Spoils(dp.DataParallelTrainer):
         def training_step(self, model, inputs):

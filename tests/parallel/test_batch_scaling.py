@@ -1,4 +1,4 @@
-"""Global batches in proportion to the ranks that are there: every sample once an epoch, the rate in proportion."""
+"""Test global batches that scale with the number of ranks: one pass per epoch, learning rate in proportion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindnlp_dp.launch.environment import try_environment
 from models import Rows, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37
-# Updates of twelve samples, planned: four an epoch.
+# The plan: twelve samples per update, four updates per epoch.
 SETTINGS = {
     "global_batch_size": 12, "per_device_train_batch_size": 5, "num_train_epochs": 3, "learning_rate": 1e-2,
     "warmup_steps": 3, "lr_scheduler_type": "cosine", "logging_steps": 1, "save_strategy": "steps", "save_steps": 1,
@@ -25,7 +25,7 @@ NUMBERS = {tuple(row): number for number, row in enumerate(Rows(NUM_SAMPLES).inp
 
 
 class Stop(TrainerCallback):
-    """Behind so many updates, and the checkpoint of the last."""
+    """Interrupts the training after ``step`` updates, when the last one is already saved."""
 
     def __init__(self, step):
         self.step = step
@@ -36,7 +36,7 @@ class Stop(TrainerCallback):
 
 
 class Notes(dp.DataParallelTrainer):
-    """Notes which samples every update is made of, on all ranks."""
+    """Records the samples that this rank contributes to every update."""
 
     updates: list
 
@@ -48,7 +48,7 @@ class Notes(dp.DataParallelTrainer):
 
 @pytest.fixture
 def missing(group, monkeypatch):
-    """As if so many times as many ranks as there are could be in this job, which scales its batches."""
+    """Return a function that sets the full size of the job to ``times`` the present ranks, with scaled batches."""
 
     def tell(times):
         for name, value in try_environment(0, "job", times * group.world_size, scale_batch=True).items():
@@ -65,7 +65,7 @@ def run(folder, *, stop_at=None, kind=Notes, rows=None, **more):
 
 
 def read_by_all(group, updates):
-    """What each update read, of all ranks."""
+    """Return for each update the sorted samples that all ranks read together."""
     read = {}
     for ranks in group.all_gather_object(updates):
         for step, mine in ranks:
@@ -75,7 +75,7 @@ def read_by_all(group, updates):
 
 @pytest.mark.core
 def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatch):
-    """Two updates of all, three with a third of the ranks, then all again."""
+    """Two updates run with all ranks, three with a third of them, and the rest with all again."""
     monkeypatch.setattr(Notes, "updates", [], raising=False)
     with pytest.raises(KeyboardInterrupt):
         run(shared_tmp_path, stop_at=2)
@@ -94,7 +94,8 @@ def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatc
 
     state = trainer.state
     assert (state.global_step, state.max_steps, state.epoch) == (len(sizes), len(sizes), 3.0)
-    # The rate that a log shows is the next update's: of a third of a batch a third, as far along as the samples are.
+    # A log shows the learning rate of the next update: a third for a third of a batch, at the schedule's
+    # position that corresponds to the samples seen.
     behind = [0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     share = [1, 1, *[1 / 3] * 3, *[1] * 9]
 
@@ -111,7 +112,7 @@ def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatc
 @pytest.mark.parametrize("steps", [{"num_train_epochs": 2}, {"max_steps": 7}])
 def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shared_tmp_path, missing, steps):
     common = {**steps, "lr_scheduler_type": "constant", "warmup_steps": 0, "kind": dp.DataParallelTrainer}
-    # Seven planned updates are two epochs less one sample, and one of half the size is an epoch's last.
+    # Seven planned updates are two epochs without the last sample; with half the batch they take 13 updates.
     plain = {**common, "max_steps": 13} if "max_steps" in steps else common
     half = run(shared_tmp_path / "half", **{**plain, "global_batch_size": 6, "learning_rate": 5e-3})
     missing(2)
@@ -119,7 +120,7 @@ def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shar
     assert scaled.state.global_step == half.state.global_step == (13 if "max_steps" in steps else 14)
     for name, weight in weights(half.model).items():
         np.testing.assert_array_equal(weights(scaled.model)[name], weight, err_msg=name)
-    # A script of its own takes it up with all that it was planned with.
+    # The full number of ranks can resume the run with the planned batch size.
     missing(1)
     again = run(shared_tmp_path / "scaled", resume=True, **common)
     assert again.state.global_step == scaled.state.global_step
@@ -127,7 +128,7 @@ def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shar
 
 
 def test_a_second_training_has_the_batch_of_the_first(group, shared_tmp_path, monkeypatch):
-    """Of a job with a third of its ranks, which take three times as many micro steps, and not nine times."""
+    """A third of the ranks takes three times as many micro steps in each training, not nine times in the second."""
     for name, value in try_environment(0, "job", 3 * group.world_size).items():
         if name.endswith("FULL_SIZE"):
             monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What goes from host to host: its sum, its bits, its bytes. Every rank is taken for a host here."""
+"""Test the exchange between hosts: its sums, its bits and its bytes. Every rank acts as one host here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_all_ranks_have_the_same_bits(comm, array):
 @pytest.mark.parametrize("patience", [None, Patience()])
 @pytest.mark.parametrize("numel", [0, 1, 3, 1000, 4097])
 def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, patience):
-    """Counted, for every size; when it does not divide, to the element."""
+    """The count of bytes holds for every length; without even division, a rank deviates by a few elements."""
     size = comm.size
     array = np.arange(numel, dtype=np.float32) + comm.rank
     sent = reduce_round_ring(comm, array, patience=patience)
@@ -60,7 +60,7 @@ def test_half_types_send_half_and_all_ranks_end_with_the_same_bits(comm, kind, n
     sent = reduce_round_ring(comm, array, wire=wire_for(kind, array.dtype))
     assert sum(comm.allgather(sent)) == 2 * (size - 1) * numel * 2
     assert_all_ranks_have_the_same_bits(comm, array)
-    # Each of the hops rounds a sum that is no larger than this by half a unit in its last place.
+    # Each hop rounds a sum of at most this size by at most half a unit in its last place.
     largest = sum(abs(random(rank, numel)) for rank in range(size))
     error = size * float(ml_dtypes.finfo(HALVES[kind]).eps) / 2
     assert (abs(array - exact) <= error * largest + 1e-6).all()
@@ -69,10 +69,10 @@ def test_half_types_send_half_and_all_ranks_end_with_the_same_bits(comm, kind, n
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e-5, 1.0, 6e4, 1e9, 1e30])
 @pytest.mark.parametrize("kind", HALVES)
 def test_messages_of_any_size_keep_their_digits(kind, size):
-    """Gradients lie far below what float16 holds well, and weighted sums of theirs may lie beyond its end."""
+    """Precision holds at any scale: gradients may be far too small for float16, their weighted sums too large."""
     wire, array = wire_for(kind, np.dtype("float32")), (size * random(3, 1000)).astype(np.float32)
     error = float(ml_dtypes.finfo(HALVES[kind]).eps) / 2
-    # Of the smallest numbers of a message fewer digits are left.
+    # The smallest numbers of a message keep fewer digits.
     np.testing.assert_allclose(wire.decode(wire.encode(array)), array, rtol=error, atol=1e-9 * size)
 
 
@@ -91,7 +91,7 @@ def test_only_float32_is_compressed(dtype):
     assert wire_for(None, np.dtype("float32")) is None
 
 
-# Every rank must draw the same.
+# Derandomized, because every rank must draw the same examples.
 @settings(max_examples=40, derandomize=True, database=None, deadline=None)
 @given(
     num_rows=st.integers(0, 60),
@@ -102,7 +102,7 @@ def test_only_float32_is_compressed(dtype):
     seed=st.integers(0, 99),
 )
 def test_zero_blocks_stay_at_home(comm, num_rows, width, share, dtype, compression, seed):  # noqa: PLR0917
-    """The same sum as of the whole array; to the bit where the order of adding is the same, as it is on two hosts."""
+    """Skipping zero blocks gives the sum of the full array; on two hosts, which add in the same order, to the bit."""
 
     def gradient(rank):
         rng = np.random.default_rng([seed, rank])
@@ -134,7 +134,7 @@ def test_few_rows_of_an_embedding_are_few_bytes(comm):
 
 
 def test_a_negative_zero_is_something(comm):
-    """Else one rank would keep its own, and replicas would differ by a sign."""
+    """Otherwise one rank would keep its -0.0, and replicas would differ by a sign."""
     array = np.zeros(640, np.float32)
     if comm.rank == comm.size - 1:
         array[:] = -0.0
@@ -143,7 +143,7 @@ def test_a_negative_zero_is_something(comm):
 
 
 def test_a_patient_wait_sleeps(comm):
-    """While the others are late, the core is free."""
+    """A rank that waits for a late rank uses little CPU time."""
     if comm.size == 1:
         pytest.skip("nobody to wait for")
     barrier(comm, None)

@@ -1,4 +1,4 @@
-"""Running statistics: every rank's own while it trains, rank 0's wherever a model is compared, saved or evaluated."""
+"""Test running statistics: per rank during training; rank 0's when a model is compared, saved or evaluated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models import LENGTH, NUM_LABELS, Rows, train, weights
 
 
 class Normalised(nn.Module):
-    """A classifier of token numbers with a batch normalisation."""
+    """A classifier with batch normalisation whose input features are the token ids."""
 
     def __init__(self):
         super().__init__()
@@ -112,13 +112,13 @@ def test_buffers_that_differ_are_named_and_evaluation_makes_them_rank_0s(group, 
     network.set_train(False)
     x = np.random.default_rng(5).standard_normal((7, 5)).astype(np.float32)
     test = dp.make_loader([{"x": row} for row in x], 2)
-    outputs = dp.evaluate(lambda x: network(x), test, model=network).outputs  # noqa: PLW0108 -- the cell has another word for x
+    outputs = dp.evaluate(lambda x: network(x), test, model=network).outputs  # noqa: PLW0108 -- input is not named x
     np.testing.assert_allclose(outputs, network(mindspore.Tensor(x)).asnumpy(), rtol=1e-5, atol=1e-6)
     dp.assert_replicas_in_sync(network)
 
 
 class Cached(nn.Module):
-    """A classifier with a table that has as many rows as the longest batch that this process has seen."""
+    """A classifier with a buffer of as many rows as the longest batch that this process has seen."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def to_the_longest(samples):
 
 
 def test_buffers_whose_shape_follows_the_batches_are_each_ranks_own(group, shared_tmp_path):
-    """They are in no state dict: nobody sends, saves or compares them."""
+    """Such buffers are not in a state dict, so they are not sent, saved or compared."""
     settings = {"save_strategy": "steps", "save_steps": 2, "evaluation_strategy": "steps", "eval_steps": 2,
                 "per_device_train_batch_size": 1, "data_collator": to_the_longest, "eval_dataset": Ragged(12),
                 "lr_scheduler_type": "constant"}  # fmt: skip
@@ -158,7 +158,7 @@ def test_buffers_whose_shape_follows_the_batches_are_each_ranks_own(group, share
     train(Cached(), Ragged(24), shared_tmp_path / "parts", max_steps=2, **settings)
     resumed = train(Cached(), Ragged(24), shared_tmp_path / "parts", max_steps=4, resume=True, **settings)
     assert resumed.replica_digest == whole.replica_digest
-    # Ranks begin with rank 0's all the same, where they have one shape.
+    # But where the shapes agree, all ranks begin with rank 0's buffers.
     model = Cached()
     model.table = mindspore.Tensor(np.full((1, 8), float(group.rank), np.float32))
     dp.broadcast_parameters(model)

@@ -1,4 +1,4 @@
-"""Collectives on arrays that are filled with the rank: the answers have a closed form. Types: test_types.py."""
+"""Test collectives on arrays filled with the rank, whose results have a closed form. test_types.py tests types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_reduce(group, op, kind):
     x = KINDS[kind](ranks(group))
     expected = {"sum": n * (n - 1) / 2, "mean": (n - 1) / 2, "max": n - 1, "min": 0}[op]
     check(group.all_reduce(x, op), np.full((3, 2), expected, np.float32), x)
-    check(x, ranks(group), x)  # the argument is left as it was
+    check(x, ranks(group), x)  # the argument is unchanged
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +93,7 @@ def test_send_and_recv(group):
         with pytest.raises(NotImplementedError, match="the mpi backend has them"):
             group.send(x, dst=(group.rank + 1) % group.world_size)
         return
-    # Around the ring: even ranks send first.
+    # Messages go around the ring. Even ranks send first, so that blocking sends cannot deadlock.
     right, left = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
     if group.rank % 2 == 0:
         group.send(x, dst=right)
@@ -191,7 +191,7 @@ def test_a_message_that_is_not_what_was_expected(group):
 
 
 def test_arrays_that_go_in_pieces(group, monkeypatch):
-    """As those beyond 1 GiB do under MPI (failure/test_large_arrays.py sends real ones)."""
+    """Arrays beyond 1 GiB are sent in pieces under MPI (failure/test_large_arrays.py sends real ones)."""
     if group.backend != "mpi":
         pytest.skip("MPI counts in 32 bits")
     from mindnlp_dp.communication.transports import mpi

@@ -1,4 +1,4 @@
-"""Whatever steers training is the same on every rank: best model, early stop, learning rate, steps, fractions."""
+"""Test that all ranks take the same decisions: best model, early stop, learning rate, steps, parts of epochs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def same_on_every_rank(group, value):
 
 
 class Scores:
-    """A metric that follows a script; on other ranks than 0 it would say something else, if anybody asked."""
+    """A metric that returns the given scores on rank 0, and random numbers if it were called on another rank."""
 
     def __init__(self, group, scores):
         self.scores = iter(scores if group.is_main else np.random.rand(100))
@@ -105,7 +105,7 @@ def test_a_metric_that_is_not_there(group, shared_tmp_path):
 @pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop", "should_save", "should_evaluate"])
 @pytest.mark.parametrize("rank", [0, -1])
 def test_a_flag_that_a_callback_sets_on_one_rank(group, shared_tmp_path, flag, rank):
-    """A stop counts from any rank, on all ranks at the same update; the rest is rank 0's, and nobody waits for ever."""
+    """A stop from any rank stops all ranks at the same update; other flags are rank 0's decision. No rank hangs."""
 
     class SetsIt(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -129,7 +129,7 @@ def test_a_flag_that_a_callback_sets_on_one_rank(group, shared_tmp_path, flag, r
 
 @pytest.mark.core
 def test_a_signal_that_one_rank_gets_stops_all_at_the_same_update(group, shared_tmp_path):
-    """Its handler does what a user's would: it sets the flag of this rank's trainer."""
+    """The signal handler does what a user's would do: it sets the stop flag of this rank's trainer."""
     trainers = []
 
     class Trainer(dp.DataParallelTrainer):
@@ -157,7 +157,7 @@ def test_a_signal_that_one_rank_gets_stops_all_at_the_same_update(group, shared_
 )
 @pytest.mark.parametrize("flag", ["should_training_stop", "should_evaluate"])
 def test_a_flag_of_one_rank_in_any_event(group, shared_tmp_path, event, flag):
-    """Nobody waits for ever, and a stop stops all ranks at the same update."""
+    """No rank hangs, and a stop stops all ranks at the same update."""
 
     def sets(self, args, state, control, **kwargs):
         if args.process_index == args.world_size - 1 and state.global_step == 2:
@@ -177,7 +177,7 @@ def test_a_flag_of_one_rank_in_any_event(group, shared_tmp_path, event, flag):
 
 
 def test_a_signal_while_a_rank_waits_for_the_others(group, shared_tmp_path):
-    """It comes in the midst of the ranks' agreement, and holds at the next update at the latest."""
+    """A signal that arrives while the ranks agree on flags takes effect at the next update at the latest."""
 
     class Slow(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -206,7 +206,7 @@ def test_a_signal_while_a_rank_waits_for_the_others(group, shared_tmp_path):
 
 
 def test_ranks_that_want_the_same_are_told_nothing(group, shared_tmp_path):
-    """Logs, evaluations and saves in one update, at its end and at the epoch's: no rank's flag is left behind."""
+    """Logging, evaluating and saving at the same update leave no flag set that would cause a warning later."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*rank 0 decides")
         train(
@@ -253,7 +253,7 @@ def test_a_stream_is_trained_for_max_steps_and_read_again_when_it_ends(group, tm
     settings = {"max_steps": 5, "optim": "sgd", "logging_steps": 1}
     together = train(tiny_roberta(), Stream(), tmp_path, per_device_train_batch_size=4 // group.world_size, **settings)
     assert together.state.global_step == 5
-    assert sum(opened) == (2 if group.is_main else 0)  # three batches an opening, and only rank 0 reads
+    assert sum(opened) == (2 if group.is_main else 0)  # each pass has three batches, and only rank 0 reads
     with alone():
         single = train(tiny_roberta(), Stream(), tmp_path, per_device_train_batch_size=4, **settings)
     for name, weight in weights(together.model).items():
@@ -290,5 +290,5 @@ def test_an_early_stop_without_checkpoints(group, tmp_path):
         greater_is_better=True, compute_metrics=lambda prediction: {"score": 1.0},
         callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
     )  # fmt: skip
-    # The first is the best; two more are no better.
+    # The first score is the best, and the next two do not improve on it.
     assert (trainer.state.global_step, trainer.state.best_metric) == (3, 1.0)

@@ -1,4 +1,4 @@
-"""MindSpore's collective calls themselves: those of mint, and the primitives that a GPU needs; on the CPU's library."""
+"""Test our wrappers of MindSpore's collectives, mint's and the primitives that a GPU needs, with the CPU library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_they_agree_on_what_they_give(calls, group):
     gathered = calls.all_gather(mine, size)
     assert [part.shape for part in gathered] == [(2, 3)] * size
     assert [float(part.asnumpy().max()) for part in gathered] == [rank + 1.0 for rank in range(size)]
-    # The caller's tensor stays as it is.
+    # The caller's tensor is unchanged.
     np.testing.assert_array_equal(mine.asnumpy(), group.rank + 1)
     total, handle = calls.begin_sum(mine * 2)
     if handle is not None:

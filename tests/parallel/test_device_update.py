@@ -1,4 +1,4 @@
-"""The update that devices divide, on real ranks: MCCL, which has neither of its two calls, plays them with others."""
+"""Test the sharded device update on real ranks; MCCL lacks two of its collectives, which are emulated with others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindnlp_dp.update.dealt import DealtUpdater
 from mindnlp_dp.update.on_device import DeviceUpdater
 from mindnlp_dp.update.updater import MindNLPUpdater
 
-# One smaller than the ranks are many, one without a dimension, one without an element, one of two buckets' size.
+# Among them: fewer elements than ranks, a scalar, no elements, and the size of two buckets.
 SHAPES = [(30, 20), (1,), (50, 10), (), (0, 4), (3, 2), (64, 16)]
 OPTIMIZERS = {
     "adamw": lambda ps: optim.AdamW(
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def calls(group, monkeypatch):
-    """How often each of the two calls was made."""
+    """Emulate the two collectives and return how often each was called."""
     if group.backend != "mccl":
         pytest.skip("tensors that MindSpore's own library exchanges")
     counts = {"scatter": 0, "gather": 0}
@@ -92,7 +92,7 @@ class Job:
         return [p.astype(mindspore.float32).asnumpy() for p in self.parameters]
 
     def arrays(self):
-        """Of the whole optimizer state, by parameter and name."""
+        """Return the full optimizer state as arrays, by parameter number and name."""
         state = self.updater.optimizer_state()["state"]
         return {
             (int(number), name): value.asnumpy() if hasattr(value, "asnumpy") else value
@@ -105,7 +105,7 @@ def assert_close(job, reference, tolerance=1e-6):
     for index, (mine, other) in enumerate(zip(job.weights(), reference.weights())):
         np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance, err_msg=f"parameter {index}")
     mine, other = job.arrays(), reference.arrays()
-    # MindNLP makes state for what has no elements, too.
+    # MindNLP creates state also for parameters without elements.
     other = {key: value for key, value in other.items() if np.size(value)}
     assert mine.keys() == other.keys()
     for key, value in mine.items():

@@ -1,4 +1,4 @@
-"""Evaluation of outputs of every form: tuples, rows of other lengths, more ranks than samples, gathered in chunks."""
+"""Test evaluation: outputs as tuples, rows of different lengths, more ranks than samples, gathering in chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def evaluated(model, rows, folder, trainer_class=dp.DataParallelTrainer, **setti
 
 
 class Sentences:
-    """Samples of different lengths, a label for every token."""
+    """Samples of different lengths with a label for every token."""
 
     def __init__(self, n):
         rng = np.random.default_rng(1)
@@ -58,7 +58,7 @@ class ByTokens(dp.DataParallelTrainer):
 
 @pytest.mark.parametrize("n", [1, 5, 23])
 def test_rows_of_other_lengths(group, tmp_path, n):
-    """Every micro batch is padded to its own longest row; together they are padded to the longest of all."""
+    """Every micro-batch is padded to its own longest row; the gathered rows are padded to the longest of all."""
     set_seed(1)
     model, sentences = RobertaForTokenClassification(tiny_config()), Sentences(n)
     settings = {"per_device_eval_batch_size": 2, "data_collator": pad, "eval_accumulation_steps": 2}
@@ -105,7 +105,7 @@ def test_predictions_without_labels(group, tmp_path):
 
 
 def test_outputs_travel_in_chunks(group, tmp_path, monkeypatch):
-    """What is on its way at once does not grow with the data set, and every chunk is whole global batches."""
+    """The data in one exchange does not grow with the data set, and a chunk consists of full global batches."""
     chunks = []
     gather = OrderedGatherer._gather
 

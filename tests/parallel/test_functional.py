@@ -1,4 +1,4 @@
-"""make_train_step: N ranks train what one process with the whole batch trains, MindNLP's models and plain cells."""
+"""Test make_train_step with MindNLP models and plain cells: N ranks match one process with the full batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_STEPS, GLOBAL_BATCH = 4, 8
 
 
 def token_batches(seed=0):
-    """Global batches of a classifier: ids and labels."""
+    """Return global batches of token ids and labels for a classifier."""
     rng = np.random.default_rng(seed)
     return [
         (rng.integers(5, VOCAB_SIZE, (GLOBAL_BATCH, 8)), rng.integers(0, 3, GLOBAL_BATCH)) for _ in range(NUM_STEPS)
@@ -35,7 +35,7 @@ def dense_batches(num_rows=GLOBAL_BATCH):
 
 
 def part(batch, group, as_tensor=mindspore.Tensor):
-    """This rank's rows; None where it has none."""
+    """Return this rank's rows of a batch, or None if it has none."""
     rows = [as_tensor(x[group.rank :: group.world_size]) for x in batch]
     return tuple(rows) if rows[0].shape[0] else None
 
@@ -79,7 +79,7 @@ def test_a_mindnlp_model_on_n_ranks_is_the_one_of_one_process(group, micro_steps
 
 
 def test_the_averaged_gradients_have_the_same_memory_in_every_window(group):
-    """New memory would cost a page fault for every 4 KiB, more than the exchange itself."""
+    """New memory would cost a page fault per 4 KiB, which takes longer than the exchange itself."""
     model = tiny_roberta()
     dp.broadcast_parameters(model)
     parameters = list(model.parameters())
@@ -118,7 +118,7 @@ def train_cell(group, make_optimizer=OPTIMIZERS["momentum"], batches=None, reduc
         options["reducer"] = cells.DistributedGradReducer(optimizer.parameters, mean=True)
 
     def forward(x, y):
-        # So that a row that is no number is seen: ReLU makes zero of it.
+        # The added term keeps NaN rows visible; ReLU would turn NaN into zero.
         return loss_fn(net(x), y) + 0.0 * x.sum()
 
     step = dp.make_train_step(forward, optimizer, optimizer.parameters, **options)
@@ -162,7 +162,7 @@ def test_gradients_reach_their_parameters_in_whatever_order_these_are_named(grou
 
 
 def test_a_parameter_that_is_named_twice_counts_once(group):
-    """As where two models share a module, and the lists of both are added."""
+    """This happens when two models share a module and the parameter lists of both are concatenated."""
 
     def trained(times):
         weight = nn.Parameter(mindspore.Tensor(np.full(4, 3.0, np.float32)))
@@ -196,7 +196,7 @@ def test_compiled_and_not_are_the_same(group):
 
 @pytest.mark.core
 def test_mindspores_own_reducer_gives_the_same_weights(group):
-    """With weights by rows as well: what it averages was weighted before."""
+    """The weights also agree with uneven rows per rank, because gradients are weighted before the reducer."""
     if group.backend == "mpi":
         pytest.skip("DistributedGradReducer needs MindSpore's own communication")
     assert_close(train_cell(group, reducer=True), train_cell(group))
@@ -258,7 +258,7 @@ def test_options_that_do_not_go_together(group):
 
 
 def seeded_by_rank(group):
-    """A network whose first layer is frozen, other weights and statistics on every rank."""
+    """Return a network with a frozen first layer, and with different weights and statistics on every rank."""
     mindspore.set_seed(group.rank)
     np.random.seed(group.rank)
     net = cells.SequentialCell(cells.Dense(6, 6), cells.BatchNorm1d(6), cells.Dense(6, 3))
@@ -310,7 +310,7 @@ def test_half_types_and_adam_are_warned_of_once(group):
 
 
 def test_a_reducer_on_one_rank():
-    """MindSpore's ends such a process with a segmentation fault."""
+    """The reducer is not called, because MindSpore's crashes such a process with a segmentation fault."""
     with alone():
         net, loss_fn = network(), cells.CrossEntropyLoss()
         parameters = net.trainable_params()

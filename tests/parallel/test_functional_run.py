@@ -1,4 +1,4 @@
-"""A loop of one's own: stopped anywhere and taken up, it ends as one that never stopped; evaluation sees all rows."""
+"""Test custom loops: a stopped and resumed run ends like an uninterrupted one; evaluation sees every row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_SAMPLES, NUM_EPOCHS, NUM_FEATURES = 37, 3, 6
 
 
 class Points:
-    """Samples of a dense net."""
+    """Samples for a dense network."""
 
     def __init__(self, num_samples=NUM_SAMPLES):
         rng = np.random.default_rng(2)
@@ -34,7 +34,7 @@ class Points:
 
 
 def roberta(group, seed, **options):
-    """A MindNLP model with dropout, a schedule, and two micro steps an update."""
+    """Return a MindNLP model with dropout, its step with a schedule and two micro steps, and its loader."""
     model = tiny_roberta(seed=seed, dropout=0.2)
     model.set_train(True)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -49,7 +49,7 @@ def roberta(group, seed, **options):
 
 
 def with_noise(rows):
-    """Augments samples from NumPy's own generator, whose state a checkpoint must hold."""
+    """Augment samples with NumPy's global generator, whose state a checkpoint must contain."""
     batch = default_collate(rows)
     noise = np.random.standard_normal(batch["features"].shape)
     return {**batch, "features": batch["features"] + 0.1 * noise.astype(np.float32)}
@@ -69,13 +69,13 @@ def cell(group, seed, make_optimizer=None, **options):
 
 
 def loader_of(dataset, group, accumulation_steps=1, **options):
-    """Eight samples an update, whatever the number of ranks."""
+    """Return a loader with eight samples per update for any number of ranks."""
     size = 8 // accumulation_steps // group.world_size
     return dp.make_loader(dataset, size, accumulation_steps, shuffle=True, seed=1, **options)
 
 
 def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False, **options):
-    """Train to the end, or until ``stop_at`` updates are done; returns weights, losses by update, and the run."""
+    """Train to the end or for ``stop_at`` updates, and return weights, losses by update, and the run."""
     model, step, loader = make(group, seed, **options)
     dp.broadcast_parameters(model)
     run = dp.FunctionalRun(folder, model, step, loader)
@@ -96,16 +96,16 @@ def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False,
 @pytest.mark.parametrize("make", [roberta, cell])
 @pytest.mark.parametrize("stop_at", [3, 5, 6])
 def test_stopped_and_taken_up_it_ends_as_if_it_had_not(group, shared_tmp_path, make, stop_at):
-    """In the midst of an epoch, at its end, and right behind a checkpoint."""
+    """The run stops within an epoch, at the end of one, and directly after a checkpoint."""
     expected, all_losses, _ = go(make, shared_tmp_path / "whole", group)
     assert len(all_losses) == 15
     go(make, shared_tmp_path / "stopped", group, stop_at=stop_at)
-    # Other initial weights: all must come from the checkpoint.
+    # The resumed run has different initial weights, so all weights must come from the checkpoint.
     mine, losses, run = go(make, shared_tmp_path / "stopped", group, seed=4, resume=True)
     for one, other in zip(mine, expected):
         np.testing.assert_array_equal(one, other)
     first = stop_at - stop_at % 2 + 1
-    # The mean over a short batch has another last bit now and then, also without a stop; the weights never.
+    # The last bit of the mean loss of a short batch can vary, even without a stop. The weights never vary.
     assert losses == pytest.approx({step: loss for step, loss in all_losses.items() if step >= first}, rel=1e-6)
     assert run.step.num_updates == 15
     assert [path.name for path in checkpoints_in(run.folder)] == ["checkpoint-12", "checkpoint-14"]

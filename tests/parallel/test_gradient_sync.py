@@ -28,7 +28,7 @@ def gradients(rank, micro_step=0, dtype="float32"):
 
 
 def weighted_mean(parts):
-    """``parts``: (weight, gradients) pairs of all ranks and micro steps."""
+    """Return the weighted mean of ``parts``: (weight, gradients) pairs of all ranks and micro steps."""
     total = sum(weight for weight, _ in parts)
     return [
         sum(weight * part[i].asnumpy().astype(np.float64) for weight, part in parts) / total for i in range(len(SHAPES))
@@ -80,7 +80,7 @@ def test_windows_are_independent(group, make):
 
 
 def test_results_are_private_memory(group, make):
-    """Clipping writes in place: neither a later window nor another rank may see it."""
+    """Clipping writes in place; this must not affect a later window or another rank."""
     sync = make(parameters())
     kept = sync(gradients(group.rank))
     before = [g.asnumpy().copy() for g in kept]
@@ -113,7 +113,7 @@ def test_naive_and_bucketed_give_the_same_answer(group):
 
 
 def test_half_precision_is_weighted_without_overflow(group, make):
-    """Every weighted sum is far beyond float16's 65,504; the mean is not."""
+    """Every weighted sum is far above float16's maximum of 65,504, but the mean is not."""
     sync = make(parameters("float16"))
     ones = [mindspore.Tensor(np.full(shape, 100.0, np.float16)) for shape in SHAPES]
     for gradient in sync(ones, weight=4096):

@@ -1,4 +1,4 @@
-"""Our CPU kernels on every rank: replicas agree, dropout is a rank's own, and cores change nothing."""
+"""Test our CPU kernels on every rank: replicas agree, dropout differs by rank, cores do not change results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.kernels import choice, workers
 from models import Rows, train
 
-# Wide enough for its products to be cut among cores.
+# The model is wide enough for its matrix products to be split among cores.
 CONFIG = {"vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
 
 
@@ -48,7 +48,7 @@ def test_cores_may_differ_by_rank(group, shared_tmp_path):
 
 
 def test_mindspores_own_train_the_same_model(group, shared_tmp_path):
-    # Without dropout, of which each has masks of its own.
+    # Dropout is off, because our kernels and MindSpore's draw different masks.
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     CONFIG.update(off)
     try:
@@ -80,6 +80,6 @@ def test_every_call_of_dropout_on_every_rank_drops_others(group):
     assert len(masks) == 8
     everybody = np.stack([mask for ranks in group.all_gather_object(masks) for mask in ranks])
     assert len(np.unique(everybody, axis=0)) == 8 * group.world_size
-    # Independent: two of them agree in about half of their places.
+    # Two independent masks agree in about half of their elements.
     agreeing = (everybody[:, None] == everybody[None]).mean(2)[~np.eye(len(everybody), dtype=bool)]
     assert abs(agreeing - 0.5).max() < 0.15

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.core
 
 
 def rows_read(loader, epoch=0, start=0):
-    """The values of column x that this rank read, window by window."""
+    """Return the values of column x that this rank read, as one list per window."""
     return [
         [value for batch in window if batch is not None for value in batch["x"].tolist()]
         for window in loader.windows(epoch, start)
@@ -23,7 +23,7 @@ def rows_read(loader, epoch=0, start=0):
 
 
 def union(group, mine):
-    """All ranks' windows, put together in rank order."""
+    """Return the windows of all ranks, each concatenated in rank order."""
     return [sum(parts, []) for parts in zip(*group.all_gather_object(mine))]
 
 
@@ -113,7 +113,7 @@ def test_a_shuffled_pipeline_gives_another_order_every_epoch(group):
     loader = make_loader(pipeline, micro_batch_size=5, seed=3)
     first, second, again = (sum(union(group, rows_read(loader, epoch)), []) for epoch in (0, 1, 0))
     assert first != second
-    assert first == again  # a function of (seed, epoch), so that a resumed run reads on
+    assert first == again  # the order depends on (seed, epoch) only, so a resumed run can continue it
     assert sorted(first) == sorted(second) == list(range(40))
 
 
@@ -159,7 +159,7 @@ def test_what_is_no_data_set_is_refused(group):
 
 
 class Rowwise:
-    """Four samples; ``row`` makes each from its index."""
+    """Four samples that ``row`` makes from their index."""
 
     def __init__(self, row):
         self.row = row
@@ -172,7 +172,7 @@ class Rowwise:
 
 
 class Opaque:
-    """As most objects, it shows where it lies in memory."""
+    """An object whose repr shows its memory address, like that of most objects."""
 
 
 THE_SAME_EVERYWHERE = {
@@ -195,7 +195,7 @@ def test_data_that_is_the_same_on_every_rank_is_taken(group, kind):
 
 
 DIFFERENCES = {
-    # name: what rank 0 holds, what the last rank holds, how the two are shown.
+    # name: (value on rank 0, value on the last rank, the texts that the message shows for the two)
     "numbers": (3, 4, ("3", "4")),
     "texts": ("the same beginning, " * 5 + "b", "the same beginning, " * 5 + "c", ("beginning, b'", "beginning, c'")),
     "nested": ([[1], [2, {"a": 5}]], [[1], [2, {"a": 6}]], ("5}]]", "6}]]")),
@@ -246,7 +246,7 @@ def test_a_column_that_a_rank_lacks(group):
 
 
 def test_a_value_that_changes_at_some_samples_only_is_not_compared_at_the_others(group):
-    """An image that is flipped now and then may well be the same twice on one rank, and another on the next."""
+    """A randomly flipped image may be the same twice on one rank by chance, and differ on another rank."""
     source = Rowwise(lambda index: {"x": index, "image": np.random.default_rng().random() if index else group.rank})
     make_loader(source, 2)
 
@@ -286,7 +286,7 @@ def streamed(n):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_pipeline_is_read_as_often_as_anyone_asks(group, size):
-    """MindSpore refuses a pipeline to which two operations were added."""
+    """Loaders must not add operations to the pipeline itself: MindSpore refuses one with two added operations."""
     pipeline = counted(10).map(lambda x: x + 1, ["x"])
     first, second = make_loader(pipeline, 2), make_loader(pipeline, size)
     for loader in (first, second, first, make_loader(pipeline, 2)):
@@ -309,7 +309,7 @@ def test_a_last_global_batch_that_is_not_full_is_dropped(group, kind, accumulati
 
 
 def test_columns_that_have_no_row_for_each_sample(group):
-    """Such as the weights of classes, before or after those that have, and scalars."""
+    """Class weights and scalars are such columns; they may come before or after the ordinary ones."""
     n = 4 * group.world_size + 3
 
     def collate(samples):

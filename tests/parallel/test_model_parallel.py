@@ -1,4 +1,4 @@
-"""Models that are cut among ranks train what one process trains; on every mesh of this world size."""
+"""Test that models sharded over ranks train like one process, on every mesh of this world size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mindnlp_dp.parallel.plans import ExpertPlan, PipelinePlan, Plan, TensorPlan
 from models import Rows, alone
 from models import train as train_by_trainer
 
-# A fixture that every test here uses.
+# This autouse fixture applies to every test here.
 __all__ = ["one_mesh_at_a_time"]
 MESHES = {
     2: ["tp=2", "pp=2", "ep=2"],
@@ -53,7 +53,7 @@ def fits(kind, mesh):
 
 
 def cases():
-    """Every kind of model on every mesh; of models, one that is a decoder and one that has experts show the promise."""
+    """Return every kind of model with every mesh; one decoder and one model with experts are marked as core."""
     meshes = [mesh for mesh in MESHES.get(WORLD_SIZE, []) if IS_MPI or set(parse_mesh(mesh)) <= {"dp", "tp"}]
     kinds = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral", "qwen2_moe")
     if WORLD_SIZE == 8:
@@ -63,18 +63,18 @@ def cases():
 
 
 def failing_meshes():
-    """Pipelines of this world size, and on which of their ranks a forward pass fails."""
+    """Return the pipelines of this world size, each with the ranks on which a forward pass fails."""
     meshes = {2: ["pp=2"], 4: ["pp=4", MIXED, BACK]}.get(WORLD_SIZE, [])
     found = list(itertools.product(meshes, ["every stage", "the last stage", "the first stage"]))
     return found + [(mesh, "one sharer") for mesh in meshes if mesh in (MIXED, BACK)]
 
 
 def a_mesh(group):
-    """One that cuts models, at this world size; None alone."""
+    """Return a mesh that shards models at this world size, or None for one rank."""
     return {1: None, 2: "tp=2", 3: "tp=3", 4: "dp=2,tp=2", 8: "dp=2,pp=2,tp=2"}[group.world_size]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), cases())  # some of which are core
+@pytest.mark.parametrize(("kind", "mesh"), cases())  # some are marked as core
 def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build(kind), mesh)
@@ -108,7 +108,7 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
 def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule, recompute):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build("gpt2"), mesh, schedule=schedule, recompute=recompute)
-    # Single rows: of two or three ranks of a stage that divide them, all but one have none.
+    # Micro-batches are single rows: where two or three ranks of a stage split them, only one has a row.
     step = train(model, "gpt2", pieces_of(mesh, 8))
     assert_close(model, "gpt2")
     np.testing.assert_allclose(step.norms, of_one_process("gpt2")[1], rtol=1e-5)
@@ -134,7 +134,7 @@ def test_stages_draw_apart_and_the_same_again(group):
         return seen[0]
 
     mine = masks()
-    # Behind the first stage, which has drawn for the embedding before, only the seed tells stages apart.
+    # After the first stage, which draws for the embedding first, only the seed makes stages differ.
     for one, other in itertools.combinations(group.all_gather(mine), 2):
         assert not (one == other).all()
     np.testing.assert_array_equal(masks(), mine)
@@ -158,7 +158,7 @@ def test_micro_batches_of_different_sizes_and_none_at_all(group):
     mesh = dp.init_device_mesh({"dp": group.world_size // 2, "pp": 2})
     model = dp.parallelize(build("gpt2"), mesh)
     size, rank = mesh.data.world_size, mesh.data.rank
-    # Of two ranks, the first has 3 and 1 rows of 8, the second 4 and none.
+    # With two data-parallel ranks, the first has 3 and 1 of the 8 rows, the second 4 and none.
     bounds = [(0, 5, 8)] if size == 1 else [(0, 3, 4), (4, 8, 8)]
     first, middle, last = bounds[rank]
     train(model, "gpt2", lambda columns: [rows(columns, first, middle), rows(columns, middle, last)])
@@ -202,9 +202,9 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
 @pytest.mark.parametrize("num_rows", [2, 1])
 @pytest.mark.parametrize(("mesh", "fails_on"), failing_meshes())
 def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
-    """Nobody waits for what does not come, and nothing that was sent before is taken for the next window's.
+    """No rank hangs, and no message from before the failure is taken for one of the next window.
 
-    Also where one of the ranks fails that divide a micro batch of their stage, and in a model that is made afterwards.
+    This also holds if only one of the ranks that split a micro-batch fails, and for a model made afterwards.
     """
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     fails = {
@@ -231,7 +231,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
     model, step, calls = make()
     with pytest.raises((KeyError, ValueError), match="mistake|could not send its message|has failed; its own error"):
         step(window[::-1])
-    # What the failed window has left is nobody's: neither another model's, nor this one's.
+    # No model receives what the failed window has left: neither a new one nor this one.
     trained = []
     for found, again, number in (make(), (model, step, calls), make()):
         number[0] = 3
@@ -247,7 +247,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
 def test_parameters_that_nothing_used_decay_as_in_one_process(group):
     if group.world_size not in (2, 4):
         pytest.skip("needs stages")
-    # More experts than a window's tokens ask for.
+    # There are more experts than the tokens of a window use.
     config = {"num_local_experts": 16, "num_experts_per_tok": 1}
     with alone() as single:
         one = build("mixtral", **config)
@@ -339,7 +339,7 @@ def test_what_crosses_a_boundary_is_one_hidden_state_a_micro_batch_and_its_gradi
     mesh = dp.init_device_mesh({"pp": 2})
     model = dp.parallelize(build("gpt2"), mesh)
     train(model, "gpt2", pieces_of(mesh, 4), num_updates=3)
-    # b s h floats a boundary and micro batch, in each direction.
+    # b * s * h floats cross the boundary per micro-batch in each direction.
     assert model.parallel.pipeline.messages.wire.bytes_sent == 3 * 4 * (2 * 10 * 16 * 4)
 
 
@@ -367,13 +367,13 @@ def test_a_layer_costs_four_all_reduces_a_step(group, monkeypatch):
 
     inputs = {name: mindspore.Tensor(array) for name, array in batch("bert", 2).items()}
     value_and_grad(lambda: model(**inputs).loss, tuple(model.parameters()), attach_grads=False)()
-    # And one for the embedding, whose gradient needs none.
+    # One more all-reduce is for the embedding, whose gradient needs none.
     assert len(sizes) == 4 * 4 + 1
     assert set(sizes) == {2 * 10 * model.config.hidden_size}
 
 
 def drawn(model, kind, seed, **options):
-    """What a model of random dropout puts out, and the masks of one attention layer."""
+    """Return the loss of a model with dropout, and the output of the dropout of one attention layer."""
     from mindnlp_dp.step.seeds import seeded
 
     model.set_train(True)
@@ -396,14 +396,14 @@ def test_ranks_draw_alike_where_they_compute_the_same_and_apart_where_they_do_no
     assert len(set(group.all_gather_object(loss))) == 1
     masks = [m == 0 for m in group.all_gather(mask)]
     assert not any((masks[0] == other).all() for other in masks[1:])
-    # Again with the same seed, and others with another.
+    # The same seed draws the same masks again; another seed draws others.
     assert drawn(model, "bert", 5)[0] == loss
     assert drawn(model, "bert", 6)[0] != loss
 
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM"])
 def test_an_encoder_that_predicts_the_next_word(group, name):
-    """Its labels are shifted, as no masked language model's are."""
+    """Its labels are shifted, unlike those of a masked language model."""
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     import mindnlp.transformers as models
@@ -447,7 +447,7 @@ def test_a_loss_of_ones_own_of_whole_logits(group):
     model = dp.parallelize(build("gpt2"), mesh)
     for mine, expected in zip(gradient_of(model), gradient_of(build("gpt2"))):
         np.testing.assert_allclose(mine, expected, atol=1e-6)
-    # With labels there are none, rather than a part of them.
+    # With labels, logits are None instead of a shard.
     assert model(ids, labels=ids).logits is None
 
 
@@ -483,7 +483,7 @@ def test_ranks_of_a_row_whose_micro_batches_weigh_differently(group):
         pytest.skip("needs a row")
     mesh = dp.init_device_mesh({"ep": group.world_size})
     model = dp.parallelize(build("mixtral"), mesh)
-    # 3, 1 of the first four rows; all four of the last for rank 0, and none for the others.
+    # The first four rows are split unevenly. Rank 0 has all of the last four, and the other ranks have none.
     bounds = {2: [(0, 3), (3, 4)], 4: [(0, 1), (1, 2), (2, 4), (4, 4)]}[group.world_size][group.rank]
     last = (4, 8) if group.rank == 0 else (8, 8)
     train(model, "mixtral", lambda columns: [rows(columns, *bounds), rows(columns, *last)])
@@ -527,7 +527,7 @@ def test_a_loss_that_is_no_number_spoils_no_expert(group):
 
 @needs_mpi
 def test_the_trainer_where_nothing_counts_in_a_ranks_micro_batch(group, tmp_path):
-    """Its loss is 0 / 0, and must not reach the experts, which others need."""
+    """The loss of such a micro-batch is 0 / 0 and must not reach the experts, which other ranks use too."""
     if group.world_size not in (2, 4):
         pytest.skip("needs a row")
 
@@ -537,7 +537,7 @@ def test_the_trainer_where_nothing_counts_in_a_ranks_micro_batch(group, tmp_path
 
         def __getitem__(self, index):
             ids = batch("mixtral", 1, index)["input_ids"][0]
-            # Of the samples of an update, the first rank's have nothing to predict.
+            # In every update, the first rank's samples have nothing to predict.
             return {"input_ids": ids, "labels": np.full_like(ids, -100) if index % 8 < 8 // group.world_size else ids}
 
     class ByTokens(dp.DataParallelTrainer):
@@ -580,7 +580,7 @@ def test_a_folder_of_weights_into_an_empty_model_and_back(group, shared_tmp_path
     for name, weight in original.named_parameters():
         np.testing.assert_array_equal(whole_weights(model)[name], weight.asnumpy(), err_msg=name)
     assert model.parallel.digest() == dp.replica_digest(original)
-    # Together, the ranks that have the model hold it once, and what is not cut on each.
+    # The ranks of a replica hold the sharded weights once together, and the replicated weights once each.
     held = sum(p.size for p in model.parameters())
     assert held < 0.75 * sum(p.size for p in original.parameters())
     model.parallel.write_weights(shared_tmp_path / "again" / "model.safetensors" if group.is_main else None)
@@ -605,7 +605,7 @@ def test_a_pretrained_base_model_under_a_new_head(group, shared_tmp_path):
     model = dp.parallelize(model, dp.init_device_mesh({"tp": group.world_size}), weights=shared_tmp_path)
     found = whole_weights(model)
     np.testing.assert_array_equal(found["bert.pooler.dense.weight"], original.bert.pooler.dense.weight.asnumpy())
-    # The head is a new one, and no zeros.
+    # The head is newly initialized, not zero.
     assert 0.005 < found["classifier.weight"].std() < 0.05
 
 
@@ -810,7 +810,7 @@ def test_a_copy_that_somebody_changed_is_found(group):
 
 
 def test_a_replica_that_somebody_changed_is_found_on_all_ranks(group):
-    """Those of other groups are in sync, and hear of it."""
+    """Ranks whose own group is in sync get the error too."""
     if group.world_size != 4:
         pytest.skip("needs two groups of two")
     model = dp.parallelize(build("bert"), dp.init_device_mesh({"dp": 2, "tp": 2}))
@@ -838,7 +838,7 @@ def test_data_parallel_is_a_mesh_of_one_axis(group):
 
 @pytest.mark.skipif(WORLD_SIZE == 1, reason="one rank cuts nothing")
 def test_a_whole_model_under_a_mesh_that_cuts_models_is_refused(group, tmp_path):
-    """All ranks would train it, on as many samples as fewer ranks read."""
+    """All ranks would train the full model, but only on samples for the fewer data-parallel ranks."""
     dp.init_device_mesh(parse_mesh(a_mesh(group)))
     model = build("gpt2")
     refused = pytest.raises(ValueError, match=r"the mesh that was made last cuts models.*parallelize\(model\) before")

@@ -1,4 +1,4 @@
-"""Models that are trained in part, share weights, or weigh their loss by other things than samples."""
+"""Test models that are partly frozen, have tied weights, or weight their loss by something else than samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = {"optim": "sgd", "learning_rate": 1e-1, "logging_steps": 1}
 
 
 def together_and_alone(group, folder, build, rows, trainer_class=None, **more):
-    """The same run on all ranks and in one process with the whole batch, which must end alike."""
+    """Run the same training on all ranks and in one process with the full batch, and compare the results."""
     settings = {**SETTINGS, **more}
     together = train(build(), rows, folder, trainer_class, per_device_train_batch_size=4, **settings)
     with alone():
@@ -35,7 +35,7 @@ def together_and_alone(group, folder, build, rows, trainer_class=None, **more):
 
 @pytest.mark.core
 def test_parameters_that_a_step_uses_on_some_ranks_only(group, tmp_path):
-    """A micro batch without a label 0 never touches the head for label 0."""
+    """A micro-batch without a label 0 does not use the head for label 0."""
 
     class TwoHeads(dp.DataParallelTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
@@ -49,7 +49,7 @@ def test_parameters_that_a_step_uses_on_some_ranks_only(group, tmp_path):
 
     rows = Rows(8 * group.world_size + 3)
     rows.labels[:] = 1
-    rows.labels[::7] = 0  # one sample of a global batch, at most
+    rows.labels[::7] = 0  # so few that some micro-batches have none
     together_and_alone(group, tmp_path, lambda: tiny_roberta(seed=1), rows, TwoHeads)
 
 
@@ -61,7 +61,7 @@ def test_label_smoothing(group, tmp_path):
 
 
 class MaskedRows(Rows):
-    """Masked words to guess: from none of them to seven a sample, so that micro batches weigh differently."""
+    """Samples with zero to seven masked tokens, so that micro-batches have different weights."""
 
     def __getitem__(self, index):
         ids = self.input_ids[index]
@@ -82,7 +82,7 @@ def masked_lm(seed=1):
 
 
 def test_a_loss_that_averages_tokens_and_tied_weights(group, tmp_path):
-    """RoBERTa's masked language model: its mean leaves out ignored tokens, its decoder is its embedding."""
+    """RoBERTa's masked language model averages over labelled tokens only, and ties its decoder to its embedding."""
     together, single = together_and_alone(group, tmp_path, masked_lm, MaskedRows(8 * group.world_size), ByMaskedTokens)
     tied = all_names(together.model)
     assert tied["lm_head.decoder.weight"] is tied["roberta.embeddings.word_embeddings.weight"]
@@ -168,7 +168,7 @@ def test_frozen_parameters_take_no_part_in_the_checkpoint_of_the_optimizer(group
 
 
 def test_a_plain_module_with_buffers(group, shared_tmp_path):
-    """No PreTrainedModel: its running statistics are part of a checkpoint."""
+    """The model is not a PreTrainedModel, and its buffers are part of a checkpoint."""
     from library import nn
 
     class Net(nn.Module):
@@ -195,7 +195,7 @@ def test_a_plain_module_with_buffers(group, shared_tmp_path):
 
 
 def test_lora_with_a_new_head_is_resumed_though_nobody_seeded_the_head(group, shared_tmp_path):
-    """PEFT keeps the head as it was made, in which nothing computes and which no checkpoint holds."""
+    """PEFT keeps a copy of the initial head, which is never computed and is in no checkpoint."""
 
     def build(seed):
         model = with_lora()

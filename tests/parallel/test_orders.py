@@ -1,4 +1,4 @@
-"""Orders that data brings, or its lengths: batches of about one length, and streams."""
+"""Test sample orders that the data determines: batches of similar lengths, and streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ragged(Rows):
 
 
 def pad(samples):
-    """To the longest of the batch."""
+    """Pad the samples to the longest of the batch."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     ids = [
         np.pad(sample["input_ids"], (0, longest - len(sample["input_ids"])), constant_values=1) for sample in samples
@@ -37,7 +37,7 @@ def pad(samples):
 
 
 class Watched(dp.DataParallelTrainer):
-    """Notes the widths of the batches that it computes."""
+    """A trainer that records the widths of its micro-batches."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         self.__dict__.setdefault("widths", []).append(int(inputs["input_ids"].shape[1]))
@@ -64,7 +64,7 @@ def test_batches_of_one_length_are_those_of_one_process(group, tmp_path):
     expected = weights(single.model)
     for name, weight in weights(together.model).items():
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
-    # Less padding is what it is for; and the longest sample comes first.
+    # Grouping must reduce padding, and the longest sample comes first.
     assert sum(single.widths) < sum(mixed.widths)
     assert single.widths[0] == LONGEST
 
@@ -72,7 +72,7 @@ def test_batches_of_one_length_are_those_of_one_process(group, tmp_path):
 def test_lengths_may_be_a_column(group, tmp_path):
     class Measured(Ragged):
         def __getitem__(self, index):
-            # The wrong way round, so that it is seen which lengths count.
+            # This column reverses the order of lengths, so the test sees which lengths are used.
             return {**super().__getitem__(index), "size": LONGEST - self.lengths[index]}
 
     settings = {"trainer_class": Watched, "group_by_length": True, "length_column_name": "size", "data_collator": pad}
@@ -94,7 +94,7 @@ def test_samples_without_a_length_are_refused_on_every_rank(group, tmp_path):
 
 
 class Stream:
-    """Rows that come one by one, in another order every epoch."""
+    """An iterable of rows with a different order in every epoch."""
 
     def __init__(self, num_samples: int) -> None:
         self.rows, self.epoch, self.begun = Rows(num_samples), 0, []
@@ -121,7 +121,7 @@ def test_a_stream_is_read_once_and_shared_out(group, tmp_path, num_samples):
     expected = weights(single.model)
     for name, weight in weights(together.model).items():
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=2e-6, err_msg=name)
-    # Rank 0 alone reads, and every epoch is said to it. MindNLP 0.4's Trainer copies its data set.
+    # Only rank 0 reads, and set_epoch is called for every epoch. MindNLP 0.4's Trainer copies its data set.
     assert together.train_dataset.begun == ([0, 1, 2, 3, 4] if group.is_main else [])
 
 

@@ -1,4 +1,4 @@
-"""Exchange during the backward pass: the same bits as after it, and whether it pays."""
+"""Test gradient exchange during the backward pass: it gives the same bits as after it, and stays on if faster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_order_is_learnt_in_the_first_window(several, group, micro):
 
 @pytest.mark.core
 def test_ranks_whose_gradients_come_in_different_orders(several, group, micro, plain):
-    """Rank 0's is everybody's: buckets that ranks started in different orders would be summed with each other."""
+    """All ranks use rank 0's order; with different orders, ranks would sum different buckets with each other."""
     micro.is_reversed = group.rank % 2 == 1
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)
     for number in range(3):
@@ -56,7 +56,7 @@ def test_buckets_are_under_way_before_the_backward_pass_has_ended(group, micro, 
         time.sleep(0.3)
     sync.accumulate(gradients)
     sync.reduce()
-    # A device's queue is not this process's to see, and MCCL's calls block.
+    # No hidden time is measured there: this process cannot see a device's queue, and MCCL's calls block.
     assert (sync.last_window.hidden_seconds > 0) == (not sync.buckets[0].is_asynchronous)
     assert not sync.overlap.is_open
     assert num_exchange_threads() == 0
@@ -99,9 +99,9 @@ def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
         ([1.0, 1.0, 1.0], [0.9, 0.9, 0.9], True),
         ([1.0, 1.0, 1.0], [0.995, 0.995, 0.995], False),
         ([1.0, 1.0, 1.0], [1.1, 1.1, 1.1], False),
-        # As much noise as gain.
+        # The noise is as large as the gain.
         ([1.0, 1.5, 1.0], [1.2, 0.9, 0.9], False),
-        # A window without a last micro batch on any rank counts on both sides.
+        # A window in which no rank has a last micro-batch counts on both sides.
         ([0.0, 0.0], [0.0, 0.0], False),
     ],
 )
@@ -111,7 +111,7 @@ def test_overlap_must_pay_beyond_chance(without, overlapped, expected):
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_auto_keeps_the_faster_way(several, group, micro, monkeypatch, faster):
-    """By a clock of its own: the slower way takes 3 % more, on one rank; the faster stays on all."""
+    """A fake clock makes the slower way take 3 % longer on one rank; all ranks keep the faster way."""
     now = [0.0]
     monkeypatch.setattr("mindnlp_dp.gradients.overlap.time", SimpleNamespace(perf_counter=lambda: now[0]))
     sync = dp.GradientSynchronizer(micro.trainable, group)
@@ -126,7 +126,7 @@ def test_auto_keeps_the_faster_way(several, group, micro, monkeypatch, faster):
 
 
 def test_hooks_go_with_their_synchroniser(several, group, micro, plain):
-    """Its memory too: parameters outlive it."""
+    """The hooks and the synchronizer's memory must be freed, because the parameters live longer."""
 
     def window_of_its_own():
         sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True)
@@ -135,7 +135,7 @@ def test_hooks_go_with_their_synchroniser(several, group, micro, plain):
         return weakref.ref(sync.overlap), removed_by(sync.overlap)
 
     def removed_by(overlap):
-        """What is taken off from here on."""
+        """Return a list that gets one entry for each hook removed from now on."""
         removed = []
         for handle in overlap._handles:
             handle.remove = lambda remove=handle.remove: (removed.append(1), remove())
@@ -149,7 +149,7 @@ def test_hooks_go_with_their_synchroniser(several, group, micro, plain):
 
 
 def test_hooks_hold_on_to_gradients_only_while_they_are_compared(several, group, micro):
-    """A gradient kept to the window's end is memory that the next one cannot have."""
+    """A gradient that is kept until the window ends occupies memory that the next gradient could use."""
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap="auto")
     for number in range(1 + 2):
         with sync.backward(1.0):
@@ -170,7 +170,7 @@ def test_within_no_sync_nothing_is_sent(group, micro, sync, plain):
 
 
 def test_the_model_of_the_quickstart(several, group):
-    """A whole RoBERTa: every hook fires, once, with what the caller gets."""
+    """Every hook of a full RoBERTa fires exactly once, with the gradient that the caller gets."""
     model = models.tiny_roberta(group.rank)
     dp.broadcast_parameters(model)
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -189,7 +189,7 @@ def test_the_model_of_the_quickstart(several, group):
     models.assert_same_sums(results[True], results[False])
 
 
-# Every rank must draw the same.
+# Derandomized, because every rank must draw the same examples.
 @settings(max_examples=25, derandomize=True, database=None, deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6),
@@ -201,7 +201,7 @@ def test_the_model_of_the_quickstart(several, group):
     seed=st.integers(0, 1000),
 )
 def test_any_parameters_and_late_ranks(group, shapes, dtype, cap_kib, num_frozen, steps, overlap, seed):  # noqa: PLR0917
-    """Against the naive one: to rounding; against exchange after the backward pass: to the bit."""
+    """Overlap matches the naive synchronizer up to rounding, and exchange after the backward pass to the bit."""
     micro = KnownGradients(shapes, dtype, frozen=range(min(num_frozen, len(shapes) - 1)))
     kinds = {
         "overlap": dp.GradientSynchronizer(micro.trainable, overlap=overlap, bucket_cap_mb=cap_kib / 1024),

@@ -1,4 +1,4 @@
-"""Exchange during the backward pass in which something goes wrong: the same bits as after it, or an error."""
+"""Test failures while overlap is on: the result has the same bits as without overlap, or there is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 @pytest.mark.core
 @pytest.mark.parametrize("before", [(), (2.0,)])
 def test_a_last_micro_step_that_is_skipped_on_one_rank(group, micro, sync, plain, before):
-    """Its gradients were under way already; the window is exchanged again without them."""
+    """Its gradients were already being sent, so the window is exchanged again without them."""
     for number in range(3):
         results = []
         for one in (sync, plain):
@@ -44,7 +44,7 @@ def test_all_ranks_skip(group, micro, sync):
 
 @pytest.mark.parametrize("how", ["replaced", "missing", "weight", "late", "twice"])
 def test_gradients_that_are_not_what_the_hooks_saw(group, micro, sync, plain, how):
-    """They are exchanged as they are handed over, and overlap is off from then on, on all ranks, with the reason."""
+    """The gradients that the caller passes are exchanged; then overlap is off on all ranks, with the reason."""
     results = []
     is_here = group.rank == group.world_size - 1
     for one in (sync, plain):
@@ -96,7 +96,7 @@ def test_gradients_that_the_caller_changes_are_seen_while_learning(several, grou
 
 
 def written(gradient, change):
-    """Through the memory that a tensor shows to NumPy; MindSpore 2.7 writes over that, and has to be told."""
+    """Apply ``change`` to the tensor's NumPy view; assign the values if MindSpore 2.7 has overwritten the view."""
     array = gradient.asnumpy()
     change(array)
     wanted = array.copy()
@@ -132,7 +132,7 @@ def clipped(gradients):
 @pytest.mark.parametrize("change", [one_element, one_row, all_signs, clipped])
 @pytest.mark.parametrize("number", [1, 6])
 def test_gradients_changed_in_place_in_any_window_are_exchanged_as_they_are(group, micro, sync, change, number):
-    """By one rank, and long after the first window: the result is that of an exchange behind the backward pass."""
+    """One rank changes them, even in a late window; the result equals an exchange after the backward pass."""
     plain = dp.GradientSynchronizer(micro.trainable, group, overlap=False)
     for before in range(number):
         models.assert_same_sums(*(window(one, micro, group.rank, before) for one in (sync, plain)))
@@ -173,7 +173,7 @@ def test_a_trainer_that_masks_its_gradients_from_some_update_on(several, group, 
 
 
 def test_a_hook_that_fails_takes_notes(group, micro, sync, plain, monkeypatch):
-    """A hook that raised would spoil the function that it is called from."""
+    """A hook records its error instead of raising it, because raising would break the function that calls it."""
     kind = type(sync.buckets[0])
     put, calls = kind.put, []
 
@@ -193,7 +193,7 @@ def test_a_hook_that_fails_takes_notes(group, micro, sync, plain, monkeypatch):
 
 @pytest.fixture
 def mended(group):
-    """All ranks leave an exchange half way together, so they can begin again together."""
+    """Open a new channel after the test, in which all ranks leave an exchange half way."""
     yield
     open_gradient_channel(group)
 
@@ -228,7 +228,7 @@ def test_an_exchange_that_fails_is_an_error_and_no_later_one_begins(group, micro
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the wire broke"):
         patch.setattr(kind, "start", fail)
         if sync.buckets[0].is_asynchronous:
-            # There the hook notes it, and the window is exchanged again, in vain.
+            # Here the hook records the error, and the window is exchanged again, which fails too.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 window(sync, micro, group.rank, 1)
@@ -241,7 +241,7 @@ def test_an_exchange_that_fails_is_an_error_and_no_later_one_begins(group, micro
 
 
 def test_a_new_channel_closes_the_old_one_on_every_rank(group, micro, sync):
-    """Also on those that left nothing half way: what they would send there, nobody would receive."""
+    """The channel also closes on ranks that left nothing half way, because no rank would receive from it."""
     if group.is_main:
         sync.channel.abandon(KeyError("lost"))
     newer = dp.GradientSynchronizer(micro.trainable, group, overlap=False)

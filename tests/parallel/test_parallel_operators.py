@@ -1,4 +1,4 @@
-"""Operators with communication inside: forward and backward as they are defined, with parts of any length."""
+"""Test the forward and backward passes of operators that communicate, with shards of any length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def of_rank(rank, shape=(ROWS, WIDTH)):
 
 
 def both_ways(function, x, weight):
-    """What comes out, and the gradient of its product with ``weight``."""
+    """Return the function's output, and the gradient of the sum of its product with ``weight``."""
     found = []
 
     def loss(x):
@@ -78,7 +78,7 @@ def test_all_gather_and_reduce_scatter_are_each_others_transpose(group, dim):
 
 
 def counts_of(rank, world_size):
-    """What a rank sends to each: some nothing, itself too."""
+    """Return the number of rows that a rank sends to each rank, including 0 and rows to itself."""
     return [(rank + 2 * other) % 3 for other in range(world_size)]
 
 
@@ -98,7 +98,7 @@ def test_all_to_all(group):
         begin = sum(counts_of(other, n)[:rank])
         expected.append(of_rank(other, (sum(counts_of(other, n)), 4))[begin : begin + theirs[other]])
     np.testing.assert_array_equal(rows, np.concatenate(expected))
-    # And back again, as its backward pass does.
+    # The backward pass sends the rows back.
     if sum(mine) and sum(theirs):
         y, gradient = both_ways(lambda t: operators.all_to_all(t, group, mine, theirs), x, rows)
         np.testing.assert_array_equal(y, rows)
@@ -113,7 +113,7 @@ def test_all_to_all_with_counts_that_do_not_add_up(group):
 
 
 def test_groups_of_some_of_the_ranks(group):
-    """Every collective works in them, and names ranks as it was told to."""
+    """Every collective works in subgroups, and its errors use the given names of ranks."""
     if group.world_size < 2:
         pytest.skip("there are no parts")
     half = group.world_size // 2

@@ -1,4 +1,4 @@
-"""Low-rank gradients: against the algorithm written out, and what is left out comes later."""
+"""Test PowerSGD against a written-out version of its algorithm, and its error feedback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sync(group):
 
 
 def written_out(world_size, steps):
-    """Algorithms 1 and 2 of the paper, all ranks in one process, in float64; the results of every step."""
+    """Yield each step's results of the paper's Algorithms 1 and 2, with all ranks in one process, in float64."""
     flat = {index: (SHAPES[index][0], int(np.prod(SHAPES[index][1:]))) for index in MATRICES}
     q = {
         index: np.random.default_rng([_SEED, index]).standard_normal((columns, RANK)).astype(np.float32)
@@ -70,7 +70,7 @@ def test_all_ranks_have_the_same_bits(group, sync):
 
 
 def test_a_gradient_of_low_rank_is_exact(group, sync):
-    """Every rank's is a multiple of one matrix of rank two."""
+    """The gradient of every rank is a multiple of one matrix of rank two."""
     rng = np.random.default_rng(0)
     low = (rng.standard_normal((60, 2)) @ rng.standard_normal((2, 40))).astype(np.float32)
     mine = [low * (group.rank + 1), *gradients(group.rank, 0)[1:]]
@@ -80,7 +80,7 @@ def test_a_gradient_of_low_rank_is_exact(group, sync):
 
 @pytest.mark.core
 def test_what_is_left_out_comes_later(group, sync):
-    """The results of all steps, and the ranks' errors at the end, add up to all gradients."""
+    """The results of all steps plus the ranks' final errors add up to the sum of all gradients."""
     results, sums = 0, 0
     for step in range(6):
         weights = [2.0 + rank for rank in range(group.world_size)]
@@ -137,7 +137,7 @@ def test_forgetting_is_beginning_anew(group, sync):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_no_number_is_not_remembered(group, sync, bad):
-    """It reaches every rank, whose norm tells; the next step knows nothing of it."""
+    """NaN or infinity reaches every rank, where the norm shows it; the next step is not affected."""
     mine = gradients(group.rank, 0)
     if group.rank == group.world_size - 1:
         mine[0][3, 3] = bad

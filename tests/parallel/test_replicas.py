@@ -26,7 +26,7 @@ class WithBuffer(nn.Module):
         self.linear = nn.Linear(3, 2)
         self.frozen = nn.Parameter(mindspore.Tensor([float(rank)]), requires_grad=False)
         self.register_buffer("count", mindspore.Tensor([float(rank)]))
-        # A view, as BERT's position_ids is.
+        # This buffer is a view, like BERT's position_ids.
         self.register_buffer("positions", ops.arange(rank, rank + 3).expand((2, -1)))
 
 
@@ -69,7 +69,7 @@ def test_the_first_weight_that_differs_is_named_on_every_rank(group):
 
 
 def test_a_report_tells_of_replicas_that_differ(group, tmp_path):
-    """One rank's weights are touched behind the last update, where nothing else would look at them again."""
+    """One rank's weights change after the last update, where no other check would see it."""
     task = TextClassificationTask({"labels": np.zeros(8)}, {"labels": np.zeros(6)}, ["a", "b", "c"], 0)
     recorder = RunRecorder(task.label_names, num_train=8)
     trainer = train(
@@ -127,12 +127,12 @@ def test_digest_sees_bits_names_and_types():
 
 
 def halve(model, group):
-    """As a script does that interpolates or prunes weights, the ranks in turns; returns what they were."""
+    """Halve the weights in place, one rank after another, as a pruning script might; return the old weights."""
     before = weights(model)
     for rank in range(group.world_size):
         group.barrier()
         for parameter in model.parameters() if rank == group.rank else ():
-            # In place: assign_value would give the parameter other memory.
+            # assign writes in place; assign_value would give the parameter other memory.
             mindspore.ops.assign(parameter, parameter * 0.5)
     group.barrier()
     return before
@@ -144,7 +144,7 @@ def assert_halved(model, before):
 
 
 def test_weights_are_each_ranks_own_after_training(group, tmp_path):
-    """While it trains, ranks of a host share them: what one writes, all have."""
+    """Ranks of a host share the memory of weights only during training, when all see what one rank writes."""
     trainer = train(tiny_roberta(), Rows(24), tmp_path, per_device_train_batch_size=4)
     assert_halved(trainer.model, halve(trainer.model, group))
     trainer.train()

@@ -1,4 +1,4 @@
-"""Tensors that go from the ranks of one mesh to those of another, for every world size."""
+"""Test moving tensors from the ranks of one mesh to those of another, for every world size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_random_reshardings_are_exact(group, algorithm):
         shape = tuple(int(n) for n in rng.integers(0 if number % 10 == 0 else 1, 9, 2))
         source, destination = (random_layout(rng, group.world_size) for _ in range(2))
         whole = rng.standard_normal(shape).astype(np.float32)
-        # Bits, not numbers.
+        # NaN checks that bits are moved, not numbers.
         whole[whole > 1.5] = np.nan
         moved = Resharding(shape, source, destination, group, algorithm).run(tile(whole, source, group.rank))
         expected = tile(whole, destination, group.rank)

@@ -1,4 +1,4 @@
-"""A run that was stopped anywhere and taken up again ends as one that never stopped: weights, losses, decisions."""
+"""Test that a run stopped anywhere and resumed has the same weights, losses and decisions as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mindnlp_dp.trainers import resuming
 from models import LENGTH, Rows, alone, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37
-# Three epochs of five updates, the last of each short; dropout on; two micro steps an update.
+# Three epochs of five updates with a short last one; two micro steps per update. Dropout is on.
 SETTINGS = {
     "num_train_epochs": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "warmup_steps": 3,
     "lr_scheduler_type": "cosine", "logging_steps": 3, "save_strategy": "steps", "save_steps": 2,
 }  # fmt: skip
 NUM_STEPS = 15
-# An early stopper wants a metric.
+# Early stopping needs a metric.
 EVALUATING = {
     "eval_dataset": Rows(8, seed=1), "load_best_model_at_end": True, "metric_for_best_model": "loss",
     "evaluation_strategy": "steps", "eval_steps": 100, "save_steps": 100,
@@ -34,7 +34,7 @@ EVALUATING = {
 
 
 class Stop(TrainerCallback):
-    """What a crash at ``step`` looks like from within: an exception on every rank."""
+    """Simulates a crash: raises an exception on every rank at the end of update ``step``."""
 
     def __init__(self, step):
         self.step = step
@@ -45,7 +45,7 @@ class Stop(TrainerCallback):
 
 
 def settings_for(group, **more):
-    # Eight samples an update on any number of ranks up to four.
+    # An update has eight samples on any number of ranks up to four.
     return {**SETTINGS, "per_device_train_batch_size": 4 // group.world_size, **more}
 
 
@@ -58,17 +58,17 @@ def run(folder, group, rows=None, *, stop_at=None, dropout=0.2, seed=3, **more):
 
 
 def stopped_and_resumed(folder, group, stop_at, **more):
-    # New callbacks, as in a new process: what they know must come from the checkpoint, too.
+    # The callbacks are new, as in a new process, so their state must come from the checkpoint too.
     fresh = copy.deepcopy(more.get("callbacks", []))
     with pytest.raises(KeyboardInterrupt):
         run(folder, group, stop_at=stop_at, **more)
     group.barrier()
-    # Other initial weights: all must come from the checkpoint.
+    # The initial weights are different, so all weights must come from the checkpoint.
     return run(folder, group, seed=4, resume=True, **{**more, "callbacks": fresh})
 
 
 def history(trainer):
-    """The log without what a clock measured."""
+    """Return the log without measured times."""
     timed = ("runtime", "seconds", "per_second", "share")
     rows = [{k: v for k, v in row.items() if not k.endswith(timed)} for row in trainer.state.log_history]
     return json.loads(json.dumps(rows))
@@ -84,7 +84,7 @@ def assert_same_run(resumed, whole):
 
 
 def pytest_generate_tests(metafunc):
-    """With a divided update, of whose state each rank saves a part; what shows a promise, without it, too."""
+    """Run every test with a sharded update, where each rank saves part of the state; core tests also without."""
     is_core = metafunc.definition.get_closest_marker("core") is not None
     stages = [0] if dp.get_process_group().world_size == 1 else [0, 2] if is_core else [2]
     metafunc.parametrize("zero_stage", stages, indirect=True, scope="module")
@@ -102,7 +102,7 @@ def whole(group, zero_stage, tmp_path_factory):
 
 @pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 exchanges gradients behind the backward pass")
 def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_path_factory):
-    """Where sums are rounded on a wire, or by three hosts, the order decides on their bits."""
+    """The packing order affects the bits of sums that are compressed, or added over three hosts."""
 
     class Orders(TrainerCallback):
         def __init__(self):
@@ -136,7 +136,7 @@ def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_p
     ],
 )
 def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchange):
-    """Overlap is learnt anew, with the same result; PowerSGD's errors are forgotten at a save, resumed or not."""
+    """Overlap learns its order again, with the same result; PowerSGD drops its errors at every save."""
     reference = run(tmp_path_factory.mktemp("reference"), group, **exchange)
     resumed = stopped_and_resumed(tmp_path_factory.mktemp("resumed"), group, 7, **exchange)
     assert_same_run(resumed, reference)
@@ -144,7 +144,7 @@ def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchang
     assert (reference.replica_digest == whole.replica_digest) == ("overlap" in exchange)
 
 
-# In an epoch, at its last step, at the first of the next, before the first log line is due, at the last step.
+# Stops within an epoch, at its last step, at the first step of the next, before a log line, and at the last step.
 @pytest.mark.core
 @pytest.mark.parametrize("stop_at", [3, 5, 6, 8, 13, 15])
 def test_a_stopped_run_ends_like_one_that_was_not(group, shared_tmp_path, whole, stop_at):
@@ -178,7 +178,7 @@ def test_more_epochs_than_the_finished_run_had(group, shared_tmp_path):
 
 
 def test_numpys_and_pythons_generators_go_on_where_they_were(group, shared_tmp_path):
-    """A collator that masks at random draws what it would have drawn."""
+    """A collator with random masks draws the same masks as without the stop."""
 
     def masking(rows):
         batch = default_collate([{k: v for k, v in row.items() if k != "row"} for row in rows])
@@ -191,7 +191,7 @@ def test_numpys_and_pythons_generators_go_on_where_they_were(group, shared_tmp_p
 
 
 def test_an_iterable_that_draws_at_random(group, shared_tmp_path):
-    """What is read again up to the position must not move the generators."""
+    """Reading again up to the position must not advance the random generators."""
 
     class Noisy:
         def __iter__(self):
@@ -207,7 +207,7 @@ def test_an_iterable_that_draws_at_random(group, shared_tmp_path):
 
 
 def deciding(group):
-    """A run whose course depends on its evaluations: the plateau scheduler, the best model, an early stop."""
+    """Return settings of a run that depends on its evaluations: plateau scheduler, best model, early stop."""
 
     class Deciding(dp.DataParallelTrainer):
         def create_scheduler(self, num_training_steps, optimizer=None):
@@ -228,13 +228,13 @@ def stopper():
 
 @pytest.fixture(scope="module")
 def decided(group, tmp_path_factory):
-    """A run of many decisions that nobody stopped."""
+    """Return an uninterrupted run with many decisions."""
     return run(
         group.broadcast_object(tmp_path_factory.mktemp("decided")), group, callbacks=stopper(), **deciding(group)
     )
 
 
-# The last one lies where the early stopper has lost patience twice: it counts from the end.
+# -2 counts from the end, where early stopping has already seen two evaluations without improvement.
 @pytest.mark.core
 @pytest.mark.parametrize("stop_at", [7, 12, -2])
 def test_decisions_go_on_where_they_were(group, shared_tmp_path, decided, stop_at):
@@ -242,14 +242,14 @@ def test_decisions_go_on_where_they_were(group, shared_tmp_path, decided, stop_a
     stop_at = stop_at if stop_at > 0 else whole.state.global_step + stop_at
     resumed = stopped_and_resumed(shared_tmp_path / "stopped", group, stop_at, callbacks=stopper(), **deciding(group))
     assert_same_run(resumed, whole)
-    assert 15 < whole.state.global_step < 40  # it was stopped early, and not before it was resumed
+    assert 15 < whole.state.global_step < 40  # it stopped early, but only after the resume
     assert resumed.state.best_metric == whole.state.best_metric
     rates = {row["learning_rate"] for row in whole.state.log_history if "learning_rate" in row}
-    assert len(rates) > 1  # the plateau was seen
+    assert len(rates) > 1  # the scheduler has reacted to a plateau
 
 
 class StopAt4(TrainerCallback):
-    """A time limit, or what a signal asks for: the last update is saved."""
+    """Stops and saves after update 4, as a time limit or a signal does."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
@@ -273,7 +273,7 @@ def test_a_run_that_was_stopped_and_saved_goes_on_when_it_is_resumed(group, shar
 
 @pytest.mark.parametrize("why", ["its job was restarted", "early stopping"])
 def test_a_stop_that_holds_when_it_is_resumed(group, shared_tmp_path, capsys, monkeypatch, why):
-    """In a job that was restarted between its last checkpoint and its end; and where training had become no better."""
+    """A job restarted between its last checkpoint and its end stays stopped; so does one that stopped early."""
     stopper = EarlyStoppingCallback(early_stopping_patience=1)
     if why == "early stopping":
         stopper.early_stopping_patience_counter = 1
@@ -312,7 +312,7 @@ class Relabelled(Rows):
 
 
 def test_an_epoch_that_a_callback_ends(group, shared_tmp_path):
-    """Then updates and epochs are no multiples of each other."""
+    """The number of updates is then not a multiple of the length of a full epoch."""
 
     class ThreeAnEpoch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -335,7 +335,7 @@ def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, sha
     with alone() as single:
         mine = shared_tmp_path / f"alone_{group.rank}"
         shutil.copytree(shared_tmp_path / "stopped", mine)
-        # Whether micro batches make it up, or the last of them is smaller, or one would hold more.
+        # Micro-batches divide the global batch, or the last one is smaller, or one could hold more than the batch.
         resumed = run(mine, single, rows, dropout=0.0, optim="sgd", resume=True, per_device_train_batch_size=micro)
     assert resumed.args.gradient_accumulation_steps == steps
     said = f"training with the checkpoint's global batch of 8 samples: gradient_accumulation_steps is {steps}"
@@ -358,7 +358,7 @@ def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, sha
 def test_a_run_that_cannot_be_taken_up_exactly_says_why(group, shared_tmp_path, change, message):
     run(shared_tmp_path, group, max_steps=2)
     group.barrier()
-    if message is None:  # another optimizer reads the state, and leaves what it does not know
+    if message is None:  # another optimizer loads the state and ignores entries that it does not know
         run(shared_tmp_path, group, max_steps=2, resume=True, **change)
         return
     with pytest.raises(ValueError, match=message):
@@ -404,7 +404,7 @@ def test_a_new_run_in_an_old_folder_is_warned(group, shared_tmp_path):
 
 @pytest.mark.parametrize("rows", ["indexed", "pipeline", "batched pipeline"])
 def test_a_global_batch_that_was_set_is_that_of_any_number_of_ranks(group, shared_tmp_path, rows):
-    """With pipelines, too: those that come without batches get them, those that bring some keep them."""
+    """This includes pipelines: unbatched ones are batched, and batched ones keep their batches."""
     samples = Rows(NUM_SAMPLES)
 
     def data():

@@ -1,4 +1,4 @@
-"""The MPI backend's memory of a host: the same sums as MPI's own, whatever the sizes."""
+"""Test the shared memory of the MPI backend: sums of any size equal those of MPI itself."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_all_reduce_of_any_size_is_mpis(group, comm, dtype, op, numel):
     add = everyone.any(0) if dtype == "bool" else everyone.sum(0, dtype=dtype)
     expected = {"sum": add, "max": everyone.max(0), "min": everyone.min(0)}
     x = everyone[group.rank]
-    for _ in range(3):  # the stages are taken in turn
+    for _ in range(3):  # the staging areas are used in turn
         np.testing.assert_array_equal(group.all_reduce(x, op), expected[op])
 
 
 def test_ranks_that_arrive_late_change_nothing(group):
-    """Whoever comes first must not overwrite what the last one still reads."""
+    """An early rank must not overwrite data that a late rank still reads."""
     import random
     import time
 
@@ -107,7 +107,7 @@ def test_nobody_begins_the_next_window_while_a_rank_still_reads_this_one(group, 
 
 
 def test_where_slices_begin_makes_no_difference(group):
-    """The bits of a sum are those of adding in rank order, whatever the size of the buckets."""
+    """Sums are added in rank order, so their bits do not depend on the bucket size."""
     import mindspore
 
     parameters = [mindspore.Tensor(np.zeros(shape, np.float32)) for shape in [(41, 37), (5,), (900,), (64, 3)]]
@@ -126,7 +126,7 @@ def test_where_slices_begin_makes_no_difference(group):
 
 @pytest.mark.core
 def test_results_are_private_memory(group):
-    """What clipping writes in place, on one rank, no other rank sees, and no later exchange changes."""
+    """Clipping in place on one rank is not visible to other ranks, and no later exchange changes its result."""
     import mindspore
 
     parameter = mindspore.Tensor(np.zeros(50_000, np.float32))
@@ -151,7 +151,7 @@ def test_nothing_is_left_open(group, comm):
 @pytest.mark.core
 @pytest.mark.parametrize("where", ["memfd_create", "posix_fallocate", "open"])
 def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monkeypatch, capsys, where):
-    """No memory on the rank that makes it, or one rank that may not open it."""
+    """The rank that creates the memory gets none, or one other rank may not open it."""
     if group.world_size == 1:
         pytest.skip("one rank shares with nobody")
     import mindspore
@@ -172,7 +172,7 @@ def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monk
     monkeypatch.setattr(group._transport.channel.memory, "is_available", True)
 
 
-# Every rank must draw the same.
+# Derandomized, because every rank must draw the same examples.
 @settings(max_examples=40, derandomize=True, database=None, deadline=None)
 @given(
     numel=st.integers(1, 3000),
@@ -183,7 +183,7 @@ def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monk
     seed=st.integers(0, 100),
 )
 def test_hosts_of_two_ranks(group, numel, dtype, compression, skip_zeros, is_patient, seed):  # noqa: PLR0917
-    """Four ranks as two hosts: slices are summed in a host, and go round between the hosts."""
+    """Four ranks act as two hosts: slices are summed within a host, then exchanged between the hosts."""
     from mpi4py import MPI
 
     if group.world_size != 4:
@@ -193,7 +193,7 @@ def test_hosts_of_two_ranks(group, numel, dtype, compression, skip_zeros, is_pat
     exchange = HostExchange(host, peers)
     exchange.skip_zeros = skip_zeros
     rng = np.random.default_rng(seed)
-    # Small whole numbers, which half types hold as well; the second half is zero on all ranks.
+    # Half types represent these small integers exactly. The second half of the elements is zero on all ranks.
     values = rng.integers(-9, 9, (4, numel)).astype(dtype)
     values[:, numel // 2 :] = 0
     rows = share_rows(host, numel * values.itemsize).view(dtype)[:, :numel]
@@ -203,7 +203,7 @@ def test_hosts_of_two_ranks(group, numel, dtype, compression, skip_zeros, is_pat
     out = np.empty(numel, dtype)
     copy_range(rows, parts[::2], 0, out)
     np.testing.assert_array_equal(out, values.sum(0) * 0.5)
-    # Two hosts: each rank sends its slice once, in two halves; half types take half the bytes of float32.
+    # With two hosts, each rank sends its slice once, in two halves. Half types take half the bytes of float32.
     sent = sum(comm.allgather(exchange.bytes_sent))
     item_bytes = 2 if compression and dtype == "float32" else values.itemsize
     assert sent == 2 * numel * item_bytes if not skip_zeros else sent <= 2 * numel * item_bytes

@@ -1,4 +1,4 @@
-"""Pipelines whose stages have meshes of their own train what one process trains; on four ranks."""
+"""Test pipelines with a different mesh for each stage: on four ranks they train like one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.parallel.mesh import parse_mesh
 from models import alone
 
-# A fixture that every test here uses.
+# This autouse fixture applies to every test here.
 __all__ = ["one_mesh_at_a_time"]
 pytestmark = [
     needs_mpi,
@@ -44,7 +44,7 @@ def test_the_mesh(group):
     labels = ["pp=0, sub=0, tp=0", "pp=0, sub=1, tp=0", "pp=1, sub=0, tp=0", "pp=1, sub=0, tp=1"]
     assert labels[group.rank] in repr(mesh)
     assert len(set(group.all_gather_object(mesh.seed_rank))) == 3
-    # The rows that all stages have in common are dp's, as in a mesh that is the same in all of them.
+    # Equal sizes in all stages make an ordinary mesh, whose dp axis splits the rows for all stages.
     mesh = dp.init_device_mesh({"dp": (2, 2), "pp": 2, "tp": (1, 1)})
     assert (mesh.data.world_size, mesh.stages_differ) == (2, False)
     assert dp.init_device_mesh({"pp": 2, "dp": (3, 1)}).group("sub").world_size == (3 if group.rank < 3 else 1)
@@ -81,7 +81,7 @@ def test_ragged_micro_batches_and_a_divided_update(mesh, zero_stage):
 
 @pytest.mark.parametrize("mesh", [MIXED, BACK, UNEVEN])
 def test_rows_that_weigh_differently_and_some_that_weigh_nothing(mesh):
-    """By tokens that count, of which a share of a micro batch may have none: its own mean is 0 / 0."""
+    """Rows weigh by their labelled tokens; a shard of a micro-batch may have none, and its mean is 0 / 0."""
     columns = batch("gpt2", 8)
     columns["labels"][1, 3:] = -100
     columns["labels"][4:6] = -100
@@ -122,7 +122,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("weight_of", WEIGHTS.values(), ids=WEIGHTS)
 def test_weights_that_do_not_add_up_say_what_micro_batches_count(weight_of):
-    """And not what rows do; those of shares may all be nothing."""
+    """Such weights apply to micro-batches, not to rows; the weights of all their shards may be 0."""
     columns = batch("bert", 8)
 
     def trained(model, group):
@@ -158,12 +158,12 @@ def test_a_model_that_does_not_keep_rows_is_refused(mesh):
 
 
 def np_rows(x):
-    """Only the first half of them."""
+    """Return the first half of the rows."""
     return x[: max(1, x.shape[0] // 2)]
 
 
 def test_a_loss_that_is_no_number_in_one_share(group):
-    """It is left out on every rank, whole."""
+    """The full micro-batch is left out on every rank."""
     mesh = dp.init_device_mesh(parse_mesh(BACK))
     columns = batch("bert", 8)
     parts = [rows(columns, first, first + 2) for first in range(0, 8, 2)]
@@ -201,7 +201,7 @@ def test_who_shares_out_a_micro_batch_draws_apart(group):
             module.register_forward_hook(lambda module, args, output: seen.append((output.asnumpy() == 0)[:2]))
     train(model, "bert", lambda columns: [rows(columns, 0, 4)], num_updates=1)
     masks = group.all_gather_object(seen[1])
-    # The ranks of the second stage have the same rows, and what is not cut of them.
+    # The ranks of the second stage have the same rows, and this output is replicated.
     for one, other in itertools.combinations(range(4), 2):
         assert (masks[one] == masks[other]).all() == ((one, other) == (2, 3))
 
@@ -244,7 +244,7 @@ def test_weights_of_shares_that_fail_on_some_ranks_only(group):
 
 
 def test_a_run_that_is_taken_up_on_its_own_mesh_is_the_same_to_the_bit(group, shared_tmp_path):
-    """Tied weights, dropout, and an optimizer's state that stages have in common."""
+    """The model has tied weights, dropout, and optimizer state that stages share."""
 
     def run(folder, stop_after=None):
         mesh = dp.init_device_mesh(parse_mesh(UNEVEN))
@@ -272,7 +272,7 @@ def test_a_run_that_is_taken_up_on_its_own_mesh_is_the_same_to_the_bit(group, sh
     run(shared_tmp_path / "again", stop_after=3)
     found, again, same = run(shared_tmp_path / "again")
     assert found == expected
-    # What was summed up before counts as what was behind.
+    # The mean loss also covers the updates before the resume.
     assert same == pytest.approx(loss, rel=1e-6)
     assert evaluated.outputs.shape == (13, 10, 51)
     np.testing.assert_array_equal(again.outputs, evaluated.outputs)

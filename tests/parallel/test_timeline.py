@@ -1,4 +1,4 @@
-"""The timeline of a run, and what is printed of every window."""
+"""Test the timeline of a run and the output that is printed for every window."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_rank_every_step_every_stage(group, shared_tmp_path, overlap):
             assert [event["name"] for event in compute] == [
                 "forward", "backward", "forward", "backward", "wait for gradients", "clip", "update",
             ]  # fmt: skip
-            # One thing after the other; a tenth of a microsecond is rounded.
+            # Spans do not overlap; times are rounded to a tenth of a microsecond.
             for one, other in zip(compute, compute[1:]):
                 assert one["ts"] + one["dur"] <= other["ts"] + 0.2
             exchange = [event for event in mine if event["tid"] == 1]
@@ -49,7 +49,7 @@ def test_every_rank_every_step_every_stage(group, shared_tmp_path, overlap):
             if not overlap or step == 0 or group.world_size == 1:
                 wait = compute[4]
                 assert wait["ts"] <= exchange[0]["ts"] + 0.2
-    # What waits for a slower rank begins no later than it ends.
+    # A span that waits for a slower rank must not end before it begins.
     assert all(event["dur"] >= 0 for event in spans)
 
 

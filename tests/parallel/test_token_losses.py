@@ -1,7 +1,7 @@
-"""Losses that are means over labels or positions, which rows, micro batches and ranks have in different numbers.
+"""Test losses that are means over labels or positions, whose number differs by row, micro-batch and rank.
 
-N ranks, and several micro batches, train by default what one process with the whole batch would, for every kind of
-head, and an evaluation says the same whatever the number of ranks and the batch size.
+By default, N ranks with several micro-batches train like one process with the full batch, for every kind of head.
+An evaluation gives the same result for any number of ranks and any batch size.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mindnlp_dp.parallel.mesh import get_device_mesh, parse_mesh
 from models import alone, train, weights
 
 if not is_0_5:
-    # The first is a fixture that every test here uses.
+    # The first name is an autouse fixture for every test here.
     from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
 
 only_0_4 = pytest.mark.skipif(is_0_5, reason="of MindNLP 0.4's arguments, models and loss")
-# Rounding in float32 over some updates; weights by rows, or a forgotten shift, are off by 1e-2 and more.
+# The limit covers float32 rounding. Weighting by rows, or a forgotten shift, gives errors of 1e-2 and more.
 MOST = 1e-5
 
 
@@ -68,12 +68,12 @@ def test_models_that_are_cut(group, tmp_path, mesh, name):
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BartForConditionalGeneration", "BertForMaskedLM"])
 def test_adamw(group, tmp_path, name):
-    # A larger epsilon: gradients that are pure rounding, as of a key's bias, would become steps of the rate's size.
+    # With a small epsilon, gradients that are only rounding noise (a key's bias) would become steps of the rate's size.
     far, *_ = together_and_alone(group, tmp_path, name, 2, optim="adamw", learning_rate=1e-3, adam_epsilon=1e-4)
     assert far < MOST
 
 
-# The smoother leaves question answering alone.
+# Label smoothing does not change question answering.
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForQuestionAnswering"])
 def test_label_smoothing(group, tmp_path, name):
     far, *_ = together_and_alone(group, tmp_path, name, 1, label_smoothing_factor=0.2)
@@ -150,7 +150,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(group, tmp_path, name):
 
 
 class NothingCounts:
-    """Rows of which those of the second update have no label that counts."""
+    """Rows for three updates; those of the second update have only ignored labels."""
 
     def __init__(self, model_class, num_an_update):
         self._rows = samples(model_class, build(model_class), 3 * num_an_update)
@@ -174,7 +174,7 @@ def test_an_update_in_which_nothing_counts_is_left_out(group, tmp_path, zero_sta
         mine = train(build(model_class), rows, tmp_path, **settings(group, 1, **more))
     assert mine.state.global_step == 3
     kept = [row for index, row in enumerate(rows) if not 2 * group.world_size <= index < 4 * group.world_size]
-    # Otherwise the rate decays over the updates of a run, those that are left out among them.
+    # The rate must be constant, because a decaying one would also count the updates that are left out.
     more = {**more, "lr_scheduler_type": "constant"}
     mine = train(build(model_class), rows, tmp_path, **settings(group, 1, **more))
     with alone():
@@ -213,13 +213,13 @@ def test_a_loss_of_ones_own_is_weighed_by_rows_and_said_so_once(group, tmp_path)
 
 
 def test_a_failure_within_an_update_leaves_no_hook_in_the_model(group):
-    """Question answering has one while its window runs, and the traceback, which a notebook keeps, must not keep it."""
+    """Question answering has a hook during a window; the traceback, which a notebook keeps, must not keep it."""
     model_class = find("BertForQuestionAnswering")
     model = build(model_class)
     parameters = list(model.parameters())
     step = dp.make_train_step(lambda **inputs: model(**inputs)[0], optim.SGD(parameters, lr=0.1), parameters)
     window = {key: np.stack([row[key] for row in samples(model_class, model, 8)]) for key in ("input_ids",)}
-    # More ends than starts are within the text, so that the model's own loss is not used.
+    # More end positions than start positions lie within the text, so the model's own loss is not used.
     window.update(start_positions=np.array([0, 99] * 4), end_positions=np.arange(8))
     accumulate = step.synchronizer.accumulate
 

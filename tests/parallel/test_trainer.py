@@ -19,7 +19,7 @@ def accuracy_and_digest(prediction):
 
 
 class MyTrainer(dp.DataParallelTrainerMixin, Trainer):
-    """A user's own Trainer: another loss, and a count of calls."""
+    """A user's own Trainer with a different loss and a count of its steps."""
 
     num_steps = 0
 
@@ -35,7 +35,7 @@ class MyTrainer(dp.DataParallelTrainerMixin, Trainer):
 
 @pytest.mark.skipif(is_0_5, reason="the hook is MindNLP 0.4's")
 def test_the_hook_called_directly_averages_every_gradient(group, tmp_path):
-    """The contract: all_reduce(grad) / rank_size on every parameter that has a gradient."""
+    """The hook must give all_reduce(grad) / rank_size for every parameter that has a gradient."""
     model = tiny_roberta()
     trainer = dp.DataParallelTrainer(model, dp.DataParallelArguments(str(tmp_path)), train_dataset=Rows(4))
     parameters = dict(model.named_parameters())
@@ -66,7 +66,7 @@ def test_a_users_own_trainer_and_plain_arguments(group, tmp_path):
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, disable_tqdm=True)
     trainer = MyTrainer(tiny_roberta(seed=2), args, train_dataset=Rows(4 * group.world_size))
     output = trainer.train()
-    assert args.world_size == 1  # the user's object is left as it is
+    assert args.world_size == 1  # the user's object is unchanged
     assert trainer.args.world_size == group.world_size
     assert trainer.args.process_index == group.rank
     assert trainer.num_steps == output.global_step == 2
@@ -87,7 +87,7 @@ def test_gradients_are_exchanged_once_an_update(group, tmp_path, monkeypatch):
 
 
 def test_clipping_sees_the_averaged_gradient(group, tmp_path):
-    """Ranks whose own gradients have other norms clip alike: the logged norm is one, and weights agree."""
+    """Ranks with different local gradient norms clip alike: all log the same norm, that of one process."""
     rows = Rows(4 * group.world_size)
     trainer = train(
         tiny_roberta(seed=4), rows, tmp_path / "clipped", per_device_train_batch_size=4, max_grad_norm=0.05,
@@ -112,7 +112,7 @@ def test_the_whole_data_set_is_read_once_an_epoch(group, tmp_path):
 
 
 def test_a_batched_mindspore_pipeline_trains_as_in_one_process(group, tmp_path):
-    """Its batch is the global batch, so the same script means the same training on any number of ranks."""
+    """The pipeline's batch is the global batch, so the same script trains alike on any number of ranks."""
     rows = Rows(20)
 
     def pipeline():
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(group, shared_
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, shared_tmp_path, monkeypatch):
-    """Only the writer removes it; the others must not wait for a rank that has raised."""
+    """Only the writer removes it; the other ranks must not wait for a rank that has raised."""
     from mindnlp_dp.trainers import saving
 
     def refuse(*args):
@@ -201,7 +201,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, sh
 
 
 def test_a_flag_set_on_one_rank_does_not_part_the_ranks(group, tmp_path):
-    """A stop is anybody's, what else another rank's callback wants is overruled, and nobody waits for ever."""
+    """A stop from any rank counts, other flags from ranks above 0 are overruled, and no rank hangs."""
 
     class StopOnLastRank(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -233,7 +233,7 @@ def test_the_logged_loss_is_the_global_mean(group, tmp_path):
 
 
 def test_loss_weight_can_be_overridden(group, tmp_path):
-    """A loss that averages tokens: micro batches weigh what they hold, and the result is that of one batch."""
+    """Micro-batches with a loss per token weigh by their tokens, and the result equals that of one batch."""
 
     class ByTokens(dp.DataParallelTrainer):
         def loss_weight(self, inputs):
@@ -294,7 +294,7 @@ def test_main_process_first_waits(group, shared_tmp_path):
 
 
 class CountsSteps(TrainerCallback):
-    """Wraps the optimizer's step when training begins, as those do that add noise or keep an average."""
+    """Wraps the optimizer's step when training begins, like callbacks that add noise or keep an average."""
 
     def __init__(self):
         self.num_calls = 0
@@ -319,7 +319,7 @@ def test_a_step_that_a_callback_puts_into_the_optimizer_is_called(group, shared_
     assert counts.num_calls == trainer.state.global_step == 4
     for name, weight in weights(plain.model).items():
         np.testing.assert_allclose(weights(trainer.model)[name], weight, rtol=0, atol=5e-5, err_msg=name)
-    # What it has of the optimizer goes on.
+    # After a resume, the optimizer state continues and the new wrapper is called.
     group.barrier()
     counts = CountsSteps()
     resumed = train(
@@ -331,13 +331,13 @@ def test_a_step_that_a_callback_puts_into_the_optimizer_is_called(group, shared_
 
 
 def test_what_a_collator_draws_is_another_on_each_rank_and_the_same_when_resumed(group, shared_tmp_path):
-    """As masks of a language model are drawn."""
+    """Collators draw the masks of a language model in this way."""
     from mindnlp_dp.data.batches import default_collate
 
     drawn = []
 
     def collate(rows):
-        # By MindNLP's own generator where it has one.
+        # Draw from MindNLP's own generator if it has one.
         rand = __import__("mindtorch").rand if is_0_5 else mindspore.ops.rand
         drawn.append(float(rand(1).asnumpy()[0]) if not is_0_5 else float(rand(1).numpy()[0]))
         return default_collate(rows)

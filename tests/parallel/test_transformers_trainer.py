@@ -1,4 +1,4 @@
-"""What is Transformers' own in the Trainer of MindNLP 0.5."""
+"""Test what the Trainer of MindNLP 0.5 takes from Transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_second_training_is_of_the_new_model(group, tmp_path):
     )  # fmt: skip
 
     def build():
-        # Transformers looks at how many arguments it takes.
+        # It has no arguments, because Transformers inspects their number.
         return tiny_roberta()
 
     trainer = dp.DataParallelTrainer(model_init=build, args=args, train_dataset=Rows(8 * group.world_size))
@@ -113,7 +113,7 @@ def test_smoothed_labels_of_a_causal_model_weigh_by_what_they_are_a_mean_of(grou
     from transformers import GPT2Config, GPT2LMHeadModel
 
     class Texts:
-        """Of different lengths; what is behind them has no label."""
+        """Texts of different lengths, whose padding has no label."""
 
         def __len__(self):
             return 12

@@ -1,7 +1,7 @@
-"""The type matrix: every collective, every type, both kinds of array, shapes of every sort, on every backend.
+"""Test every collective with every type, both kinds of array and all sorts of shapes, on every backend.
 
-What one rank holds is a function of the rank, so the expected result is computed from all ranks' inputs
-with NumPy, in float64 or in integers.
+The data of a rank is a function of the rank, so NumPy computes the expected result from the inputs of all
+ranks, in float64 or in integers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def numpy_type(dtype):
 
 
 def held_by(rank, dtype, shape):
-    """What ``rank`` holds: small values, exact in every type; signs and parities differ by rank and element."""
+    """Return the data of ``rank``: small values, exact in every type; sign and parity vary by rank and element."""
     values = np.asarray(np.arange(np.prod(shape, dtype=int)).reshape(shape) + rank)
     if dtype == "bool":
         return np.asarray(values % 2 == 0)
@@ -156,7 +156,7 @@ def test_a_numpy_number_is_an_array_without_dimensions(group):
 
 
 def test_float64_keeps_all_of_its_digits(group):
-    """MCCL's own reduction of float64 is silently wrong; float32 would lose the small part."""
+    """MCCL's own float64 reduction is silently wrong, and float32 would lose the small part."""
     x = np.array([1.0 + group.rank * 2.0**-50])
     n = group.world_size
     assert group.all_reduce(x)[0] == n + n * (n - 1) / 2 * 2.0**-50
@@ -165,7 +165,7 @@ def test_float64_keeps_all_of_its_digits(group):
 @pytest.mark.core
 @pytest.mark.parametrize(("dtype", "big"), [("int64", 2**60), ("int32", 2**28)])
 def test_integers_keep_all_of_their_digits(group, dtype, big):
-    """MCCL of MindSpore 2.7 reduces int64 by way of floating point."""
+    """MindSpore 2.7's MCCL reduces int64 in floating point, which loses digits."""
     n = group.world_size
     x = np.array([big + group.rank, -big - group.rank], dtype)
     assert group.all_reduce(x, "max").tolist() == [big + n - 1, -big]
@@ -175,20 +175,20 @@ def test_integers_keep_all_of_their_digits(group, dtype, big):
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_halves_are_summed_in_float32_and_rounded_once(group, dtype):
-    """256 + 1 + 1 + ... in bfloat16 would stay 256."""
+    """The sum 256 + 1 + 1 + ... in bfloat16 would stay 256."""
     big = {"float16": 2048, "bfloat16": 256}[dtype]
     x = np.array([big if group.rank == 0 else 1]).astype(numpy_type(dtype))
     expected = np.float32(big + group.world_size - 1).astype(numpy_type(dtype))
     assert group.all_reduce(x)[0] == expected
 
 
-# Around the widths of vector registers, 16, 32 and 64 bytes, and past the size from which shared memory is used.
+# Lengths around the widths of vector registers (16, 32 and 64 bytes), and one large enough for shared memory.
 LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 70_001]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
 def test_integers_wrap_around_as_numpys_do_at_every_length(group, dtype):
-    """OpenMPI's vector code saturates where its tail loop wraps around: one array held both."""
+    """OpenMPI's vector code saturates but its tail loop wraps around, so one array could contain both."""
     info = np.iinfo(dtype)
     for length in LENGTHS:
         parts = [

@@ -1,4 +1,4 @@
-"""The update divided: every number of ranks and every zero_stage trains the same weights, to the bit."""
+"""Test the sharded update: every number of ranks and every zero_stage gives the same weights, to the bit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.update.choose import make_updater
 from mindnlp_dp.update.updater import MindNLPUpdater
 
-# A scalar, parameters smaller than the number of ranks, one with nothing in it, some of several blocks.
+# Among them: a scalar, fewer elements than ranks, no elements, and several blocks.
 SHAPES = [(300, 77), (), (5,), (1,), (20_011,), (64, 129), (0, 3), (3,)]
 
 
 class OwnOptimizer(optim.Optimizer):
-    """A user's: it divides gradients by a mean of their size, and wants one for every parameter."""
+    """A user's optimizer that divides gradients by their mean magnitude and needs one for every parameter."""
 
     def step(self, grads=None):
         for group in self.param_groups:
@@ -41,7 +41,7 @@ class OwnOptimizer(optim.Optimizer):
                     state["size"] = mindspore.ops.zeros_like(parameter)
                 mindspore.ops.assign(state["size"], 0.9 * state["size"] + 0.1 * parameter.grad.abs())
                 moved = parameter - group["lr"] * parameter.grad / (state["size"] + 1e-6)
-                # As careless ones do: the parameter leaves its memory.
+                # Careless optimizers do this: the parameter gets other memory.
                 parameter.assign_value(moved)
 
 
@@ -54,7 +54,7 @@ OPTIMIZERS = {
     "lars": lambda p: LARS(
         [{"params": p[::2]}, {"params": p[1::2], "use_trust_ratio": False, "lr": 0.1}], lr=1.0, weight_decay=1e-4
     ),
-    # No rule: its own code, on whole parameters.
+    # We have no rule for this optimizer, so its own code runs on full parameters.
     "own": lambda p: OwnOptimizer(p, {"lr": 1e-3}),
 }
 DIVIDED = [name for name in OPTIMIZERS if name != "own"]
@@ -62,7 +62,7 @@ DIVIDED = [name for name in OPTIMIZERS if name != "own"]
 
 @pytest.fixture(scope="module")
 def alone():
-    """A group of this process alone."""
+    """Return a group of this process only."""
     return ProcessGroup(SingleProcessTransport())
 
 
@@ -86,7 +86,7 @@ def gradients_of(step, unused=()):
 
 
 class Job:
-    """Updates by known gradients, the same for any number of ranks: a rank at a time has one that is not zero."""
+    """Runs updates with known gradients, equal for any number of ranks: in each update only one rank has a gradient."""
 
     def __init__(self, optimizer, group, zero_stage, *, max_grad_norm=1.0, **options):
         self.group = group
@@ -155,9 +155,9 @@ def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
         theirs = parameter.asnumpy()
         if theirs.size:
             scale = np.abs(theirs).max()
-            # MindNLP 0.5 does the same in another order.
+            # MindNLP 0.5 computes the same in another order.
             assert np.abs(mine - theirs).max() <= (3e-6 if is_0_5 else 1e-6) * scale
-    # And what is saved of it has the same values under the same names.
+    # The saved state has the same values under the same names.
     index_of = {id(parameter): index for index, parameter in enumerate(job.parameters)}
     ordered = [index_of[id(parameter)] for kept in job.optimizer.param_groups for parameter in kept["params"]]
     for number, entry in job.updater.optimizer_state()["state"].items():
@@ -170,7 +170,7 @@ def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_parameters_that_are_not_used_in_some_updates(group, alone, zero_stage):
-    """They keep their moments and their count, as with PyTorch; what another window left in a bucket is not used."""
+    """They keep their moments and step count, as in PyTorch; old bucket contents of another window are not used."""
     jobs = [Job("adamw", alone, 0), Job("adamw", group, zero_stage)]
     for job in jobs:
         job.run(3)
@@ -181,7 +181,7 @@ def test_parameters_that_are_not_used_in_some_updates(group, alone, zero_stage):
 
 
 def test_where_a_bucket_ends_makes_no_difference_to_a_bit(group, alone, monkeypatch):
-    """A kernel's last few elements, behind its vectors, may be rounded in another way."""
+    """A kernel may round its last few elements, which do not fill a vector, differently."""
     monkeypatch.setattr(f"{__name__}.SHAPES", [(5 + index % 11,) for index in range(150)])
     jobs = [Job("adamw", alone, 0, bucket_cap_mb=0.5), Job("adamw", group, "auto", bucket_cap_mb=1e-6)]
     for job in jobs:
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(group, zero_stage, max_gra
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_a_gradient_whose_squares_are_too_large(group, zero_stage):
-    """It is finite, and may be taken as it is; it cannot be clipped."""
+    """The gradient is finite and can be used without clipping, but it cannot be clipped."""
     large = [None] * len(SHAPES)
     large[4] = mindspore.Tensor(np.full((20_011,), 1e30, np.float32))
     micro = [MicroStep(1.0, large, 1.0)] if group.is_main else []
@@ -247,7 +247,7 @@ def test_a_gradient_whose_squares_are_too_large(group, zero_stage):
 
 @pytest.fixture
 def two_hosts(group, monkeypatch):
-    """Four ranks as two hosts of two: each host shares memory of its own, and a wire is between them."""
+    """Make four ranks act as two hosts of two ranks: each host has its own shared memory, with a network between."""
     if group.backend != "mpi" or group.world_size != 4:
         pytest.skip("two hosts of two ranks, and MPI")
     from mpi4py import MPI
@@ -277,14 +277,14 @@ def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer
     assert reference.run(12) == job.run(12)
     assert_same(job.weights(), reference.weights())
     assert job.updater.place.shares_memory == (zero_stage != 0)
-    # A resumed job of one rank goes on from what hosts have in parts.
+    # A job of one rank can resume from the state that the hosts hold in shards.
     saved = fetch_all(job.updater.optimizer_state())
     assert saved["state"].keys() == reference.updater.optimizer_state()["state"].keys()
 
 
 @pytest.fixture
 def no_memory_for_weights(monkeypatch):
-    """Gradients have got what memory could be shared."""
+    """Refuse shared memory for weights, as if gradients had used all of it."""
     from mindnlp_dp.communication.transports.shared_memory import HostMemory
 
     refused = []
@@ -316,7 +316,7 @@ def test_no_memory_to_share_weights_on_two_hosts(no_memory_for_weights, two_host
 
 
 def test_what_is_sent_between_hosts(two_hosts, group):
-    """Of gradients without zeros, half an exchange; and the new weights. Stage 1 sends the other half as well."""
+    """Stage 2 sends half an exchange of nonzero gradients, and the new weights; stage 1 also the other half."""
     sent = {}
     for zero_stage in (0, 1, 2):
         job = Job("sgd", group, zero_stage)
@@ -324,14 +324,14 @@ def test_what_is_sent_between_hosts(two_hosts, group):
         before = job.sync.channel.bytes_sent
         job.run(1)
         sent[zero_stage] = group.all_reduce(np.array([job.sync.channel.bytes_sent - before], np.float64))[0]
-    # Each host sends half of its sums, and half of the averaged ones; or half of its sums, and half of the weights.
+    # Each host sends half of its sums, and half of the averages (stage 0) or half of the weights (stage 2).
     numel = sum(bucket.layout.numel for bucket in job.sync.buckets)
     assert sent[0] == pytest.approx(2 * 4 * numel, rel=0.05)
     assert sent[1] == pytest.approx(3 * 4 * numel, rel=0.05)
     assert sent[2] == pytest.approx(2 * 4 * numel, rel=0.05)
 
 
-# Where weights are.
+# Memory of the weights.
 
 
 def test_ranks_of_a_host_share_weights(group):
@@ -480,7 +480,7 @@ def test_two_steps_of_one_optimizer_take_turns(group, alone, zero_stage):
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_two_steps_of_one_optimizer_have_other_parameters(group, alone, zero_stage):
-    """Of the same shapes, so that one's state would fit the other's."""
+    """The two sets have the same shapes, so the state of one would fit the other."""
 
     def weights(group, zero_stage, *, share_optimizer):
         both = [make_parameters(0), make_parameters(1)]
@@ -530,7 +530,7 @@ def test_memory_of_buckets_is_free_before_they_are_packed_anew(group, monkeypatc
 
 
 def owner_of(array):
-    """The array that has the memory."""
+    """Return the array that owns the memory."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
@@ -547,7 +547,7 @@ def test_buckets_that_are_packed_anew_between_updates(group, alone):
 
 
 def trained(group, **options):
-    """Weights behind six updates of a step with a backward pass, and what became of overlap."""
+    """Return the weights after six updates with a backward pass, and the final state of overlap."""
     parameters = [p for p in make_parameters() if p.size]
     step = dp.make_train_step(
         lambda x: sum(((p - x.mean()) ** 2).sum() for p in parameters) / 1000, optim.AdamW(parameters, lr=1e-2),
@@ -569,7 +569,7 @@ def test_exchange_during_the_backward_pass(group, zero_stage):
 
 
 def own_step(job, optimizer):
-    """A train step of another optimizer, for the same parameters."""
+    """Give the job a train step with another optimizer for the same parameters."""
     job.optimizer = optimizer
     job.updater = make_updater(optimizer, job.sync, 0)
     job.step = TrainStep(job.sync, job.updater, LossMeter(job.group), max_grad_norm=1.0)
@@ -579,7 +579,7 @@ def test_an_optimizer_that_every_rank_runs_behind_one_that_shared_weights(group,
     jobs = [Job("adamw", alone, 0), Job("adamw", group, 2)]
     for job in jobs:
         job.run(2)
-        # It writes where the weights are.
+        # This optimizer writes in place into the memory of the weights.
         own_step(job, optim.AdamW(job.parameters, lr=1e-2, maximize=True))
         job.run(2)
         own_step(job, OwnOptimizer(job.parameters, {"lr": 1e-3}))
@@ -588,7 +588,7 @@ def test_an_optimizer_that_every_rank_runs_behind_one_that_shared_weights(group,
 
 
 def test_an_optimizers_own_code_between_two_steps_in_flat_arrays(group, alone):
-    """Its state goes there and comes back, where all ranks have all of it."""
+    """The state moves to the optimizer's own code and back, with all of it on every rank."""
     jobs = [Job("adam", alone, 0), Job("adam", group, 0)]
     for job in jobs:
         job.run(2)
@@ -604,11 +604,11 @@ def test_an_optimizers_own_code_between_two_steps_in_flat_arrays(group, alone):
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_parameters_that_were_assigned_each_others_memory(group, zero_stage):
-    """What is assigned is not copied: one is where the other was."""
+    """Assigning does not copy: one parameter is then in the other's memory."""
 
     one, other = (nn.Parameter(mindspore.Tensor(np.full((40, 3), value, np.float32))) for value in (1.0, 2.0))
     sync = dp.GradientSynchronizer([one, other], group, overlap=False)
-    # Nothing else moves them.
+    # With lr=0 the optimizer itself does not change the values.
     updater = make_updater(optim.AdamW([one, other], lr=0.0, weight_decay=0.0), sync, zero_stage)
     step = TrainStep(sync, updater, LossMeter(group), max_grad_norm=1.0)
     gradients = [mindspore.ops.ones_like(one), mindspore.ops.ones_like(other)]
@@ -646,14 +646,14 @@ def test_a_state_without_moments_of_an_optimizer_that_has_none(group):
 
 
 def test_a_parameter_that_was_given_another_shape(group):
-    """As resize_token_embeddings does, which keeps the parameter."""
+    """This is what resize_token_embeddings does, which keeps the parameter object."""
     job = Job("adamw", group, "auto")
     job.run(1)
     job.parameters[0].assign_value(mindspore.ops.zeros((310, 77)))
     with pytest.raises(ValueError, match=r"has shape \(310, 77\) now, and had \(300, 77\) .*; change a model before"):
         job.sync.accumulate([mindspore.Tensor(np.ones(p.shape, np.float32)) for p in job.parameters], 1.0)
     if is_0_5:
-        # There is no exchange during the backward pass that could begin.
+        # MindNLP 0.5 has no exchange during the backward pass that could begin.
         return
     with (
         pytest.raises(ValueError, match=r"has shape \(310, 77\) now, and had \(300, 77\)"),
@@ -670,7 +670,7 @@ def test_momentum_that_comes_later(group):
         job.run(1)
 
 
-# What is asked for.
+# The choice of zero_stage.
 
 
 def test_what_auto_takes(group):
@@ -709,7 +709,7 @@ def test_ranks_that_would_update_in_different_ways(group, what):
 
 
 class Coupled(optim.Optimizer):
-    """A user's: it divides all gradients by their norm together."""
+    """A user's optimizer that divides all gradients by their global norm."""
 
     def step(self, grads=None):
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -725,7 +725,7 @@ def test_an_optimizer_of_which_nothing_is_known_is_warned_of_when_it_is_divided(
         for stage in (0, "auto", 1):
             make_updater(Coupled(parameters, {"lr": 0.1}), dp.GradientSynchronizer(parameters, group), stage)
     said = [str(warning.message) for warning in caught if "zero_stage" in str(warning.message)]
-    assert len(said) == group.is_main  # of stage 1
+    assert len(said) == group.is_main  # for stage 1 only
     assert all("runs Coupled's own step on some of the parameters" in message for message in said)
 
 

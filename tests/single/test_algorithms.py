@@ -1,4 +1,4 @@
-"""The algorithms of the course, between threads: what they compute, what they send, how they are explained."""
+"""Tests the algorithms of the course on threads: what they compute, what they send, and how they are explained."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_every_rank_gets_the_sum_and_sends_what_the_formula_says(algorithm, worl
             assert (endpoint.bytes_sent, endpoint.messages_sent) == (0, 0)
         else:
             assert (endpoint.bytes_sent, endpoint.messages_sent) == (expected.num_bytes, expected.num_messages)
-    # Whatever is sent is received.
+    # Every byte and message that is sent is also received.
     assert sum(e.bytes_sent for e in endpoints) == sum(e.bytes_received for e in endpoints)
     assert sum(e.messages_sent for e in endpoints) == sum(e.messages_received for e in endpoints)
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_a_ring_rank_sends_two_times_n_minus_1_over_n(world_size):
-    """Literally, where the array divides; and 2(N-1) of it over all ranks, always."""
+    """Check that a rank sends exactly this if N divides the array, and that all ranks together always send 2(N-1)."""
     for rank in range(world_size):
         assert traffic("ring", rank, world_size, 840).num_bytes == 2 * (world_size - 1) * 840 * 4 // world_size
         assert traffic("ring", rank, world_size, 840).num_messages == 2 * (world_size - 1)
@@ -80,7 +80,7 @@ def test_reduce_and_broadcast_are_mpis(world_size, root):
 @pytest.mark.parametrize("world_size", range(2, 6))
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_a_parameter_server_trains(world_size, num_servers):
-    """Gradient descent on a sum of squares, against one process; and the servers' traffic."""
+    """Run gradient descent on a sum of squares as one process does, and count the traffic of a single server."""
     targets, start = arrays(world_size, 11), np.zeros(11, np.float32)
 
     def train(endpoint):
@@ -97,14 +97,14 @@ def test_a_parameter_server_trains(world_size, num_servers):
     for result in results:
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
     if num_servers == 1:
-        # C bytes of parameters to each of the others, at each of four pulls.
+        # The server sends C bytes of parameters to each other rank in each of four pulls.
         assert endpoints[0].bytes_sent == 4 * 11 * 4 * (world_size - 1)
         assert endpoints[0].bytes_received == 3 * 11 * 4 * (world_size - 1)
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_as_many_servers_as_ranks_share_the_traffic(world_size):
-    """Then every rank sends what a ring's sends."""
+    """Check that every rank then sends as much as in a ring."""
     length = 840
 
     def run(endpoint):
@@ -217,7 +217,7 @@ def test_a_model_is_fitted_and_predicts_in_closed_form():
     assert per_byte == pytest.approx(1e-9)
     assert true.predict("ring", 4, 4000) == pytest.approx(6 * (5e-6 + 1000e-9) + 3 * 1000 * 2e-10)
     assert true.predict("reduce_broadcast", 4, 4000) == pytest.approx(6 * (5e-6 + 4000e-9) + 3 * 4000 * 2e-10)
-    # The star's time grows with the ranks; for large arrays, the ring's hardly does.
+    # The star's time grows with the number of ranks; the ring's hardly grows for large arrays.
     assert true.predict("ring", 64, 1e9) / true.predict("ring", 2, 1e9) < 2.1
     assert true.predict("reduce_broadcast", 64, 1e9) / true.predict("reduce_broadcast", 2, 1e9) == pytest.approx(63)
 

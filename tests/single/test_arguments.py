@@ -60,7 +60,7 @@ def test_errors(tmp_path):
     [((0, 0), False, True), ((2, 0), False, False), ((2, 0), True, True), ((3, 1), True, False), ((0, 0), True, True)],
 )
 def test_who_logs_and_who_saves(monkeypatch, tmp_path, ranks, on_each_node, expected):
-    """Two hosts of two ranks: the first rank of the job, or of each host."""
+    """Check two hosts of two ranks: the first rank of the job, or the first rank of each host, logs and saves."""
     args = dp.DataParallelArguments(str(tmp_path), log_on_each_node=on_each_node, save_on_each_node=on_each_node)
     rank, local_rank = ranks
     place = types.SimpleNamespace(rank=rank, local_rank=local_rank, world_size=4)

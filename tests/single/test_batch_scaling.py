@@ -1,4 +1,4 @@
-"""How far updates get a run whose batches change their size: every planned sample is read, and none besides."""
+"""Tests how many updates a run makes when its batch size changes: it reads every planned sample and no other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pace_of(num_samples, size, planned, saved):
     tries=st.lists(st.tuples(st.integers(1, 16), st.integers(0, 9)), max_size=4), last=st.integers(1, 16),
 )  # fmt: skip
 def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned, planned_updates, tries, last):
-    """So many updates of each size, then to the end with those of the last; and once more, when it is finished."""
+    """Make some updates with each batch size, finish with the last size, and resume the finished run once more."""
     saved, position, step, read = {"is_scaled": True}, Position(), 0, 0
     for size, most in [*tries, (last, 10_000)]:
         loader, pace = pace_of(num_samples, size, planned, saved)
@@ -44,7 +44,7 @@ def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned,
     per_epoch = -(-num_samples // planned)
     epochs, rest = divmod(planned_updates, per_epoch)
     wanted = epochs * num_samples + min(rest * planned, num_samples)
-    # An update is whole, or ends its epoch: it may read beyond the last planned sample, by less than itself.
+    # An update is full unless it ends its epoch: it may read past the last planned sample by less than its own size.
     assert wanted <= read < wanted + max(size for size, _ in [*tries, (last, 0)])
 
 

@@ -22,7 +22,7 @@ def table(buckets):
 
 
 def test_a_literal_table():
-    """Last parameter first; the cap of 32 bytes is 8 float32; the parameter of 10 gets a bucket of its own."""
+    """Pack the last parameter first; the cap of 32 bytes is 8 float32, so the parameter of 10 gets its own bucket."""
     shapes = [(2, 2), (10,), (3,), (4,), ()]
     assert table(pack_buckets(shapes, ["float32"] * 5, 32 / BYTES_PER_MB)) == [
         [(4, 0, 1), (3, 64, 4), (2, 128, 3)],
@@ -68,7 +68,7 @@ def test_every_parameter_has_one_slot_and_gaps_are_those_of_alignment(shapes, ca
     num_slices=st.integers(1, 9),
 )
 def test_slices_are_cut_where_blocks_of_parameters_begin(shapes, num_slices):
-    """Also for more slices than there are blocks: some are empty then."""
+    """Slice also into more slices than there are blocks: some slices are then empty."""
     for bucket in pack_buckets(shapes, ["float32"] * len(shapes), 0.1):
         bounds = bucket.slice_bounds(num_slices)
         assert len(bounds) == num_slices + 1
@@ -78,7 +78,7 @@ def test_slices_are_cut_where_blocks_of_parameters_begin(shapes, num_slices):
             assert bound % ALIGN_NUMEL == 0
             inside = [slot for slot in bucket.slots if slot.offset < bound < slot.offset + slot.numel]
             assert all((bound - slot.offset) % BLOCK_NUMEL == 0 for slot in inside)
-        # No slice is longer than an even one by more than a block on either side.
+        # A slice exceeds an even one by at most one block on either side.
         widest = max(last - first for first, last in zip(bounds, bounds[1:]))
         assert widest <= bucket.numel / num_slices + 2 * BLOCK_NUMEL
 

@@ -1,4 +1,4 @@
-"""Checkpoints as files: complete or refused, and nothing in them runs code."""
+"""Tests checkpoints as files: each is complete or refused, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_would_need_pickle_is_refused_with_its_place():
 
 
 def test_generators_are_set_back(tmp_path):
-    random.gauss(0, 1), np.random.standard_normal()  # half of a pair is kept by each
+    random.gauss(0, 1), np.random.standard_normal()  # both generators cache the second value of a pair
     write(tmp_path / "checkpoint-1", random_state())
     drawn = random.random(), random.gauss(0, 1), np.random.standard_normal(3).tolist()
     set_random_state(unpack_state(read_state(tmp_path / "checkpoint-1")))
@@ -172,7 +172,7 @@ def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tmp_path):
 @pytest.mark.core
 @pytest.mark.parametrize("moment", ["while it writes", "between the two renames"])
 def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, moment):
-    """SIGKILL, in a process of its own; what it left is cleaned up by the next run."""
+    """Kill a separate process with SIGKILL; the next run removes what it left."""
     script = f"""
         import os, signal, sys
         from pathlib import Path
@@ -199,7 +199,7 @@ def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, mo
 
 @pytest.mark.core
 def test_what_a_folder_holds_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """A name in a folder is on the disk when the folder is: the folder that is renamed, and the ones in it."""
+    """Flush the renamed folder and its subfolders first: a file name is on the disk only when its folder is flushed."""
     events = []
     fsync, replace = os.fsync, Path.replace
 
@@ -209,7 +209,7 @@ def test_what_a_folder_holds_is_on_the_disk_before_it_has_its_name(tmp_path, mon
 
     def record_replace(source, target):
         events.append("renamed")
-        # What was flushed under the old name.
+        # These paths were flushed under the old name.
         events[:-1] = [path.relative_to(source) for path in events[:-1]]
         return replace(source, target)
 
@@ -245,7 +245,7 @@ def flip(path):
 
 
 def rewrite(checkpoint, change):
-    """Its manifest, after ``change``."""
+    """Apply ``change`` to the checkpoint's manifest and write it back."""
     manifest = json.loads((checkpoint / "checkpoint.json").read_text())
     change(manifest)
     (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
@@ -350,7 +350,7 @@ def test_a_run_resumes_and_removes_its_own_checkpoints_only(tmp_path, capsys):
     resumed = train_until(tmp_path, 6, save_total_limit=2, seed=5, resume=True)
     assert f"resuming from {tmp_path}/checkpoint-4" in capsys.readouterr().out
     assert resumed.state.global_step == 6
-    # The number of the first run's is taken.
+    # The resumed run replaces the first run's checkpoint-6.
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
     assert run_of(tmp_path / "checkpoint-4") == run_of(tmp_path / "checkpoint-6") != run_of(tmp_path / "checkpoint-8")
     assert [run_of(tmp_path / f"checkpoint-{step}").number for step in (4, 8)] == [2, 1]
@@ -364,7 +364,7 @@ def test_what_is_resumed_from_another_folder_is_a_run_of_its_own(tmp_path):
 
 
 def test_one_job_writes_to_a_folder(tmp_path):
-    """Another process that has it, and ends in time or does not."""
+    """Check that a second job waits for the folder's lock, and is refused if the first job does not end in time."""
     holder = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent("""
             import sys, time
@@ -380,7 +380,7 @@ def test_one_job_writes_to_a_folder(tmp_path):
     workspace.mkdir()
     with pytest.raises(RuntimeError, match=f"another job is writing.*process {holder.pid} on .*its own output_dir"):
         lock_folder(tmp_path, wait_seconds=0.2)
-    # Who only looks for a checkpoint takes nothing from it.
+    # A process that only looks for checkpoints removes nothing.
     assert not has_checkpoints(tmp_path)
     assert workspace.exists()
     holder.stdin.close()

@@ -1,4 +1,4 @@
-"""The device path on a stand-in, for no NPU or GPU is here: the arguments of its calls, its sums, and its waits."""
+"""Tests the device path on a simulated NPU or GPU (none is here): the arguments of its calls, its sums, its waits."""
 
 from __future__ import annotations
 
@@ -111,13 +111,13 @@ def test_objects_and_messages(group):
     np.testing.assert_array_equal(group.recv(x * 0, src=1).asnumpy(), x.asnumpy())
 
 
-# Windows of gradients.
+# Gradient accumulation windows.
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("compression", [None, "fp16"])
 def test_buckets_are_exchanged_within_the_backward_pass_or_after_it(device, group, parameters, compression, overlap):
-    """In the type of the wire there, and in float32 on either side of it."""
+    """Check the type of the exchanged buckets; gradients are float32 before and after the exchange."""
     sync = GradientSynchronizer(parameters, group, overlap=overlap, bucket_cap_mb=1e-3, compression=compression)
     for number, value in enumerate((1.0, 2.0, 3.0)):
         device.calls.clear()
@@ -129,9 +129,9 @@ def test_buckets_are_exchanged_within_the_backward_pass_or_after_it(device, grou
         for shape, mean in zip(SHAPES, sync.reduce()):
             assert mean.dtype == mindspore.float32
             np.testing.assert_array_equal(mean.asnumpy(), np.full(shape, value, np.float32))
-        # The first window learns the order in which gradients come.
+        # The first window records the order in which gradients arrive.
         if overlap and number > 0:
-            # And the header, in which ranks tell each other their weights.
+            # The header is exchanged as well: it carries the weights of all ranks.
             assert begun == len(sync.buckets) + 1
             assert types.count(mindspore.float16) == (len(sync.buckets) if compression else 0)
         else:
@@ -195,7 +195,7 @@ def mindspores_adam(parameters):
 
 
 def test_a_steady_update_waits_for_the_device_so_often(group, parameters):
-    """Every wait leaves a device without work. Here: the header, which all that ranks must tell each other rides on."""
+    """Count the waits, each of which idles the device: only the header is read; it carries all that ranks exchange."""
     sync = GradientSynchronizer(parameters, group, overlap=True, bucket_cap_mb=1e-3)
     for _ in range(3):
         window(sync, parameters, 1.0)
@@ -207,7 +207,7 @@ def test_a_steady_update_waits_for_the_device_so_often(group, parameters):
 
 @pytest.mark.parametrize("make", [adamw, mindspores_adam])
 def test_a_whole_step_waits_for_the_device_so_often(group, make):
-    """The loss, the window's header and the norm of its gradient; the optimizers wait for nothing."""
+    """Count three waits: for the loss, the window's header and the gradient norm; the optimizers add none."""
     parameters = [
         mindspore.Parameter(mindspore.Tensor(np.ones(shape, np.float32)), name=f"p{index}")
         for index, shape in enumerate([(30, 20), (20,), (50, 10)])
@@ -230,12 +230,12 @@ def test_a_whole_step_waits_for_the_device_so_often(group, make):
     assert len(reads) == 3
 
 
-# An update that ranks divide.
+# Sharded updates (ZeRO).
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_a_divided_update(device, group, parameters, zero_stage):
-    """All gradients of a window are the same number, so that the rank that is played has the slices of this one."""
+    """Give all gradients of a window one value, so that the slices of the simulated rank equal those of this rank."""
     optimizer = optim.AdamW(parameters, lr=1e-2)
     sync = GradientSynchronizer(parameters, group, overlap=True)
     updater = make_updater(optimizer, sync, zero_stage)
@@ -252,7 +252,7 @@ def test_a_divided_update(device, group, parameters, zero_stage):
             updater.update(clipped)
         updater.finish()
         sync.settle()
-        # This rank's slice, and the same again.
+        # The norm covers this rank's slice and the equal slice of the simulated rank.
         first, last = sync.buckets[0].own_range
         numel = 2 * (last - first)
         assert norm == pytest.approx(value * np.sqrt(numel), rel=1e-6)
@@ -262,14 +262,14 @@ def test_a_divided_update(device, group, parameters, zero_stage):
         for mine, other in zip(parameters, alone):
             np.testing.assert_allclose(mine.asnumpy(), other.asnumpy(), rtol=1e-5)
         if number == 3:
-            # The header and the norm.
+            # The two reads are the header and the norm.
             assert len(reads) == 2
-            # All-reduces are the weights of the window, its header and the norm, too.
+            # The window's weights, its header and the norm are all-reduced as well.
             assert device.calls.count(EXCHANGES[zero_stage][group.backend]) == {1: 4, 2: 1}[zero_stage]
             assert device.calls.count(GATHERS[group.backend]) == 1
 
 
-# The bucket itself.
+# The bucket alone.
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def operators_of_an_update(group, num_parameters):
 
 
 def test_a_parameter_costs_few_operators(group):
-    """Two that only look at memory in another shape, and one copy; the rest is the bucket's."""
+    """Count three operators per parameter, two views and one copy; all other operators are per bucket."""
     assert operators_of_an_update(group, 30) - operators_of_an_update(group, 20) == 3 * 10
 
 
@@ -332,7 +332,7 @@ def test_a_gradient_that_is_not_there_counts_as_zeros(bucket):
 
 
 def test_gradients_of_several_types_in_one_bucket(bucket):
-    """A caller may hand over a half type's gradient for a float32 parameter."""
+    """Check that a caller may pass float16 gradients for float32 parameters."""
     for index, (wide, half) in enumerate(zip(tensors(4), tensors(4, "float16"))):
         bucket.put(index, half if index % 2 else wide, 1.0)
     assert_all(results(bucket), 8)
@@ -353,7 +353,7 @@ def test_what_was_kept_is_restored_after_the_sum_and_after_half_a_backward_pass(
 
 
 def test_results_can_be_written_to_and_are_nobody_elses(bucket):
-    """MindNLP's clip_grad_norm_ assigns to gradients, which MindSpore refuses where they are views."""
+    """Check that gradients are not views: MindNLP's clip_grad_norm_ assigns to them, and MindSpore refuses views."""
     put_all(bucket, 1, 1.0)
     means = results(bucket)
     for mean in means:

@@ -1,4 +1,4 @@
-"""What the pages in docs/ say of the source is so: files, settings, public names, messages; and each number once."""
+"""Tests what docs/ says about the source: files, settings, public names, messages; and each measured number once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hooks():
 
 
 def files_in_tree(text):
-    """The files that a tree of indented lines names: folders end with a slash."""
+    """Return the files that an indented tree names; folders in it end with a slash."""
     folders, files = [], set()
     for line in text.splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
@@ -50,7 +50,7 @@ def files_in_tree(text):
 def test_the_tree_names_every_file_of_the_package_and_no_other():
     tree = re.search(r"^```\n(mindnlp_dp/\n.*?)^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[1]
     files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
-    # What a folder's __init__.py would say, the line of the folder says.
+    # The tree describes a folder on the folder's line, so it does not list __init__.py.
     expected = {file for file in files if file == "mindnlp_dp/__init__.py" or not file.endswith("/__init__.py")}
     assert sorted(files_in_tree(tree)) == sorted(expected)
 
@@ -65,7 +65,7 @@ def test_every_line_of_the_tree_says_what_its_file_is_for():
 
 
 def test_files_in_the_diagrams_exist():
-    """Named by their place in the package, or by the end of it."""
+    """Check that each file is named by its path in the package or by the end of that path."""
     files = [f"/{path.relative_to(ROOT).as_posix()}" for path in PACKAGE.rglob("*.py")]
     named = set(re.findall(r"[\w/]+\.py\b", read(DOCS / "architecture.md")))
     assert len(named) > 20
@@ -119,7 +119,7 @@ def test_the_reference_has_every_public_name():
     assert {*dp.__all__, *(f"optim.{name}" for name in optim.__all__)} <= set(named)
     for name in named:
         module, _, attribute = f"mindnlp_dp.{name}".rpartition(".")
-        # What the public ones give back has no name in the package itself.
+        # Types that only public functions return are not attributes of the package itself.
         assert hasattr(importlib.import_module(module), attribute), name
 
 
@@ -137,7 +137,7 @@ def test_every_page_is_in_the_navigation_once():
 
 
 def test_what_was_measured_stands_on_one_page():
-    """So that a changed decimal is one edit. Numbers of two digits may be anything, such as versions."""
+    """Keep a changed number to one edit. Numbers of two digits are skipped: they may be versions, for example."""
 
     def decimals(text):
         return {number for number in re.findall(r"(?<![\w.,-])\d[\d,]*\.\d+(?![\w.])", text) if len(number) > 3}
@@ -146,7 +146,7 @@ def test_what_was_measured_stands_on_one_page():
     assert len(measured) > 80
     others = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     others += [page for page in DOCS.glob("*.md") if page.name != "benchmarks.md"]
-    # What a plan prints was computed.
+    # The numbers that a plan prints are computed, not measured.
     texts = {page.name: re.sub(r"^```\nmodel .*?^```$", "", read(page), flags=re.M | re.S) for page in others}
     assert {name: both for name, text in texts.items() if (both := decimals(text) & measured)} == {}
 
@@ -160,7 +160,7 @@ def test_every_table_of_measurements_has_its_command():
 
 
 def test_messages_are_those_that_the_source_has():
-    """A message in the table fits an f-string of the package, whose own words are a good part of it."""
+    """Match each message in the table to an f-string whose constant text is more than a third of the message."""
     templates = []
     for path in PACKAGE.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(read(path))))

@@ -10,7 +10,7 @@ from mindnlp_dp.evaluation.metrics import accuracy
 
 
 class TwoRanks:
-    """A fake group: rank 1 computed what rank 0 did, plus 100."""
+    """A fake process group of two ranks, in which rank 1 computes the values of rank 0 plus 100."""
 
     num_calls = 0
 

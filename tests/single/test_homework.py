@@ -1,4 +1,4 @@
-"""The homework: what two scripts have in common, its settings, and its download."""
+"""Tests the homework: what its two scripts share, its settings, and its download."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_flags_that_a_script_has_no_use_for_are_refused(capsys, tmp_path):
         parse_config(TaskConfig, ["--config", str(tmp_path / "c.yaml")])
 
 
-# The download of the emotion data, from a server of the test's own.
+# Downloads of the emotion data from a local test server.
 
 FILES = {
     "train.tsv": b"label\ttext_a\n0\ta\n2\tb\n",
@@ -116,7 +116,7 @@ def download(homework):
 
 @pytest.fixture
 def server():
-    """Serves ``server.content``, and says that it is ``server.length`` bytes long."""
+    """Serve ``server.content``, and declare ``server.length`` bytes as its length."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -162,7 +162,7 @@ def test_without_a_network_it_says_what_would_do(download, server, tmp_path):
     url = server.url.replace(str(server.server_port), "1")
     with pytest.raises(download.DownloadError, match=r"cannot be reached \(.*\); fetch it where there is a network"):
         download.fetch(tmp_path, url, server.md5)
-    # As the message advises.
+    # The message advises this.
     (tmp_path / "emotion.tar.gz").write_bytes(server.content)
     download.fetch(tmp_path, url, server.md5)
     assert (tmp_path / "train.tsv").read_bytes() == FILES["train.tsv"]

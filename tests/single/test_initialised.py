@@ -1,4 +1,4 @@
-"""Weights begin with values: what MindNLP's models are built with, and what is said where one has none."""
+"""Tests that weights have initial values: those of MindNLP's models, and the error for a weight without a value."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def group():
 
 
 def made_later():
-    """What MindSpore's initializer returns: a tensor without memory."""
+    """Return what MindSpore's initializer returns: a tensor without memory."""
     value = initializer(Normal(1.0), SHAPE, mindspore.float32)
     assert is_uninitialized(value)
     return value
 
 
 def without_memory():
-    """A parameter as the stock assign_value leaves it."""
+    """Return a parameter without memory, as the original assign_value leaves it."""
     parameter = nn.Parameter(mindspore.ops.zeros(SHAPE))
     mindspore.Tensor.assign_value.__wrapped__(parameter, made_later())
     assert is_uninitialized(parameter)
@@ -169,6 +169,6 @@ def test_what_is_zero_on_purpose_is_passed_over(group):
         warnings.simplefilter("error")
         check_values(list(model.named_parameters()), group)
         check_values([("vit.embeddings.cls_token", zero), ("attention.q_bias", zero)], group)
-        # Frozen, and no matrix.
+        # A frozen parameter and a parameter that is not a matrix are not checked.
         frozen = nn.Parameter(mindspore.ops.zeros(SHAPE), False)
         check_values([("weight", frozen), ("bias", nn.Parameter(mindspore.ops.zeros(3)))], group)

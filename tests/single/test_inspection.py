@@ -1,4 +1,4 @@
-"""What changes an array changes its fingerprint; what is large is not infinite."""
+"""Tests that every change of an array changes its fingerprint, and that large values do not count as infinite."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_kind_of_change_is_seen(dtype, layout):
 
 
 def test_a_gradient_of_two_labels_that_is_reversed():
-    """It is exactly [g, -g]: its sum is zero before and after."""
+    """Check a gradient of exactly [g, -g], whose sum is zero before and after the change of sign."""
     g = arrays("float32", (768,))
     for both in (np.stack([g, -g]), np.stack([g, -g], axis=1)):
         assert fingerprint(both) != fingerprint(-both)

@@ -1,4 +1,4 @@
-"""The CPU kernels, against MindSpore's own, against float64, and against themselves on more cores."""
+"""Compares the CPU kernels with MindSpore's kernels, with float64, and with themselves on more cores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mindnlp_dp.parallel.tensor import add_bias
 
 @pytest.fixture(autouse=True)
 def ours():
-    """Every test begins with our kernels on one core, and leaves what it found."""
+    """Start every test with our kernels on one core, and restore the previous choice after it."""
     dp.init_process_group()
     before = choice._are_on
     choice.choose("auto", 1)
@@ -43,7 +43,7 @@ def numbers(*shape, seed=0, scale=1.0):
 
 
 def in_heads(x):
-    """(2, 9, 24) as attention sees it: (2, 3, 9, 8), which lies in memory as before."""
+    """Return (2, 9, 24) in the layout of attention, (2, 3, 9, 8), without moving it in memory."""
     return x.view((2, 9, 3, 8)).permute(0, 2, 1, 3)
 
 
@@ -87,7 +87,7 @@ def norm_formula(*shape, epsilon=1e-5):
     return formula
 
 
-# Where MindSpore computes in float32 whatever the type of its inputs: formulas that are right in float64.
+# MindSpore computes these in float32 whatever the type of the inputs; the formulas give float64 results.
 EXACT = {
     "gelu, tanh": gelu_tanh_formula,
     "layer norm": norm_formula(30, epsilon=1e-12),
@@ -152,7 +152,7 @@ CASES = {
 
 
 def value_and_gradients(function, arrays, kernels, dtype=np.float32):
-    """A function's value and the gradients of all inputs, as float64 arrays."""
+    """Return a function's value and the gradients of all inputs as float64 arrays."""
     choice.choose(kernels, 1)
     inputs = [Tensor(array.astype(dtype)) for array in arrays]
     weight = Tensor(numbers(*function(*inputs).shape, seed=1).astype(dtype))
@@ -181,7 +181,7 @@ def test_as_mindspore_computes_it(name):
             assert distance(x, y) <= (1e-5 if at else 2e-6)
         errors.append([[distance(x, z) for x, z in zip(each, exact)] for each in (mine, theirs)])
     mine, theirs = np.mean(errors, axis=0)
-    # Where MindSpore happens to be exact, one rounding of float32.
+    # 6e-8, one rounding error of float32, is allowed where MindSpore happens to be exact.
     assert (mine <= 2 * np.maximum(theirs, 6e-8)).all(), (mine, theirs)
 
 
@@ -189,7 +189,7 @@ STRIDES = st.sampled_from(["as it is", "transposed", "every other row", "every o
 
 
 def laid_out(x, how):
-    """The same values, otherwise in memory."""
+    """Return the same values in another memory layout."""
     if how == "transposed":
         return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
     if how == "every other row":
@@ -302,7 +302,7 @@ def test_a_forked_process_computes_alone():
 
 
 class TestOddInputs:
-    """What MindSpore's own kernels do with them, ours do."""
+    """Checks that our kernels treat unusual inputs as MindSpore's kernels do."""
 
     INFINITE = np.array([-np.inf, np.inf, np.nan, 1e30, -1e30, -0.0, 0.0, 5.0, -5.0], np.float32)
 
@@ -352,7 +352,7 @@ class TestOddInputs:
             value_and_gradients(lambda x: F.cross_entropy(x, classes, reduction="none"), [x], kernels)
             for kernels in ("auto", "mindspore")
         )
-        # MindSpore's own is that far from the exact 0.31326169.
+        # MindSpore's kernel has this relative error: the exact value is 0.31326169.
         np.testing.assert_allclose(mine[0], theirs[0], rtol=1e-5)
         rows = [0, 1, 3]
         np.testing.assert_allclose(mine[1][rows], theirs[1][rows], atol=1e-5)
@@ -360,7 +360,7 @@ class TestOddInputs:
 
     @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
     def test_logits_that_are_changed_after_the_loss(self, reduction):
-        """As for a metric, or to decode; the gradient is that of the loss as it was computed."""
+        """Check that the gradient belongs to the original loss if a metric or decoding changes the logits later."""
         classes = Tensor(CLASSES)
 
         def loss(x, is_changed):
@@ -413,7 +413,7 @@ class TestOddInputs:
     def test_rows_that_a_table_does_not_have(self):
         with pytest.raises(RuntimeError, match="range"):
             F.embedding(Tensor([7, 1]), Tensor(numbers(5, 3)))
-        # MindSpore counts from the end, and so do we.
+        # Negative indices count from the end, as in MindSpore.
         row = F.embedding(Tensor([-1]), Tensor(numbers(5, 3))).asnumpy()
         np.testing.assert_array_equal(row[0], numbers(5, 3)[4])
 
@@ -452,7 +452,7 @@ class TestOddInputs:
     def test_what_is_no_tensor(self):
         x, weight = Tensor(numbers(4, 6)), Tensor(numbers(6))
         expected = F.layer_norm(x, (6,), weight, weight).asnumpy()
-        # MindNLP asks the weight for the shape.
+        # MindNLP takes the shape from the weight.
         for shape in (np.int64(6), None, [6]):
             np.testing.assert_allclose(F.layer_norm(x, shape, weight, weight).asnumpy(), expected, atol=1e-6)
         with pytest.raises(TypeError):
@@ -462,7 +462,7 @@ class TestOddInputs:
 
 
 class TestNorms:
-    """Rows that float32 has few digits for."""
+    """Tests rows for which float32 has few digits."""
 
     @pytest.mark.parametrize("columns", [30, 768, 4096])
     @pytest.mark.parametrize("mean", [10.0, 1e3, 1e5])
@@ -535,7 +535,7 @@ class TestAutograd:
 
         with pytest.raises(NotImplementedError, match='kernels="mindspore"'):
             mindspore.grad(first, everywhere)(*inputs)
-        # and the next first one is right
+        # The next first-order gradient is correct again.
         value_and_gradients(function, [x.asnumpy() for x in inputs], "auto")
 
 
@@ -640,7 +640,7 @@ class TestMemory:
         for number in range(5):
             array = memory.empty(2, size // 2)
             array[...] = number
-            # Whatever is made of it keeps it: views of views, and tensors.
+            # Every object made from the array keeps it alive: views of views, and tensors.
             arrays.append([array.reshape(-1)[8:].reshape(8, -1)[1:3], memory.tensor_of(array)][number % 2])
             del array
             gc.collect()
@@ -688,7 +688,7 @@ class TestMemory:
             call(x)
         gc.collect()
         assert memory._kept._num_used == used
-        # A graph keeps two arrays a layer of each of these; a pass without a graph keeps none.
+        # A recorded graph keeps arrays of every layer, two for each kernel; a pass without a graph keeps none.
         most = (memory._kept._most_used - used) / 600**2
         assert most < 60 if recorded else most < 8
 
@@ -732,7 +732,7 @@ GPT2 = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4)
 
 
 class TestWholeModels:
-    """The same, whichever kernels compute it."""
+    """Compares models that our kernels compute with models that MindSpore's kernels compute."""
 
     def of_both(self, run):
         results = []
@@ -833,7 +833,7 @@ class TestChoice:
 
 
 def test_memory_that_is_freed_while_other_memory_is_taken_is_counted(monkeypatch):
-    """By the garbage collector, in the same thread."""
+    """Free an array during another allocation, as the garbage collector may do in the same thread."""
     kept = memory._Kept()
     first = kept.take(1024)
     drop = kept._drop

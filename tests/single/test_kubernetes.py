@@ -1,6 +1,6 @@
-"""The manifests in scripts/kubernetes/ are what Kubernetes, Volcano, the Ascend Operator and the launcher take.
+"""Checks the manifests in scripts/kubernetes/ against Kubernetes, Volcano, the Ascend Operator and the launcher.
 
-Schemas say which fields there are and of what type; the rest here is that one field fits another.
+Schemas check the fields and their types; the other tests check that the fields agree with each other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "scripts" / "kubernetes"
 SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
-# The first version in which podFailurePolicy is stable.
+# This is the first version in which podFailurePolicy is stable.
 KUBERNETES = "1.31"
 NPU = "huawei.com/Ascend910"
 UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "": 1}
-# By manifest: the kind of its job, where its pods are described, what the first host is called, and which variables the
-# controller sets.
+# By manifest: the kind of its job, the path to its pod template, the name of the first host, and the variables that
+# the controller sets.
 JOBS = {
     "indexed_job": ("Job", [], "dp-job-0.dp-job", {"JOB_COMPLETION_INDEX"}),
     "volcano": ("Job", ["tasks", 0], "dp-job-host-0.dp-job", {"VC_TASK_INDEX"}),
@@ -36,7 +36,7 @@ every_manifest = pytest.mark.parametrize("name", JOBS)
 
 
 def load(name):
-    """The documents of a manifest by kind."""
+    """Return the documents of a manifest by kind."""
     documents = list(yaml.safe_load_all((MANIFESTS / f"{name}.yaml").read_text(encoding="utf-8")))
     assert len({document["kind"] for document in documents}) == len(documents)
     return {document["kind"]: document for document in documents}
@@ -48,7 +48,7 @@ def job_of(name):
 
 
 def pods_of(name):
-    """The metadata and the specification of a job's pods."""
+    """Return the metadata and the specification of a job's pods."""
     node = job_of(name)[1]["spec"]
     for key in JOBS[name][1]:
         node = node[key]
@@ -75,7 +75,7 @@ def size(text):
 
 
 def check_schemas(document):
-    """Raises a ValidationError of one of the two libraries."""
+    """Raise the ValidationError of one of the two libraries if the document does not fit its schema."""
     schema = {"batch.volcano.sh/v1alpha1": "volcano_job", "mindxdl.gitee.com/v1": "ascend_job"}.get(
         document["apiVersion"]
     )
@@ -132,7 +132,7 @@ def test_pods_run_a_command_that_the_launcher_takes(name, monkeypatch):
     assert NPU not in resources or flags["--backend"] == "mindspore"
     config = parse_config(FinetuneConfig, args[at + 1 :])
     assert (ROOT / parsed.script).is_file()
-    # A pod that comes back finds a checkpoint.
+    # A pod that is restarted finds a checkpoint.
     assert config.resume
     assert config.save_steps > 0
     assert config.global_batch_size % (hosts * ranks) == 0
@@ -140,7 +140,7 @@ def test_pods_run_a_command_that_the_launcher_takes(name, monkeypatch):
     stay = [m["mountPath"] for m in container["volumeMounts"] if "persistentVolumeClaim" in volumes[m["name"]]]
     for path in (flags["--log-dir"], config.output_dir):
         assert any(path.startswith(f"{mounted}/") for mounted in stay), path
-    # Pods write side by side to one volume.
+    # Pods write to one volume at the same time.
     assert "$(POD_NAME)" in flags["--log-dir"]
 
 
@@ -153,15 +153,15 @@ def test_pods_have_what_ranks_need(name):
     grace_period = float(container["args"][container["args"].index("--grace-period") + 1])
     assert requests == container["resources"]["limits"]
     assert spec["terminationGracePeriodSeconds"] >= grace_period + 2 * DEVICE_GRACE_SECONDS + GRACE_SECONDS
-    # The launcher restarts ranks, and the controller pods; of an AscendJob that is said elsewhere.
+    # The launcher restarts ranks, the controller restarts pods; an AscendJob sets this in another place.
     assert name == "ascend_job" or spec["restartPolicy"] == "Never"
     assert spec["shareProcessNamespace"]
-    # Each pod is alone on its machine.
+    # Each pod has its own machine.
     labels = {"job-name": "dp-job", "volcano.sh/job-name": "dp-job", **metadata.get("labels", {})}
     [term] = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert term["labelSelector"]["matchLabels"].items() <= labels.items()
     assert term["topologyKey"] == "kubernetes.io/hostname"
-    # Memory that ranks share, and a volume that stays.
+    # The pod needs memory that ranks share, and a volume that persists.
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     paths = {mount["mountPath"]: volumes.pop(mount["name"]) for mount in container["volumeMounts"]}
     assert not volumes
@@ -174,7 +174,7 @@ def test_pods_have_what_ranks_need(name):
         claim["metadata"]["name"]
     ]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    # Variables: set once, and every one that an argument names.
+    # Every variable is set once, and every variable in an argument exists.
     env = {one["name"]: one for one in container["env"]}
     assert len(env) == len(container["env"])
     assert env["POD_NAME"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
@@ -190,7 +190,7 @@ def test_the_head_names_its_commands_and_brings_no_secret(name):
     [made, key] = re.search(r"kubectl create secret generic (\S+) --from-literal=(\w+)=", head).groups()
     assert "Secret" not in load(name)
     container, spec = container_of(name), pods_of(name)[1]
-    # Whose environment is shown in many places.
+    # The environment is visible in many places, so it must not hold the token.
     assert "TOKEN" not in json.dumps(container["env"])
     [secret] = [volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume]
     [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "token"]
@@ -200,7 +200,7 @@ def test_the_head_names_its_commands_and_brings_no_secret(name):
 
 @every_manifest
 def test_pods_have_no_more_rights_than_they_need(name):
-    """What the profile "restricted" of Kubernetes' Pod Security Standards asks for."""
+    """Check the requirements of the profile "restricted" of Kubernetes' Pod Security Standards."""
     documents, _ = job_of(name)
     _, spec = pods_of(name)
     security, container = spec["securityContext"], container_of(name)["securityContext"]
@@ -209,7 +209,7 @@ def test_pods_have_no_more_rights_than_they_need(name):
     assert (container["allowPrivilegeEscalation"], container["capabilities"]) == (False, {"drop": ["ALL"]})
     assert spec["automountServiceAccountToken"] is False
     if name == "volcano":
-        # Its plug-in svc makes one of its own.
+        # Volcano's svc plug-in creates its own policy.
         assert "NetworkPolicy" not in documents
         return
     policy = documents["NetworkPolicy"]["spec"]
@@ -227,7 +227,7 @@ def test_an_indexed_job_waits_for_all_hosts_and_its_service_finds_them():
     assert spec["completionMode"] == "Indexed"
     assert spec["backoffLimit"] >= 1
     assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"]
-    # Names of pods need a headless Service, and those of pods that are not ready yet the second field.
+    # Pod names need a headless Service; names of pods that are not ready yet need the second field.
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert [port["port"] for port in service["spec"]["ports"]] == [
@@ -249,9 +249,9 @@ def test_volcano_starts_all_hosts_or_none():
     spec = job_of("volcano")[1]["spec"]
     assert spec["schedulerName"] == "volcano"
     assert spec["minAvailable"] == hosts_of("volcano")
-    # The first host has to be found before it is ready.
+    # The first host must be found before it is ready.
     assert spec["plugins"]["svc"] == ["--publish-not-ready-addresses=true"]
-    # Wrong usage stays wrong: before the other policies, for the first that fits is taken.
+    # A restart cannot repair wrong usage. This policy comes first, because the first match is applied.
     assert spec["policies"][0] == {"exitCode": LaunchError.exit_code, "action": "AbortJob"}
     assert {"event": "PodEvicted", "action": "RestartJob"} in spec["policies"]
 
@@ -261,7 +261,7 @@ def test_the_ascend_operator_finds_its_ports_labels_and_npus():
     spec, roles, labels = job["spec"], job["spec"]["replicaSpecs"], job["metadata"]["labels"]
     assert roles["Scheduler"]["template"] == roles["Worker"]["template"]
     assert spec["runPolicy"]["schedulingPolicy"]["minAvailable"] == hosts_of("ascend_job")
-    # Retries need both.
+    # Retries need both settings.
     assert ("fault-retry-times" in labels) == ("backoffLimit" in spec["runPolicy"])
     metadata, _ = pods_of("ascend_job")
     assert metadata["labels"]["ring-controller.atlas"] == labels["ring-controller.atlas"]

@@ -81,7 +81,7 @@ MPIRUN = [Ended(None, 1)]
         ({}, [Ended(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
         ({}, [Ended(1, -9)], "", (1, 137, "was killed by signal 9")),
         ({}, [Ended(0, -15), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
-        # A rank that waited is not to blame where another failed, left, came to its end, or never came.
+        # A rank that waited is not blamed if another rank failed, left, finished, or never arrived.
         ({0: Status(1, 5.0, True), 1: Status(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
         ({0: Status(1, 5.0, True)}, [Ended(0, 1), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
         ({0: Status(1, 9.0, True), 1: Status(0, 1.0)}, [], "", (1, 1, "came to its end, and rank 0 waited 8 s longer")),
@@ -157,7 +157,7 @@ NPUS, NO_NPUS = {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}, {"ASCEND_RT_VISIBLE_DEVICE
     ("environ", "device"),
     [
         (NPUS, "Ascend"),
-        (NO_NPUS, "CPU"),  # GPUs alone: MindSpore as PyPI has it cannot use them
+        (NO_NPUS, "CPU"),  # only GPUs: MindSpore's package on PyPI cannot use them
         ({**NPUS, "DEVICE_TARGET": "CPU"}, "CPU"),
         ({**NO_NPUS, "DEVICE_TARGET": "GPU"}, "GPU"),
     ],
@@ -167,7 +167,7 @@ def test_the_device_of_a_job(environ, device):
 
 
 def test_npus_are_not_left_alone(monkeypatch, capsys, tmp_path):
-    """Without DEVICE_TARGET the job goes to the cards, says so, and asks them how many there are."""
+    """Check that without DEVICE_TARGET the job uses the cards, reports it, and checks their number."""
     script = tmp_path / "script.py"
     script.write_text("")
     monkeypatch.delenv("DEVICE_TARGET", raising=False)
@@ -187,7 +187,7 @@ def test_devices_get_more_time_to_end():
     [
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_RANK": "11"}, 3),
         (cluster_environment({}, "MS_WORKER", 2, ("127.0.0.1", 1), (1, 1)), 1),
-        ({"DEVICE_ID": "5"}, None),  # left over
+        ({"DEVICE_ID": "5"}, None),  # stale variable
         ({}, None),
     ],
 )
@@ -204,7 +204,7 @@ def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
 
 
 def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
-    """Rank 0 was lost long ago, and the job has gone on without it."""
+    """Check a job that has long continued without rank 0."""
     waited = {rank: Status(1, 9.0, waited=True) for rank in (1, 2)}
     failure = find_failure([Ended(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
     assert failure.rank == 3
@@ -218,7 +218,7 @@ def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
 def test_the_log_of_the_rank_that_failed_is_shown_unless_rank_0_was_seen_to_fail_too(
     tmp_path, capsys, main, shown, is_said
 ):
-    write_status(tmp_path, 0, Status(1, 6.0))  # later than its output was shown
+    write_status(tmp_path, 0, Status(1, 6.0))  # after its output was shown
     report_failure(Failure(1, 1, "failed"), tmp_path, 2, 3.0, log_tail="  why", shown=shown, main=main)
     assert ("worker_1.log ends:\n  why" in capsys.readouterr().err) == is_said
 
@@ -236,7 +236,7 @@ def test_a_status_of_another_form_is_none(tmp_path, said):
 
 
 def test_a_status_of_another_try_is_not_this_ones(tmp_path):
-    """A rank of a host that was cut off may write its own when the next try runs in a folder that they share."""
+    """Ignore the late status of a rank on a disconnected host, if the next attempt runs in the same shared folder."""
     write_status(tmp_path, 0, status(of="job:0"))
     write_status(tmp_path, 1, status(of="job:1"))
     assert list(read_statuses(tmp_path, range(2), "job:1")) == [1]
@@ -244,7 +244,7 @@ def test_a_status_of_another_try_is_not_this_ones(tmp_path):
 
 
 def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
-    """Neither for its stack, where SIGUSR1 would end it, nor at the job's end."""
+    """Send no signal: neither SIGUSR1 for its stack, which would end the process, nor one at the job's end."""
     with subprocess.Popen(["sleep", "60"]) as other:
         state, born = state_and_birth_of(other.pid)
         assert state in ("S", "R")
@@ -274,7 +274,7 @@ def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):
 
 
 def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_path):
-    """Its lock may be a link, or what makes the one who opens it wait."""
+    """Do not open another user's lock: it may be a link, or a FIFO that blocks the process that opens it."""
     stale = tmp_path / "mindnlp-dp-job-x"
     stale.mkdir()
     os.mkfifo(stale / "lock")
@@ -309,7 +309,7 @@ def test_without_descriptors_left_the_job_goes_on_unseen(tmp_path, monkeypatch):
 
 
 def test_a_record_that_is_read_while_it_is_written_is_not_taken_for_a_rank_that_is_gone(tmp_path):
-    """A rank writes thousands of times a second."""
+    """Read a record that a rank writes thousands of times per second."""
     progress.create(tmp_path / "progress", 1)
     own = "import sys, threading\nfrom pathlib import Path\nfrom mindnlp_dp.runtime import progress\n" + (
         "reporter = progress.report_to(Path(sys.argv[1]), 0)\nprint('ready', flush=True)\n"

@@ -1,4 +1,4 @@
-"""What the contracts of lint-imports cannot see: parts of MindSpore, names in strings, circles, the length of files."""
+"""Tests what lint-imports cannot see: parts of MindSpore, names in strings, import cycles, the length of files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 TRANSPORTS = "mindnlp_dp/communication/transports/"
 LIBRARIES = ("mindspore.communication", "mindspore.mint.distributed", "mpi4py")
-# MindSpore's collectives among its operators.
+# These operators of MindSpore are collectives.
 OPERATORS = {"AllReduce", "AllGather", "AlltoAll", "Broadcast", "ReduceScatter", "Send", "Receive"}
-# Who starts processes names what runs in them, and looks at what a script has imported.
+# Modules that start processes name the modules that run in them, and check which ones a script has imported.
 NAMED_FROM_BELOW = {
     "mindnlp_dp.communication.process_group",
     "mindnlp_dp.communication.transports.late_ranks",
@@ -30,7 +30,7 @@ MOST_LINES = 400
 
 @pytest.fixture(scope="module")
 def sources(pytestconfig):
-    """The package's files by their path from the root, parsed."""
+    """Return the package's source text by path relative to the root."""
     root = pytestconfig.rootpath
     found = {str(path.relative_to(root)): path.read_text() for path in (root / "mindnlp_dp").rglob("*.py")}
     assert len(found) > 90
@@ -43,7 +43,7 @@ def trees(sources):
 
 
 def library_uses(tree):
-    """Communication libraries that are imported, or reached through something that is, in whatever words."""
+    """Return the communication libraries that the code imports or reaches through an import, in any spelling."""
     used = set()
     for node in ast.walk(tree):
         names = []
@@ -97,7 +97,7 @@ def test_nobody_else_reads_a_groups_transport(trees):
 
 
 def test_modules_that_are_named_in_strings_exist_and_are_few(trees):
-    """An import in a string escapes the layers, and a module that has moved leaves it behind."""
+    """Check module names in strings: the layers do not cover them, and they may be stale after a module has moved."""
     named = {
         node.value
         for path, tree in trees.items()
@@ -107,7 +107,7 @@ def test_modules_that_are_named_in_strings_exist_and_are_few(trees):
     }
     for name in named:
         assert importlib.util.find_spec(name) is not None, name
-    # What runs in a process of its own is a layer of its own.
+    # A module that runs in its own process is its own layer.
     jobs = {name for name in named if name.endswith(("_job", ".probe"))}
     assert named - jobs == NAMED_FROM_BELOW
 
@@ -115,7 +115,7 @@ def test_modules_that_are_named_in_strings_exist_and_are_few(trees):
 def test_there_are_no_circles():
     graph = grimp.build_graph("mindnlp_dp")
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    # Raises CycleError, which names one. The package itself is imported with each of its modules.
+    # The sorter raises CycleError, which names a cycle. Every module imports the package itself, so that is left out.
     imports["mindnlp_dp"] = set()
     graphlib.TopologicalSorter(imports).prepare()
 

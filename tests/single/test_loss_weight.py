@@ -1,4 +1,4 @@
-"""What losses are means of: tables of numbers, by the class of the model."""
+"""Tests how many labels a loss is the mean of: tables of counts, by the class of the model."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def test_count_labels_of_lists_tensors_and_choices():
     ("mean", "labels", "expected"),
     [
         (LossMean(Task.CLASSIFICATION), np.array([0, 1, 2]), 3),
-        # Cross-entropy leaves a row of this class out.
+        # Cross-entropy ignores a row of this class.
         (LossMean(Task.CLASSIFICATION), np.array([0, IGNORED, 2]), 2),
-        # Regression, and several classes a row: numbers, none of which is left out.
+        # Regression labels, and several classes per row, are numbers, none of which is ignored.
         (LossMean(Task.CLASSIFICATION), np.array([0.5, -100.0, 2.0], np.float32), 3),
         (LossMean(Task.CLASSIFICATION), np.ones((3, 5), np.float32), 3),
         (LossMean(Task.TOKEN_CLASSIFICATION), LABELS, 6),
         (LossMean(Task.CAUSAL_LM, is_shifted=True), LABELS, 4),
         (LossMean(Task.MASKED_LM), LABELS, 6),
-        # A class a row, in a column of its own; numbers that happen to be integers.
+        # One class per row, in its own column; then regression labels that happen to be integers.
         (LossMean(Task.CLASSIFICATION), np.array([[0], [IGNORED], [2]]), 2),
         (LossMean(Task.CLASSIFICATION, ignored=None), np.array([0, IGNORED, 2]), 3),
         (LossMean(Task.CLASSIFICATION), None, 3),
@@ -87,7 +87,7 @@ CLASSES = {
     "GPT2LMHeadModel": (Task.CAUSAL_LM, True),
     "GPT2DoubleHeadsModel": (Task.CAUSAL_LM, True),
     "LlamaForCausalLM": (Task.CAUSAL_LM, True),
-    # Decoders whose labels the caller has shifted.
+    # The caller shifts the labels of these decoders.
     "BartForCausalLM": (Task.CAUSAL_LM, False),
     "XLNetLMHeadModel": (Task.CAUSAL_LM, False),
     "T5ForConditionalGeneration": (Task.SEQ2SEQ_LM, False),
@@ -101,7 +101,7 @@ CLASSES = {
 def test_classes(name):
     import mindnlp.transformers
 
-    # Nothing but its class is looked at.
+    # Only the class of the model is examined.
     model = object.__new__(getattr(mindnlp.transformers, name))
     found = loss_mean(model)
     assert (found.task, found.is_shifted) == CLASSES[name]
@@ -129,7 +129,7 @@ def test_subclasses_are_known_until_they_have_a_forward_of_their_own():
             return super().forward(**inputs)
 
     assert loss_mean(object.__new__(Renamed)).task is Task.MASKED_LM
-    # Sums of two means, no head at all, and no class of a library.
+    # These have their own forward, a sum of two means as the loss, or no head; the last object has no library class.
     for unknown in (OwnForward, BertForPreTraining, BertModel):
         assert loss_mean(object.__new__(unknown)) is None
     assert loss_mean(object()) is None
@@ -138,7 +138,7 @@ def test_subclasses_are_known_until_they_have_a_forward_of_their_own():
 @needs_0_4
 @pytest.mark.parametrize(("peft", "is_shifted"), [("LORA", True), ("PROMPT_TUNING", False), ("P_TUNING", False)])
 def test_prompts_are_put_before_the_labels(peft, is_shifted):
-    """Then the first label of a row is compared with the output at the last virtual token."""
+    """Check that the first label of a row is then compared with the output at the last virtual token."""
     from mindnlp.peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
     from small_models import build, find
 
@@ -182,7 +182,7 @@ def test_a_weight_that_is_none_is_refused(weight):
 
 
 class Network:
-    """What ``model_of`` takes for a model."""
+    """The part of a network that ``model_of`` requires."""
 
     def __init__(self, *parameters):
         self._parameters = parameters

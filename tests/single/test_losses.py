@@ -1,4 +1,4 @@
-"""Whether a job in which ranks were lost goes on in place, as its launcher sees it."""
+"""Tests how the launcher decides whether a job continues in place after it has lost ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DONE, FAILED, IN_VAIN = Status(0, 1.0), Status(7, 1.0), Status(1, 2.0, waited=Tr
 
 @pytest.fixture
 def losses():
-    """Of three ranks, of which one may be lost."""
+    """Return the loss record of three ranks, one of which may be lost."""
     return Losses(3, 2)
 
 
 def test_nothing_is_lost(losses):
     assert losses.look([WORKS] * 3, {}, [], 0.0) == ""
-    # They have come to their end, and their processes are gone.
+    # All ranks have finished, and their processes have ended.
     assert losses.look([WORKS] * 3, dict.fromkeys(range(3), DONE), [0, 1, 2], 0.0) == ""
     assert losses.left == [0, 1, 2]
     assert losses.failure is None
@@ -47,7 +47,7 @@ def test_they_had_gone_on_and_finished_when_it_was_seen(losses):
 
 
 def test_they_finished_without_it(losses):
-    """It failed behind the last thing that they did together."""
+    """Check a rank that failed after the last collective of all ranks."""
     assert losses.look([WORKS] * 3, {0: DONE, 1: FAILED, 2: DONE}, [0, 1, 2], 0.0) == "failed"
     assert losses.failure.rank == 1
 
@@ -74,7 +74,7 @@ def test_one_is_lost_before_all_have_met(losses):
 
 
 def test_nobody_tells_them(losses):
-    """Ranks that compute may take their time; those that all wait may not."""
+    """Check that ranks that compute may take their time, but that ranks that all wait may not."""
     losses.look([WAITS, WORKS, WORKS], {}, [2], 0.0)
     assert losses.look([WAITS, WORKS, WORKS], {}, [2], 100.0) == ""
     assert losses.look([WAITS, WAITS, WORKS], {}, [2], 101.0) == ""
@@ -86,7 +86,7 @@ def test_one_after_the_other():
     losses.look([WORKS] * 4, {}, [3], 0.0)
     three = dataclasses.replace(WORKS, members=3)
     assert losses.look([three] * 3 + [WORKS], {}, [3], 1.0) == "went on"
-    # Two more, of which the second is seen before anybody has gone on.
+    # Two more ranks are lost; the second loss is seen before any rank has continued.
     assert losses.look([three] * 3 + [WORKS], {}, [2, 3], 2.0) == ""
     assert losses.look([three] * 3 + [WORKS], {}, [1, 2, 3], 2.0) == ""
     assert losses.look([dataclasses.replace(WORKS, members=1), three, three, WORKS], {}, [1, 2, 3], 3.0) == "went on"

@@ -1,4 +1,4 @@
-"""What a rank gets back when MindSpore's cluster has come together."""
+"""Tests which cores and which scheduling policy a rank gets back after MindSpore's cluster has formed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_cores_and_policy_are_given_back_to_threads_old_and_new(monkeypatch, dev
         begun.wait()
         is_over.wait()
 
-    # One that is there already is left alone.
+    # A thread that already exists is not changed.
     old = threading.Thread(target=live)
     old.start()
     begun.wait()

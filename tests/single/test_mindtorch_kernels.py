@@ -1,4 +1,4 @@
-"""The CPU kernels under MindNLP 0.5: called where mindtorch computes, with the values of MindSpore's own."""
+"""Tests the CPU kernels under MindNLP 0.5: mindtorch calls them, and they return the values of MindSpore's kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def functional():
     return torch_like().nn.functional
 
 
-# By name: which of our kernels is meant, the function, and its inputs.
+# By name: the kernel of ours that is expected, the function, and the shapes of its inputs.
 FUNCTIONS = {
     "linear": ("linear", lambda x, w, b: functional().linear(x, w, b), [(4, 6, 8), (5, 8), (5,)]),
     "linear, no bias": ("linear", lambda x, w: functional().linear(x, w), [(4, 6, 8), (5, 8)]),

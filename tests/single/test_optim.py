@@ -1,4 +1,4 @@
-"""LARS and LAMB, step by step against the papers' algorithms written out in NumPy; rates and groups."""
+"""Compares each step of LARS and LAMB with the papers' algorithms in NumPy; tests rates and groups."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_lars_is_the_papers(weight_decay, trust):
 
 @pytest.mark.parametrize("kind", [LAMB, LARS])
 def test_a_layer_of_zeros_and_a_gradient_of_zeros(kind):
-    """Neither has a ratio: the plain rate is taken, and nothing is divided by zero."""
+    """Check that the plain rate is used where a ratio is undefined, and that nothing is divided by zero."""
     zeros = nn.Parameter(mindspore.Tensor(np.zeros((2, 2), np.float32)))
     still = nn.Parameter(mindspore.Tensor(np.ones((2, 2), np.float32)))
     unused = nn.Parameter(mindspore.Tensor(np.ones(3, np.float32)))
@@ -105,7 +105,7 @@ def test_a_layer_of_zeros_and_a_gradient_of_zeros(kind):
 
 @pytest.mark.parametrize("kind", [LAMB, LARS])
 def test_a_trust_ratio_makes_the_size_of_the_gradient_irrelevant(kind):
-    """What a step changes of a layer is a share of its length: 1,000 times the gradient, the same step."""
+    """Check that a step changes a layer in proportion to its norm: 1,000 times the gradient gives the same step."""
     moved = []
     for factor in (1.0, 1000.0):
         parameter = nn.Parameter(mindspore.Tensor(start()[0].astype(np.float32)))
@@ -165,7 +165,7 @@ def test_what_is_out_of_range_is_said(make, said):
         make([nn.Parameter(mindspore.Tensor(np.ones(2, np.float32)))])
 
 
-# On a device every read of a value waits for it.
+# On a device, every read of a value waits for the device.
 
 
 @pytest.mark.skipif(is_0_5, reason="on CPU, operators of MindNLP 0.5 read memory of the host themselves")

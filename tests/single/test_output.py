@@ -1,4 +1,4 @@
-"""What the launcher writes keeps it waiting for nobody: terminals that were stopped, pipes that nobody reads."""
+"""Tests that no reader of the launcher's output can block it, such as a stopped terminal or an unread pipe."""
 
 import os
 import pty
@@ -19,7 +19,7 @@ MORE_THAN_A_PIPE_TAKES = 1 << 20
 
 @contextmanager
 def standard_output(descriptor):
-    """Descriptor 1 is another one, and ``sys.stdout`` writes to it."""
+    """Redirect file descriptor 1 and ``sys.stdout`` to ``descriptor``."""
     before, out = os.dup(1), sys.stdout
     try:
         os.dup2(descriptor, 1)
@@ -71,7 +71,7 @@ def test_others_who_have_the_pipe_wait_as_ever(pipe):
 
 
 def test_a_socket_that_nobody_reads():
-    """Of a program that has its children's output by sockets, as systemd or Node.js."""
+    """Write to a socket, which systemd or Node.js use as the output of their child processes."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         output = Output(ours.fileno())
@@ -87,7 +87,7 @@ def test_a_socket_that_nobody_reads():
 
 
 def test_a_pipe_that_cannot_be_opened_again(pipe, monkeypatch):
-    """As a terminal of another user, behind su."""
+    """Write to a pipe that cannot be opened again, such as the terminal of another user after su."""
     monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError()))
     output = Output(pipe[1])
     output.write(bytes(MORE_THAN_A_PIPE_TAKES))
@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_for_a_while():
 
 
 def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
-    """``mindnlp-dp run ... > file`` on a terminal that was stopped."""
+    """Check ``mindnlp-dp run ... > file`` on a stopped terminal, which does not read errors."""
     (tmp_path / "worker_0.log").write_text("a line\n")
     error = sys.stderr
     try:
@@ -259,7 +259,7 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
         screen = Screen(tmp_path, 1, "0", 0)
         screen.show_all(slept.append)
         found.append(os.read(pipe[0], 1 << 20))
-        # Before it is closed: that looks for a second only.
+        # Check this before close(), which waits for the reader for one second only.
         assert b"".join(found) == (tmp_path / "worker_0.log").read_bytes()
         screen.close()
 

@@ -1,4 +1,4 @@
-"""What the patches of optimizers and autograd are for, measured in this process or in one of its own."""
+"""Measures the effect of the patches of optimizers and autograd, in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_scalar_that_changes_reaches_mindspores_kernel(monkeypatch):
     monkeypatch.setattr(sys.modules["mindnlp.core.ops.optim"], "_adam", lambda *arguments: seen.append(arguments))
     trained_by_adam(optim.AdamW, amsgrad=False, num_updates=3)
     scalars = [[x for x in arguments if isinstance(x, float)] for arguments in seen]
-    # The betas and epsilon stay what they are.
+    # Only the betas and epsilon, which do not change, remain Python numbers.
     assert scalars == [[0.9, 0.999, 1e-8]] * 6
     assert len({id(arguments[3]) for arguments in seen}) == 3, "one tensor an update, for all parameters"
 
@@ -88,5 +88,5 @@ def test_memory_does_not_grow_by_compiled_adams():
     environment = {**os.environ, "PYTHONPATH": TESTS}
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    # KiB an update: more than a thousand before the patch, none but noise behind it.
+    # KiB per update: more than a thousand before the patch, only noise after it.
     assert float(done.stdout.split()[-1]) < 100

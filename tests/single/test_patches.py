@@ -1,4 +1,4 @@
-"""Each patch in a new interpreter: imports and their side effects cannot be undone in this one."""
+"""Tests each patch in a new interpreter, because this one cannot undo imports and their side effects."""
 
 from __future__ import annotations
 
@@ -193,14 +193,14 @@ def test_a_deep_copy_of_a_model_has_weights_of_its_own():
 
 
 def test_every_patch_is_registered(pytestconfig):
-    """A file of patches that nobody imports patches nothing."""
+    """Check that every patch file is imported; otherwise its patches are never applied."""
     folder = pytestconfig.rootpath / "mindnlp_dp" / "patches"
     files = {
         ".".join(path.relative_to(folder.parent.parent).with_suffix("").parts)
         for path in folder.rglob("*.py")
         if path.name != "__init__.py"
     }
-    # Those of the other MindNLP are imported where it is installed.
+    # Patches for the other MindNLP version are imported only where it is installed.
     code = """
 import sys, mindnlp_dp, mindnlp_dp.patches.mindnlp_0_4, mindnlp_dp.patches.mindnlp_0_5
 print(*sorted(m for m in sys.modules if m.startswith("mindnlp_dp.patches.")))

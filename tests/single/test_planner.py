@@ -1,4 +1,4 @@
-"""Whole plans, and what they are made of: models, clusters, memory, layers, boundaries; the command."""
+"""Tests complete plans and their parts: models, clusters, memory, layers, boundaries; and the command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GIB = 2**30
 
 # Models.
 
-PARAMETERS = {  # As the published models have them, in millions.
+PARAMETERS = {  # published values, in millions
     "bert-base": 109.5, "roberta-large": 355.4, "gpt2": 124.4, "gpt2-xl": 1557.6, "t5-base": 222.9,
     "mixtral-8x7b": 46702.8, "gpt3-175b": 174600,
 }  # fmt: skip
@@ -53,7 +53,7 @@ def test_shipped_models_have_their_published_sizes(name):
 def test_flops_are_the_published_ones():
     model = load_model("gpt3-175b")
     s, h, layers, words = 2048, 12288, 96, 50257
-    # Without computing anything anew: three quarters of 96 B s h^2 L (1 + s / 6h), and the output layer.
+    # Without recomputation: three quarters of 96 B s h^2 L (1 + s / 6h), plus the output layer.
     assert model.flops == pytest.approx(72 * s * h**2 * layers * (1 + s / (6 * h)) + 6 * s * h * words, rel=1e-12)
 
 
@@ -178,7 +178,7 @@ def test_groups_on_one_host_share_its_link():
     cluster = load_cluster({**CLUSTER, "hosts": 4, "between": {"latency_us": 30, "bandwidth_gbs": 5}})
     assert cluster.link(4, 1) == cluster.inside
     assert cluster.link(16, 1) == cluster.between
-    # Of 4 groups that go over all hosts, each has a quarter of a host's link.
+    # Each of 4 groups that span all hosts has a quarter of a host's link.
     assert cluster.link(4, 4).beta == pytest.approx(4 * cluster.between.beta)
 
 
@@ -205,7 +205,7 @@ def test_the_heaviest_stage_counts():
     found = predict(model, cluster, 16, {"pp": 4}, 4, blocks=[1, 2, 2, 1])
     totals = [stage.memory.total for stage in found.stages]
     assert found.heaviest.memory.total == max(totals) > np.mean(totals)
-    # The second has twice the first one's layers, and more micro batches in flight than the third.
+    # The second stage has twice the layers of the first, and more micro-batches in flight than the third.
     assert totals.index(max(totals)) == 1
     assert found.margin == pytest.approx(1 - max(totals) / cluster.memory)
     assert found.timeline.in_flight == [4, 3, 2, 1]
@@ -258,7 +258,7 @@ def test_a_transformer_is_cut_between_its_layers():
     model = load_model("gpt2")
     firsts = cluster_layers([o.flops for o in model.graph.operators], crossing(model.graph), 6, cuts=model.cuts)
     names = [model.graph.operators[first].name for first in firsts]
-    # The last one has the output layer, and one block for it.
+    # The last layer contains the output layer and only one block.
     assert names == ["embeddings.words", *(f"h.{block}.ln_1" for block in (2, 4, 6, 8, 11))]
 
 
@@ -271,15 +271,15 @@ def test_boundaries_take_the_best_schedule_of_their_resharding():
         assert boundary.time(0) == boundary.seconds > 0
         return boundary.seconds_per_byte
 
-    # From host to host, all of it goes over one link, however it is cut.
+    # All data between two single hosts uses one link, however the tensor is sharded.
     assert between((1, 4), (1, 4)) == pytest.approx(beta)
     assert between((4, 1), (2, 2)) == pytest.approx(beta)
-    # Two hosts to two hosts: a half over each link at once.
+    # Between two hosts and two hosts, each link carries one half at the same time.
     assert between((8, 1), (8, 1)) == pytest.approx(beta / 2)
     assert between((2, 4), (8, 1)) == pytest.approx(beta / 2)
-    # Within a host, devices have links of their own.
+    # Within a host, each device has its own link.
     assert between((2, 1), (2, 1)) == pytest.approx(cluster.inside.beta / 2)
-    # Right behind it, but on the next host.
+    # The next devices in order are on the next host.
     assert between((2, 1), (2, 1), 2) == pytest.approx(beta)
 
 
@@ -325,7 +325,7 @@ def test_plans_are_consistent(devices):
 
 
 def test_stages_that_differ_where_none_that_are_alike_can_be():
-    """Two layers on three devices, which divide nothing."""
+    """Plan two layers on three devices, which no stages of equal size can fill."""
     model = load_model({**TINY, "num_hidden_layers": 2, "num_attention_heads": 4})
     plans = plan(model, load_cluster({**CLUSTER, "devices_per_host": 3}), 128)
     assert {"pp=2,dp=2|1", "pp=2,dp=1|2"} & set(map(str, plans))
@@ -364,7 +364,7 @@ def test_a_batch_that_is_large_takes_no_longer():
     small, large = (plan(model, cluster, batch) for batch in (2048, 2048 * 64))
     pipelines = [next(p for p in plans if p.mesh == {"pp": 2}) for plans in (small, large)]
     assert len(pipelines[1].timeline.events) < 10_000
-    # What is not played is as if it were.
+    # Micro-batches that are not simulated take as long as simulated ones.
     found = pipelines[1]
     forward, backward = [s.forward for s in found.stages], [s.backward for s in found.stages]
     assert found.seconds > found.num_micro_batches * max(f + b for f, b in zip(forward, backward))
@@ -374,7 +374,7 @@ def test_a_batch_that_is_large_takes_no_longer():
 def test_devices_of_one_host_or_of_several():
     cluster = load_cluster({**CLUSTER, "devices_per_host": 3, "hosts": 2,
                             "between": {"latency_us": 30, "bandwidth_gbs": 1}})  # fmt: skip
-    # Groups of two lie over both hosts' ends; groups of three fit.
+    # Some groups of two span both hosts; groups of three fit on one host.
     assert cluster.link(2, 1).alpha == cluster.between.alpha
     assert cluster.link(3, 1) == cluster.inside
     assert cluster.link(1, 3) == cluster.inside
@@ -528,7 +528,7 @@ def test_plans_need_no_mindspore(files):
     assert done.returncode == 0, done.stderr
 
 
-# Measured machines.
+# Fits to measured machines.
 
 
 def test_a_fit_finds_what_the_times_were_made_of():

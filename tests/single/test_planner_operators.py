@@ -1,4 +1,4 @@
-"""The cost of operators on a mesh, against objectives that are published, and in closed form."""
+"""Compares the cost of operators on a mesh with published objectives and with closed forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindnlp_dp.planner.cluster import Link, all_reduce
 from mindnlp_dp.planner.operators import Graph, Operator
 from mindnlp_dp.planner.roles import Mesh, Work, choose_roles
 
-# What Alpa adds to an all-reduce, an all-gather, an all-to-all.
+# Alpa adds these costs to an all-reduce, an all-gather and an all-to-all.
 TIES = (0.01, 0.1, 0.001)
 COMMUNICATION_ONLY = Work(bytes_per_value=4)
 

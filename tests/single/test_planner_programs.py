@@ -1,4 +1,4 @@
-"""The planner's integer program and its slicing, against brute force."""
+"""Compares the planner's integer program and its slicing with brute force."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindnlp_dp.planner.slicing import slice_stages
 
 
 def brute_force_choice(costs, edges, usages, lifetimes, limit, follow, alias):  # noqa: PLR0917
-    """The least cost of all choices, one after the other; inf where none keeps to everything."""
+    """Return the least cost over all choices, or inf if no choice satisfies all constraints."""
     best = np.inf
     times = sorted({first for first, last in lifetimes if last > first})
     for choice in itertools.product(*(range(len(c)) for c in costs)):
@@ -39,7 +39,7 @@ def random_program(rng):
         if v and rng.random() < 0.25:
             leader = int(rng.integers(v))
             follow[v], sizes[v] = leader, sizes[leader]
-    # The same program in seconds, in microseconds and in bytes.
+    # The same program may have seconds, microseconds or bytes as its unit.
     scale = float(rng.choice([1e-6, 1.0, 1e9]))
 
     def numbers(*shape):
@@ -77,7 +77,7 @@ def test_integer_programs_equal_brute_force():
         assert choice.cost == pytest.approx(wanted, rel=1e-9)
         assert choice.bound == pytest.approx(wanted, rel=1e-9)
         fixed = [np.where(np.arange(len(c)) == s, c, np.inf) for c, s in zip(costs, choice.strategies)]
-        # Its strategies cost what it says, and are allowed.
+        # The chosen strategies are allowed, and have the reported cost.
         assert brute_force_choice(fixed, *program[1:]) == pytest.approx(choice.cost, rel=1e-12)
     assert min(outcomes.values()) > 150
 
@@ -85,7 +85,7 @@ def test_integer_programs_equal_brute_force():
 def test_an_infeasible_program_says_when_and_how_much_is_missing():
     with pytest.raises(InfeasibleError, match="at time 2, the 2 nodes.*take 12 bytes at least, and 10.*2 are missing"):
         choose_strategies([[0.0], [0.0]], [], usages=[[5], [7]], lifetimes=[(0, 3), (2, 4)], limit=10)
-    # Each alone could be thrifty; together, one of them must not.
+    # Each node alone could choose its smaller strategy, but both together may not.
     forbidden = np.array([[True, False], [False, False]])
     with pytest.raises(InfeasibleError, match="at time 0, .* take 11 bytes at least, and 9 are allowed: 2 are missing"):
         choose_strategies([[0, 0], [0, 0]], [], usages=[[4, 6], [5, 9]], limit=9, alias=[(0, 1, forbidden)])
@@ -108,7 +108,7 @@ def test_a_byte_too_much_is_too_much():
 def test_programs_of_nothing_and_of_one():
     assert choose_strategies([], []).cost == 0
     assert choose_strategies([[3.0, 2.0]], []).strategies == [1]
-    # A node's edge to itself is a cost of its strategies, by the diagonal.
+    # The diagonal of a node's edge to itself is added to the costs of its strategies.
     assert choose_strategies([[0.0, 1.0]], [(0, 0, [[5.0, 0.0], [0.0, 1.0]])]).strategies == [1]
 
 
@@ -138,7 +138,7 @@ def test_wrong_options_are_named():
 
 
 def brute_force_slicing(cost, allowed, sizes, num_devices, num_microbatches, boundary):  # noqa: PLR0917
-    """The least T of all slicings."""
+    """Return the least T over all slicings."""
     num_layers = len(cost)
     best = np.inf
     for num_stages in range(1, num_layers + 1):
@@ -233,7 +233,7 @@ def test_wrong_slicings_are_named(change, message):
 
 
 def test_a_memory_that_nearly_binds_takes_no_longer():
-    """Bytes that differ by a few, of usages of billions: sums that are over by a byte are below every tolerance."""
+    """Solve programs with usages near 1e9 bytes that differ by a few: an excess of one byte is below any tolerance."""
     rng = np.random.default_rng(3)
     for _ in range(20):
         num, k = 8, 3

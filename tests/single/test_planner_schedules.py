@@ -1,4 +1,4 @@
-"""Pipelines that are played, and reshardings that are scheduled, against what is known about them."""
+"""Compares simulated pipelines and scheduled resharding with known results."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_published_reshardings(source, destination, shape, num, naive, balan
 
 
 def check_schedule(tasks, schedule):
-    """Every task once, from a host that has it, and no host in two at a time."""
+    """Check that every task runs once, from a host with its data, and that a host sends and receives one at a time."""
     assert sorted(schedule.order) == list(range(len(tasks)))
     spans = {}
     for number, task in enumerate(tasks):
@@ -142,7 +142,7 @@ def as_tuple(task):
 
 
 def brute_force_schedule(tasks):
-    """The least makespan over every order of the tasks and every sender of each, all orders at once."""
+    """Return the least makespan over all orders of the tasks and all choices of senders; orders are vectorised."""
     orders = np.array(list(itertools.permutations(range(len(tasks)))))
     num_senders = 1 + max(s for senders, _, _ in tasks for s in senders)
     num_receivers = 1 + max(r for _, receivers, _ in tasks for r in receivers)
@@ -201,7 +201,7 @@ def test_schedules_are_the_same_again_and_large_ones_end():
     assert first == second
     check_schedule(tasks, first)
     assert schedule_tasks([]).makespan == 0
-    # Tasks of no duration take no time, and are done nevertheless.
+    # Tasks with a duration of zero take no time, but are still scheduled.
     check_schedule(done := [((0,), (0,), 0.0)] * 3, schedule_tasks(done, "greedy"))
 
 
@@ -212,7 +212,7 @@ def test_hosts_may_have_names():
 
 
 def test_pieces_rebuild_the_tensor():
-    """On any two meshes, what the pieces bring is each device's tile, each element once."""
+    """Check that, between any two meshes, the pieces fill each device's tile, and each element exactly once."""
     rng = np.random.default_rng(4)
     specs = ["RR", "S0R", "RS0", "S1R", "RS1", "S01R", "RS01", "S0S1", "S1S0", "S10R"]
     for _ in range(200):

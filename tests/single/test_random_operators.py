@@ -1,4 +1,4 @@
-"""What a forward pass draws is a function of the step's seed, whichever operator draws it."""
+"""Tests that the random numbers of a forward pass depend only on the step's seed, for every random operator."""
 
 from __future__ import annotations
 

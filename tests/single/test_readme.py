@@ -1,4 +1,4 @@
-"""What the pages name exists: files, public names, modules, flags, commands. And the two languages agree."""
+"""Tests that pages name existing files, public names, modules, flags and commands, and that both languages agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def page(request):
 
 
 def what_is_missing(text: str, folder: Path) -> list[str]:
-    """Links, relative to the folder of their page, and paths from the root, that lead nowhere."""
+    """Return links relative to the page's folder, and paths relative to the root, that do not exist."""
     wrong = [link for link in _LINK.findall(text) if not (folder / link).exists()]
     return wrong + [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
 
@@ -71,7 +71,7 @@ def test_commands_exist(page):
 
 
 def test_the_pages_say_something():
-    """So that the tests above have something to look at."""
+    """Check that the pages name enough paths, links, names and commands for the tests above to be meaningful."""
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     assert len(set(_PATH.findall(text))) > 50
     assert len(set(_LINK.findall(text))) > 15
@@ -87,11 +87,11 @@ def test_a_readme_is_short(name):
 
 @pytest.mark.parametrize("folder", ["", "homework"])
 def test_the_languages_agree(folder):
-    """The same headings, code (comments aside) and numbers, in the same order."""
+    """Compare the headings, the code without comments, and the numbers, in their order."""
     english, chinese = ((ROOT / folder / name).read_text(encoding="utf-8") for name in READMES)
 
     def outline(text):
-        # A block without a language is a picture in letters, with words in it.
+        # A block without a language is an ASCII diagram, which contains words to translate.
         code = "\n".join(re.findall(r"^```\w+\n.*?^```", text, re.DOTALL | re.MULTILINE))
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         return {

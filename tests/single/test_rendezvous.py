@@ -1,4 +1,4 @@
-"""How a job's hosts know each other, how many ranks they have, and what `mindnlp-dp run` makes of what was typed."""
+"""Tests how the hosts of a job join it, how many ranks each has, and how `mindnlp-dp run` reads its command line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOKEN = b"0123456789abcdef"
 
 @pytest.fixture
 def ends():
-    """A server's and a client's end of a connection."""
+    """Return a function that makes the server's and the client's end of a connection."""
     made = []
 
     def make(of_server=TOKEN, of_client=TOKEN):
@@ -69,7 +69,7 @@ def greet(*ends):
 @pytest.mark.core
 def test_messages_arrive_in_order_and_whole(ends):
     server, client = ends()
-    # Said before they know each other: kept.
+    # A message that is sent before authentication is kept.
     client.send({"say": "first", "text": "ä" * 100_000})
     greeted = []
     while not greeted:
@@ -97,7 +97,7 @@ def test_who_does_not_know_the_token_is_turned_away(ends, tokens):
 
 @pytest.fixture
 def meeting():
-    """A head, its port, and how to call it."""
+    """Return a head and a function that connects to it and joins."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -144,7 +144,7 @@ def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, s
     listener.start()
     began = time.monotonic()
     head.close(3)
-    # Nobody is waited for that does not listen.
+    # The head does not wait for a client that does not listen.
     assert time.monotonic() - began < 3.5
     listener.join()
     assert [said for said in heard if said["do"] == "over"] == [{"do": "over", "code": 3, "why": ""}]
@@ -216,11 +216,11 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
         assert "it has mindnlp_dp 2, the endpoint's host 1" in heard[-1]["why"]
         noisy.settimeout(5)
         with pytest.raises((ConnectionError, AssertionError)):
-            # The greeting, then the end.
+            # The connection sends its greeting and is then closed.
             while noisy.recv(1024):
                 pass
             raise AssertionError
-        # The same launcher over another connection: its first one is forgotten.
+        # The same launcher joins over another connection: its first connection is dropped.
         again = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
         again.send(said)
         first, deadline = head.hosts[0], time.monotonic() + 10
@@ -288,7 +288,7 @@ def test_tokens(tmp_path, monkeypatch):
     path.chmod(0o600)
     assert read_token({"MINDNLP_DP_RDZV_TOKEN": "other"}, path) == b"0123456789abcdef"
     if os.geteuid() == 0:
-        # As Kubernetes has it: root's, and the pod's group can read it.
+        # Kubernetes mounts it like this: owned by root, and readable by the pod's group.
         path.chmod(0o440)
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: 1000)
@@ -308,7 +308,7 @@ def test_wrong_endpoints(text):
 def test_whose_endpoint_it_is():
     assert is_this_host("127.0.0.1")
     assert is_this_host("localhost")
-    assert not is_this_host("192.0.2.1")  # of no host (RFC 5737)
+    assert not is_this_host("192.0.2.1")  # an address of no host (RFC 5737)
     assert not is_this_host("no.such.host.invalid")
 
 
@@ -436,7 +436,7 @@ def test_without_a_fork_server_a_worker_works_itself(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_a_fork_server_of_another_user_gets_nothing(tmp_path):
-    """Though it listens where ours was meant to."""
+    """Check a server of another user that listens at the path of our fork server."""
     path = str(tmp_path / "ranks")
     stranger = subprocess.Popen(
         [sys.executable, "-c", "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); "
@@ -461,13 +461,13 @@ def test_a_fork_server_takes_no_path_at_which_something_is(tmp_path):
         alive.listen()
         with pytest.raises(OSError, match="Address already in use"):
             _Server(str(tmp_path / "ranks"))
-    # Of a server that has ended.
+    # The socket belongs to a server that has ended.
     _forget_socket_of_the_dead(str(tmp_path / "ranks"))
     assert not (tmp_path / "ranks").exists()
 
 
 def test_half_a_call_costs_a_fork_server_nothing(tmp_path):
-    """Neither descriptors nor, for long, the time of the others."""
+    """Check that incomplete requests leave no open descriptors and delay other clients only briefly."""
     server = _Server(str(tmp_path / "ranks"))
     before = len(os.listdir("/proc/self/fd"))
     for text in (b"", b"{", b"[]\n", b'{"module": 1}\n'):
@@ -491,7 +491,7 @@ def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():
 
 
 def test_many_silent_callers_keep_no_host_out(meeting):
-    """Also where they come again and again, from the host's own address."""
+    """Check this also for clients that connect again and again from the host's own address."""
     head, come = meeting
     port = head._listening.getsockname()[1]
     silent, until = [], time.monotonic() + 60
@@ -542,7 +542,7 @@ def test_a_full_endpoint_is_not_taken_for_another_token(monkeypatch):
 
 
 class SlowHost:
-    """Takes longer to end its ranks than a silent host is waited for."""
+    """A host that takes longer to end its ranks than the head waits for a silent host."""
 
     name, number = "b", 0
 
@@ -591,7 +591,7 @@ def test_a_launcher_that_was_stopped_itself_blames_nobody(meeting):
     while not head.hosts:
         head.pump(0.01)
     connection.send({"say": "busy"})
-    # As after SIGSTOP, or a disk that did not answer.
+    # The state after SIGSTOP, or after a disk did not respond.
     head._pumped -= 60
     head.hosts[0].heard -= 60
     head.pump(0.01)
@@ -607,7 +607,7 @@ def test_where_the_endpoint_listens(address):
         for own in ("127.0.0.1", "::1"):
             if own in only:
                 with socket.create_connection((own, port), timeout=5), listening.accept()[0] as there:
-                    # As mpirun and people write it.
+                    # mpirun and users write the address in this form.
                     assert address_of(there.getpeername()) == own
             else:
                 with pytest.raises(OSError, match="refused"):
@@ -637,7 +637,7 @@ def test_the_remote_shells_token_is_in_a_file_of_ours(tmp_path):
     line = remote_shell("127.0.0.1:29400", TOKEN, tmp_path)
     [file] = tmp_path.iterdir()
     assert line[-1] == str(file)
-    # mpirun takes the line apart at colons.
+    # mpirun splits its command line at colons.
     assert not any(part in " ".join(line) for part in (":", TOKEN.decode()))
     assert file.read_text() == f"127.0.0.1:29400\n{TOKEN.decode()}\n"
     assert file.stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,4 @@
-"""mindnlp-dp report: what it reads, refuses, and shows."""
+"""Tests what mindnlp-dp report reads, refuses and shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindnlp_dp.text_classification.recorder import RunRecorder, most_confused
 
 
 def report_of(world_size=1, rate=100.0, accuracy=0.5, timed=True, **more):
-    """What a run of two epochs leaves."""
+    """Return the report of a run of two epochs."""
     history = []
     for step in range(10, 50, 10):
         history.append({"loss": 4.0 - step / 20, "step": step, "seconds": step / rate * 64})
@@ -51,7 +51,7 @@ def two(tmp_path):
 
 
 class Text(HTMLParser):
-    """The words of a page, and what it would fetch."""
+    """Collects the words of an HTML page and the addresses that it would fetch."""
 
     def __init__(self, page):
         super().__init__()
@@ -99,7 +99,7 @@ def test_what_it_tells(two):
 
 @pytest.mark.parametrize("more", [{}, {"replica_digests": ["0123456789abcdef", "fedcba9876543210"]}])
 def test_replicas_that_differ_are_shown_so(tmp_path, more):
-    """An older version's report has no digest but rank 0's."""
+    """Check also a report of an older version, which has the digest of rank 0 only."""
     run = write(tmp_path / "run", report_of(2, replicas_in_sync=False, **more))
     words = Text(render(read_runs([run]))).words
     assert "DIFFER" in words

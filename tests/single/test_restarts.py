@@ -1,4 +1,4 @@
-"""Whether a job is started again, what becomes of an earlier one's files, and who is to blame."""
+"""Tests whether a job is restarted, what happens to the files of an earlier job, and which rank is blamed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_earlier_jobs_files_are_put_aside_and_nobody_elses(tmp_path):
     for number in range(2, 6):
         (tmp_path / "worker_0.log").write_text(str(number))
         put_earlier_job_aside(tmp_path)
-    # The last three say why a job was started again and again.
+    # The last three are kept: they show why a job was restarted repeatedly.
     assert sorted(path.name for path in tmp_path.glob("job_*")) == ["job_3", "job_4", "job_5"]
     assert (tmp_path / "job_5/worker_0.log").read_text() == "5"
 
@@ -86,7 +86,7 @@ def test_a_users_file_is_not_taken_for_a_log(tmp_path):
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(LaunchError, match="is no job's, and holds job_100, job_101, .* progress, which a job would"):
         put_earlier_job_aside(tmp_path)
-    # Nor by a host that joins a later try.
+    # A host that joins a later attempt does not move them either.
     with pytest.raises(LaunchError, match="is no job's"):
         LocalHost({}, 1).clear(str(tmp_path), 2)
     assert sorted(os.listdir(tmp_path)) == before
@@ -116,7 +116,7 @@ def test_a_trys_logs_are_put_aside(tmp_path):
 
 
 def test_another_hosts_clock_does_not_say_who_failed_first(monkeypatch):
-    """It is an hour ahead: its rank failed two seconds ago, as this host has it."""
+    """Convert the time of a failure two seconds ago from a host whose clock is an hour ahead."""
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
     sent = json.loads(json.dumps(Report(statuses={3: Status(1, now + 3600 - 2.0)}).to_json()))
@@ -203,7 +203,7 @@ def test_two_jobs_have_two_log_folders(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_logs_that_leads_nowhere(tmp_path, monkeypatch):
-    """A link to a disk that is not mounted."""
+    """Check a link to a disk that is not mounted."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").symlink_to(tmp_path / "not here")
     with pytest.raises(LaunchError, match="cannot be written to"):

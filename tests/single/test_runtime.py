@@ -31,7 +31,7 @@ def test_split_cores_uses_every_core_once_when_there_are_enough(num_cores, num_p
 @pytest.mark.parametrize(
     ("sets", "mine"),
     [
-        ([(0, 1), (0, 1)], [(0,), (1,)]),  # nobody bound them apart, on the whole machine
+        ([(0, 1), (0, 1)], [(0,), (1,)]),  # not bound to different cores, on all cores of the machine
         ([(4, 5, 6), (4, 5, 6)], [(4, 5), (6,)]),  # or in a container
         ([(0, 1), (2, 3)], [(0, 1), (2, 3)]),
         ([(0,), (0,)], [(0,), (0,)]),
@@ -78,7 +78,7 @@ def test_step_seeds_differ_and_are_fixed():
     seeds = {step_seed(42, r, s, m) for r in range(4) for s in range(50) for m in range(4)}
     assert len(seeds) == 800
     assert all(0 <= seed < 2**31 for seed in seeds)
-    assert step_seed(42, 1, 2, 3) == 583234721  # a resumed run replays it, in a later version too
+    assert step_seed(42, 1, 2, 3) == 583234721  # a resumed run replays it, also with a later version
 
 
 def test_seeded_replays_dropout_and_keeps_numpys_state():
@@ -116,7 +116,7 @@ assert of_blas == {settings.num_threads} or sys.argv[1] != "CPU", of_blas
 
 
 def configure(*arguments, cores=None):
-    """What configure_runtime does in a new process, where nothing has been set yet."""
+    """Return the effect of configure_runtime in a new process, where nothing has been set yet."""
     bind = (lambda: os.sched_setaffinity(0, cores)) if cores else None
     done = subprocess.run(
         [sys.executable, "-c", CONFIGURE, *arguments], capture_output=True, text=True, preexec_fn=bind, check=True

@@ -19,7 +19,7 @@ SIZES = {
 
 
 def read(sampler, epoch=0, start=0):
-    """rank -> update -> micro step -> indices, as lists."""
+    """Return lists of indices by rank, update and micro-step."""
     return [
         [[micro.tolist() for micro in window] for window in sampler.shard_indices(rank, epoch, start)]
         for rank in range(sampler.world_size)
@@ -27,7 +27,7 @@ def read(sampler, epoch=0, start=0):
 
 
 def test_a_literal_table():
-    """Ten samples, two ranks, micro batches of two, two micro steps: a full global batch, and a short one."""
+    """Split ten samples over two ranks, in two micro-steps of two samples: a full global batch and a short one."""
     sampler = GlobalBatchSampler(10, 2, world_size=2, accumulation_steps=2, shuffle=False)
     assert (sampler.global_batch_size, sampler.num_updates) == (8, 2)
     assert read(sampler) == [
@@ -76,7 +76,7 @@ def test_micro_batches_fit_and_a_short_batch_is_split_evenly(**sizes):
 
 @given(num_samples=st.integers(1, 100), seed=st.integers(0, 5), epoch=st.integers(0, 3))
 def test_the_global_batches_do_not_depend_on_the_number_of_ranks(num_samples, seed, epoch):
-    """1 x 12, 2 x 6, 2 x 3 x 2 micro steps, 12 x 1: one sequence."""
+    """Compare 1 x 12, 2 x 6, 2 x 3 x 2 micro-steps and 12 x 1: the sequence is the same."""
     layouts = [(12, 1, 1), (6, 2, 1), (3, 2, 2), (1, 12, 1), (2, 3, 2)]
     sequences = []
     for micro, world, accumulation in layouts:
@@ -98,14 +98,14 @@ def test_a_later_start_reads_the_rest_of_the_same_sequence(num_samples, start):
     updates=st.integers(0, 3), uneven=st.sampled_from(["keep", "drop"]),
 )  # fmt: skip
 def test_batches_of_other_sizes_read_the_rest_of_the_same_sequence(num_samples, sizes, updates, uneven):
-    """So many updates of each size, then all that is left in batches of the last."""
+    """Read some updates of each size, then all remaining samples in batches of the last size."""
     order, read = epoch_order(num_samples, 0, 1), []
     for size in sizes:
         sampler = GlobalBatchSampler(num_samples, 3, 2, samples_per_update=size, uneven=uneven)
         update, offset = sampler.place_of(len(read))
         assert (offset == 0) == (len(read) == update * size)
         ranks = [list(sampler.shard_indices(rank, 1, update, offset)) for rank in range(2)]
-        # It ends as an epoch does that had this size from its beginning.
+        # It ends like an epoch that had this size from the beginning.
         assert len(ranks[0]) == sampler.num_updates - update
         windows = [[int(i) for window in parts for micro in window for i in micro] for parts in zip(*ranks)]
         last = size == sizes[-1]
@@ -120,7 +120,7 @@ def test_order_is_a_function_of_seed_and_epoch():
     orders = {(seed, epoch): tuple(epoch_order(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(set(orders.values())) == 4
     assert orders[1, 1] == tuple(epoch_order(50, 1, 1))
-    # Fixed for ever: a checkpoint's position means nothing in another order.
+    # The order must never change: a checkpoint's position has no meaning in another order.
     assert epoch_order(8, 42, 0).tolist() == [3, 4, 2, 7, 6, 1, 5, 0]
     np.testing.assert_array_equal(epoch_order(4, 42, 0, shuffle=False), np.arange(4))
 
@@ -181,7 +181,7 @@ def test_grouping_by_length_is_an_order_with_the_longest_first(lengths, batch_si
     grouped = grouped_by_length(order, lengths, batch_size)
     assert sorted(grouped) == list(range(len(lengths)))
     assert lengths[grouped[0]] == lengths.max()
-    # But for the two that changed places, every stretch falls.
+    # Lengths decrease within every stretch, except at the two samples that were exchanged.
     stretch = batch_size * max(1, min(50, len(lengths) // (4 * batch_size)))
     rises = [i for i in range(1, len(grouped)) if lengths[grouped[i]] > lengths[grouped[i - 1]] and i % stretch]
     assert len(rises) <= 2

@@ -1,4 +1,4 @@
-"""Rows that the ranks of a host share: found, verified, allocated by their own ranks; or None on all of them."""
+"""Tests the rows that ranks of a host share: they are found, verified and allocated by their ranks, or None on all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindnlp_dp.gradients.buckets.layout import pack_buckets
 
 
 class Host:
-    """One rank of a host of two, in this process; the other one answers as told."""
+    """One rank of a two-rank host in this process; the other rank's answers are given."""
 
     size = 2
 
@@ -47,7 +47,7 @@ def test_what_was_opened_is_the_memory_that_was_made():
 
 @pytest.mark.parametrize("what", ["another file", "another nonce", "a longer file", "nothing", "a folder"])
 def test_what_only_has_its_number_is_not_taken_for_it(what, tmp_path):
-    """In another PID namespace the process and the descriptor are somebody else's."""
+    """Refuse a process and a descriptor with the same numbers that, in another PID namespace, are different ones."""
     with tempfile.TemporaryFile() as file:
         file.write(bytes(256) + (b"x" if what == "another nonce" else b"n") * (17 if what == "a longer file" else 16))
         file.truncate(200 if what == "another file" else None)
@@ -112,7 +112,7 @@ def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
 
 
 def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
-    """As if tensors shared an array's memory without holding on to the array."""
+    """Simulate tensors that share an array's memory without a reference to the array."""
     held = []
 
     def from_host(array, dtype):

@@ -1,4 +1,4 @@
-"""The laws from their closed forms; what a report makes of measurements."""
+"""Tests the closed forms of the speed-up laws, and what a report computes from measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_closed_forms(num_devices, fraction):
     amdahl, gustafson = amdahl_speedup(num_devices, fraction), gustafson_speedup(num_devices, fraction)
     assert amdahl == pytest.approx(num_devices / (num_devices * (1 - fraction) + fraction))
     assert gustafson == pytest.approx(num_devices - (1 - fraction) * (num_devices - 1))
-    # The same for one device, and for work that can be shared in full; else growing work gains more.
+    # The laws agree for one device and for fully parallel work; otherwise growing work gains more.
     assert gustafson >= amdahl - 1e-12
     if num_devices > 1:
         assert parallel_fraction(num_devices, amdahl) == pytest.approx(fraction)
@@ -43,7 +43,7 @@ def test_a_fraction_needs_something_to_compare():
 
 
 def test_a_report(capsys, tmp_path):
-    """Measurements that follow the laws give their fractions back; ones beyond them are cut at 1."""
+    """Check that measurements that follow the laws give their fractions, and that those above the laws give 1."""
     rates = {
         n: {"global batch stays": 100 * amdahl_speedup(n, 0.9), "rank's batch stays": 100 * gustafson_speedup(n, 0.95)}
         for n in (1, 2, 4)
@@ -56,7 +56,7 @@ def test_a_report(capsys, tmp_path):
     assert lines[1] == "Amdahl: the global batch stays; parallel fraction 0.9000"
     assert lines[3].split() == ["1", "100", "1.000", "100", "1.00", "1.00"]
     assert lines[5].split() == ["4", "100", "0.769", "308", "3.08", "3.08"]
-    # Eight were not measured.
+    # Eight devices were not measured.
     assert lines[6].split() == ["8", "100", "0.588", "471", "4.71"]
     plot(fitted, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,4 +1,4 @@
-"""docs/testing.md names the test that shows each promise; it exists, and the marker `core` runs it by default."""
+"""Tests that docs/testing.md names an existing test for each promise, and that the marker `core` runs it by default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMISES = re.findall(r"^\| (.+) \| `(tests/\S+\.py)::(\w+)` \|$", (ROOT / "docs
 
 
 def decorators_of(source: str, test: str) -> str:
-    """What stands between a test and the definition before it."""
+    """Return the decorators of a test."""
     blocks = re.findall(rf"((?:^[^\n]+\n)*?)^(?:    )?def {test}\(", source, re.MULTILINE)
     assert len(blocks) == 1, f"{len(blocks)} tests {test}"
     return blocks[0]

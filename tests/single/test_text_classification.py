@@ -44,7 +44,7 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
     text = "word " * limit
     path = write(tmp_path / name, f"text{delimiter}label\n{text}{delimiter}x\n")
     assert read_examples(path) == Examples([text], ["x"])
-    # Other readers in this process keep theirs, also when a file is refused.
+    # Other readers in this process keep their limit, even if a file is refused.
     with pytest.raises(InputError):
         read_examples(write(tmp_path / name, ""))
     assert csv.field_size_limit() == limit
@@ -174,7 +174,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
     assert (config.num_epochs, config.learning_rate, config.tune_runtime, config.seed) == (1.5, 3e-4, False, 42)
     assert (
         parse_config(FinetuneConfig, ["--config", path, "--num-epochs", "2"]).num_epochs == 2.0
-    )  # a flag that equals a default
+    )  # a flag with the value of a default
     assert parse_config(FinetuneConfig, []) == FinetuneConfig()
 
 

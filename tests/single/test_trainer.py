@@ -1,4 +1,4 @@
-"""World size 1 against MindNLP's own Trainer: the wrapper changes nothing."""
+"""Compares training at world size 1 with MindNLP's own Trainer: the wrapper changes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_same_weights_and_losses_as_the_stock_trainer(tmp_path, optim):
     for mine, theirs in zip(ours.state.log_history, stock.state.log_history):
         assert mine.get("learning_rate") == theirs.get("learning_rate")
         assert mine.get("epoch") == theirs.get("epoch")
-    # Key biases have gradients of rounding noise, of which AdamW makes whole steps (see test_equivalence.py).
+    # Gradients of key biases are rounding noise, which AdamW turns into full steps (see test_equivalence.py).
     for name, weight in weights(ours.model).items():
         loose = optim == "adamw" and name.endswith("key.bias")
         np.testing.assert_allclose(
