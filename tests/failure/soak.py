@@ -34,7 +34,7 @@ from mindnlp_dp.launch.status import read_of_all_hosts
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 # Longer than rank 0 takes to prepare the data while the others wait.
 HANG_SECONDS = 8
-# A few of the 233 updates of an epoch, eleven on a fast machine, are made between two faults: the job must outlast them.
+# Between two faults some of the 233 updates of an epoch are made, eleven on a fast machine: the job must outlast all.
 # In place, the job continues while the launcher still polls, so more updates are made.
 FAULTS_AN_EPOCH, FAULTS_AN_EPOCH_IN_PLACE = 15, 6
 # A fault after which nothing has changed for so long had no effect.
