@@ -9,9 +9,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Optional
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Optional
 
 # Kubernetes, Slurm and systemd grant 30 s or more between SIGTERM and SIGKILL.
 GRACE_PERIOD_SECONDS = 30.0
@@ -40,17 +40,11 @@ class Termination:
         self._is_awaited = False
         self.asked: Optional[float] = None
 
-    @contextmanager
-    def handled(self) -> Iterator[None]:
+    def handled(self) -> AbstractContextManager[None]:
         """End the job on SIGTERM, or on SIGHUP when the terminal is closed, inside the block."""
         # A signal that is ignored stays so: nohup ignores SIGHUP.
         numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, self._hear) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return _handlers(numbers, self._hear)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -61,17 +55,9 @@ class Termination:
         finally:
             self._is_awaited = False
 
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
+    def ignored(self) -> AbstractContextManager[None]:
         """Ignore signals inside the block, so that this launcher can make sure that all ranks have ended."""
-        is_theirs = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if is_theirs else ()
-        previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        return _handlers((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)
 
     def _hear(self, number: int, frame: object) -> None:
         if number != signal.SIGTERM or not self._is_awaited or self.asked is not None or not self._grace_period:
@@ -82,3 +68,16 @@ class Termination:
         """Raise Interrupted if the job was asked to end, and is saved or has used up its grace period."""
         if self.asked is not None and (is_saved or time.monotonic() - self.asked > self._grace_period):
             raise Interrupted(signal.SIGTERM)
+
+
+@contextmanager
+def _handlers(numbers: Iterable[int], handler: Any) -> Iterator[None]:
+    """Install a handler for these signals inside the block. Python allows it in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -338,8 +338,12 @@ def test_what_a_collator_draws_is_another_on_each_rank_and_the_same_when_resumed
 
     def collate(rows):
         # Draw from MindNLP's own generator if it has one.
-        rand = __import__("mindtorch").rand if is_0_5 else mindspore.ops.rand
-        drawn.append(float(rand(1).asnumpy()[0]) if not is_0_5 else float(rand(1).numpy()[0]))
+        if is_0_5:
+            import mindtorch
+
+            drawn.append(mindtorch.rand(1).item())
+        else:
+            drawn.append(float(mindspore.ops.rand(1).asnumpy()[0]))
         return default_collate(rows)
 
     def run(resume=None):
