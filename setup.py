@@ -1,4 +1,4 @@
-"""This script packages mindnlp_dp; mindnlp_dp/versions.py lists the supported Python, MindSpore and MindNLP."""
+"""This script packages mindnlp_dp; mindnlp_dp/runtime/versions.py lists the supported Python, MindSpore and MindNLP."""
 
 import runpy
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSIONS = runpy.run_path(str(HERE / "mindnlp_dp" / "versions.py"))
+VERSIONS = runpy.run_path(str(HERE / "mindnlp_dp" / "runtime" / "versions.py"))
 FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON"]
 
 EXTRAS = {

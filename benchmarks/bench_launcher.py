@@ -98,7 +98,7 @@ import mindnlp_dp as dp
 group = dp.init_process_group()
 from mindnlp.core import optim
 from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
-from mindnlp_dp.runtime.progress import read
+from mindnlp_dp.runtime.heartbeat import read
 from mindnlp_dp.launch.status import PROGRESS
 model = RobertaForSequenceClassification(RobertaConfig(
     vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128))
@@ -392,13 +392,13 @@ def _fork_server() -> Iterator[dict[str, str]]:
 
 
 def _report_seconds() -> float:
-    from mindnlp_dp.runtime import progress
+    from mindnlp_dp.runtime import heartbeat
 
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "progress")
-        progress.create(path, 1)
-        progress.report_to(path, 0)
-        return min(timeit.repeat(progress.step, number=10000, repeat=5)) / 10000
+        heartbeat.create(path, 1)
+        heartbeat.report_to(path, 0)
+        return min(timeit.repeat(heartbeat.step, number=10000, repeat=5)) / 10000
 
 
 if __name__ == "__main__":

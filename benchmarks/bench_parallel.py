@@ -73,7 +73,7 @@ def job(args: argparse.Namespace) -> dict[str, Any]:
     if args.job == "save":
         build(args.model).save_pretrained(args.weights)
         return {}
-    from mindnlp_dp.parallel.mesh import parse_mesh
+    from mindnlp_dp.schedules.mesh_spec import parse_mesh
 
     mesh = dp.init_device_mesh(parse_mesh(args.mesh))
     if args.job == "memory":

@@ -26,7 +26,7 @@ from common import machine, write_json
 
 from mindnlp_dp.calibration.fit import measure_cluster
 from mindnlp_dp.planner import choose_strategies, load_cluster, load_model, plan, predict, slice_stages
-from mindnlp_dp.planner.schedule import SCHEDULES
+from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 MESHES: tuple[dict[str, int], ...] = ({"dp": 2}, {"tp": 2}, {"pp": 2})
 

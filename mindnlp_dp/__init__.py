@@ -19,9 +19,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mindnlp_dp.runtime.versions import __version__ as __version__
+from mindnlp_dp.runtime.versions import mindnlp_series
+
 from . import patches
-from .versions import __version__ as __version__
-from .versions import mindnlp_series
 
 # The package with the Trainer for the installed MindNLP.
 _TRAINER = f"trainers.mindnlp_{mindnlp_series().replace('.', '_')}"

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from .launch.run import JobOptions, LaunchError, run_job
+from mindnlp_dp.launch.engines import LaunchError
+from mindnlp_dp.launch.run import run_job
+from mindnlp_dp.launch.watch import JobOptions
+
 from .launch.run_options import RESTARTS_OF_ELASTIC_JOBS, OneSpelling, add_run_options, rendezvous_of
 from .launch.status import status_of, status_text
 

@@ -7,7 +7,7 @@
 #   MINDNLP    the series of MindNLP: 0.4 (default) or 0.5
 #   VENV       the folder (default: .venv beside setup.py; .venv-mindnlp-0.5 for 0.5)
 #   MINDSPORE  the version, for MindNLP 0.4 only (default: the one that all test suites run on)
-# mindnlp_dp/versions.py lists the supported versions.
+# mindnlp_dp/runtime/versions.py lists the supported versions.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MINDNLP=${MINDNLP:-0.4}
@@ -24,7 +24,7 @@ NEEDED_BY_MINDNLP_0_5=$ROOT/scripts/requirements_mindnlp_0_5.txt
 
 # Reads the supported range, Python 3.FIRST to 3.LAST, from the line PYTHON = ... of versions.py.
 read -r FIRST_PYTHON LAST_PYTHON < <(
-  sed -n 's/^PYTHON = ((3, \([0-9]*\)), (3, \([0-9]*\)))$/\1 \2/p' "$ROOT/mindnlp_dp/versions.py"
+  sed -n 's/^PYTHON = ((3, \([0-9]*\)), (3, \([0-9]*\)))$/\1 \2/p' "$ROOT/mindnlp_dp/runtime/versions.py"
 )
 
 _version_of() {
@@ -55,14 +55,14 @@ _mindspore() {
     sed -n 's/^mindspore==//p' "$NEEDED_BY_MINDNLP_0_5"
   else
     echo "${MINDSPORE:-$("$1" -c 'import runpy, sys; print(runpy.run_path(sys.argv[1])["BEST_MINDSPORE"])' \
-      "$ROOT/mindnlp_dp/versions.py")}"
+      "$ROOT/mindnlp_dp/runtime/versions.py")}"
   fi
 }
 
 _what_is_installed() {
   echo "MindNLP $MINDNLP, MindSpore $(_mindspore "$1"), $(
     cat "$ROOT/setup.py" "$NEEDED_BY_MINDNLP_0_5" "$ROOT/scripts/environment.sh" \
-      <(grep ' = ' "$ROOT/mindnlp_dp/versions.py") | cksum
+      <(grep ' = ' "$ROOT/mindnlp_dp/runtime/versions.py") | cksum
   )"
 }
 

@@ -23,8 +23,9 @@ from mindnlp_dp.data.batch_sizes import (
     check_every_rank_has_a_sample,
     for_stages,
 )
-from mindnlp_dp.parallel.mesh import parse_mesh
 from mindnlp_dp.report.schema import RunReport
+from mindnlp_dp.runtime.versions import mindnlp_series
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
 from mindnlp_dp.text_classification.examples import InputError
 from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan, parse_layers
@@ -37,7 +38,6 @@ from mindnlp_dp.text_classification.task import (
     prepare_task,
     save_tokenizer,
 )
-from mindnlp_dp.versions import mindnlp_series
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindnlp_dp.runtime.torch_like import torch_like
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 __all__ = [
     "EarlyStoppingCallback",

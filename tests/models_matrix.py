@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 import mindnlp_dp as dp
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "models.md"
@@ -104,8 +104,8 @@ def check(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
 
 def has_no_values(name: str, weight: Any) -> bool:
     """Tell whether a weight has no memory, is not finite, or is zero where the model then cannot learn."""
-    from mindnlp_dp.arrays.inspection import is_uninitialized
     from mindnlp_dp.replicas.initialized import is_zero_by_mistake
+    from mindnlp_dp.runtime.arrays import is_uninitialized
 
     if is_uninitialized(weight) or not np.isfinite(weight.asnumpy()).all():
         return True
@@ -115,8 +115,8 @@ def has_no_values(name: str, weight: Any) -> bool:
 def forward_and_backward(model: Any, columns: Any, kernels: str) -> tuple[float, list[Any]]:
     from mindnlp_dp.data.batches import as_tensors
     from mindnlp_dp.kernels.choice import choose
-    from mindnlp_dp.runtime.torch_like import torch_like
-    from mindnlp_dp.step.seeds import seeded
+    from mindnlp_dp.runtime.mindnlp_api import torch_like
+    from mindnlp_dp.runtime.random_state import seeded
 
     choose(kernels, 1)
     try:

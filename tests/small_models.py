@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 LENGTH, VOCAB_SIZE, NUM_LABELS, NUM_CHOICES = 12, 64, 3, 2
 IGNORED = -100

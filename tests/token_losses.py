@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from small_models import build, find, samples
 
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.versions import mindnlp_series
 from models import alone, train, weights
 
 # A decoder whose labels the caller has already shifted.

@@ -24,7 +24,7 @@ from mindnlp_dp.launch.measurement import run_measurement
 from mindnlp_dp.planner.cluster import Cluster, Link
 from mindnlp_dp.planner.models import load_model
 from mindnlp_dp.planner.stage_costs import Sharing, StageCosts
-from mindnlp_dp.runtime.atomic_files import in_place_of
+from mindnlp_dp.runtime.atomic_write import in_place_of
 
 # Terms of the fit, in the order of the formula above.
 TERMS = ("flops", "values", "scores", "draws", "calls", "gradients", "parameters")

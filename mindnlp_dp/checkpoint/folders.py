@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
-from mindnlp_dp.runtime.atomic_files import clean_up_after_a_kill
+from mindnlp_dp.runtime.atomic_write import clean_up_after_a_kill
 
 from .folder_lock import try_to_lock_folder
 from .manifest import CheckpointError, RunId, check_checkpoint, job_of, run_of

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from safetensors import SafetensorError, safe_open
 
-from mindnlp_dp.launch.environment import job_of_this_process
+from mindnlp_dp.runtime.job_context import job_of_this_process
 
 from .state_tree import array_names
 

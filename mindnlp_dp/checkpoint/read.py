@@ -9,9 +9,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from mindnlp_dp.arrays.conversion import from_host, set_weight, to_host
-from mindnlp_dp.arrays.types import dtype_name
-from mindnlp_dp.replicas.weights import all_names, transient_buffers
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
+from mindnlp_dp.runtime.named_weights import all_names, transient_buffers
 
 from .manifest import MODEL_FILES, STATE, CheckpointError, check_checkpoint
 from .state_tree import PackedState

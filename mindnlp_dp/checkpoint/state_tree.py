@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 
 # Keys that mark values in the outline for which JSON has no type.
 ARRAY, TENSOR, TUPLE, ITEMS = "$array", "$tensor", "$tuple", "$items"

@@ -8,9 +8,9 @@ from typing import Any, Callable, Optional
 import numpy as np
 from safetensors.numpy import save_file
 
-from mindnlp_dp.arrays.conversion import to_host
-from mindnlp_dp.replicas.weights import named_weights
-from mindnlp_dp.runtime.atomic_files import in_place_of
+from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.named_weights import named_weights
 
 from .manifest import MODEL, STATE, RunId, write_manifest
 from .state_tree import pack_state

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host
+from mindnlp_dp.runtime.arrays import from_host
 
 from .collectives import ProcessGroup
 

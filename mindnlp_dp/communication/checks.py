@@ -15,7 +15,7 @@ from typing import Any, Optional, Protocol
 
 import numpy as np
 
-from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.runtime.arrays import dtype_name
 
 from .transports.late_ranks import MissingMessageError
 from .transports.transport import Transport

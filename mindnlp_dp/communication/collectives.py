@@ -15,8 +15,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
-from mindnlp_dp.arrays.types import HALF_TYPES, dtype_name
+from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name, from_host, to_host
 
 from .checks import (
     check_agreement,

@@ -10,16 +10,14 @@ from typing import Optional
 
 from mindnlp_dp.kernels.choice import check_kernels
 from mindnlp_dp.kernels.choice import choose as choose_kernels
-from mindnlp_dp.launch.device_target import obey_device_target
-from mindnlp_dp.launch.launchers import detect_launch
 from mindnlp_dp.patches.mindspore_layers import use_kernels_in_layers
-from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.devices import obey_device_target
+from mindnlp_dp.runtime.launch_env import detect_launch
 
 from .checks import check_level
 from .collectives import ProcessGroup
 from .rendezvous import choose_backend, meet
-
-__all__ = ["ProcessGroup", "destroy_process_group", "get_process_group", "init_process_group"]
 
 _group: Optional[ProcessGroup] = None
 _data_group: Optional[ProcessGroup] = None
@@ -46,20 +44,19 @@ def init_process_group(
             earlier call.
         ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
-    global _group, was_started
     kernels = check_kernels(kernels)
-    if _group is not None:
-        if backend not in ("auto", _group.backend, _group.backend_kind):
-            raise ValueError(f"init_process_group({backend!r}), but the group was started with {_group.backend!r}")
+    if (group := current_group()) is not None:
+        if backend not in ("auto", group.backend, group.backend_kind):
+            raise ValueError(f"init_process_group({backend!r}), but the group was started with {group.backend!r}")
         if kernels == "mindspore":
             choose_kernels(kernels, 1)
-        return _group
+        return group
 
     check_level(checks)
     # MindNLP applies DEVICE_TARGET only when it is imported, which may be later.
     device = obey_device_target()
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
-    with progress.waiting("init_process_group"):
+    with heartbeat.waiting("init_process_group"):
         transport = meet(kind, launch)
     choose_kernels("mindspore", 1)
     if tune_runtime:
@@ -71,10 +68,22 @@ def init_process_group(
         if device == "CPU":
             choose_kernels(kernels, settings.num_threads)
             use_kernels_in_layers()
-    _group = ProcessGroup(transport, kind, checks=checks)
-    was_started = True
-    progress.meet()
+    group = ProcessGroup(transport, kind, checks=checks)
+    set_process_group(group)
+    heartbeat.meet()
+    return group
+
+
+def current_group() -> Optional[ProcessGroup]:
+    """Return the group of this process, or None if it has not joined one or has left it."""
     return _group
+
+
+def set_process_group(group: ProcessGroup) -> None:
+    """Set the group of this process, which :func:`get_process_group` returns from now on."""
+    global _group, was_started
+    _group = group
+    was_started = True
 
 
 def get_process_group() -> ProcessGroup:

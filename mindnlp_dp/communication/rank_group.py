@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar, cast
 
-from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime import heartbeat
 
 from .checks import check_agreement, check_rank, describe, raise_reported, report_of
 from .transports.transport import Transport
@@ -21,11 +21,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def waits(method: F) -> F:
-    """Decorate a method that may wait for other ranks: report it as a wait (:mod:`mindnlp_dp.runtime.progress`)."""
+    """Decorate a method that may wait for other ranks: report it as a wait (:mod:`mindnlp_dp.runtime.heartbeat`)."""
 
     @functools.wraps(method)
     def call(self: RankGroup, *args: Any, **kwargs: Any) -> Any:
-        report = progress.reporter()
+        report = heartbeat.reporter()
         if report is None:
             return method(self, *args, **kwargs)
         report.begin_to_wait(f"{method.__name__} of {self.world_size} ranks")
@@ -83,9 +83,9 @@ class RankGroup:
         A collective of the surviving ranks; each calls it after an error for which :meth:`tells_of_a_loss` is true.
         Objects that belong to the larger group, such as an exchange of gradients, can no longer be used.
         """
-        with progress.waiting("going on without a lost rank"):
+        with heartbeat.waiting("going on without a lost rank"):
             self._transport = self._transport.of_those_left()
-        progress.note_members(self.world_size)
+        heartbeat.note_members(self.world_size)
 
     def name_ranks(self, labels: Sequence[str]) -> None:
         """Set the names of the ranks in messages, in rank order."""

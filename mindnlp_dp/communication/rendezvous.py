@@ -1,11 +1,11 @@
 """This module chooses the library by which the processes of a job connect, and creates its transport.
 
-:func:`~mindnlp_dp.init_process_group` calls it with the launcher (:mod:`mindnlp_dp.launch.launchers`) and the device.
+:func:`~mindnlp_dp.init_process_group` calls it with the launcher (:mod:`mindnlp_dp.runtime.launch_env`) and the device.
 """
 
 from __future__ import annotations
 
-from mindnlp_dp.launch.launchers import MPI_LAUNCHERS, Launch
+from mindnlp_dp.runtime.launch_env import MPI_LAUNCHERS, Launch
 
 from .transports.single import SingleProcessTransport
 from .transports.transport import Transport

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
-from mindnlp_dp.runtime.progress import waiting
+from mindnlp_dp.runtime.arrays import from_host, to_host
+from mindnlp_dp.runtime.heartbeat import waiting
 
 from .checks import described_by, message_header
 from .collectives import ProcessGroup

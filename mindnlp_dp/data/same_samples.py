@@ -11,9 +11,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import to_host
-from mindnlp_dp.arrays.inspection import fingerprint
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.runtime.arrays import fingerprint, to_host
 
 from .source import checked_row
 

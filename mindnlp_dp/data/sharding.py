@@ -15,16 +15,7 @@ from typing import Optional
 
 import numpy as np
 
-
-def split_evenly(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Return the bounds ``(start, stop)`` of one of ``num_parts`` consecutive parts; the first ones may be larger by 1.
-
-    >>> [split_evenly(5, 3, part) for part in range(3)]
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    small, extra = divmod(num_items, num_parts)
-    start = part * small + min(part, extra)
-    return start, start + small + (part < extra)
+from mindnlp_dp.runtime.partition import split_evenly
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:

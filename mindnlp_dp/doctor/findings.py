@@ -21,9 +21,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from mindnlp_dp.launch.devices import count_devices
 from mindnlp_dp.launch.environment import CLUSTER_VARIABLES, find_mpirun, free_port
-from mindnlp_dp.versions import (
+from mindnlp_dp.runtime.devices import count_devices
+from mindnlp_dp.runtime.versions import (
     BESIDE_OTHER_MINDNLP,
     BEST_MINDNLP,
     BEST_MINDSPORE,

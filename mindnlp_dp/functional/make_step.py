@@ -23,13 +23,13 @@ from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.replicas.broadcast import broadcast_parameters
 from mindnlp_dp.replicas.initialized import check_values
-from mindnlp_dp.replicas.weights import named_weights
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
-from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.named_weights import named_weights
+from mindnlp_dp.runtime.random_state import step_seed
 from mindnlp_dp.step.loss_weight import checked_weight
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.model_of import BatchWeigher, model_of, modules_of
-from mindnlp_dp.step.seeds import step_seed
 from mindnlp_dp.step.span_loss import SpanLoss
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.update.choose import make_updater

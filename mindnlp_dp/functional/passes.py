@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.parallel.micro_batch import MicroBatch
-from mindnlp_dp.step.seeds import seeded
+from mindnlp_dp.runtime.random_state import seeded
 from mindnlp_dp.step.train_step import MicroStep
 
 if TYPE_CHECKING:

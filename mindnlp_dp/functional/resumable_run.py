@@ -34,7 +34,7 @@ from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data
 from mindnlp_dp.checkpoint.whole_model import whole_model
 from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
-from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime import heartbeat
 
 from .make_step import FunctionalStep
 
@@ -129,9 +129,9 @@ class FunctionalRun:
             write_checkpoint(path, state, write_model, run_id)
             remove_old_checkpoints(self.folder, self.keep, [path], run_id)
 
-        request = progress.checkpoint_request()
+        request = heartbeat.checkpoint_request()
         self.group.call_where(self.group.is_main, write, "saving a checkpoint")
-        progress.has_saved(request)
+        heartbeat.has_saved(request)
         return path
 
     def _become_writer(self) -> RunId:

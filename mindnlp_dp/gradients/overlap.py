@@ -26,8 +26,8 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.arrays.inspection import inspection
 from mindnlp_dp.communication.transports.channel import Channel
+from mindnlp_dp.runtime.arrays import inspection
 
 from .buckets.bucket import Bucket
 from .exchange_thread import ExchangeThread, ImmediateExchange

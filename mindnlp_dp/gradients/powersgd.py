@@ -20,9 +20,9 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel
+from mindnlp_dp.runtime.arrays import from_host, to_host
 
 from .buckets.bucket import Bucket
 from .buckets.layout import BucketLayout, Slot

@@ -28,9 +28,9 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.arrays import dtype_name
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 from .buckets.bucket import Bucket
 from .buckets.exchange import exchange_buckets

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 KERNELS = ("auto", "mindspore")
 VARIABLE = "MINDNLP_DP_KERNELS"

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
-from mindnlp_dp.runtime.executor import pynative_executor
+from mindnlp_dp.runtime.autograd import pynative_executor
 
 from . import activations
 from . import cross_entropy as cross_entropy_of_arrays

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.arrays.inspection import is_uninitialized
-from mindnlp_dp.versions import mindspore_is_before
+from mindnlp_dp.runtime.arrays import is_uninitialized
+from mindnlp_dp.runtime.versions import mindspore_is_before
 
 ITEM_BYTES = 4
 # Elements. malloc reuses the memory of smaller arrays; it returns larger ones to the system, and every page of the next

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
 
-from mindnlp_dp.runtime.progress import Progress
+from mindnlp_dp.runtime.heartbeat import Progress
 
 from .environment import clean_environment, cluster_environment, find_mpirun
 from .run_module import command as module_command

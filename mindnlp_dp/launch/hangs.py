@@ -1,6 +1,6 @@
 """Detect that a job hangs: report which ranks wait, in which collective, since when, and where the missing ranks are.
 
-:mod:`mindnlp_dp.launch.watch` polls the ranks' progress (:mod:`mindnlp_dp.runtime.progress`) with it. When no rank has
+:mod:`mindnlp_dp.launch.watch` polls the ranks' progress (:mod:`mindnlp_dp.runtime.heartbeat`) with it. When no rank has
 made progress for some time, a message is built from the stacks of all ranks. Live threads are not a sign of progress:
 the threads of a rank that hangs in a collective live, too.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from mindnlp_dp.runtime.progress import Progress
+from mindnlp_dp.runtime.heartbeat import Progress
 
 from .verdict import Failure
 

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Optional, Union
 
-from mindnlp_dp.runtime import progress
-from mindnlp_dp.runtime.progress import Progress
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.devices import default_device
+from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.job_context import host_environment
 
-from .devices import default_device
 from .engines import (
     GRACE_SECONDS,
     Cluster,
@@ -32,7 +33,6 @@ from .engines import (
     start_mpi,
     start_scheduler,
 )
-from .environment import host_environment
 from .fork_client import VARIABLE
 from .fork_server import ForkServer
 from .hangs import stacks_of
@@ -132,7 +132,7 @@ class LocalHost:
         self._looked, self._changed, self._statuses, self._has_ended = 0.0, 0, {}, False
         self._so_far, self._states = {}, {}
         try:
-            progress.create(log_dir / progress_file(this.index), this.num_ranks)
+            heartbeat.create(log_dir / progress_file(this.index), this.num_ranks)
             if this.backend == "mpi" and this.index:
                 # The first host's mpirun has its daemon started here: :meth:`run_daemon`.
                 return
@@ -171,7 +171,7 @@ class LocalHost:
             **self._environ,
             **this.variables,
             **host_environment(this.ranks),
-            progress.VARIABLE: progress_file(this.index),
+            heartbeat.VARIABLE: progress_file(this.index),
             **(self._fork_server.environment if self._fork_server is not None else {}),
         }
 
@@ -227,7 +227,7 @@ class LocalHost:
 
     def _ranks(self) -> dict[int, Progress]:
         assert self._try is not None
-        found = progress.read(Path(self._try.log_dir) / progress_file(self._try.index))
+        found = heartbeat.read(Path(self._try.log_dir) / progress_file(self._try.index))
         if not found:
             # The file was removed, or the disk is gone: return what was read last.
             return self._so_far
@@ -245,7 +245,7 @@ class LocalHost:
         """Ask this host's first rank for a checkpoint as soon as possible; requests are numbered from 1."""
         assert self._try is not None
         try:
-            progress.ask_for_checkpoint(Path(self._try.log_dir) / progress_file(self._try.index), number)
+            heartbeat.ask_for_checkpoint(Path(self._try.log_dir) / progress_file(self._try.index), number)
         except OSError as error:
             # The folder was removed; the ranks continue.
             print(f"rank {self._try.ranks.start} cannot be asked for a checkpoint: {error}", file=sys.stderr)

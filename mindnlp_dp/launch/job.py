@@ -3,7 +3,7 @@
 :mod:`mindnlp_dp.launch.run` creates the :class:`Job`. Each rank writes ``worker_R.log``; rank 0's is shown as it grows.
 A rank records how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.worker`), because the exit codes of
 libraries are not reliable: processes of MindSpore's cluster may exit with 1 after a successful job, mpirun with 0
-after one that lost a host. The ranks' progress is in a file in memory (:mod:`mindnlp_dp.runtime.progress`).
+after one that lost a host. The ranks' progress is in a file in memory (:mod:`mindnlp_dp.runtime.heartbeat`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
+from mindnlp_dp.launch.environment import free_port
+from mindnlp_dp.runtime.job_context import try_environment
+
 from .engines import POLL_SECONDS, TemporaryError
-from .environment import free_port, try_environment
 from .log_file import VARIABLE as LOG_MB
 from .remote_host import RemoteHost
 from .restarts import Restarts

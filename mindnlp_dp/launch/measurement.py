@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .run import JobOptions, run_job
+from mindnlp_dp.launch.run import run_job
+from mindnlp_dp.launch.watch import JobOptions
 
 
 def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:

@@ -15,15 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Optional, Union
 
-from mindnlp_dp.versions import __version__
+from mindnlp_dp.launch.job import Job
+from mindnlp_dp.launch.watch import JobOptions
+from mindnlp_dp.runtime.devices import default_device, too_many_workers
+from mindnlp_dp.runtime.launch_env import node_rank_of
+from mindnlp_dp.runtime.versions import __version__
 
 from .agent import Agent
-from .devices import default_device, too_many_workers
 from .engines import LaunchError
 from .head import Head, Rendezvous
 from .host import LocalHost
-from .job import Job, JobOptions
-from .launchers import node_rank_of
 from .log_dir import kept_by_this_job, new_log_dir
 from .messages import is_this_host
 from .output import Unhurried, hurry

@@ -10,10 +10,11 @@ import os
 from pathlib import Path
 from typing import Any, Optional
 
-from .devices import count_devices, default_device
+from mindnlp_dp.launch.watch import JobOptions
+from mindnlp_dp.runtime.devices import count_devices, default_device
+
 from .engines import LaunchError
 from .head import Rendezvous
-from .job import JobOptions
 from .messages import is_this_host, parse_endpoint, read_token
 from .sizes import Size
 from .torchrun_options import add_torchrun_options

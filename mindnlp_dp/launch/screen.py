@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Optional
 
-from mindnlp_dp.runtime.progress import Progress
+from mindnlp_dp.runtime.heartbeat import Progress
 
 from .engines import POLL_SECONDS
 from .output import hurry, is_behind, why_unread

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.runtime.progress import Progress, is_of_this_system, read
+from mindnlp_dp.runtime.heartbeat import Progress, is_of_this_system, read
 
 from .log_dir import RECORD
 from .verdict import read_statuses

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mindnlp_dp.runtime.progress import Progress
+from mindnlp_dp.runtime.heartbeat import Progress
 
 from .environment import name_of_try
 from .verdict import Ended, Status

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from mindnlp_dp.runtime.progress import Progress
+from mindnlp_dp.runtime.heartbeat import Progress
 
 from .engines import POLL_SECONDS
 from .hangs import EXIT_CODE, START_SECONDS, HangWatch, name_hang

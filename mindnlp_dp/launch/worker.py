@@ -24,12 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from mindnlp_dp.runtime import progress
-from mindnlp_dp.runtime.cores import split_cores
+from mindnlp_dp.launch.environment import name_of_try
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.job_context import goes_on_in_place, ranks_of_this_host
+from mindnlp_dp.runtime.launch_env import launched_rank
+from mindnlp_dp.runtime.threads import split_cores
 
-from .environment import goes_on_in_place, name_of_try, ranks_of_this_host
 from .fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
-from .launchers import launched_rank
 from .log_file import LogFile
 from .status import PROGRESS
 from .verdict import Status, write_status
@@ -62,7 +63,7 @@ def run() -> None:
         os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), len(own), rank - own.start))
     log = LogFile(log_dir / f"worker_{rank}.log", os.environ)
     # For the launcher: this rank's progress, and its stacks when a signal asks for them.
-    reporter = progress.report_to(log_dir / os.environ.get(progress.VARIABLE, PROGRESS), rank)
+    reporter = heartbeat.report_to(log_dir / os.environ.get(heartbeat.VARIABLE, PROGRESS), rank)
     reporter.after_update = log.begin_anew_if_large
     if rank == 0:
         environ = dict(os.environ)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Optional
 
-from mindnlp_dp.arrays.conversion import set_weight
-from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.runtime.arrays import set_weight
+from mindnlp_dp.runtime.mindnlp_api import torch_like
 
 from .trust_ratio import TrustRatioOptimizer
 

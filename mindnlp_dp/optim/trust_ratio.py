@@ -9,7 +9,7 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.runtime.mindnlp_api import torch_like
 
 
 class TrustRatioOptimizer(torch_like().optim.Optimizer, abc.ABC):  # type: ignore[misc]

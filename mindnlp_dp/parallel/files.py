@@ -14,8 +14,8 @@ from typing import Any, Optional
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES, CheckpointError
+from mindnlp_dp.runtime.arrays import to_host
 
 from .placement import Placement, Placements
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from mindnlp_dp.replicas.weights import all_names
+from mindnlp_dp.runtime.named_weights import all_names
 
 
 @dataclass(frozen=True)

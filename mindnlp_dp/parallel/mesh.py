@@ -26,16 +26,18 @@ import itertools
 import math
 import weakref
 from collections.abc import Mapping
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_process_group, set_data_group
+from mindnlp_dp.schedules.mesh_spec import Size, _shown
 
 # Data, pipeline, expert and tensor parallelism.
 AXES = ("dp", "pp", "ep", "tp")
+
 # The axes whose size may differ between stages, given as a tuple.
 _BY_STAGE = ("dp", "tp")
-Size = Union[int, tuple[int, ...]]
+
 # The operations that an axis needs and that MCCL does not have for a subgroup of ranks.
 _NEEDS = {"pp": "messages between two ranks", "ep": "all-to-all"}
 
@@ -201,32 +203,6 @@ def get_device_mesh(group: Optional[ProcessGroup] = None) -> DeviceMesh:
     if group not in _mesh_of:
         _mesh_of[group] = DeviceMesh({"dp": group.world_size}, group)
     return _mesh_of[group]
-
-
-def parse_mesh(text: str) -> dict[str, Size]:
-    """Parse the sizes of a mesh, such as ``"dp=2,tp=2"``; sizes by stage are separated by ``|``.
-
-    Raises ValueError if the text does not have this form.
-
-    >>> parse_mesh("dp=2,tp=2"), parse_mesh("pp=2,dp=2|1,tp=1|2")
-    ({'dp': 2, 'tp': 2}, {'pp': 2, 'dp': (2, 1), 'tp': (1, 2)})
-    """
-    sizes: dict[str, Size] = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        axis, _, size = part.partition("=")
-        by_stage = size.split("|")
-        if axis in sizes or not all(_is_number(number) for number in by_stage):
-            raise ValueError(f"a mesh is written as dp=2,tp=2, or by stage as pp=2,dp=2|1,tp=1|2; got {text!r}")
-        sizes[axis] = tuple(map(int, by_stage)) if len(by_stage) > 1 else int(size)
-    return sizes
-
-
-def _is_number(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
-
-
-def _shown(size: Any) -> str:
-    return "|".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
 def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, Size]:

@@ -1,7 +1,7 @@
 """Sends hidden states from a pipeline stage to the next one, and their gradients back; the pipeline calls it.
 
 If two stages split a micro-batch in the same way, each rank sends to the rank with the same cell of the other stage.
-Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.planner.resharding_schedule`); every rank computes
+Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank computes
 the same schedule.
 """
 
@@ -12,11 +12,10 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.wire import Wire
-from mindnlp_dp.planner.resharding import box_of, unit_tasks
-from mindnlp_dp.planner.resharding_schedule import schedule_tasks
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
+from mindnlp_dp.schedules.resharding import box_of, unit_tasks
+from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
 from .mesh import DeviceMesh
 

@@ -30,6 +30,7 @@ from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.runtime.partition import shard_bounds
 
 
 def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -65,15 +66,6 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Tensor:
 def all_to_all(x: Tensor, group: ProcessGroup, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
     """Send ``send_counts[i]`` rows of ``x`` to each rank i in order; return the rows received, in rank order."""
     return x if group.world_size == 1 else _AllToAll.apply(x, group, tuple(send_counts), tuple(recv_counts))
-
-
-def shard_bounds(size: int, num_shards: int) -> list[int]:
-    """Return the bounds of ``num_shards`` shards of ``size`` elements, whose lengths differ by at most one.
-
-    >>> shard_bounds(10, 4)
-    [0, 2, 5, 7, 10]
-    """
-    return [size * index // num_shards for index in range(num_shards + 1)]
 
 
 def _part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

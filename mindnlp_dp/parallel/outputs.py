@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
-from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 
 
 def to_arrays(outputs: Any) -> Any:

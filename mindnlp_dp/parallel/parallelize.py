@@ -16,11 +16,12 @@ from typing import Any, Optional, TypeVar, Union
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.gradients.joint import JointWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
-from mindnlp_dp.replicas.weights import all_names, check_same_structure, named_weights
+from mindnlp_dp.replicas.weights import check_same_structure
+from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.runtime.named_weights import all_names, named_weights
 from mindnlp_dp.update.model_scope import ModelScope
 
 from .cut_layers import cut_layers

@@ -22,12 +22,11 @@ import numpy as np
 from mindnlp.core.nn import Parameter
 from mindspore import _c_expression
 
-from mindnlp_dp.arrays.conversion import from_host
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.wire import DOWN, UP
-from mindnlp_dp.planner.schedule import FORWARD, Action, actions, check_schedule
+from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.autograd import make_leaves
-from mindnlp_dp.step.seeds import seeded
+from mindnlp_dp.runtime.random_state import seeded
+from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule
 from mindnlp_dp.step.train_step import MicroStep
 
 from .mesh import DeviceMesh
@@ -120,7 +119,7 @@ class Pipeline:
         The gradients are in the order of ``parameters``. Gradients of tied parameters are summed over the stages and
         the window, and come with the last micro-step.
         """
-        from mindnlp_dp.runtime.executor import pynative_executor
+        from mindnlp_dp.runtime.autograd import pynative_executor
 
         self.messages.wire.begin()
         make_leaves(parameters)
@@ -212,7 +211,7 @@ class Pipeline:
         return received, None if self.recompute else output
 
     def _compute(self, received: Any, share: Share, *, records: bool) -> tuple[Any, Any]:
-        from mindnlp_dp.runtime.executor import pynative_executor
+        from mindnlp_dp.runtime.autograd import pynative_executor
 
         if received is not None:
             # Make it a leaf of the graph, because its gradient is sent to the previous stage.

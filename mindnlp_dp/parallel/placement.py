@@ -13,13 +13,12 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.replicas.weights import all_names
+from mindnlp_dp.runtime.arrays import dtype_name, from_host
+from mindnlp_dp.runtime.named_weights import all_names
+from mindnlp_dp.runtime.partition import shard_bounds
 
 from .mesh import DeviceMesh
-from .operators import shard_bounds
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Moves a tensor from the ranks and layout of one mesh to those of another, bitwise exactly.
 
 The user makes a :class:`Resharding` from two layouts and runs it on all ranks. The planner decides which rank sends
-which piece to which rank, and in which order (:mod:`mindnlp_dp.planner.resharding_schedule`); every rank computes the
+which piece to which rank, and in which order (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank computes the
 same schedule.
 """
 
@@ -13,10 +13,10 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.planner.resharding import Box, Device, UnitTask, box_of, parse_spec, unit_tasks
-from mindnlp_dp.planner.resharding_schedule import schedule_tasks
+from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.schedules.resharding import Box, Device, UnitTask, box_of, parse_spec, unit_tasks
+from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MeshLayout:
     Attributes:
         ranks: ranks of the group, host by host.
         mesh: (hosts, devices per host); their product is the number of ranks.
-        spec: sharding spec, such as "S0RR" (:func:`~mindnlp_dp.planner.resharding.parse_spec`).
+        spec: sharding spec, such as "S0RR" (:func:`~mindnlp_dp.schedules.resharding.parse_spec`).
     """
 
     ranks: Sequence[int]

@@ -12,9 +12,9 @@ from typing import Any, Optional
 
 from mindnlp.core import nn
 
-from mindnlp_dp.replicas.weights import all_names
+from mindnlp_dp.runtime.named_weights import all_names
+from mindnlp_dp.runtime.partition import shard_bounds
 
-from .operators import shard_bounds
 from .placement import Placements, every_module, find_module, replace_module
 from .plans import PipelinePlan
 

@@ -13,9 +13,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, set_weight, to_host
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 
 from .placement import Placement, Placements
 

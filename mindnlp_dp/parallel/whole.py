@@ -16,14 +16,15 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, set_weight, to_host
 from mindnlp_dp.checkpoint.folders import PREFIX
 from mindnlp_dp.checkpoint.manifest import MODEL
 from mindnlp_dp.checkpoint.whole_model import WholeModel
 from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
 from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
 from mindnlp_dp.replicas.digests import DIGEST_BYTES, weight_digest
-from mindnlp_dp.replicas.weights import ReplicaMismatchError, named_weights
+from mindnlp_dp.replicas.weights import ReplicaMismatchError
+from mindnlp_dp.runtime.arrays import from_host, set_weight, to_host
+from mindnlp_dp.runtime.named_weights import named_weights
 
 from .files import WeightFiles, bytes_of, file_header, host_type
 from .placement import Placement, Placements

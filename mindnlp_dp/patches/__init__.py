@@ -7,7 +7,7 @@ A patch is a generator for one module: the code before its ``yield`` runs before
 it runs afterwards. A comment names the versions that need the patch, the cause, and the condition for its removal.
 """
 
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 from . import any_mindnlp as any_mindnlp
 from . import cpu_kernels as cpu_kernels

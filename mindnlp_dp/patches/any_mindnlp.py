@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from mindnlp_dp.versions import check_versions
+from mindnlp_dp.runtime.versions import check_versions
 
 from .import_hook import around
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindnlp_dp.kernels.choice import apply_to, given
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.override import in_place_of
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 from .import_hook import around
-from .in_place_of import in_place_of
 
 _PYTORCH, _TRANSFORMERS = {
     "0.4": ("mindnlp.core", "mindnlp.transformers"),

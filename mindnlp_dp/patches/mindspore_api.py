@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from mindnlp_dp.versions import mindspore_is_before
+from mindnlp_dp.runtime.versions import mindspore_is_before
 
 from .import_hook import around
 

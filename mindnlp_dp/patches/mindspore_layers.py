@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from mindnlp_dp.kernels.choice import apply_to, given
+from mindnlp_dp.runtime.override import in_place_of
 
-from .in_place_of import in_place_of
 from .mindspore_api import let_the_generator_get_on
 from .random_operators import follow_the_seed
 

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Optional
 
+from mindnlp_dp.runtime.override import in_place_of
+
 from .import_hook import around
-from .in_place_of import in_place_of
 
 
 # Versions: MindSpore 2.7+ on CPU. Cause: the kernels of these operators take their seed from the clock, unless they are

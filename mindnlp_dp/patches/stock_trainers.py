@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from mindnlp_dp.launch.launchers import detect_launch
+from mindnlp_dp.runtime.launch_env import detect_launch
 
 from .import_hook import Patch
 

@@ -4,15 +4,16 @@
 of Alpa, the scheduling of resharding between two meshes, a pipeline simulator, and a memory model.
 """
 
+from mindnlp_dp.schedules.pipeline_simulation import Timeline, simulate_pipeline
+from mindnlp_dp.schedules.resharding import UnitTask, unit_tasks
+from mindnlp_dp.schedules.resharding_schedule import Schedule, schedule_tasks
+
 from .cluster import Cluster, load_cluster
 from .integer_program import Choice, InfeasibleError, choose_strategies
 from .memory import MemoryUse, memory_of
 from .models import load_model
 from .plan_types import Plan, Plans
 from .planning import plan, predict
-from .resharding import UnitTask, unit_tasks
-from .resharding_schedule import Schedule, schedule_tasks
-from .simulate import Timeline, simulate_pipeline
 from .slicing import Slicing, slice_stages
 
 __all__ = [

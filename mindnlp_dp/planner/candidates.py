@@ -14,6 +14,9 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.planner.stage_costs import Sharing, StageCosts
+from mindnlp_dp.schedules.mesh_spec import mesh_name
+
 from .boundaries import Boundaries
 from .cluster import Cluster
 from .integer_program import InfeasibleError
@@ -21,7 +24,6 @@ from .meshes import divisors, meshes, tensor_problem
 from .operators import Model
 from .plan_types import Rejected
 from .slicing import slice_stages
-from .stage_costs import Sharing, StageCosts, mesh_name
 
 # The largest micro-batch of a device that is considered; larger ones are not faster.
 _MOST_SAMPLES = 1024

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from mindnlp_dp.planner.stage_costs import Sharing
+from mindnlp_dp.schedules.mesh_spec import mesh_name
+
 from .operators import Model
-from .stage_costs import Sharing, mesh_name
 
 
 def meshes(

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+from mindnlp_dp.planner.stage_costs import Sharing, mesh_of
+from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
+from mindnlp_dp.schedules.pipeline_simulation import Timeline
+
 from .cluster import Cluster
 from .memory import MemoryUse
 from .operators import Model
-from .simulate import Timeline
-from .stage_costs import MeshSize, Sharing, mesh_name, mesh_of
 
 
 @dataclass(frozen=True)

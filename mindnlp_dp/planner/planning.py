@@ -13,6 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
+from mindnlp_dp.planner.stage_costs import Sharing, layers_of, mesh_of
+from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
+from mindnlp_dp.schedules.pipeline import SCHEDULES
+
 from .candidates import Candidate, Candidates
 from .cluster import Cluster
 from .integer_program import InfeasibleError
@@ -20,8 +24,6 @@ from .meshes import divisors, mesh_problem
 from .operators import Model
 from .plan_types import Plan, Plans
 from .play import play
-from .schedule import SCHEDULES
-from .stage_costs import MeshSize, Sharing, layers_of, mesh_name, mesh_of
 
 # Simulate this many meshes, and more as long as candidates are not much slower. Group a model into at most
 # _COARSE_LAYERS layers where stages may have different meshes, and into at most _MOST_LAYERS otherwise.

@@ -7,20 +7,18 @@ of layers and any micro-batch costs one subtraction. The search for candidates a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
-from .cluster import Cluster, all_reduce
-from .clustering import cluster_layers, crossing
-from .memory import MemoryUse, entering_values, parameter_memory, roles_of, saved_of
-from .operators import BATCH, COLUMN, EXPERT, NONE, ROW, VOCABULARY, Graph, Model, Operator
-from .roles import Mesh, Work, cost_of, layouts, resharding
-
-# The size of a mesh axis, or a size per stage where stages differ.
-MeshSize = Union[int, tuple[int, ...]]
+from mindnlp_dp.planner.cluster import Cluster, all_reduce
+from mindnlp_dp.planner.clustering import cluster_layers, crossing
+from mindnlp_dp.planner.memory import MemoryUse, entering_values, parameter_memory, roles_of, saved_of
+from mindnlp_dp.planner.operators import BATCH, COLUMN, EXPERT, NONE, ROW, VOCABULARY, Graph, Model, Operator
+from mindnlp_dp.planner.roles import Mesh, Work, cost_of, layouts, resharding
+from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
 
 
 @dataclass(frozen=True)
@@ -47,17 +45,6 @@ class Sharing:
         """Return the sizes for ``--mesh``; the axes that communicate most come last, on neighbours within a host."""
         sizes = {"pp": pp, "dp": self.dp, "ep": self.ep, "tp": self.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
-
-
-def mesh_name(mesh: Mapping[str, MeshSize]) -> str:
-    """Return a mesh in the syntax of ``--mesh``.
-
-    >>> mesh_name({"pp": 2, "dp": (2, 1), "tp": (1, 2)})
-    'pp=2,dp=2|1,tp=1|2'
-    """
-    return ",".join(
-        f"{axis}={'|'.join(map(str, size)) if isinstance(size, tuple) else size}" for axis, size in mesh.items()
-    )
 
 
 def mesh_of(stages: Sequence[Sharing]) -> dict[str, MeshSize]:

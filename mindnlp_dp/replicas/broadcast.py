@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any, Optional
 
-from mindnlp_dp.arrays.conversion import set_weight
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_data_group
+from mindnlp_dp.replicas.weights import check_same_structure
+from mindnlp_dp.runtime.arrays import dtype_name, set_weight
+from mindnlp_dp.runtime.named_weights import named_buffers, named_weights, transient_buffers
 
 from .digests import weight_digest
-from .weights import check_same_structure, named_buffers, named_weights, transient_buffers
 
 
 def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None, *, src: int = 0) -> None:

@@ -10,12 +10,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import to_host
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.process_group import get_data_group
-
-from .weights import ReplicaMismatchError, check_same_structure, named_buffers, named_weights
+from mindnlp_dp.replicas.weights import ReplicaMismatchError, check_same_structure
+from mindnlp_dp.runtime.arrays import dtype_name, to_host
+from mindnlp_dp.runtime.named_weights import named_buffers, named_weights
 
 DIGEST_BYTES = 8
 

@@ -6,9 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from mindnlp_dp.arrays.conversion import to_host
-from mindnlp_dp.arrays.inspection import is_uninitialized
 from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.runtime.arrays import is_uninitialized, to_host
 
 # The number of names that a message shows.
 _SHOWN = 3

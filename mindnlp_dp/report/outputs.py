@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.runtime.atomic_files import in_place_of
+from mindnlp_dp.runtime.atomic_write import in_place_of
 
 
 def write_outputs(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.runtime.atomic_files import in_place_of
+from mindnlp_dp.runtime.atomic_write import in_place_of
 
 from .pipeline import caption
 from .runs import RecordedRun, read_runs, speed_up

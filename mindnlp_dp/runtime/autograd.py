@@ -15,7 +15,6 @@ def autograd_cleared_on_error(function: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from .executor import pynative_executor
 
         try:
             return function(*args, **kwargs)
@@ -33,7 +32,6 @@ def make_leaves(parameters: Sequence[Any]) -> None:
     that no graph has ever contained, such as one of an expert that got no token; 2.8 returns None. Remove this when
     2.10 is no longer supported, or returns None.
     """
-    from .executor import pynative_executor
 
     new = [p for p in parameters if not getattr(p, "is_leaf_of_autograd", False)]
     pynative_executor.set_grad_flag(bool(new))
@@ -41,3 +39,11 @@ def make_leaves(parameters: Sequence[Any]) -> None:
         parameter.reshape(-1)
         parameter.is_leaf_of_autograd = True
     pynative_executor.set_grad_flag(False)
+
+
+try:
+    from mindspore.graph.api import _pynative_executor as pynative_executor
+except ImportError:
+    from mindspore.common.api import _pynative_executor as pynative_executor
+
+__all__ = ["pynative_executor"]

@@ -17,8 +17,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.data.batches import Batch, num_rows_of
+from mindnlp_dp.runtime.arrays import to_host
 
 # The label that the losses of MindNLP and Transformers leave out, as PyTorch's cross-entropy does.
 IGNORED = -100

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.runtime.atomic_files import in_place_of
+from mindnlp_dp.runtime.atomic_write import in_place_of
 
 LANES = ("compute", "exchange")
 # The maximum per rank: more spans would fill the memory to no use. 100,000 spans are several thousand steps.

@@ -17,7 +17,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.gradients.window import GradientWindow
-from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.update.updater import Updater
 
 from .losses import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses, warn_of_no_weight
@@ -87,7 +87,7 @@ class TrainStep:
         """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped."""
         sync = self.synchronizer
         losses, bad = self._accumulate(micro_steps, step)
-        with self.timeline.span("wait for gradients", step=step), progress.waiting("the exchange of gradients"):
+        with self.timeline.span("wait for gradients", step=step), heartbeat.waiting("the exchange of gradients"):
             gradients = self.updater.average(sync)
         for name, began, ended in sync.last_window.spans:
             self.timeline.add(name, began, ended, "exchange", step=step)
@@ -103,7 +103,7 @@ class TrainStep:
                 settle_bad_gradient(problem, step, go_on=self.leave_out_bad_losses)
             else:
                 self.is_updating = True
-                with self.timeline.span("update", step=step), progress.waiting("the update"):
+                with self.timeline.span("update", step=step), heartbeat.waiting("the update"):
                     self.updater.update(gradients)
                     if self._settle is not None:
                         self._settle()
@@ -113,10 +113,10 @@ class TrainStep:
         self.num_updates += 1
         for loss, weight in losses:
             self.losses.add(loss, weight)
-        with progress.waiting("the update"):
+        with heartbeat.waiting("the update"):
             self.updater.release()
         sync.settle()
-        progress.finish_update(step + 1, losses, sync.total_weight)
+        heartbeat.finish_update(step + 1, losses, sync.total_weight)
         return norm
 
     def _accumulate(
@@ -128,7 +128,7 @@ class TrainStep:
         bad: list[BadLoss] = []
         try:
             for micro in micro_steps:
-                progress.step()
+                heartbeat.step()
                 if micro.gradients is None:
                     sync.skip()
                 elif math.isfinite(micro.loss) and not micro.is_spoilt:

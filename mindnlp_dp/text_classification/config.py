@@ -11,7 +11,7 @@ from typing import Any, Optional, TypeVar, get_type_hints
 
 import yaml
 
-from mindnlp_dp.planner.schedule import SCHEDULES
+from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 from .examples import InputError
 

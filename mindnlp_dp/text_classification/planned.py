@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mindnlp_dp.planner.stage_costs import mesh_name
 from mindnlp_dp.report.schema import RunReport
+from mindnlp_dp.schedules.mesh_spec import mesh_name
 
 from .config import FinetuneConfig
 from .examples import InputError

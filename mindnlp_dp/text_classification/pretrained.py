@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.runtime.torch_like import transformers_like
+from mindnlp_dp.runtime.mindnlp_api import transformers_like
 
 from .examples import InputError, first_line
 

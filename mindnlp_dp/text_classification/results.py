@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from mindnlp_dp.replicas.digests import replica_digest
 from mindnlp_dp.report.figures import draw_png
-from mindnlp_dp.report.machine import machine
 from mindnlp_dp.report.pipeline import pipeline_of
 from mindnlp_dp.report.runs import RecordedRun
 from mindnlp_dp.report.schema import REPORT_FILE, RunReport
-from mindnlp_dp.runtime.atomic_files import in_place_of
+from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.machine import machine
 
 from .config import TaskConfig
 from .task import TextClassificationTask

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from mindnlp_dp.runtime.torch_like import transformers_like
+from mindnlp_dp.runtime.mindnlp_api import transformers_like
 
 from . import hub, pretrained
 from .cldr import cldr_phrases

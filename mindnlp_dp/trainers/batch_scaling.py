@@ -15,8 +15,8 @@ from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.run_state import Position
 from mindnlp_dp.data.loader import IndexedLoader
-from mindnlp_dp.launch.environment import full_size, scales_batch
-from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.runtime.job_context import full_size, scales_batch
+from mindnlp_dp.runtime.mindnlp_api import torch_like
 
 from .library import has_length
 

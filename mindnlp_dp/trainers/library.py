@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 __all__ = [
     "EVAL_STRATEGY",

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from mindnlp_dp.data.batches import Batch
+from mindnlp_dp.runtime.random_state import seeded, step_seed
 from mindnlp_dp.step.loss_weight import checked_weight
-from mindnlp_dp.step.seeds import seeded, step_seed
 from mindnlp_dp.step.train_step import MicroStep
 from mindnlp_dp.update.model_scope import ModelScope
 

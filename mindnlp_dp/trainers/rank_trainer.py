@@ -25,8 +25,8 @@ from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from mindnlp_dp.data.source import indexed_source, sample_lengths
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
-from mindnlp_dp.launch.environment import job_if_restarted
 from mindnlp_dp.replicas.initialized import check_values
+from mindnlp_dp.runtime.job_context import job_if_restarted
 
 from .arguments import RankArguments
 from .evaluation_loop import run_evaluation

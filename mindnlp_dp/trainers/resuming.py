@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.run_state import Position, Run, check_same_data, warn_of_other_settings
 from mindnlp_dp.data.source import brings_batches
-from mindnlp_dp.launch.environment import full_size, job_if_restarted
+from mindnlp_dp.runtime.job_context import full_size, job_if_restarted
 from mindnlp_dp.step.train_step import TrainStep
 from mindnlp_dp.trainers.control import ControlAgreement
 

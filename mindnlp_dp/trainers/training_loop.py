@@ -24,10 +24,10 @@ from typing import Any, Optional
 from mindnlp_dp.checkpoint.folders import remove_old_checkpoints
 from mindnlp_dp.checkpoint.run_state import Position, Run
 from mindnlp_dp.data.sharding import plan_updates
-from mindnlp_dp.runtime import progress
-from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
 from mindnlp_dp.step.losses import LossMeter
-from mindnlp_dp.step.seeds import READING, seeded, step_seed
 from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
 from mindnlp_dp.step.timeline import Timeline
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
@@ -245,15 +245,15 @@ class TrainingLoop(ResumableLoop):
             if agreed["should_save"]:
                 # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
                 self.synchronizer.forget_errors()
-                request = progress.checkpoint_request()
+                request = heartbeat.checkpoint_request()
                 trainer.write_checkpoint(self.metrics)
-                progress.has_saved(request)
+                heartbeat.has_saved(request)
                 trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
                 self.agree(trainer.control)
 
     def _obey_the_launcher(self) -> None:
         """Set ``should_save`` if the launcher asks rank 0 for a checkpoint, as it does before it adds ranks."""
-        if not self.world.is_main or not progress.wants_checkpoint():
+        if not self.world.is_main or not heartbeat.wants_checkpoint():
             return
         if self.args.save_strategy != "no" and not self.args.save_only_model:
             self.trainer.control.should_save = True

@@ -12,11 +12,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import aligned_zeros
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.gradients.buckets.bucket import Bucket
 from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL, aligned
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.runtime.arrays import aligned_zeros
 
 from .flat_weights import FlatWeights
 from .rules import Segment

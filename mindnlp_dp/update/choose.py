@@ -12,14 +12,14 @@ from typing import Any, Optional, Union
 
 import mindspore
 
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.gradients.joint import JointWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
-from mindnlp_dp.launch.environment import goes_on_in_place
-from mindnlp_dp.runtime.torch_like import torch_like
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.arrays import dtype_name
+from mindnlp_dp.runtime.job_context import goes_on_in_place
+from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 from .flat_weights import make_private
 from .joint import JointUpdater

@@ -22,12 +22,12 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import aligned_zeros, from_host
 from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
-from mindnlp_dp.runtime.torch_like import torch_like
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.arrays import aligned_zeros, from_host
+from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 from .arrangement import SEGMENT_NUMEL, Arrangement
 from .block_sums import BlockSums

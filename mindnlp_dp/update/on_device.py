@@ -23,14 +23,13 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import copy_of, from_host, set_weight, to_host
-from mindnlp_dp.arrays.types import dtype_name
 from mindnlp_dp.communication.arrays_to_come import fetch_all
 from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.gradients.buckets.bucket import Bucket
 from mindnlp_dp.gradients.buckets.device import DeviceBucket
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
-from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.runtime.arrays import copy_of, dtype_name, from_host, set_weight, to_host
+from mindnlp_dp.runtime.mindnlp_api import torch_like
 
 from .state_shards import Piece, put_together
 from .updater import MindNLPUpdater, Updater

@@ -19,7 +19,7 @@ from typing import Any
 import mindspore
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import number_of
+from mindnlp_dp.runtime.arrays import number_of
 
 from .block_sums import BlockSums
 from .state_shards import Piece

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from conftest import CORE_UNDER_MPI, TIMEOUT_SECONDS
-from mindnlp_dp.runtime.cores import split_cores
+from mindnlp_dp.runtime.threads import split_cores
 
 MEET = """
 import mindnlp_dp as dp

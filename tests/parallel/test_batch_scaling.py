@@ -11,7 +11,7 @@ from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sharding import epoch_order
-from mindnlp_dp.launch.environment import try_environment
+from mindnlp_dp.runtime.job_context import try_environment
 from models import Rows, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37

@@ -27,8 +27,8 @@ from mindnlp.core import optim
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
-from mindnlp_dp.parallel.mesh import parse_mesh
 from mindnlp_dp.parallel.plans import ExpertPlan, PipelinePlan, Plan, TensorPlan, plan_for
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer
 
@@ -374,7 +374,7 @@ def test_a_layer_costs_four_all_reduces_a_step(group, monkeypatch):
 
 def drawn(model, kind, seed, **options):
     """Return the loss of a model with dropout, and the output of the dropout of one attention layer."""
-    from mindnlp_dp.step.seeds import seeded
+    from mindnlp_dp.runtime.random_state import seeded
 
     model.set_train(True)
     seen = []

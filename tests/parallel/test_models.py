@@ -10,7 +10,7 @@ import pytest
 from mindnlp.transformers import RobertaForMaskedLM
 
 import mindnlp_dp as dp
-from mindnlp_dp.replicas.weights import all_names
+from mindnlp_dp.runtime.named_weights import all_names
 from models import LENGTH, Rows, alone, tiny_config, tiny_roberta, train, weights
 
 SETTINGS = {"optim": "sgd", "learning_rate": 1e-1, "logging_steps": 1}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.parallel import operators
-from mindnlp_dp.parallel.operators import shard_bounds
 from mindnlp_dp.parallel.tensor import vocabulary_parallel_cross_entropy
+from mindnlp_dp.runtime.partition import shard_bounds
 
 ROWS, WIDTH = 3, 7
 

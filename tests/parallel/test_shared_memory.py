@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import mindnlp_dp as dp
 from mindnlp_dp.communication.transports import shared_memory
 from mindnlp_dp.communication.transports.half_wire import wire_for
-from mindnlp_dp.communication.transports.host_ring import even_edges
 from mindnlp_dp.communication.transports.patience import Patience
 from mindnlp_dp.communication.transports.shared_memory import HostExchange, share_rows, slice_bounds
 from mindnlp_dp.gradients.buckets.shared import SharedBucket, copy_range
+from mindnlp_dp.runtime.partition import even_edges
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mindnlp_dp.checkpoint.run_state import Position
 from mindnlp_dp.data.loader import IndexedLoader
 from mindnlp_dp.data.sharding import GlobalBatchSampler
-from mindnlp_dp.launch.environment import full_size, scales_batch, try_environment
+from mindnlp_dp.runtime.job_context import full_size, scales_batch, try_environment
 from mindnlp_dp.trainers.batch_scaling import Pace, batch_of
 
 

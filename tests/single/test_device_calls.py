@@ -16,7 +16,7 @@ from mindnlp_dp.gradients.buckets.device import DeviceBucket
 from mindnlp_dp.gradients.buckets.layout import pack_buckets
 from mindnlp_dp.gradients.buckets.make import make_buckets
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
-from mindnlp_dp.launch.device_target import obey_device_target
+from mindnlp_dp.runtime.devices import obey_device_target
 from mindnlp_dp.update.choose import make_updater
 from mindnlp_dp.update.on_device import DeviceUpdater
 from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators

@@ -8,8 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from mindnlp_dp.doctor import findings as doctor
-from mindnlp_dp.launch.devices import count_devices, too_many_workers
-from mindnlp_dp.versions import BEST_MINDSPORE, MINDNLP, OTHER_MINDNLP
+from mindnlp_dp.runtime.devices import count_devices, too_many_workers
+from mindnlp_dp.runtime.versions import BEST_MINDSPORE, MINDNLP, OTHER_MINDNLP
 
 ASKED = [Requirement("mindspore>=2.5.0,<2.9.0"), Requirement("numpy<2"), Requirement('mpi4py>=4; extra == "mpi"')]
 FITTING = {"mindspore": "2.8.0", "numpy": "1.26.4", "mpi4py": "4.1.2"}

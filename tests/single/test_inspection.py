@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindnlp_dp.arrays.inspection import fingerprint, is_finite
+from mindnlp_dp.runtime.arrays import fingerprint, is_finite
 
 
 def arrays(dtype, shape=(300, 257), seed=0):

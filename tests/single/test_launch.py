@@ -11,17 +11,16 @@ import pytest
 
 from mindnlp_dp.cli import main
 from mindnlp_dp.launch import scratch
-from mindnlp_dp.launch.device_target import obey_device_target
-from mindnlp_dp.launch.devices import default_device
 from mindnlp_dp.launch.engines import end_ranks, grace_seconds
 from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.hangs import stacks_of
-from mindnlp_dp.launch.launchers import launched_rank
 from mindnlp_dp.launch.messages import LONGEST_BYTES
 from mindnlp_dp.launch.screen import _Log
 from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure, read_statuses, report_failure, write_status
-from mindnlp_dp.runtime import progress
-from mindnlp_dp.runtime.progress import Progress, state_and_birth_of
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.devices import default_device, obey_device_target
+from mindnlp_dp.runtime.heartbeat import Progress, state_and_birth_of
+from mindnlp_dp.runtime.launch_env import launched_rank
 
 STALE = {
     "MS_ROLE": "MS_SCHED", "MS_SCHED_PORT": "8118", "MS_WORKER_NUM": "8", "MS_NODE_ID": "5", "RANK_ID": "5",
@@ -310,7 +309,7 @@ def test_without_descriptors_left_the_job_goes_on_unseen(tmp_path, monkeypatch):
 
 def test_a_record_that_is_read_while_it_is_written_is_not_taken_for_a_rank_that_is_gone(tmp_path):
     """Read a record that a rank writes thousands of times per second."""
-    progress.create(tmp_path / "progress", 1)
+    heartbeat.create(tmp_path / "progress", 1)
     own = "import sys, threading\nfrom pathlib import Path\nfrom mindnlp_dp.runtime import progress\n" + (
         "reporter = progress.report_to(Path(sys.argv[1]), 0)\nprint('ready', flush=True)\n"
         "while True:\n    reporter.step()\n"
@@ -319,7 +318,7 @@ def test_a_record_that_is_read_while_it_is_written_is_not_taken_for_a_rank_that_
         [sys.executable, "-c", own, str(tmp_path / "progress")], stdout=subprocess.PIPE, text=True
     ) as rank:
         assert rank.stdout.readline() == "ready\n"
-        found = [progress.read(tmp_path / "progress")[0] for _ in range(20_000)]
+        found = [heartbeat.read(tmp_path / "progress")[0] for _ in range(20_000)]
         states = {one.state for one in found}
         rank.kill()
     assert {one.pid for one in found} == {rank.pid}

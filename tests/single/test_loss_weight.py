@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mindnlp_dp as dp
+from mindnlp_dp.runtime.versions import mindnlp_series
 from mindnlp_dp.step.loss_weight import (
     LossMean,
     LossWeigher,
@@ -18,7 +19,6 @@ from mindnlp_dp.step.loss_weight import (
     span_counts,
 )
 from mindnlp_dp.step.model_of import BatchWeigher, model_of
-from mindnlp_dp.versions import mindnlp_series
 
 needs_0_4 = pytest.mark.skipif(mindnlp_series() != "0.4", reason="the classes of MindNLP 0.4")
 IGNORED = -100

@@ -8,7 +8,7 @@ import pytest
 
 from mindnlp_dp.launch.losses import PATIENCE_SECONDS, Losses
 from mindnlp_dp.launch.verdict import Status
-from mindnlp_dp.runtime.progress import Progress
+from mindnlp_dp.runtime.heartbeat import Progress
 
 WORKS = Progress(changes=9, pid=1, has_met=True)
 WAITS = dataclasses.replace(WORKS, waits_in="all_reduce of 3 ranks")

@@ -9,7 +9,7 @@ from mindspore import Tensor
 
 import mindnlp_dp as dp
 from mindnlp_dp.kernels import choice
-from mindnlp_dp.runtime.torch_like import torch_like, transformers_like
+from mindnlp_dp.runtime.mindnlp_api import torch_like, transformers_like
 
 pytestmark = pytest.mark.skipif(not is_0_5, reason="of MindNLP 0.5; 0.4's are in test_kernels.py")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mindnlp_dp.versions import UnsupportedVersionsError, check_versions
+from mindnlp_dp.runtime.versions import UnsupportedVersionsError, check_versions
 from models import tiny_config
 
 
@@ -49,7 +49,7 @@ import mindnlp
     done = run(code)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "mindnlp_dp.versions.UnsupportedVersionsError: MindNLP 0.4.1 with MindSpore 2.11.0 is not a pair that works"
+        "mindnlp_dp.runtime.versions.UnsupportedVersionsError: MindNLP 0.4.1 with MindSpore 2.11.0 is not a pair that works"
     )
 
 

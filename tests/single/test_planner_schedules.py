@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from mindnlp_dp.planner.resharding import parse_spec, tiles, unit_tasks
-from mindnlp_dp.planner.resharding_schedule import schedule_tasks
-from mindnlp_dp.planner.schedule import SCHEDULES, ideal_bubble, most_in_flight
-from mindnlp_dp.planner.simulate import simulate_pipeline
+from mindnlp_dp.schedules.pipeline import SCHEDULES, ideal_bubble, most_in_flight
+from mindnlp_dp.schedules.pipeline_simulation import simulate_pipeline
+from mindnlp_dp.schedules.resharding import parse_spec, tiles, unit_tasks
+from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
 # Pipelines.
 

@@ -6,7 +6,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.communication import process_group
 from mindnlp_dp.communication.rendezvous import check_world_size, choose_backend
 from mindnlp_dp.communication.transports.late_ranks import LateRankError, WatchedCollectives
-from mindnlp_dp.launch.launchers import Launch, detect_launch
+from mindnlp_dp.runtime.launch_env import Launch, detect_launch
 
 ALONE, MPIRUN, MSRUN = Launch("none", 1), Launch("mpirun", 2), Launch("msrun", 2)
 STALE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}

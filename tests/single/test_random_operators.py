@@ -9,7 +9,7 @@ import pytest
 from mindnlp.core import nn, ops
 
 import mindnlp_dp as dp
-from mindnlp_dp.step.seeds import seeded
+from mindnlp_dp.runtime.random_state import seeded
 
 F = nn.functional
 

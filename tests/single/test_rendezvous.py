@@ -23,7 +23,6 @@ from mindnlp_dp.launch.fork_client import VARIABLE, WorkerCall, stand_in
 from mindnlp_dp.launch.fork_server import _forget_socket_of_the_dead, _Server
 from mindnlp_dp.launch.head import Head, Rendezvous
 from mindnlp_dp.launch.host import LocalHost
-from mindnlp_dp.launch.launchers import node_rank_of
 from mindnlp_dp.launch.messages import (
     Connection,
     WrongPeerError,
@@ -39,7 +38,8 @@ from mindnlp_dp.launch.sizes import Members, Size
 from mindnlp_dp.launch.termination import Termination
 from mindnlp_dp.launch.tries import Report, Try
 from mindnlp_dp.launch.verdict import Ended, Status
-from mindnlp_dp.runtime.progress import Progress
+from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.launch_env import node_rank_of
 
 TOKEN = b"0123456789abcdef"
 

@@ -148,22 +148,22 @@ def test_echoes_wait_for_their_cause():
 
 def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path, monkeypatch):
     from mindnlp_dp.launch.status import status_of, status_text
-    from mindnlp_dp.runtime import progress
+    from mindnlp_dp.runtime import heartbeat
 
     def write(path, rank, pid):
-        reporter = progress.Reporter(path, rank)
+        reporter = heartbeat.Reporter(path, rank)
         reporter._pid = pid
         reporter.meet()
         return reporter
 
     gone = subprocess.Popen(["true"])
     gone.wait()
-    progress.create(tmp_path / "progress", 3)
+    heartbeat.create(tmp_path / "progress", 3)
     write(tmp_path / "progress", 0, os.getpid())
     write(tmp_path / "progress", 1, gone.pid)
     with monkeypatch.context() as there:
-        there.setattr(progress, "_this_system", lambda: b"another boot")
-        progress.create(tmp_path / "progress_1", 3)
+        there.setattr(heartbeat, "_this_system", lambda: b"another boot")
+        heartbeat.create(tmp_path / "progress_1", 3)
     write(tmp_path / "progress_1", 2, gone.pid).begin_to_wait("all_reduce of 3 ranks")
     status = status_of(tmp_path)
     assert [rank["state"] for rank in status["ranks"]] == ["works", "gone", "waits"]
@@ -175,9 +175,9 @@ def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("environ", [{}, {"PYTHONUNBUFFERED": "1"}])
 def test_status_that_is_read_in_part(tmp_path, environ):
-    from mindnlp_dp.runtime import progress
+    from mindnlp_dp.runtime import heartbeat
 
-    progress.create(tmp_path / "progress", 10_000)
+    heartbeat.create(tmp_path / "progress", 10_000)
     command = [sys.executable, "-m", "mindnlp_dp", "status", str(tmp_path)]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**clean, **environ}) as status:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.runtime.cores import cores_granted, num_operator_threads, own_cores, split_cores
-from mindnlp_dp.step.seeds import seeded, step_seed
+from mindnlp_dp.runtime.random_state import seeded, step_seed
+from mindnlp_dp.runtime.threads import cores_granted, num_operator_threads, own_cores, split_cores
 
 
 def test_split_cores_literally():

@@ -9,13 +9,13 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindnlp_dp.arrays.conversion import from_host as tensor_from_host
 from mindnlp_dp.communication.transports import shared_memory
 from mindnlp_dp.communication.transports.shared_memory import share_rows, why_no_memory_is_shared
 from mindnlp_dp.communication.transports.single import SingleProcessChannel
 from mindnlp_dp.gradients.buckets import host
 from mindnlp_dp.gradients.buckets.host import HostBucket, references_tell
 from mindnlp_dp.gradients.buckets.layout import pack_buckets
+from mindnlp_dp.runtime.arrays import from_host as tensor_from_host
 
 
 class Host:

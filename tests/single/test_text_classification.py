@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindnlp_dp.runtime.atomic_files import in_place_of
+from mindnlp_dp.runtime.atomic_write import in_place_of
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
 from mindnlp_dp.text_classification.examples import Columns, Examples, InputError, label_ids, read_examples

@@ -12,17 +12,9 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from .half_wire import HalfWire
-from .patience import Patience
-
-
-def even_edges(numel: int, num_pieces: int, multiple: int = 1) -> list[int]:
-    """Return where pieces of about the same length begin, at multiples of ``multiple``, and where the last one ends.
-
-    >>> even_edges(10, 3), even_edges(200, 3, 64)
-    ([0, 3, 6, 10], [0, 64, 128, 200])
-    """
-    return [*(numel * piece // num_pieces // multiple * multiple for piece in range(num_pieces)), numel]
+from mindnlp_dp.communication.transports.half_wire import HalfWire
+from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.runtime.partition import even_edges
 
 
 def reduce_round_ring(

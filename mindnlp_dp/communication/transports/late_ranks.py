@@ -13,7 +13,7 @@ import re
 import time
 from typing import Any
 
-from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime import heartbeat
 
 VARIABLE = "MS_NODE_TIMEOUT"
 DEFAULT_SECONDS = 30.0
@@ -56,7 +56,7 @@ class WatchedCollectives:
         def watched(*args: Any, **kwargs: Any) -> Any:
             began = time.monotonic()
             try:
-                with progress.waiting(f"MindSpore's {name}"):
+                with heartbeat.waiting(f"MindSpore's {name}"):
                     return call(*args, **kwargs)
             except RuntimeError as error:
                 waited = time.monotonic() - began

@@ -12,8 +12,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import to_host
-from mindnlp_dp.arrays.types import HALF_TYPES, dtype_name
+from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name, to_host
 
 from .channel import TensorChannel
 from .late_ranks import WatchedCollectives

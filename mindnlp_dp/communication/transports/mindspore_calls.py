@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
-from mindnlp_dp.arrays.conversion import copy_of
-from mindnlp_dp.versions import mindspore_is_before
+from mindnlp_dp.runtime.arrays import copy_of
+from mindnlp_dp.runtime.versions import mindspore_is_before
 
 
 # Versions: MindSpore 2.7. Cause: mint.empty and mint.empty_like, called without a device, create a tensor on Ascend,

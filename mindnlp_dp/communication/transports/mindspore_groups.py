@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import to_host
+from mindnlp_dp.runtime.arrays import to_host
 
 from .mindspore_calls import MintCalls
 

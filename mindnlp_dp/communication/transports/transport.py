@@ -14,8 +14,7 @@ from typing import Any, Optional, TypeVar
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import from_host, to_host
-from mindnlp_dp.arrays.types import dtype_name
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 
 from .channel import Channel
 

@@ -17,8 +17,10 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.communication.transports.host_ring import reduce_round_ring
+from mindnlp_dp.runtime.partition import even_edges
+
 from .half_wire import HalfWire
-from .host_ring import even_edges, reduce_round_ring
 from .patience import Patience, all_reduce_in_place
 
 # Elements of a block, which is sent completely or not at all: 256 bytes of float32, or one bit.

@@ -7,10 +7,9 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import aligned_zeros, copy_of, to_host
-from mindnlp_dp.arrays.types import HALF_TYPES
 from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.runtime.arrays import HALF_TYPES, aligned_zeros, copy_of, to_host
 
 from .bucket import Bucket
 from .host import sum_dtype

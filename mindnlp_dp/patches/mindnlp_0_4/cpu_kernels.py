@@ -9,7 +9,7 @@ from typing import Any
 from mindnlp_dp.kernels.choice import apply_to
 from mindnlp_dp.patches.cpu_kernels import kernels
 from mindnlp_dp.patches.import_hook import around
-from mindnlp_dp.patches.in_place_of import in_place_of
+from mindnlp_dp.runtime.override import in_place_of
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+ on CPU. Cause: as in mindnlp_dp/patches/cpu_kernels.py.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.patches.import_hook import around
-from mindnlp_dp.versions import mindspore_is_before
+from mindnlp_dp.runtime.versions import mindspore_is_before
 
 
 # Versions: MindNLP 0.4.1. Cause: ChatGLM2 and ChatGLM3 build their layers with zero_init, which disables the

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.patches.import_hook import around
-from mindnlp_dp.versions import mindspore_is_before
+from mindnlp_dp.runtime.versions import mindspore_is_before
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: mindspore._c_expression.pyboost_empty now takes separate

@@ -9,8 +9,8 @@ import types
 import warnings
 from collections.abc import Iterator
 
-from mindnlp_dp.launch.device_target import device_target_obeyed
 from mindnlp_dp.patches.import_hook import around
+from mindnlp_dp.runtime.devices import device_target_obeyed
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindNLP reads mindspore.common._stub_tensor.StubTensor as

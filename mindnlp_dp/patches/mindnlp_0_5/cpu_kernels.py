@@ -8,8 +8,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.arrays.conversion import number_of
 from mindnlp_dp.patches.import_hook import around
+from mindnlp_dp.runtime.arrays import number_of
 
 
 # Versions: MindNLP 0.5.1. Cause: mindtorch's Adam calls addcdiv, which its CPU functions lack.
@@ -32,7 +32,7 @@ def _addcdiv(module: types.ModuleType) -> Iterator[None]:
 @around("mindtorch.optim.sgd")
 def _sgd(module: types.ModuleType) -> Iterator[None]:
     yield
-    from mindnlp_dp.runtime.torch_like import torch_like
+    from mindnlp_dp.runtime.mindnlp_api import torch_like
 
     def step(self: Any, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Update by the rule of ``torch.optim.SGD``: weight decay, momentum (with dampening, or Nesterov's)."""

@@ -8,8 +8,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from mindnlp_dp.launch.device_target import device_target_obeyed
 from mindnlp_dp.patches.import_hook import around
+from mindnlp_dp.runtime.devices import device_target_obeyed
 
 
 # Versions: MindNLP 0.5.1 on MindSpore 2.8+. Cause: MindSpore's internal Generator now takes seed and offset in its

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.patches.import_hook import around
-from mindnlp_dp.patches.in_place_of import in_place_of
+from mindnlp_dp.runtime.override import in_place_of
 
 
 # Versions: MindNLP 0.5.1. Cause: its optimizers' zero_grad() calls torch.autograd.profiler, which mindtorch lacks.

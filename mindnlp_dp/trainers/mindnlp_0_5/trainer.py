@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from mindnlp_dp.arrays.conversion import to_host
 from mindnlp_dp.data.batches import Collator
-from mindnlp_dp.runtime.torch_like import torch_like
+from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.runtime.mindnlp_api import torch_like
 from mindnlp_dp.step.loss_weight import count_labels
 from mindnlp_dp.trainers.library import Trainer
 from mindnlp_dp.trainers.rank_trainer import RankTrainer

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from .resharding_jobs import ROUNDING, Jobs, Steps
-from .resharding_search import Search
+from mindnlp_dp.schedules.resharding_jobs import ROUNDING, Jobs, Steps
+from mindnlp_dp.schedules.resharding_search import Search
 
 ALGORITHMS = ("naive", "balance", "greedy", "search")
+
 # Number of attempts of the greedy algorithm; the time of an attempt grows with the square of the tasks.
 _FEWEST_TRIES, _MOST_TRIES, _WORK = 8, 200, 1_000_000
 

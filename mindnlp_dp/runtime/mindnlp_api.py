@@ -10,7 +10,7 @@ import functools
 import importlib
 from typing import Any
 
-from mindnlp_dp.versions import mindnlp_series
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 
 @functools.cache

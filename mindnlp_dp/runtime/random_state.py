@@ -15,8 +15,10 @@ import numpy as np
 
 # The micro-step number for the seed that is set while the batches of an update are read.
 READING = 2**32 - 1
+
 # The seed in use, and the number of draws_apart blocks since it was set.
 _current: Optional[int] = None
+
 _num_apart = 0
 
 

@@ -12,6 +12,7 @@ B micro-batches that all take the same time, S - 1 of B + S - 1 steps are idle: 
 from __future__ import annotations
 
 FORWARD, BACKWARD = "forward", "backward"
+
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
 
 Action = tuple[str, int]

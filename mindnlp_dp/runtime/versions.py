@@ -13,15 +13,21 @@ __version__ = "0.1.0"
 
 # The oldest and the newest supported version.
 PYTHON = ((3, 9), (3, 12))
+
 MINDSPORE = ">=2.5.0,<2.11.0"
+
 MINDNLP = "==0.4.1"
+
 # The other MindNLP, which uses the Trainer of Transformers, and the MindSpore versions with which it was tested.
 OTHER_MINDNLP, OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0"
+
 # Other versions of these packages break the other MindNLP. They are not requirements of this package.
 BESIDE_OTHER_MINDNLP = ("transformers>=4.55,<4.56", "accelerate==1.10.1", "safetensors<0.8")
+
 # The versions to install: the newest that pass all test suites and are as fast as earlier ones. MindSpore 2.10 has no
 # wheels for Python 3.9.
 BEST_MINDSPORE = "2.10.0" if sys.version_info >= (3, 10) else "2.9.0"
+
 BEST_MINDNLP = "0.4.1"
 
 WORKING_PAIRS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .resharding_jobs import ROUNDING, Jobs, Steps
+from mindnlp_dp.schedules.resharding_jobs import ROUNDING, Jobs, Steps
 
 
 class Search:

@@ -10,10 +10,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .resharding import UnitTask
+from mindnlp_dp.schedules.resharding import UnitTask
 
 # Relative difference between sums of the same durations in another order.
 ROUNDING = 1e-9
+
 # (job, sender, begin) of each step.
 Steps = list[tuple[int, int, float]]
 

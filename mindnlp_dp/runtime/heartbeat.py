@@ -25,14 +25,21 @@ from typing import Optional
 # number of the last checkpoint request that it has met; time of the last report, time when its wait began, loss,
 # samples so far; name of the call that it waits in.
 _FORMAT = struct.Struct("<QQQq?3xIQ4d96s")
+
 RECORD_BYTES = 256
+
 # Start time of the process, at the record's end: written once, before the rest, which may be read while it is written.
 _BORN = struct.Struct("<Q")
+
 _BORN_BEGIN = RECORD_BYTES - _BORN.size
+
 # After the ranks' records, one of the job: the number of the last checkpoint request, and the system of the ranks.
 _REQUEST = struct.Struct("<Q")
+
 _SYSTEM = struct.Struct("<128s")
+
 _SYSTEM_BEGIN = 64 - RECORD_BYTES
+
 # The environment variable with the name of the file in the job's log folder, if that is not "progress".
 VARIABLE = "MINDNLP_DP_PROGRESS"
 

@@ -14,7 +14,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from .schedule import BACKWARD, FORWARD, Action, actions, check_schedule
+from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD, Action, actions, check_schedule
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def simulate_pipeline(
     Args:
         forward: time of a micro-batch's forward pass, by stage.
         backward: time of its backward pass, by stage.
-        schedule: "gpipe", "1f1b" or "eager-1f1b" (:mod:`~mindnlp_dp.planner.schedule`).
+        schedule: "gpipe", "1f1b" or "eager-1f1b" (:mod:`~mindnlp_dp.schedules.pipeline`).
         transfer: time of a message between two stages, one number for all boundaries or one for each.
     """
     check_schedule(schedule)

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 # (host, device in the host), and (first, last + 1) for each dimension.
 Device = tuple[int, int]
+
 Box = tuple[tuple[int, int], ...]
+
 MeshAndSpec = tuple[tuple[int, int], str]
 
 

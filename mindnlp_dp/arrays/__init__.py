@@ -1,1 +1,0 @@
-"""This package treats NumPy arrays and MindSpore tensors alike: type names, conversion, checks and fingerprints."""
