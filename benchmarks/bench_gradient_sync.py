@@ -67,7 +67,7 @@ def measure(backend: str, model: str) -> dict[str, Any]:
 
     import mindnlp_dp as dp
     from mindnlp_dp.communication.gradient_channel import open_gradient_channel
-    from mindnlp_dp.communication.transports.mpi import MPIChannel
+    from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
     from mindnlp_dp.runtime.arrays import fingerprint
 
     group = dp.init_process_group(backend)

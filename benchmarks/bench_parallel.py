@@ -218,7 +218,7 @@ def operator_cost(dp: Any, world: Any) -> dict[str, Any]:
     """Return the microseconds of an all-reduce of 64 KiB as an operator and by the transport."""
     import mindspore
 
-    from mindnlp_dp.parallel.operators import reduce_from
+    from mindnlp_dp.communication.autograd_ops import reduce_from
 
     x = mindspore.Tensor(np.ones((128, 128), np.float32))
     array, transport = x.asnumpy(), world._transport

@@ -128,7 +128,7 @@ class Step:
         return {"step": time.perf_counter() - began, "exposed": 0.0, "sent": 0}
 
     def _ours(self) -> dict[str, float]:
-        from mindnlp_dp.communication.transports.mpi import MPIChannel
+        from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
 
         channel = self.sync.channel
         if isinstance(channel, MPIChannel):

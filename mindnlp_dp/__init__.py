@@ -28,14 +28,14 @@ from . import patches
 _TRAINER = f"trainers.mindnlp_{mindnlp_series().replace('.', '_')}"
 
 _HOME = {
-    "init_process_group": "communication.process_group",
-    "get_process_group": "communication.process_group",
-    "destroy_process_group": "communication.process_group",
-    "ProcessGroup": "communication.collectives",
-    "broadcast_parameters": "replicas.broadcast",
-    "broadcast_buffers": "replicas.broadcast",
-    "assert_replicas_in_sync": "replicas.digests",
-    "replica_digest": "replicas.digests",
+    "init_process_group": "communication.default_group",
+    "get_process_group": "communication.default_group",
+    "destroy_process_group": "communication.default_group",
+    "ProcessGroup": "communication.process_group",
+    "broadcast_parameters": "communication.replicas",
+    "broadcast_buffers": "communication.replicas",
+    "assert_replicas_in_sync": "communication.replicas",
+    "replica_digest": "communication.replicas",
     "GlobalBatchSampler": "data.sharding",
     "make_loader": "data.loader",
     "NaiveGradientSynchronizer": "gradients.naive",
@@ -59,10 +59,15 @@ _OF_0_4_ALONE = ("parallelize", "empty_weights")
 __all__ = [name for name in _HOME if mindnlp_series() == "0.4" or name not in _OF_0_4_ALONE]
 
 if TYPE_CHECKING:
-    from .communication.collectives import ProcessGroup as ProcessGroup
-    from .communication.process_group import destroy_process_group as destroy_process_group
-    from .communication.process_group import get_process_group as get_process_group
-    from .communication.process_group import init_process_group as init_process_group
+    from mindnlp_dp.communication.default_group import destroy_process_group as destroy_process_group
+    from mindnlp_dp.communication.default_group import get_process_group as get_process_group
+    from mindnlp_dp.communication.default_group import init_process_group as init_process_group
+    from mindnlp_dp.communication.process_group import ProcessGroup as ProcessGroup
+    from mindnlp_dp.communication.replicas import assert_replicas_in_sync as assert_replicas_in_sync
+    from mindnlp_dp.communication.replicas import broadcast_buffers as broadcast_buffers
+    from mindnlp_dp.communication.replicas import broadcast_parameters as broadcast_parameters
+    from mindnlp_dp.communication.replicas import replica_digest as replica_digest
+
     from .data.loader import make_loader as make_loader
     from .data.sharding import GlobalBatchSampler as GlobalBatchSampler
     from .evaluation.evaluate import evaluate as evaluate
@@ -75,10 +80,6 @@ if TYPE_CHECKING:
     from .parallel.mesh import get_device_mesh as get_device_mesh
     from .parallel.mesh import init_device_mesh as init_device_mesh
     from .parallel.parallelize import parallelize as parallelize
-    from .replicas.broadcast import broadcast_buffers as broadcast_buffers
-    from .replicas.broadcast import broadcast_parameters as broadcast_parameters
-    from .replicas.digests import assert_replicas_in_sync as assert_replicas_in_sync
-    from .replicas.digests import replica_digest as replica_digest
     from .step.loss_weight import count_labels as count_labels
     from .trainers.mindnlp_0_4.arguments import DataParallelArguments as DataParallelArguments
     from .trainers.mindnlp_0_4.trainer import DataParallelTrainer as DataParallelTrainer

@@ -88,15 +88,15 @@ def weights(model: Any) -> dict[str, np.ndarray]:
 @contextlib.contextmanager
 def alone() -> Iterator[Any]:
     """Make this process a group of one rank within the context, to compute what one process computes."""
-    from mindnlp_dp.communication import process_group
+    from mindnlp_dp.communication import default_group
     from mindnlp_dp.communication.transports.single import SingleProcessTransport
 
-    together = process_group._group, process_group._data_group
-    process_group._group, process_group._data_group = process_group.ProcessGroup(SingleProcessTransport()), None
+    together = default_group._group, default_group._data_group
+    default_group._group, default_group._data_group = default_group.ProcessGroup(SingleProcessTransport()), None
     try:
-        yield process_group._group
+        yield default_group._group
     finally:
-        process_group._group, process_group._data_group = together
+        default_group._group, default_group._data_group = together
 
 
 def assert_same_sums(mine: Any, expected: Any) -> None:

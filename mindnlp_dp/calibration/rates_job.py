@@ -92,7 +92,7 @@ def _all_reduces(group: Any, repeats: int) -> list[dict[str, float]]:
     """Time all-reduces of activations, as tensor parallelism runs them; return seconds by size."""
     import mindspore
 
-    from mindnlp_dp.parallel.operators import reduce_from
+    from mindnlp_dp.communication.autograd_ops import reduce_from
 
     found = []
     for size in SIZES:

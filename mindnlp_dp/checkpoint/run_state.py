@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.step.train_step import TrainStep
 
 from .whole_model import WholeModel

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.lazy_arrays import ArrayToCome, TensorToCome
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 
 # Keys that mark values in the outline for which JSON has no type.

@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_data_group, get_process_group
-from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
-from mindnlp_dp.replicas.digests import assert_replicas_in_sync, replica_digest
+from mindnlp_dp.communication.default_group import get_data_group, get_process_group
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.replicas import (
+    assert_replicas_in_sync,
+    broadcast_buffers,
+    broadcast_parameters,
+    replica_digest,
+)
 
 from .read import read_weights
 

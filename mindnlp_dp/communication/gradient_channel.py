@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
+
 from .transports.channel import Channel
 
 

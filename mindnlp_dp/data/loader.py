@@ -24,8 +24,8 @@ from typing import Any, Callable, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_data_group, get_process_group
+from mindnlp_dp.communication.default_group import get_data_group, get_process_group
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.sharding import GlobalBatchSampler
 from mindnlp_dp.runtime.partition import split_evenly
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_data_group
+from mindnlp_dp.communication.default_group import get_data_group
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.replicas import broadcast_buffers
 from mindnlp_dp.data.batches import call_with, num_rows_of
 from mindnlp_dp.data.loader import Loader
-from mindnlp_dp.replicas.broadcast import broadcast_buffers
 from mindnlp_dp.step.model_of import BatchWeigher, model_of
 from mindnlp_dp.step.span_loss import SpanLoss
 

@@ -17,11 +17,11 @@ from typing import Any, Callable, Optional, Union
 import mindspore
 
 from mindnlp_dp.checkpoint.whole_model import data_group
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.gradients.reducer import ReducerWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.gradients.window import GradientWindow
-from mindnlp_dp.replicas.broadcast import broadcast_parameters
 from mindnlp_dp.replicas.initialized import check_values
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import torch_like

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Optional
 
-from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.communication.transports.polling_wait import Patience
 
 
 class ExchangeThread:

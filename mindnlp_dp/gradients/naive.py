@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name
 
 from .window import AccumulatingWindow

@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.runtime.arrays import from_host, to_host
 

@@ -16,11 +16,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.default_group import get_data_group
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
-from mindnlp_dp.communication.process_group import get_data_group
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.communication.transports.channel import Channel
-from mindnlp_dp.replicas.weights import check_same_structure
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def start_cluster(
 
 def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -> Process:
     """Start the scheduler of a cluster, where its workers join, on this host."""
-    scheduler = "mindnlp_dp.communication.transports.mindspore_scheduler"
+    scheduler = "mindnlp_dp.communication.transports.mindspore.scheduler"
     command = [*module_command(sys.executable, "mindnlp_dp.launch.fork_client"), scheduler]
     environment = cluster_environment(environ, "MS_SCHED", cluster.num_workers, cluster.scheduler)
     with open(log_file, "wb") as log:

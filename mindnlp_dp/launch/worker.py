@@ -153,8 +153,8 @@ def _run(command: list[str]) -> tuple[int, bool]:
 
 def _waited_in_vain(error: Optional[BaseException]) -> bool:
     """Return whether an error only says that another rank is missing or lost: that rank is to blame, not this one."""
-    late_ranks = sys.modules.get("mindnlp_dp.communication.transports.late_ranks")
-    mpi_faults = sys.modules.get("mindnlp_dp.communication.transports.mpi_faults")
+    late_ranks = sys.modules.get("mindnlp_dp.communication.transports.mindspore.collective_calls")
+    mpi_faults = sys.modules.get("mindnlp_dp.communication.transports.mpi.faults")
     if mpi_faults is not None and mpi_faults.tells_of_a_loss(error):
         return True
     while late_ranks is not None and error is not None:
@@ -174,7 +174,7 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
 
 def _met_the_others() -> bool:
     """Return whether the script joined a job, through this package, mpi4py or MindSpore itself."""
-    ours = sys.modules.get("mindnlp_dp.communication.process_group")
+    ours = sys.modules.get("mindnlp_dp.communication.default_group")
     management = sys.modules.get("mindspore.communication.management")
     return (
         (ours is not None and ours.was_started)

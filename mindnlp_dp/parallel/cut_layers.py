@@ -11,9 +11,9 @@ from typing import Any, Optional
 
 from mindnlp.core import nn
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.autograd_ops import gather_from
+from mindnlp_dp.communication.process_group import ProcessGroup
 
-from .operators import gather_from
 from .placement import Cut, Placements, every_module, replace_module
 from .plans import TensorPlan, first_match
 from .tensor import (

@@ -26,9 +26,9 @@ from mindnlp.core.nn import functional
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.autograd_ops import all_to_all
+from mindnlp_dp.communication.process_group import ProcessGroup
 
-from .operators import all_to_all
 from .placement import Placements, every_module, replace_module
 from .plans import ExpertPlan
 from .stages import Elsewhere

@@ -28,8 +28,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from mindnlp_dp.communication.collectives import ProcessGroup
-from mindnlp_dp.communication.process_group import get_process_group, set_data_group
+from mindnlp_dp.communication.default_group import get_process_group, set_data_group
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.schedules.mesh_spec import Size, _shown
 
 # Data, pipeline, expert and tensor parallelism.

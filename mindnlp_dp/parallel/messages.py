@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.wire import Wire
+from mindnlp_dp.communication.p2p import Wire
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 from mindnlp_dp.schedules.resharding import box_of, unit_tasks
 from mindnlp_dp.schedules.resharding_schedule import schedule_tasks

@@ -16,10 +16,10 @@ from typing import Any, Optional, TypeVar, Union
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.gradients.joint import JointWindow
 from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
-from mindnlp_dp.replicas.weights import check_same_structure
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.named_weights import all_names, named_weights
 from mindnlp_dp.update.model_scope import ModelScope

@@ -22,7 +22,7 @@ import numpy as np
 from mindnlp.core.nn import Parameter
 from mindspore import _c_expression
 
-from mindnlp_dp.communication.wire import DOWN, UP
+from mindnlp_dp.communication.p2p import DOWN, UP
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.autograd import make_leaves
 from mindnlp_dp.runtime.random_state import seeded

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.schedules.resharding import Box, Device, UnitTask, box_of, parse_spec, unit_tasks
 from mindnlp_dp.schedules.resharding_schedule import schedule_tasks

@@ -19,10 +19,14 @@ import numpy as np
 from mindnlp_dp.checkpoint.folders import PREFIX
 from mindnlp_dp.checkpoint.manifest import MODEL
 from mindnlp_dp.checkpoint.whole_model import WholeModel
-from mindnlp_dp.communication.arrays_to_come import ArrayToCome, TensorToCome
-from mindnlp_dp.replicas.broadcast import broadcast_buffers, broadcast_parameters
-from mindnlp_dp.replicas.digests import DIGEST_BYTES, weight_digest
-from mindnlp_dp.replicas.weights import ReplicaMismatchError
+from mindnlp_dp.communication.lazy_arrays import ArrayToCome, TensorToCome
+from mindnlp_dp.communication.replicas import (
+    DIGEST_BYTES,
+    ReplicaMismatchError,
+    broadcast_buffers,
+    broadcast_parameters,
+    weight_digest,
+)
 from mindnlp_dp.runtime.arrays import from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import named_weights
 

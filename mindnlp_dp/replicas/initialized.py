@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import is_uninitialized, to_host
 
 # The number of names that a message shows.

@@ -18,7 +18,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.mindnlp_api import torch_like
 
 from .loss_weight import Task, loss_mean, span_counts

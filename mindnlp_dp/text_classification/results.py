@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindnlp_dp.replicas.digests import replica_digest
+from mindnlp_dp.communication.replicas import replica_digest
 from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.pipeline import pipeline_of
 from mindnlp_dp.report.runs import RecordedRun

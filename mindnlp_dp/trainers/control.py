@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 
 STOPS = ("should_training_stop", "should_epoch_stop")
 ACTIONS = ("should_save", "should_evaluate", "should_log")

@@ -14,7 +14,7 @@ from typing import Any
 from mindnlp_dp.checkpoint.load import load_checkpoint
 from mindnlp_dp.checkpoint.run_state import random_state
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
-from mindnlp_dp.replicas.broadcast import broadcast_parameters
+from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.runtime.job_context import job_of_this_process, least_ranks
 
 from .control import FLAGS, STOPS

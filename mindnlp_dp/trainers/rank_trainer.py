@@ -18,7 +18,7 @@ from mindnlp_dp.checkpoint.folders import choose_checkpoint, put_right, remove_u
 from mindnlp_dp.checkpoint.load import load_checkpoint
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.checkpoint.whole_model import WholeModel, data_group, whole_model
-from mindnlp_dp.communication.process_group import get_data_group, get_process_group
+from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader

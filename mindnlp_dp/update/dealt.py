@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.arrays_to_come import fetch_all
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.lazy_arrays import fetch_all
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 
 from .model_scope import ModelScope

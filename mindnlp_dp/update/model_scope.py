@@ -7,7 +7,7 @@ from typing import Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 
 
 class ModelScope:

@@ -23,7 +23,7 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.communication.arrays_to_come import fetch_all
+from mindnlp_dp.communication.lazy_arrays import fetch_all
 from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.gradients.buckets.bucket import Bucket
 from mindnlp_dp.gradients.buckets.device import DeviceBucket

@@ -12,8 +12,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.arrays_to_come import fetch_all
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.lazy_arrays import fetch_all
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import aligned_zeros, number_of, to_host
 
 # Ranks gather a parameter's state in messages of this many elements: larger ones need more memory and are not faster.

@@ -14,8 +14,8 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.communication.arrays_to_come import fetch_all
-from mindnlp_dp.communication.process_group import get_process_group
+from mindnlp_dp.communication.default_group import get_process_group
+from mindnlp_dp.communication.lazy_arrays import fetch_all
 from mindnlp_dp.gradients.window import GradientWindow
 from mindnlp_dp.runtime.arrays import inspection
 from mindnlp_dp.runtime.mindnlp_api import torch_like

@@ -111,7 +111,7 @@ group = dp.init_process_group()
 LEAVE = """
 import argparse, sys
 from sys import exit as leave_under_another_name
-from mindnlp_dp.communication.transports import mpi_exit
+from mindnlp_dp.communication.transports.mpi import faults
 mpi_exit.PATIENCE_SECONDS = 1.0
 {init}
 

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindnlp_dp.communication.transports.half_wire import wire_for
-from mindnlp_dp.communication.transports.host_ring import reduce_round_ring
-from mindnlp_dp.communication.transports.patience import AbandonedError, Patience, barrier
-from mindnlp_dp.communication.transports.zero_blocks import sum_over_hosts
+from mindnlp_dp.communication.transports.mpi.ring import reduce_round_ring, sum_over_hosts, wire_for
+from mindnlp_dp.communication.transports.polling_wait import AbandonedError, Patience, barrier
 
 HALVES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 

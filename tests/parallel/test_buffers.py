@@ -10,7 +10,7 @@ from mindnlp.transformers.modeling_outputs import SequenceClassifierOutput
 from mindspore import nn as cells
 
 import mindnlp_dp as dp
-from mindnlp_dp.replicas.weights import ReplicaMismatchError
+from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from models import LENGTH, NUM_LABELS, Rows, train, weights
 
 

@@ -6,7 +6,7 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindnlp_dp.communication.transports.mindspore_calls import MintCalls, PrimitiveCalls
+from mindnlp_dp.communication.transports.mindspore.collective_calls import MintCalls, PrimitiveCalls
 
 
 @pytest.fixture(params=[MintCalls, PrimitiveCalls])

@@ -10,7 +10,7 @@ import pytest
 from mindnlp.core import nn, optim
 
 import mindnlp_dp as dp
-from mindnlp_dp.communication.transports.mindspore import MindSporeChannel
+from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.optim import LAMB
 from mindnlp_dp.update.choose import make_updater
 from mindnlp_dp.update.dealt import DealtUpdater

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import mindnlp_dp as dp
+from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.gradients.buckets.make import _hint_at_mpi
-from mindnlp_dp.replicas.weights import ReplicaMismatchError
 
 pytestmark = pytest.mark.core
 

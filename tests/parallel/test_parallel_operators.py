@@ -6,7 +6,7 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindnlp_dp.parallel import operators
+from mindnlp_dp.communication import autograd_ops
 from mindnlp_dp.parallel.tensor import vocabulary_parallel_cross_entropy
 from mindnlp_dp.runtime.partition import shard_bounds
 
@@ -36,13 +36,13 @@ def part(array, group, dim):
 
 
 def test_copy_to(group):
-    y, gradient = both_ways(lambda x: operators.copy_to(x, group), of_rank(0), of_rank(group.rank))
+    y, gradient = both_ways(lambda x: autograd_ops.copy_to(x, group), of_rank(0), of_rank(group.rank))
     np.testing.assert_array_equal(y, of_rank(0))
     np.testing.assert_allclose(gradient, sum(map(of_rank, range(group.world_size))), atol=1e-6)
 
 
 def test_reduce_from(group):
-    y, gradient = both_ways(lambda x: operators.reduce_from(x, group), of_rank(group.rank), of_rank(9))
+    y, gradient = both_ways(lambda x: autograd_ops.reduce_from(x, group), of_rank(group.rank), of_rank(9))
     np.testing.assert_allclose(y, sum(map(of_rank, range(group.world_size))), atol=1e-6)
     np.testing.assert_array_equal(gradient, of_rank(9))
 
@@ -53,10 +53,10 @@ def test_gather_from_and_scatter_to_are_each_others_transpose(group, dim):
     if group.world_size > ROWS and dim == 0:
         pytest.skip("no row for each rank")
     whole, weight = of_rank(8), of_rank(9)
-    y, gradient = both_ways(lambda x: operators.gather_from(x, group, dim), part(whole, group, dim), weight)
+    y, gradient = both_ways(lambda x: autograd_ops.gather_from(x, group, dim), part(whole, group, dim), weight)
     np.testing.assert_array_equal(y, whole)
     np.testing.assert_array_equal(gradient, part(weight, group, dim))
-    y, gradient = both_ways(lambda x: operators.scatter_to(x, group, dim), whole, part(weight, group, dim))
+    y, gradient = both_ways(lambda x: autograd_ops.scatter_to(x, group, dim), whole, part(weight, group, dim))
     np.testing.assert_array_equal(y, part(whole, group, dim))
     np.testing.assert_array_equal(gradient, weight)
 
@@ -67,11 +67,13 @@ def test_all_gather_and_reduce_scatter_are_each_others_transpose(group, dim):
         pytest.skip("no row for each rank")
     whole = of_rank(8)
     total = sum(map(of_rank, range(group.world_size)))
-    y, gradient = both_ways(lambda x: operators.all_gather(x, group, dim), part(whole, group, dim), of_rank(group.rank))
+    y, gradient = both_ways(
+        lambda x: autograd_ops.all_gather(x, group, dim), part(whole, group, dim), of_rank(group.rank)
+    )
     np.testing.assert_array_equal(y, whole)
     np.testing.assert_allclose(gradient, part(total, group, dim), atol=1e-6)
     y, gradient = both_ways(
-        lambda x: operators.reduce_scatter(x, group, dim), of_rank(group.rank), part(whole, group, dim)
+        lambda x: autograd_ops.reduce_scatter(x, group, dim), of_rank(group.rank), part(whole, group, dim)
     )
     np.testing.assert_allclose(y, part(total, group, dim), atol=1e-6)
     np.testing.assert_array_equal(gradient, whole)
@@ -100,7 +102,7 @@ def test_all_to_all(group):
     np.testing.assert_array_equal(rows, np.concatenate(expected))
     # The backward pass sends the rows back.
     if sum(mine) and sum(theirs):
-        y, gradient = both_ways(lambda t: operators.all_to_all(t, group, mine, theirs), x, rows)
+        y, gradient = both_ways(lambda t: autograd_ops.all_to_all(t, group, mine, theirs), x, rows)
         np.testing.assert_array_equal(y, rows)
         np.testing.assert_array_equal(gradient, x)
 

@@ -7,8 +7,7 @@ from library import TrainerCallback, optim
 from mindnlp.core import nn, ops
 
 import mindnlp_dp as dp
-from mindnlp_dp.replicas.digests import replicas_in_sync
-from mindnlp_dp.replicas.weights import ReplicaMismatchError
+from mindnlp_dp.communication.replicas import ReplicaMismatchError, replicas_in_sync
 from mindnlp_dp.report.page import render
 from mindnlp_dp.report.runs import RecordedRun
 from mindnlp_dp.text_classification.config import TaskConfig

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mindnlp_dp as dp
-from mindnlp_dp.communication.transports import shared_memory
-from mindnlp_dp.communication.transports.half_wire import wire_for
-from mindnlp_dp.communication.transports.patience import Patience
-from mindnlp_dp.communication.transports.shared_memory import HostExchange, share_rows, slice_bounds
+from mindnlp_dp.communication.transports.mpi import shared_memory
+from mindnlp_dp.communication.transports.mpi.ring import wire_for
+from mindnlp_dp.communication.transports.mpi.shared_memory import HostExchange, share_rows, slice_bounds
+from mindnlp_dp.communication.transports.polling_wait import Patience
 from mindnlp_dp.gradients.buckets.shared import SharedBucket, copy_range
 from mindnlp_dp.runtime.partition import even_edges
 

@@ -13,14 +13,14 @@ from library import is_0_5, nn, optim
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state, unpack_state
-from mindnlp_dp.communication.arrays_to_come import fetch_all
-from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
+from mindnlp_dp.communication.lazy_arrays import fetch_all
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.gradients import synchronizer
 from mindnlp_dp.gradients.buckets import make as buckets
 from mindnlp_dp.optim import LAMB, LARS
-from mindnlp_dp.replicas.weights import ReplicaMismatchError
 from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.train_step import MicroStep, TrainStep
 from mindnlp_dp.update.choose import make_updater
@@ -252,8 +252,8 @@ def two_hosts(group, monkeypatch):
         pytest.skip("two hosts of two ranks, and MPI")
     from mpi4py import MPI
 
-    from mindnlp_dp.communication.transports.mpi import MPIChannel
-    from mindnlp_dp.communication.transports.shared_memory import HostMemory
+    from mindnlp_dp.communication.transports.mpi.shared_memory import HostMemory
+    from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
     from mindnlp_dp.gradients import window
 
     comm = MPI.COMM_WORLD
@@ -285,7 +285,7 @@ def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer
 @pytest.fixture
 def no_memory_for_weights(monkeypatch):
     """Refuse shared memory for weights, as if gradients had used all of it."""
-    from mindnlp_dp.communication.transports.shared_memory import HostMemory
+    from mindnlp_dp.communication.transports.mpi.shared_memory import HostMemory
 
     refused = []
 

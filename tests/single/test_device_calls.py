@@ -8,9 +8,9 @@ import pytest
 from mindnlp.core import nn, optim
 from mindnlp.core.autograd import value_and_grad
 
-from mindnlp_dp.communication.collectives import ProcessGroup
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
-from mindnlp_dp.communication.transports.mindspore import MindSporeTransport
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
 from mindnlp_dp.functional.make_step import make_train_step
 from mindnlp_dp.gradients.buckets.device import DeviceBucket
 from mindnlp_dp.gradients.buckets.layout import pack_buckets

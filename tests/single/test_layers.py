@@ -16,10 +16,10 @@ LIBRARIES = ("mindspore.communication", "mindspore.mint.distributed", "mpi4py")
 OPERATORS = {"AllReduce", "AllGather", "AlltoAll", "Broadcast", "ReduceScatter", "Send", "Receive"}
 # Modules that start processes name the modules that run in them, and check which ones a script has imported.
 NAMED_FROM_BELOW = {
-    "mindnlp_dp.communication.process_group",
-    "mindnlp_dp.communication.transports.late_ranks",
-    "mindnlp_dp.communication.transports.mpi_faults",
-    "mindnlp_dp.communication.transports.mindspore_scheduler",
+    "mindnlp_dp.communication.default_group",
+    "mindnlp_dp.communication.transports.mindspore.collective_calls",
+    "mindnlp_dp.communication.transports.mpi.faults",
+    "mindnlp_dp.communication.transports.mindspore.scheduler",
     "mindnlp_dp.launch.fork_client",
     "mindnlp_dp.launch.fork_server",
     "mindnlp_dp.launch.remote_shell",

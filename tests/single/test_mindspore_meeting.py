@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindnlp_dp.communication.transports.mindspore_meeting import meet
+from mindnlp_dp.communication.transports.mindspore.cluster import meet
 
 
 def state(thread=0):

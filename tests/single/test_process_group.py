@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 import mindnlp_dp as dp
-from mindnlp_dp.communication import process_group
-from mindnlp_dp.communication.rendezvous import check_world_size, choose_backend
-from mindnlp_dp.communication.transports.late_ranks import LateRankError, WatchedCollectives
+from mindnlp_dp.communication import default_group
+from mindnlp_dp.communication.backend_selection import check_world_size, choose_backend
+from mindnlp_dp.communication.transports.mindspore.collective_calls import LateRankError, WatchedCollectives
 from mindnlp_dp.runtime.launch_env import Launch, detect_launch
 
 ALONE, MPIRUN, MSRUN = Launch("none", 1), Launch("mpirun", 2), Launch("msrun", 2)
@@ -14,7 +14,7 @@ STALE = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"}
 
 @pytest.fixture
 def no_group(monkeypatch):
-    monkeypatch.setattr(process_group, "_group", None)
+    monkeypatch.setattr(default_group, "_group", None)
 
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}

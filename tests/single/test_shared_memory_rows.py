@@ -9,8 +9,8 @@ import mindspore
 import numpy as np
 import pytest
 
-from mindnlp_dp.communication.transports import shared_memory
-from mindnlp_dp.communication.transports.shared_memory import share_rows, why_no_memory_is_shared
+from mindnlp_dp.communication.transports.mpi import shared_memory
+from mindnlp_dp.communication.transports.mpi.shared_memory import share_rows, why_no_memory_is_shared
 from mindnlp_dp.communication.transports.single import SingleProcessChannel
 from mindnlp_dp.gradients.buckets import host
 from mindnlp_dp.gradients.buckets.host import HostBucket, references_tell

@@ -55,9 +55,9 @@ def test_the_hook_leaves_gradients_as_they_are(tmp_path):
 
 
 def test_a_group_is_needed(tmp_path, monkeypatch):
-    from mindnlp_dp.communication import process_group
+    from mindnlp_dp.communication import default_group
 
-    monkeypatch.setattr(process_group, "_group", None)
+    monkeypatch.setattr(default_group, "_group", None)
     with pytest.raises(RuntimeError, match="call mindnlp_dp.init_process_group"):
         dp.DataParallelTrainer(tiny_roberta(), TrainingArguments(str(tmp_path)))
 

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .patience import Patience
+from mindnlp_dp.communication.transports.polling_wait import Patience
 
 
 class Channel(abc.ABC):

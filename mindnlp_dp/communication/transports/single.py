@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
-from .channel import HostChannel
-from .patience import Patience
-from .transport import HostTransport, Transport
+from mindnlp_dp.communication.transports.channel import HostChannel
+from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.transport import HostTransport, Transport
 
 
 class SingleProcessChannel(HostChannel):
@@ -70,3 +71,15 @@ class SingleProcessTransport(HostTransport):
 
     def close(self) -> None:
         pass
+
+
+REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+
+
+def reduce_arrays(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
+    """Reduce ``arrays`` in rank order, so that every rank computes the same bits."""
+    return functools.reduce(REDUCTIONS[op], arrays)

@@ -1,7 +1,7 @@
 """This module defines the interface of a transport, which moves arrays between the ranks of a job.
 
 A transport takes arrays in its library's own form: NumPy arrays for MPI, MindSpore tensors for HCCL, NCCL and MCCL.
-:class:`~mindnlp_dp.communication.collectives.ProcessGroup` calls it after checking the arguments. Methods other than
+:class:`~mindnlp_dp.communication.process_group.ProcessGroup` calls it after checking the arguments. Methods other than
 ``send``, ``begin_send`` and ``recv`` are collectives: all ranks call them, in the same order.
 """
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.communication.transports.polling_wait import Patience
 
 from .layout import BucketLayout
 

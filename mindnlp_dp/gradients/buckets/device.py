@@ -8,7 +8,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import TensorChannel
-from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.communication.transports.polling_wait import Patience
 from mindnlp_dp.runtime.arrays import HALF_TYPES, aligned_zeros, copy_of, to_host
 
 from .bucket import Bucket

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import HostChannel
-from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.communication.transports.polling_wait import Patience
 from mindnlp_dp.runtime.arrays import aligned_zeros, from_host, to_host
 
 from .bucket import Bucket

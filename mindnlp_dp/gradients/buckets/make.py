@@ -8,10 +8,10 @@ from typing import Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel, HostChannel, TensorChannel
-from mindnlp_dp.communication.transports.mpi import MPIChannel
-from mindnlp_dp.communication.transports.shared_memory import CACHE_LINE_BYTES, round_up
+from mindnlp_dp.communication.transports.mpi.shared_memory import CACHE_LINE_BYTES, round_up
+from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
 
 from .bucket import Bucket
 from .device import DeviceBucket

@@ -26,9 +26,9 @@ from typing import Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.half_wire import wire_for
-from mindnlp_dp.communication.transports.mpi import MPIChannel
-from mindnlp_dp.communication.transports.patience import Patience
+from mindnlp_dp.communication.transports.mpi.ring import wire_for
+from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
+from mindnlp_dp.communication.transports.polling_wait import Patience
 
 from .host import HostBucket
 from .layout import BucketLayout, Slot

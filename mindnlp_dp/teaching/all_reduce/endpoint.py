@@ -14,7 +14,7 @@ from typing import Any, Callable, TypeVar
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.mpi import mpi_library
+from mindnlp_dp.communication.transports.mpi.transport import mpi_library
 
 T = TypeVar("T")
 # A thread that has waited this long for a message is considered deadlocked.

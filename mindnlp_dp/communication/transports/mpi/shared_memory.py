@@ -19,15 +19,15 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .half_wire import HalfWire
-from .host_ring import gather_round_ring, reduce_round_ring
-from .patience import Patience, barrier
-from .zero_blocks import sum_over_hosts
+from mindnlp_dp.communication.transports.mpi.ring import HalfWire, gather_round_ring, reduce_round_ring, sum_over_hosts
+from mindnlp_dp.communication.transports.polling_wait import Patience, barrier
 
 # Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.
 STAGE_BYTES = 1 << 20
+
 # Slices begin at whole cache lines, so that no two ranks write to the same line.
 CACHE_LINE_BYTES = 64
+
 _NONCE_BYTES = 16
 
 

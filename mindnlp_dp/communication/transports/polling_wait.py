@@ -11,6 +11,7 @@ import numpy as np
 
 # Seconds of sleep between two polls: at first, and at most.
 _SHORTEST_NAP, _LONGEST_NAP = 50e-6, 1e-3
+
 # Requests and buffers of abandoned exchanges: MPI may write to them until the process ends.
 _abandoned: list[Any] = []
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from mindnlp_dp.communication.consistency_checks import described_by, message_header
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import from_host, to_host
 from mindnlp_dp.runtime.heartbeat import waiting
 
-from .checks import described_by, message_header
-from .collectives import ProcessGroup
-
 # UP is the forward direction (hidden states), DOWN the backward direction (loss and gradients).
 UP, DOWN = 0, 1
+
 _HEADER_NUMEL = message_header(None).size
+
 # All wires of a group count windows together: messages that an earlier wire left must not be taken for a later one's.
 _windows: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 

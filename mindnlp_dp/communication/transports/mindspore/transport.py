@@ -12,19 +12,21 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.communication.transports.mindspore.cluster import SumsOnly, create_group, meet, take_back_ctrl_c
+from mindnlp_dp.communication.transports.mindspore.collective_calls import (
+    DeviceCalls,
+    MintCalls,
+    PrimitiveCalls,
+    WatchedCollectives,
+)
+from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.single import SingleProcessTransport, reduce_arrays
+from mindnlp_dp.communication.transports.transport import Transport
 from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name, to_host
 
-from .channel import TensorChannel
-from .late_ranks import WatchedCollectives
-from .mindspore_calls import DeviceCalls, MintCalls, PrimitiveCalls
-from .mindspore_groups import SumsOnly, create_group
-from .mindspore_meeting import meet, take_back_ctrl_c
-from .patience import Patience
-from .reductions import reduce_arrays
-from .single import SingleProcessTransport
-from .transport import Transport
-
 _LIBRARY = {"Ascend": "hccl", "GPU": "nccl", "CPU": "mccl"}
+
 # The types that each library sums correctly itself.
 _REDUCES = {
     "hccl": {"float32", "float16", "bfloat16", "int8", "int32", "int64"},

@@ -10,9 +10,8 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import from_host
-
-from .collectives import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
-from mindnlp_dp.communication.collectives import ProcessGroup
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.partition import shard_bounds
 
 

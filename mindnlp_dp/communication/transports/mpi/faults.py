@@ -18,15 +18,16 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Sequence
 from typing import Any, NoReturn, Optional
-
-from .mpi_faults import tells_of_a_loss
 
 # How long a finished rank waits for the others before it prints a message.
 PATIENCE_SECONDS = 10.0
+
 POLL_SECONDS = 0.02
 
 _Trace = Optional[types.TracebackType]
+
 # The communicator whose ranks exit together.
 _everybody: Any = None
 
@@ -148,3 +149,26 @@ def _has_returned(frame: types.FrameType) -> bool:
 def _was_raised_again(frame: types.FrameType) -> bool:
     """Return whether a frame that ended by an exception re-raised a handled one: after ``finally``, or by ``raise``."""
     return _last_instruction(frame) == ("RAISE_VARARGS", 0) or _last_instruction(frame)[0] == "RERAISE"
+
+
+def tells_of_a_loss(error: Optional[BaseException]) -> bool:
+    """Return whether an error, or one of its causes, is MPI's error for a lost rank."""
+    while error is not None:
+        if type(error).__module__ == "mpi4py.MPI":
+            from mpi4py import MPI
+
+            if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):  # type: ignore[attr-defined]
+                return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def those_left(comm: Any, others: Sequence[Any]) -> Any:
+    """Return a communicator of the surviving ranks of ``comm``, in its order; ``others`` are their other communicators.
+
+    A collective of the surviving ranks. The old communicators can no longer be used. They are not freed, because
+    freeing one is a collective of all of its ranks.
+    """
+    for each in (*others, comm):
+        each.Revoke()
+    return comm.Shrink()

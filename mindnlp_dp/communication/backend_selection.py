@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+from mindnlp_dp.communication.transports.single import SingleProcessTransport
+from mindnlp_dp.communication.transports.transport import Transport
 from mindnlp_dp.runtime.launch_env import MPI_LAUNCHERS, Launch
 
-from .transports.single import SingleProcessTransport
-from .transports.transport import Transport
-
 BACKENDS = ("auto", "single", "mpi", "mindspore")
+
 # Launchers whose processes have no way to connect, and the command to type instead.
 _CANNOT_MEET = {
     "srun": "srun --mpi=pmix python script.py, or, in the script of sbatch, mpirun -n {n} python script.py",
@@ -81,9 +81,9 @@ def check_world_size(launch: Launch, world_size: int, library: str) -> None:
 
 def _transport(kind: str) -> Transport:
     if kind == "mpi":
-        from .transports.mpi import MPITransport
+        from mindnlp_dp.communication.transports.mpi.transport import MPITransport
 
         return MPITransport()
-    from .transports.mindspore import MindSporeTransport
+    from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
 
     return MindSporeTransport()

@@ -15,13 +15,14 @@ from typing import Any, Optional, Protocol
 
 import numpy as np
 
+from mindnlp_dp.communication.transports.mindspore.collective_calls import MissingMessageError
+from mindnlp_dp.communication.transports.transport import Transport
 from mindnlp_dp.runtime.arrays import dtype_name
 
-from .transports.late_ranks import MissingMessageError
-from .transports.transport import Transport
-
 LEVELS = ("auto", "all", "setup")
+
 OPS = ("sum", "mean", "max", "min")
+
 TYPES = (
     "float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64",
     "uint8", "uint16", "uint32", "uint64", "bool",
@@ -95,6 +96,7 @@ def describe(x: Any) -> str:
 
 # The limit of NumPy 1.
 _MOST_DIMENSIONS = 32
+
 _CANNOT_BE_SENT = -1
 
 

@@ -13,18 +13,23 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .channel import HostChannel
-from .mpi_exit import end_together, end_with
-from .mpi_faults import tells_of_a_loss, those_left
-from .patience import Patience, all_reduce_in_place
-from .reductions import REDUCTIONS, reduce_arrays
-from .shared_memory import STAGE_BYTES, HostExchange, HostMemory, why_no_memory_is_shared
-from .single import SingleProcessTransport
-from .transport import HostTransport, T, Transport
+from mindnlp_dp.communication.transports.channel import HostChannel
+from mindnlp_dp.communication.transports.mpi.faults import end_together, end_with, tells_of_a_loss, those_left
+from mindnlp_dp.communication.transports.mpi.shared_memory import (
+    STAGE_BYTES,
+    HostExchange,
+    HostMemory,
+    why_no_memory_is_shared,
+)
+from mindnlp_dp.communication.transports.polling_wait import Patience, all_reduce_in_place
+from mindnlp_dp.communication.transports.single import REDUCTIONS, SingleProcessTransport, reduce_arrays
+from mindnlp_dp.communication.transports.transport import HostTransport, T, Transport
 
 # From this size on, shared memory is faster than MPI's own all-reduce (benchmarks/bench_all_reduce.py).
 SHARED_FROM_BYTES = 1 << 16
+
 _OPS = {"sum": "SUM", "max": "MAX", "min": "MIN"}
+
 # MPI counts in 32 bits, so longer messages are split into pieces.
 PIECE_BYTES = 1 << 30
 
