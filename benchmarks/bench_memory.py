@@ -92,7 +92,7 @@ def training(make_model: Callable[[], Any], zero_stage: Any) -> tuple[Any, Calla
 def measure(zero_stage: Any) -> dict[str, Any]:
     """Return the growth of memory after every stage of an update, in bytes, summed over the ranks."""
     import mindnlp_dp as dp
-    from mindnlp_dp.gradients.overlap import TRIAL_PAIRS
+    from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS
 
     group = dp.init_process_group()
     # Two updates, because the optimizer creates its state in the first.

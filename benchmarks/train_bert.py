@@ -160,7 +160,7 @@ def main() -> None:
     import mindnlp_dp as dp
 
     group = dp.init_process_group()
-    from mindnlp_dp.gradients.overlap import TRIAL_PAIRS
+    from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS
 
     steps = {name: Step(name, group, args.batch, args.pretrained) for name in args.variants}
     # In its first steps "auto" measures whether the exchange should overlap; the other variants need fewer steps.

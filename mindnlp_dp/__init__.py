@@ -38,8 +38,8 @@ _HOME = {
     "replica_digest": "communication.replicas",
     "GlobalBatchSampler": "data.sharding",
     "make_loader": "data.loader",
-    "NaiveGradientSynchronizer": "gradients.naive",
-    "GradientSynchronizer": "gradients.synchronizer",
+    "NaiveGradientSynchronizer": "data_parallel.naive",
+    "GradientSynchronizer": "data_parallel.synchronizer",
     "make_train_step": "functional.make_step",
     "FunctionalRun": "functional.resumable_run",
     "DeviceMesh": "parallel.mesh",
@@ -67,14 +67,14 @@ if TYPE_CHECKING:
     from mindnlp_dp.communication.replicas import broadcast_buffers as broadcast_buffers
     from mindnlp_dp.communication.replicas import broadcast_parameters as broadcast_parameters
     from mindnlp_dp.communication.replicas import replica_digest as replica_digest
+    from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
+    from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer as GradientSynchronizer
 
     from .data.loader import make_loader as make_loader
     from .data.sharding import GlobalBatchSampler as GlobalBatchSampler
     from .evaluation.evaluate import evaluate as evaluate
     from .functional.make_step import make_train_step as make_train_step
     from .functional.resumable_run import FunctionalRun as FunctionalRun
-    from .gradients.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
-    from .gradients.synchronizer import GradientSynchronizer as GradientSynchronizer
     from .parallel.empty import empty_weights as empty_weights
     from .parallel.mesh import DeviceMesh as DeviceMesh
     from .parallel.mesh import get_device_mesh as get_device_mesh

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from mindnlp_dp.data.batches import call_with
-from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.parallel.micro_batch import MicroBatch
 from mindnlp_dp.runtime.random_state import seeded
-from mindnlp_dp.step.train_step import MicroStep
 
 if TYPE_CHECKING:
     # Imported for types only, because its layers need MindNLP 0.4.

@@ -18,11 +18,11 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
-from mindnlp_dp.gradients.joint import JointWindow
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.data_parallel.multi_group import JointWindow
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.named_weights import all_names, named_weights
-from mindnlp_dp.update.model_scope import ModelScope
 
 from .cut_layers import cut_layers
 from .empty import fill_missing

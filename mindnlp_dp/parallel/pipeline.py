@@ -23,11 +23,11 @@ from mindnlp.core.nn import Parameter
 from mindspore import _c_expression
 
 from mindnlp_dp.communication.p2p import DOWN, UP
+from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.autograd import make_leaves
 from mindnlp_dp.runtime.random_state import seeded
 from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule
-from mindnlp_dp.step.train_step import MicroStep
 
 from .mesh import DeviceMesh
 from .messages import Messages

@@ -23,8 +23,8 @@ from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
 from mindnlp_dp.data.source import indexed_source, sample_lengths
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
-from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.replicas.initialized import check_values
 from mindnlp_dp.runtime.job_context import job_if_restarted
 

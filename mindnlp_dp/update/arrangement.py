@@ -13,9 +13,9 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
-from mindnlp_dp.gradients.buckets.bucket import Bucket
-from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL, aligned
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL, aligned
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.arrays import aligned_zeros
 
 from .flat_weights import FlatWeights

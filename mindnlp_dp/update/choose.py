@@ -13,9 +13,10 @@ from typing import Any, Optional, Union
 import mindspore
 
 from mindnlp_dp.communication.transports.channel import TensorChannel
-from mindnlp_dp.gradients.joint import JointWindow
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
-from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.data_parallel.multi_group import JointWindow
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.job_context import goes_on_in_place
 from mindnlp_dp.runtime.mindnlp_api import torch_like
@@ -23,7 +24,6 @@ from mindnlp_dp.runtime.versions import mindnlp_series
 
 from .flat_weights import make_private
 from .joint import JointUpdater
-from .model_scope import ModelScope
 from .updater import MindNLPUpdater, MindSporeUpdater, Updater, is_untouched
 
 ZERO_STAGES = (0, 1, 2, "auto")

@@ -23,15 +23,15 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import HostChannel
-from mindnlp_dp.gradients.buckets.layout import BLOCK_NUMEL
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL
+from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.arrays import aligned_zeros, from_host
 from mindnlp_dp.runtime.mindnlp_api import torch_like
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 from .arrangement import SEGMENT_NUMEL, Arrangement
 from .block_sums import BlockSums
-from .model_scope import ModelScope
 from .rules import Rule, Segment, Update
 from .state_shards import StateOwners, StateShards
 from .updater import MindNLPUpdater, Updater, is_untouched

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindnlp_dp.gradients.joint import JointWindow
+from mindnlp_dp.data_parallel.multi_group import JointWindow
 
 from .updater import Updater
 

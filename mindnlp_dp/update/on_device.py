@@ -25,9 +25,9 @@ import numpy as np
 
 from mindnlp_dp.communication.lazy_arrays import fetch_all
 from mindnlp_dp.communication.transports.channel import TensorChannel
-from mindnlp_dp.gradients.buckets.bucket import Bucket
-from mindnlp_dp.gradients.buckets.device import DeviceBucket
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
+from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.arrays import copy_of, dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.mindnlp_api import torch_like
 

@@ -16,11 +16,10 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.lazy_arrays import fetch_all
-from mindnlp_dp.gradients.window import GradientWindow
+from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.runtime.arrays import inspection
 from mindnlp_dp.runtime.mindnlp_api import torch_like
-
-from .model_scope import ModelScope
 
 
 def is_untouched(optimizer: Any) -> bool:

@@ -17,7 +17,7 @@ from mindnlp.core.autograd import value_and_grad
 import mindnlp_dp as dp
 import models
 from known_gradients import SHAPES, KnownGradients, num_exchange_threads, window
-from mindnlp_dp.gradients.overlap import TRIAL_PAIRS, pays
+from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, pays
 
 
 def test_the_order_is_learnt_in_the_first_window(several, group, micro):
@@ -113,7 +113,7 @@ def test_overlap_must_pay_beyond_chance(without, overlapped, expected):
 def test_auto_keeps_the_faster_way(several, group, micro, monkeypatch, faster):
     """A fake clock makes the slower way take 3 % longer on one rank; all ranks keep the faster way."""
     now = [0.0]
-    monkeypatch.setattr("mindnlp_dp.gradients.overlap.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("mindnlp_dp.data_parallel.overlap.time", SimpleNamespace(perf_counter=lambda: now[0]))
     sync = dp.GradientSynchronizer(micro.trainable, group)
     for number in range(2 * TRIAL_PAIRS + 1):
         slow = sync.overlap.is_sending != faster

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mindnlp_dp as dp
-from mindnlp_dp.gradients.powersgd import _SEED, PowerSGD
+from mindnlp_dp.data_parallel.powersgd import _SEED, PowerSGD
 
 SHAPES = [(60, 40), (7,), (30, 5, 10), (8, 8), (1,)]
 MATRICES = [0, 2]

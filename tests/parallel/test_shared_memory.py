@@ -14,7 +14,7 @@ from mindnlp_dp.communication.transports.mpi import shared_memory
 from mindnlp_dp.communication.transports.mpi.ring import wire_for
 from mindnlp_dp.communication.transports.mpi.shared_memory import HostExchange, share_rows, slice_bounds
 from mindnlp_dp.communication.transports.polling_wait import Patience
-from mindnlp_dp.gradients.buckets.shared import SharedBucket, copy_range
+from mindnlp_dp.data_parallel.buckets.shared_memory import SharedBucket, copy_range
 from mindnlp_dp.runtime.partition import even_edges
 
 

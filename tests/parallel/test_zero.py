@@ -18,11 +18,12 @@ from mindnlp_dp.communication.lazy_arrays import fetch_all
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
-from mindnlp_dp.gradients import synchronizer
-from mindnlp_dp.gradients.buckets import make as buckets
+from mindnlp_dp.data_parallel import synchronizer
+from mindnlp_dp.data_parallel.buckets import factory as buckets
+from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.optim import LAMB, LARS
 from mindnlp_dp.step.losses import LossMeter
-from mindnlp_dp.step.train_step import MicroStep, TrainStep
+from mindnlp_dp.step.train_step import TrainStep
 from mindnlp_dp.update.choose import make_updater
 from mindnlp_dp.update.updater import MindNLPUpdater
 
@@ -254,7 +255,7 @@ def two_hosts(group, monkeypatch):
 
     from mindnlp_dp.communication.transports.mpi.shared_memory import HostMemory
     from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
-    from mindnlp_dp.gradients import window
+    from mindnlp_dp.data_parallel import accumulation
 
     comm = MPI.COMM_WORLD
     host, peers = comm.Split(comm.rank // 2, comm.rank), comm.Split(comm.rank % 2, comm.rank)
@@ -264,7 +265,7 @@ def two_hosts(group, monkeypatch):
             return open_gradient_channel(of_group)
         return MPIChannel(MPI, (comm, host, peers), HostMemory(comm, host, is_available=True), "")
 
-    monkeypatch.setattr(window, "open_gradient_channel", open_channel)
+    monkeypatch.setattr(accumulation, "open_gradient_channel", open_channel)
     yield
     for split in (host, peers):
         split.Free()
@@ -733,8 +734,8 @@ def test_an_optimizer_of_which_nothing_is_known_is_warned_of_when_it_is_divided(
 def test_an_optimizer_that_is_changed_behind_our_back_is_an_error_on_all_ranks(group, change):
     parameters = make_parameters()
     optimizer = optim.SGD(parameters[:-1], lr=0.1)
-    window = dp.GradientSynchronizer(parameters, group, overlap=False)
-    step = TrainStep(window, make_updater(optimizer, window, "auto"), LossMeter(group))
+    accumulation = dp.GradientSynchronizer(parameters, group, overlap=False)
+    step = TrainStep(accumulation, make_updater(optimizer, accumulation, "auto"), LossMeter(group))
     step([MicroStep(1.0, gradients_of(0), 1.0)], 0)
     before = [p.asnumpy().copy() for p in parameters]
     if group.rank == group.world_size - 1:

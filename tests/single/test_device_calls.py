@@ -11,11 +11,11 @@ from mindnlp.core.autograd import value_and_grad
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.transport import MindSporeTransport
+from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
+from mindnlp_dp.data_parallel.buckets.factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.functional.make_step import make_train_step
-from mindnlp_dp.gradients.buckets.device import DeviceBucket
-from mindnlp_dp.gradients.buckets.layout import pack_buckets
-from mindnlp_dp.gradients.buckets.make import make_buckets
-from mindnlp_dp.gradients.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.devices import obey_device_target
 from mindnlp_dp.update.choose import make_updater
 from mindnlp_dp.update.on_device import DeviceUpdater

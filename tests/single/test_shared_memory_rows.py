@@ -12,9 +12,9 @@ import pytest
 from mindnlp_dp.communication.transports.mpi import shared_memory
 from mindnlp_dp.communication.transports.mpi.shared_memory import share_rows, why_no_memory_is_shared
 from mindnlp_dp.communication.transports.single import SingleProcessChannel
-from mindnlp_dp.gradients.buckets import host
-from mindnlp_dp.gradients.buckets.host import HostBucket, references_tell
-from mindnlp_dp.gradients.buckets.layout import pack_buckets
+from mindnlp_dp.data_parallel.buckets import host
+from mindnlp_dp.data_parallel.buckets.host import HostBucket, references_tell
+from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.runtime.arrays import from_host as tensor_from_host
 
 

@@ -2,7 +2,7 @@
 
 Each algorithm is a function of an :class:`~.endpoint.Endpoint` and an array, uses only ``send`` and ``recv``, and
 returns the sum over all ranks on every rank. They are for learning and measuring; training uses
-:mod:`mindnlp_dp.gradients`. Nothing in this package imports MindSpore.
+:mod:`mindnlp_dp.data_parallel`. Nothing in this package imports MindSpore.
 
 ======================  ====================================  ==================================
 ``reduce_broadcast``    reduce_broadcast.py                   Reduce to rank 0, then Broadcast

@@ -9,11 +9,10 @@ import numpy as np
 
 from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.host import sum_dtype
+from mindnlp_dp.data_parallel.buckets.layout import ALIGN_NUMEL, BucketLayout
 from mindnlp_dp.runtime.arrays import HALF_TYPES, aligned_zeros, copy_of, to_host
-
-from .bucket import Bucket
-from .host import sum_dtype
-from .layout import ALIGN_NUMEL, BucketLayout
 
 
 class DeviceBucket(Bucket):

@@ -8,8 +8,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-
-from .naive import NaiveGradientSynchronizer
+from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer
 
 
 class ReducerWindow(NaiveGradientSynchronizer):

@@ -29,18 +29,17 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.data_parallel.accumulation import AccumulatingWindow
+from mindnlp_dp.data_parallel.buckets.base import Bucket, exchange_buckets
+from mindnlp_dp.data_parallel.buckets.factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.layout import check_bucket_cap_mb, completed_order, first_order, pack_buckets
+from mindnlp_dp.data_parallel.overlap import Overlap
+from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.versions import mindnlp_series
 
-from .buckets.bucket import Bucket
-from .buckets.exchange import exchange_buckets
-from .buckets.layout import check_bucket_cap_mb, completed_order, first_order, pack_buckets
-from .buckets.make import make_buckets
-from .overlap import Overlap
-from .powersgd import DEFAULT_RANK, PowerSGD, check_powersgd_rank, is_compressed
-from .window import AccumulatingWindow
-
 DEFAULT_BUCKET_CAP_MB = 2.0
+
 COMPRESSIONS = (None, "fp16", "bf16", "powersgd")
 
 

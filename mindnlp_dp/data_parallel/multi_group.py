@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-from .synchronizer import GradientSynchronizer
-from .window import GradientWindow, WindowReport
+from mindnlp_dp.data_parallel.accumulation import GradientWindow, WindowReport
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 
 
 class JointWindow(GradientWindow):

@@ -12,12 +12,11 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel, HostChannel, TensorChannel
 from mindnlp_dp.communication.transports.mpi.shared_memory import CACHE_LINE_BYTES, round_up
 from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
-
-from .bucket import Bucket
-from .device import DeviceBucket
-from .host import HostBucket, sum_dtype
-from .layout import BucketLayout
-from .shared import SharedBucket
+from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
+from mindnlp_dp.data_parallel.buckets.host import HostBucket, sum_dtype
+from mindnlp_dp.data_parallel.buckets.layout import BucketLayout
+from mindnlp_dp.data_parallel.buckets.shared_memory import SharedBucket
 
 
 def make_buckets(

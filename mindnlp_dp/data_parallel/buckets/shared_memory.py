@@ -29,9 +29,8 @@ import numpy as np
 from mindnlp_dp.communication.transports.mpi.ring import wire_for
 from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
 from mindnlp_dp.communication.transports.polling_wait import Patience
-
-from .host import HostBucket
-from .layout import BucketLayout, Slot
+from mindnlp_dp.data_parallel.buckets.host import HostBucket
+from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
 
 
 class SharedBucket(HostBucket):

@@ -27,15 +27,16 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
+from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.comm_thread import ExchangeThread, ImmediateExchange
 from mindnlp_dp.runtime.arrays import inspection
-
-from .buckets.bucket import Bucket
-from .exchange_thread import ExchangeThread, ImmediateExchange
 
 # "auto" measures so many pairs of windows, without and with overlap; the first pair is only a warm-up.
 TRIAL_PAIRS = 8
+
 # Overlap stays on if it saves at least this fraction of the time, and more than this number of standard errors.
 _WORTH_IT = 0.01
+
 _BEYOND_CHANCE = 2.0
 
 

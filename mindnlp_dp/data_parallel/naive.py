@@ -9,9 +9,8 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.data_parallel.accumulation import AccumulatingWindow
 from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name
-
-from .window import AccumulatingWindow
 
 
 class NaiveGradientSynchronizer(AccumulatingWindow):

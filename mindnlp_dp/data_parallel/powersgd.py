@@ -22,15 +22,16 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.channel import Channel
+from mindnlp_dp.data_parallel.buckets.base import Bucket
+from mindnlp_dp.data_parallel.buckets.factory import make_buckets
+from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
 from mindnlp_dp.runtime.arrays import from_host, to_host
 
-from .buckets.bucket import Bucket
-from .buckets.layout import BucketLayout, Slot
-from .buckets.make import make_buckets
-
 DEFAULT_RANK = 4
+
 # A matrix is compressed only if its factors are smaller than the matrix by more than this ratio.
 _WORTH_IT = 2
+
 _SEED = 20190531
 
 
