@@ -58,7 +58,7 @@ def make_bert(*, pretrained: Optional[str] = None, **sizes: int) -> Any:
 
 def update_stages(optimizer: Any, synchronizer: Any, zero_stage: Any = "auto") -> Callable[[], Iterable[str]]:
     """Return a function that does our update after a backward pass and yields after each of its stages."""
-    from mindnlp_dp.update.choose import make_updater
+    from mindnlp_dp.optim.factory import make_updater
 
     updater = make_updater(optimizer, synchronizer, zero_stage=zero_stage)
 

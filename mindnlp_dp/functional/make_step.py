@@ -23,6 +23,7 @@ from mindnlp_dp.data_parallel.accumulation import GradientWindow
 from mindnlp_dp.data_parallel.external_reducer import ReducerWindow
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.replicas.initialized import check_values
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import torch_like
@@ -33,7 +34,6 @@ from mindnlp_dp.step.losses import LossMeter
 from mindnlp_dp.step.model_of import BatchWeigher, model_of, modules_of
 from mindnlp_dp.step.span_loss import SpanLoss
 from mindnlp_dp.step.train_step import TrainStep
-from mindnlp_dp.update.choose import make_updater
 
 from .passes import Passes, parallel_of
 

@@ -4,7 +4,7 @@ It takes the micro-steps of a window as they are computed, each with its loss, g
 ranks have the same weights. It does not depend on models or trainers::
 
     micro-steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
-                        no communication         1 all-reduce per bucket  (mindnlp_dp.update)
+                        no communication         1 all-reduce per bucket  (mindnlp_dp.optim)
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Optional
 
 from mindnlp_dp.data_parallel.accumulation import GradientWindow
 from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.step.losses import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses, warn_of_no_weight
 from mindnlp_dp.step.timeline import Timeline
-from mindnlp_dp.update.updater import Updater
 
 
 class TrainStep:

@@ -18,7 +18,7 @@ from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK
 from mindnlp_dp.data_parallel.synchronizer import DEFAULT_BUCKET_CAP_MB
-from mindnlp_dp.update.choose import check_zero_stage
+from mindnlp_dp.optim.factory import check_zero_stage
 
 from .library import TrainingArguments
 

@@ -25,6 +25,8 @@ from mindnlp_dp.checkpoint.folders import remove_old_checkpoints
 from mindnlp_dp.checkpoint.run_state import Position, Run
 from mindnlp_dp.data.sharding import plan_updates
 from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.mindnlp_api import torch_like
 from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
@@ -33,8 +35,6 @@ from mindnlp_dp.step.throughput import TrainingTimer, speed_metrics
 from mindnlp_dp.step.timeline import Timeline
 from mindnlp_dp.step.train_step import TrainStep
 from mindnlp_dp.trainers.control import STOPS, ControlAgreement
-from mindnlp_dp.update.choose import make_updater
-from mindnlp_dp.update.updater import Updater
 
 from .library import TrainerState, TrainOutput, has_length
 from .resuming import ResumableLoop, open_data

@@ -12,10 +12,10 @@ from mindnlp.core import nn, optim
 import mindnlp_dp as dp
 from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.optim import LAMB
-from mindnlp_dp.update.choose import make_updater
-from mindnlp_dp.update.dealt import DealtUpdater
-from mindnlp_dp.update.on_device import DeviceUpdater
-from mindnlp_dp.update.updater import MindNLPUpdater
+from mindnlp_dp.optim.device_updater import DeviceUpdater
+from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.updater import MindNLPUpdater
+from mindnlp_dp.optim.zero.parameterwise import DealtUpdater
 
 # Among them: fewer elements than ranks, a scalar, no elements, and the size of two buckets.
 SHAPES = [(30, 20), (1,), (50, 10), (), (0, 4), (3, 2), (64, 16)]

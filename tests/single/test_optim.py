@@ -9,7 +9,7 @@ from library import is_0_5, nn
 
 import mindnlp_dp as dp
 from mindnlp_dp.optim import LAMB, LARS, parameter_groups, scaled_learning_rate, warmup_factor
-from mindnlp_dp.update.updater import MindNLPUpdater, MindSporeUpdater
+from mindnlp_dp.optim.updater import MindNLPUpdater, MindSporeUpdater
 from models import tiny_roberta
 from stand_in_device import counted_host_reads
 

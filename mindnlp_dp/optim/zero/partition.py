@@ -16,14 +16,14 @@ from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.data_parallel.buckets.base import Bucket
 from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL, aligned
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.optim.fused.flat_weights import FlatWeights
+from mindnlp_dp.optim.fused.rules import Segment
+from mindnlp_dp.optim.parameter_slice import Piece
 from mindnlp_dp.runtime.arrays import aligned_zeros
-
-from .flat_weights import FlatWeights
-from .rules import Segment
-from .state_shards import Piece
 
 # Longer segments are split, so that a segment stays in the cache while a rule goes over it several times.
 SEGMENT_NUMEL = 64 * BLOCK_NUMEL
+
 # A part of a bucket: its offset in the bucket, and the sum there.
 Range = tuple[int, np.ndarray]
 

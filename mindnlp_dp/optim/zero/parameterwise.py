@@ -15,9 +15,8 @@ import numpy as np
 from mindnlp_dp.communication.lazy_arrays import fetch_all
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.optim.updater import MindNLPUpdater
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
-
-from .updater import MindNLPUpdater
 
 
 def dealt_out(sizes: Sequence[int], num_ranks: int) -> list[int]:

@@ -19,10 +19,9 @@ from typing import Any
 import mindspore
 import numpy as np
 
+from mindnlp_dp.optim.fused.block_sums import BlockSums
+from mindnlp_dp.optim.parameter_slice import Piece
 from mindnlp_dp.runtime.arrays import number_of
-
-from .block_sums import BlockSums
-from .state_shards import Piece
 
 Group = dict[str, Any]
 

@@ -28,11 +28,11 @@ from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.data_parallel.buckets.base import Bucket
 from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.optim.parameter_slice import Piece
+from mindnlp_dp.optim.updater import MindNLPUpdater, Updater
+from mindnlp_dp.optim.zero.state_registry import put_together
 from mindnlp_dp.runtime.arrays import copy_of, dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.mindnlp_api import torch_like
-
-from .state_shards import Piece, put_together
-from .updater import MindNLPUpdater, Updater
 
 
 @dataclass(frozen=True)

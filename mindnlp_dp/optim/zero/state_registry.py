@@ -7,31 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
 
 from mindnlp_dp.communication.lazy_arrays import fetch_all
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.optim.parameter_slice import Piece
 from mindnlp_dp.runtime.arrays import aligned_zeros, number_of, to_host
 
 # Ranks gather a parameter's state in messages of this many elements: larger ones need more memory and are not faster.
 MESSAGE_NUMEL = 1 << 20
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``[start, stop)`` of parameter ``index``, and the ``offset`` of the first one in a flat array."""
-
-    index: int
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def flat(self) -> slice:
-        return slice(self.offset, self.offset + self.stop - self.start)
 
 
 def put_together(

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindnlp_dp.data_parallel.multi_group import JointWindow
-
-from .updater import Updater
+from mindnlp_dp.optim.updater import Updater
 
 
 class JointUpdater(Updater):

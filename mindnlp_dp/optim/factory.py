@@ -17,14 +17,13 @@ from mindnlp_dp.data_parallel.accumulation import GradientWindow
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.multi_group import JointWindow
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.optim.fused.flat_weights import make_private
+from mindnlp_dp.optim.multi_group import JointUpdater
+from mindnlp_dp.optim.updater import MindNLPUpdater, MindSporeUpdater, Updater, is_untouched
 from mindnlp_dp.runtime.arrays import dtype_name
 from mindnlp_dp.runtime.job_context import goes_on_in_place
 from mindnlp_dp.runtime.mindnlp_api import torch_like
 from mindnlp_dp.runtime.versions import mindnlp_series
-
-from .flat_weights import make_private
-from .joint import JointUpdater
-from .updater import MindNLPUpdater, MindSporeUpdater, Updater, is_untouched
 
 ZERO_STAGES = (0, 1, 2, "auto")
 
@@ -82,7 +81,7 @@ def make_updater(
     if zero_stage == "auto" and window.group.world_size > 1 and window.group.is_main:
         _say_once(f'zero_stage="auto" is {stage} here: {why}')
     if rule is not None and isinstance(window, GradientSynchronizer):
-        from .flat import FlatUpdater
+        from mindnlp_dp.optim.flat_updater import FlatUpdater
 
         # Between hosts, weights are more bytes than gradients, whose blocks of zeros are not sent.
         among = "host" if zero_stage == "auto" else "job"
@@ -90,11 +89,11 @@ def make_updater(
         return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=may_share, among=among, scope=scope)
     # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
     if stage and scope.is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
-        from .on_device import DeviceUpdater
+        from mindnlp_dp.optim.device_updater import DeviceUpdater
 
         return DeviceUpdater(optimizer, window, stage, scheduler)
     if stage:
-        from .dealt import DealtUpdater
+        from mindnlp_dp.optim.zero.parameterwise import DealtUpdater
 
         _warn_of_unknown_optimizer(optimizer, window, stage)
         return DealtUpdater(optimizer, window.parameters, window.group, scheduler, scope)
@@ -231,8 +230,7 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     if not isinstance(window, GradientSynchronizer) or window.compression == "powersgd":
         return None
     from mindnlp_dp.optim import LAMB, LARS
-
-    from .rules import AdamRule, LAMBRule, LARSRule, SGDRule
+    from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, SGDRule
 
     optim, kind, groups = torch_like().optim, type(optimizer), optimizer.param_groups
     if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in window.parameters):

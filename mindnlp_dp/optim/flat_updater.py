@@ -26,15 +26,14 @@ from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.optim.fused.block_sums import BlockSums
+from mindnlp_dp.optim.fused.rules import Rule, Segment, Update
+from mindnlp_dp.optim.updater import MindNLPUpdater, Updater, is_untouched
+from mindnlp_dp.optim.zero.partition import SEGMENT_NUMEL, Arrangement
+from mindnlp_dp.optim.zero.state_registry import StateOwners, StateShards
 from mindnlp_dp.runtime.arrays import aligned_zeros, from_host
 from mindnlp_dp.runtime.mindnlp_api import torch_like
 from mindnlp_dp.runtime.versions import mindnlp_series
-
-from .arrangement import SEGMENT_NUMEL, Arrangement
-from .block_sums import BlockSums
-from .rules import Rule, Segment, Update
-from .state_shards import StateOwners, StateShards
-from .updater import MindNLPUpdater, Updater, is_untouched
 
 # State belongs to the optimizer, so that it survives when the optimizer gets another updater.
 _owners_of: weakref.WeakKeyDictionary[Any, StateOwners] = weakref.WeakKeyDictionary()
