@@ -42,10 +42,10 @@ _HOME = {
     "GradientSynchronizer": "data_parallel.synchronizer",
     "make_train_step": "functional.make_step",
     "FunctionalRun": "functional.resumable_run",
-    "DeviceMesh": "parallel.mesh",
-    "init_device_mesh": "parallel.mesh",
-    "get_device_mesh": "parallel.mesh",
-    "empty_weights": "parallel.empty",
+    "DeviceMesh": "parallel.device_mesh",
+    "init_device_mesh": "parallel.device_mesh",
+    "get_device_mesh": "parallel.device_mesh",
+    "empty_weights": "parallel.weights.meta_init",
     "parallelize": "parallel.parallelize",
     "evaluate": "evaluation.evaluate",
     "count_labels": "step.loss_weight",
@@ -69,16 +69,16 @@ if TYPE_CHECKING:
     from mindnlp_dp.communication.replicas import replica_digest as replica_digest
     from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
     from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer as GradientSynchronizer
+    from mindnlp_dp.parallel.device_mesh import DeviceMesh as DeviceMesh
+    from mindnlp_dp.parallel.device_mesh import get_device_mesh as get_device_mesh
+    from mindnlp_dp.parallel.device_mesh import init_device_mesh as init_device_mesh
+    from mindnlp_dp.parallel.weights.meta_init import empty_weights as empty_weights
 
     from .data.loader import make_loader as make_loader
     from .data.sharding import GlobalBatchSampler as GlobalBatchSampler
     from .evaluation.evaluate import evaluate as evaluate
     from .functional.make_step import make_train_step as make_train_step
     from .functional.resumable_run import FunctionalRun as FunctionalRun
-    from .parallel.empty import empty_weights as empty_weights
-    from .parallel.mesh import DeviceMesh as DeviceMesh
-    from .parallel.mesh import get_device_mesh as get_device_mesh
-    from .parallel.mesh import init_device_mesh as init_device_mesh
     from .parallel.parallelize import parallelize as parallelize
     from .step.loss_weight import count_labels as count_labels
     from .trainers.mindnlp_0_4.arguments import DataParallelArguments as DataParallelArguments

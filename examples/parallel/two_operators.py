@@ -28,7 +28,7 @@ from devices import MEGABYTE, arguments, show  # noqa: E402
 from mindnlp.core import nn, optim  # noqa: E402
 from mindnlp.core.nn import functional  # noqa: E402
 
-from mindnlp_dp.parallel.plans import PipelinePlan, Plan, TensorPlan  # noqa: E402
+from mindnlp_dp.parallel.parallel_plan import PipelinePlan, Plan, TensorPlan  # noqa: E402
 
 CAPACITY = 10
 MESHES = {"cut": {"tp": 2}, "stages": {"pp": 2}, "hybrid": {"dp": 2, "pp": 2}}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data_parallel.accumulation import GradientWindow
 from mindnlp_dp.data_parallel.micro_step import MicroStep
-from mindnlp_dp.parallel.micro_batch import MicroBatch
+from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.runtime.random_state import seeded
 
 if TYPE_CHECKING:

@@ -21,20 +21,20 @@ from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.multi_group import JointWindow
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
+from mindnlp_dp.parallel.parallel_model import PartedModel
+from mindnlp_dp.parallel.parallel_plan import Plan, plan_for
+from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
+from mindnlp_dp.parallel.pipeline_parallel.stages import Inbox, cut_stages
+from mindnlp_dp.parallel.pipeline_parallel.tied_weights import Tie
+from mindnlp_dp.parallel.tensor_parallel.apply import cut_layers
+from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertLoad, RowWeights, spread_experts
+from mindnlp_dp.parallel.weights.meta_init import fill_missing
+from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.named_weights import all_names, named_weights
 
-from .cut_layers import cut_layers
-from .empty import fill_missing
-from .expert import ExpertLoad, RowWeights, spread_experts
-from .files import WeightFiles
-from .mesh import DeviceMesh, get_device_mesh
-from .pipeline import Pipeline
 from .placement import Placements, place_whole, take_parts
-from .plans import Plan, plan_for
-from .stages import Inbox, cut_stages
-from .ties import Tie
-from .whole import PartedModel
 
 T = TypeVar("T")
 
@@ -146,7 +146,7 @@ def parallelize(
     Args:
         model: a MindNLP model, the same on every rank. Make its optimizer after this call.
         mesh: the device mesh; by default the mesh of the job.
-        plan: how to shard the model; by default the plan for its type (:func:`~mindnlp_dp.parallel.plans.plan_for`).
+        plan: how to shard the model; by default the plan for its type (:func:`~mindnlp_dp.parallel.parallel_plan.plan_for`).
         weights: a folder with ``model*.safetensors`` files to read the weights from, array by array, so that a rank
             never holds more than its part and one full array. Weights that are missing there, such as the head of a
             new task, keep their values.

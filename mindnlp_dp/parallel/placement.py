@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import numpy as np
+from mindnlp.core import nn
 
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.named_weights import all_names
 from mindnlp_dp.runtime.partition import shard_bounds
-
-from .mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -229,3 +229,10 @@ def find_module(model: Any, name: str, what: str) -> Any:
     if name not in modules:
         raise ValueError(f"{what} is {name!r}, which {type(model).__name__} does not have")
     return modules[name]
+
+
+class Elsewhere(nn.Module):
+    """Replaces a module of another stage, or an expert of another rank, that is never called; raises if called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("this part of the model is on another stage of the pipeline")

@@ -79,7 +79,7 @@ class Passes:
                 trainer.control = trainer.callback_handler.on_substep_end(loop.args, trainer.state, trainer.control)
 
     def _through_stages(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
-        from mindnlp_dp.parallel.micro_batch import MicroBatch
+        from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 
         trainer, parallel = loop.trainer, self._parallel
         assert parallel is not None, "called for a pipeline only"

@@ -27,7 +27,7 @@ from mindnlp.core import optim
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
-from mindnlp_dp.parallel.plans import ExpertPlan, PipelinePlan, Plan, TensorPlan, plan_for
+from mindnlp_dp.parallel.parallel_plan import ExpertPlan, PipelinePlan, Plan, TensorPlan, plan_for
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer

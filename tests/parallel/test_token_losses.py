@@ -16,7 +16,7 @@ from small_models import IGNORED, build, find, samples
 from token_losses import HEADS, distance, settings, together_and_alone, whole_batch
 
 import mindnlp_dp as dp
-from mindnlp_dp.parallel.mesh import get_device_mesh
+from mindnlp_dp.parallel.device_mesh import get_device_mesh
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import alone, train, weights
 

@@ -25,7 +25,7 @@ from mindnlp_dp.kernels import choice, dropout, memory, products, workers
 from mindnlp_dp.kernels.activations import gelu
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
-from mindnlp_dp.parallel.tensor import add_bias
+from mindnlp_dp.parallel.tensor_parallel.layers import add_bias
 
 
 @pytest.fixture(autouse=True)

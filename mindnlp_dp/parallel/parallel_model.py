@@ -27,11 +27,10 @@ from mindnlp_dp.communication.replicas import (
     broadcast_parameters,
     weight_digest,
 )
+from mindnlp_dp.parallel.placement import Placement, Placements
+from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of, file_header, host_type
 from mindnlp_dp.runtime.arrays import from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import named_weights
-
-from .files import WeightFiles, bytes_of, file_header, host_type
-from .placement import Placement, Placements
 
 # Returns a full array on rank 0 of the job, or None if it does not have it; called on rank 0 only.
 Source = Callable[[Placement], Optional[np.ndarray]]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .placement import Placements
+from mindnlp_dp.parallel.placement import Placements
 
 # The initializers in mindnlp.core.nn.init that fill a new parameter.
 _FILLS = ("normal_", "uniform_", "zeros_", "ones_", "constant_", "xavier_uniform_", "xavier_normal_",

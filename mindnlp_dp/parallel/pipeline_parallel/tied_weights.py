@@ -14,9 +14,8 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.parallel.placement import Placement, Placements
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
-
-from .placement import Placement, Placements
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ import functools
 from typing import Any, Optional
 
 import numpy as np
+from mindspore import Tensor
 
 from mindnlp_dp.communication.p2p import Wire
+from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 from mindnlp_dp.schedules.resharding import box_of, unit_tasks
 from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
-from .mesh import DeviceMesh
-
 Rows = tuple[int, int]
+
 # (sender, receiver, rows), with ranks of ``mesh.parts``; None stands for all rows that the sender has.
 Move = tuple[int, int, Optional[Rows]]
 
@@ -114,3 +115,32 @@ def _joined(parts: list[Any]) -> Any:
     if len(parts) < 2:
         return parts[0] if parts else None
     return from_host(np.concatenate([to_host(part) for part in parts]), dtype_name(parts[0]))
+
+
+def to_arrays(outputs: Any) -> Any:
+    """Replace the tensors in nested model outputs by arrays; output classes of the model are kept."""
+    if isinstance(outputs, Tensor):
+        return _Array(to_host(outputs), dtype_name(outputs))
+    if isinstance(outputs, dict):
+        return type(outputs)(**{key: to_arrays(value) for key, value in outputs.items()})
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(map(to_arrays, outputs))
+    return outputs
+
+
+def to_tensors(outputs: Any) -> Any:
+    if isinstance(outputs, _Array):
+        return outputs.tensor()
+    if isinstance(outputs, dict):
+        return type(outputs)(**{key: to_tensors(value) for key, value in outputs.items()})
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(map(to_tensors, outputs))
+    return outputs
+
+
+class _Array:
+    def __init__(self, array: np.ndarray, dtype: str) -> None:
+        self.array, self.dtype = array, dtype
+
+    def tensor(self) -> Any:
+        return from_host(self.array, self.dtype)

@@ -13,10 +13,9 @@ from mindnlp.core import nn
 
 from mindnlp_dp.communication.autograd_ops import gather_from
 from mindnlp_dp.communication.process_group import ProcessGroup
-
-from .placement import Cut, Placements, every_module, replace_module
-from .plans import TensorPlan, first_match
-from .tensor import (
+from mindnlp_dp.parallel.parallel_plan import TensorPlan, first_match
+from mindnlp_dp.parallel.placement import Cut, Placements, every_module, replace_module
+from mindnlp_dp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     DrawsApart,
     RowParallelLinear,

@@ -24,17 +24,15 @@ from mindspore import _c_expression
 
 from mindnlp_dp.communication.p2p import DOWN, UP
 from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.parallel.device_mesh import DeviceMesh
+from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, Share
+from mindnlp_dp.parallel.pipeline_parallel.p2p import Messages, to_arrays, to_tensors
+from mindnlp_dp.parallel.pipeline_parallel.stages import Inbox, StageOutput
+from mindnlp_dp.parallel.pipeline_parallel.tied_weights import Tie, Ties
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.autograd import make_leaves
 from mindnlp_dp.runtime.random_state import seeded
 from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule
-
-from .mesh import DeviceMesh
-from .messages import Messages
-from .micro_batch import MicroBatch, Share
-from .outputs import to_arrays, to_tensors
-from .stages import Inbox, StageOutput
-from .ties import Tie, Ties
 
 Span = Callable[..., Any]
 

@@ -28,10 +28,8 @@ from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.autograd_ops import all_to_all
 from mindnlp_dp.communication.process_group import ProcessGroup
-
-from .placement import Placements, every_module, replace_module
-from .plans import ExpertPlan
-from .stages import Elsewhere
+from mindnlp_dp.parallel.parallel_plan import ExpertPlan
+from mindnlp_dp.parallel.placement import Elsewhere, Placements, every_module, replace_module
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES, CheckpointError
+from mindnlp_dp.parallel.placement import Placement, Placements
 from mindnlp_dp.runtime.arrays import to_host
-
-from .placement import Placement, Placements
 
 # The name of each type in safetensors. bfloat16 is written as the upper halves of float32 values.
 _TYPES = {

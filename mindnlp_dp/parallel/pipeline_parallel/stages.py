@@ -12,11 +12,10 @@ from typing import Any, Optional
 
 from mindnlp.core import nn
 
+from mindnlp_dp.parallel.parallel_plan import PipelinePlan
+from mindnlp_dp.parallel.placement import Elsewhere, Placements, every_module, find_module, replace_module
 from mindnlp_dp.runtime.named_weights import all_names
 from mindnlp_dp.runtime.partition import shard_bounds
-
-from .placement import Placements, every_module, find_module, replace_module
-from .plans import PipelinePlan
 
 
 class StageOutput(Exception):  # noqa: N818
@@ -95,13 +94,6 @@ class Ends(nn.Module):
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         raise StageOutput(hidden_states)
-
-
-class Elsewhere(nn.Module):
-    """Replaces a module of another stage, or an expert of another rank, that is never called; raises if called."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("this part of the model is on another stage of the pipeline")
 
 
 def cut_stages(model: Any, plan: PipelinePlan, placements: Placements, layers_per_stage: Sequence[int] = ()) -> Inbox:
