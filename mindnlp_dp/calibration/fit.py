@@ -21,9 +21,9 @@ import numpy as np
 import yaml
 
 from mindnlp_dp.launch.measurement import run_measurement
-from mindnlp_dp.planner.cluster import Cluster, Link
-from mindnlp_dp.planner.models import load_model
-from mindnlp_dp.planner.stage_costs import Sharing, StageCosts
+from mindnlp_dp.planner.cost_model.stage_costs import Sharing, StageCosts
+from mindnlp_dp.planner.profiles.cluster import Cluster, Link
+from mindnlp_dp.planner.profiles.models import load_model
 from mindnlp_dp.runtime.atomic_write import in_place_of
 
 # Terms of the fit, in the order of the formula above.
@@ -52,7 +52,7 @@ def measure_to(path: Path, num_ranks: int) -> dict[str, Any]:
 
 
 def fit_cluster(measured: Mapping[str, Any], memory: float) -> dict[str, Any]:
-    """Return the keys of a cluster (:func:`~mindnlp_dp.planner.cluster.load_cluster`) that fit the job's measurements.
+    """Return the keys of a cluster (:func:`~mindnlp_dp.planner.profiles.cluster.load_cluster`) that fit the job's measurements.
 
     Args:
         memory: memory of a rank in bytes.

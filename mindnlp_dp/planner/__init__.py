@@ -4,17 +4,17 @@
 of Alpa, the scheduling of resharding between two meshes, a pipeline simulator, and a memory model.
 """
 
+from mindnlp_dp.planner.cost_model.memory import MemoryUse, memory_of
+from mindnlp_dp.planner.plan import Plan, Plans
+from mindnlp_dp.planner.profiles.cluster import Cluster, load_cluster
+from mindnlp_dp.planner.profiles.models import load_model
+from mindnlp_dp.planner.solver.integer_program import Choice, InfeasibleError, choose_strategies
+from mindnlp_dp.planner.stage_partition import Slicing, slice_stages
 from mindnlp_dp.schedules.pipeline_simulation import Timeline, simulate_pipeline
 from mindnlp_dp.schedules.resharding import UnitTask, unit_tasks
 from mindnlp_dp.schedules.resharding_schedule import Schedule, schedule_tasks
 
-from .cluster import Cluster, load_cluster
-from .integer_program import Choice, InfeasibleError, choose_strategies
-from .memory import MemoryUse, memory_of
-from .models import load_model
-from .plan_types import Plan, Plans
 from .planning import plan, predict
-from .slicing import Slicing, slice_stages
 
 __all__ = [
     "Choice",

@@ -2,8 +2,8 @@
 
 ``mindnlp-dp plan`` calls :func:`plan`; the benchmarks also call :func:`predict`. The two levels are those of Zheng et
 al., *Alpa* (OSDI 2022): the integer program chooses how each operator is sharded within a stage
-(:mod:`~mindnlp_dp.planner.memory`, ``roles_of``), and the dynamic program chooses the layers of each stage
-(:mod:`~mindnlp_dp.planner.slicing`). Unlike Alpa, the formula also prices messages between stages, the number of
+(:mod:`~mindnlp_dp.planner.cost_model.memory`, ``roles_of``), and the dynamic program chooses the layers of each stage
+(:mod:`~mindnlp_dp.planner.stage_partition`). Unlike Alpa, the formula also prices messages between stages, the number of
 micro-batches and the optimizer. A simulator that does not use the formula then ranks the best candidates.
 """
 
@@ -13,17 +13,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from mindnlp_dp.planner.stage_costs import Sharing, layers_of, mesh_of
+from mindnlp_dp.planner.candidates import divisors, mesh_problem
+from mindnlp_dp.planner.cost_model.stage_costs import Sharing, layers_of, mesh_of
+from mindnlp_dp.planner.plan import Plan, Plans
+from mindnlp_dp.planner.profiles.cluster import Cluster
+from mindnlp_dp.planner.profiles.operators import Model
+from mindnlp_dp.planner.simulate_step import play
+from mindnlp_dp.planner.solver.integer_program import InfeasibleError
 from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
 from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 from .candidates import Candidate, Candidates
-from .cluster import Cluster
-from .integer_program import InfeasibleError
-from .meshes import divisors, mesh_problem
-from .operators import Model
-from .plan_types import Plan, Plans
-from .play import play
 
 # Simulate this many meshes, and more as long as candidates are not much slower. Group a model into at most
 # _COARSE_LAYERS layers where stages may have different meshes, and into at most _MOST_LAYERS otherwise.

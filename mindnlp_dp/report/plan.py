@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.planner import load_cluster, load_model, plan
-from mindnlp_dp.planner.plan_types import Plan, Plans, StagePlan
+from mindnlp_dp.planner.plan import Plan, Plans, StagePlan
 from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD
 
 from .outputs import write_outputs

@@ -14,11 +14,11 @@ import pytest
 
 from mindnlp_dp.cli import main
 from mindnlp_dp.planner import InfeasibleError, load_cluster, load_model, memory_of, plan, predict, simulate_pipeline
-from mindnlp_dp.planner.boundaries import Boundaries
-from mindnlp_dp.planner.clustering import cluster_layers, crossing
-from mindnlp_dp.planner.memory import parameter_memory, roles_of
-from mindnlp_dp.planner.models import model_names
-from mindnlp_dp.planner.stage_costs import Sharing, StageCosts
+from mindnlp_dp.planner.cost_model.memory import parameter_memory, roles_of
+from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
+from mindnlp_dp.planner.cost_model.stage_costs import Sharing, StageCosts
+from mindnlp_dp.planner.profiles.models import model_names
+from mindnlp_dp.planner.profiles.operators import cluster_layers, crossing
 from mindnlp_dp.report.plan import as_dict, launch_command, text_of
 from mindnlp_dp.text_classification.planned import read_plan
 

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from mindnlp_dp.planner.integer_program import InfeasibleError, choose_strategies
-from mindnlp_dp.planner.slicing import slice_stages
+from mindnlp_dp.planner.solver.integer_program import InfeasibleError, choose_strategies
+from mindnlp_dp.planner.stage_partition import slice_stages
 
 
 def brute_force_choice(costs, edges, usages, lifetimes, limit, follow, alias):  # noqa: PLR0917

@@ -11,14 +11,16 @@ import weakref
 from dataclasses import dataclass
 from typing import Optional
 
-from .cluster import Link
-from .operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROW, VOCABULARY, Model, Operator
-from .roles import Mesh, Work, choose_roles, layouts
+from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, choose_roles, layouts
+from mindnlp_dp.planner.profiles.cluster import Link
+from mindnlp_dp.planner.profiles.operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROW, VOCABULARY, Model, Operator
 
 # Bytes per parameter: weights, gradients, optimizer. Mixed: weights and gradients of 2 bytes; the optimizer has weights
 # and two moments of 4. In float32, there are the gradient of a backward pass and the sum over a window.
 BYTES = {"mixed": (2, 2, 12), "float32": (4, 8, 8)}
+
 _CUT = (COLUMN, ROW, VOCABULARY, EXPERT)
+
 _roles_of: weakref.WeakKeyDictionary[object, dict[tuple[str, int], dict[str, str]]] = weakref.WeakKeyDictionary()
 
 

@@ -13,11 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.planner.cluster import Cluster, all_reduce
-from mindnlp_dp.planner.clustering import cluster_layers, crossing
-from mindnlp_dp.planner.memory import MemoryUse, entering_values, parameter_memory, roles_of, saved_of
-from mindnlp_dp.planner.operators import BATCH, COLUMN, EXPERT, NONE, ROW, VOCABULARY, Graph, Model, Operator
-from mindnlp_dp.planner.roles import Mesh, Work, cost_of, layouts, resharding
+from mindnlp_dp.planner.cost_model.memory import MemoryUse, entering_values, parameter_memory, roles_of, saved_of
+from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, cost_of, layouts, resharding
+from mindnlp_dp.planner.profiles.cluster import Cluster, all_reduce
+from mindnlp_dp.planner.profiles.operators import (
+    BATCH,
+    COLUMN,
+    EXPERT,
+    NONE,
+    ROW,
+    VOCABULARY,
+    Graph,
+    Model,
+    Operator,
+    cluster_layers,
+    crossing,
+)
 from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from mindnlp_dp.planner.candidates import Candidate, Candidates
+from mindnlp_dp.planner.cost_model.stage_costs import Sharing
+from mindnlp_dp.planner.plan import Plan, StagePlan
 from mindnlp_dp.schedules.pipeline import most_in_flight
 from mindnlp_dp.schedules.pipeline_simulation import Timeline, simulate_pipeline
-
-from .candidates import Candidate, Candidates
-from .plan_types import Plan, StagePlan
-from .stage_costs import Sharing
 
 # A long pipeline is extrapolated from two simulations: of at least this many micro-batches, and of twice as many.
 _PLAYED_MICRO_BATCHES = 256

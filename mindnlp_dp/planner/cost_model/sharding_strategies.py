@@ -1,7 +1,7 @@
 """Prices each role of an operator on a mesh, and chooses the roles of a graph by the integer program.
 
-A role says how an operator is sharded over an axis of the mesh (:mod:`~mindnlp_dp.planner.operators`).
-:mod:`~mindnlp_dp.planner.memory` and :mod:`~mindnlp_dp.planner.stage_costs` call it.
+A role says how an operator is sharded over an axis of the mesh (:mod:`~mindnlp_dp.planner.profiles.operators`).
+:mod:`~mindnlp_dp.planner.cost_model.memory` and :mod:`~mindnlp_dp.planner.cost_model.stage_costs` call it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,26 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .cluster import Link, all_gather, all_reduce, all_to_all
-from .integer_program import Choice, choose_strategies
-from .operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROLES, ROW, VOCABULARY, Graph, Operator
+from mindnlp_dp.planner.profiles.cluster import Link, all_gather, all_reduce, all_to_all
+from mindnlp_dp.planner.profiles.operators import (
+    BATCH,
+    COLUMN,
+    EXPERT,
+    FEATURE,
+    NONE,
+    ROLES,
+    ROW,
+    VOCABULARY,
+    Graph,
+    Operator,
+)
+from mindnlp_dp.planner.solver.integer_program import Choice, choose_strategies
 
 # Operators that are too expensive to repeat on all devices: products, and tables that would be replicated.
 _HEAVY = ("matmul", "embedding", "attention", "experts")
+
 Roles = tuple[str, str]
+
 Layout = tuple[str, str]
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
-from .operators import BATCH, COLUMN, EXPERT, NONE, VOCABULARY, Graph, Model, Operator
+from mindnlp_dp.planner.profiles.operators import BATCH, COLUMN, EXPERT, NONE, VOCABULARY, Graph, Model, Operator
 
 # The roles of operators that tensor parallelism repeats on all devices, and of embeddings, as in mindnlp_dp.parallel.
 _WHOLE = (BATCH, NONE)
+
 _BY_WORDS = (BATCH, VOCABULARY, NONE)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from .architectures import BUILDERS, Builder
-from .cluster import read_yaml
-from .operators import ROLES, Graph, Model, Operator
+from mindnlp_dp.planner.profiles.architectures import BUILDERS, Builder
+from mindnlp_dp.planner.profiles.cluster import read_yaml
+from mindnlp_dp.planner.profiles.operators import ROLES, Graph, Model, Operator
 
 # Published configurations, as differences from the defaults of their model type.
 _SHIPPED: dict[str, dict[str, Any]] = {
@@ -35,6 +35,7 @@ _SHIPPED: dict[str, dict[str, Any]] = {
     },
     "mixtral-8x7b": {"model_type": "mixtral"},
 }  # fmt: skip
+
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "bert": {
         "vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -51,12 +52,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
+
 _DEFAULTS["roberta"] = {**_DEFAULTS["bert"], "vocab_size": 50265}
+
 # Names of the pretrained weights of the models above.
 _HUB = {
     "bert-base": "bert-base-uncased", "bert-large": "bert-large-uncased", "roberta-base": "roberta-base",
     "roberta-large": "roberta-large",
 }  # fmt: skip
+
 _HUGE = 10**9
 
 

@@ -7,11 +7,15 @@ and seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Union
 
+import numpy as np
 import yaml
 
 _GIB = 2.0**30
@@ -129,12 +133,15 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "between": {"latency_us": 25, "bandwidth_gbs": 3}, "call_us": 5, "precision": "mixed",
     },
 }  # fmt: skip
+
 _KEYS = {
     "hosts", "devices_per_host", "memory_gib", "tflops", "efficiency", "memory_bandwidth_gbs", "inside", "between",
     "call_us", "gscores", "gdraws", "gradient_gparams", "update_gparams", "precision", "preset", "name", "source",
 }  # fmt: skip
+
 # No property of a machine is above this number or below its reciprocal.
 _HUGE = 1e15
+
 _LINK_KEYS = {"latency_us", "bandwidth_gbs"}
 
 
@@ -153,8 +160,6 @@ def load_cluster(given: Union[str, Path, Mapping[str, Any]]) -> Cluster:
     if str(given) in _PRESETS:
         return _from_keys({"preset": str(given)}, str(given))
     if str(given) == "this-machine":
-        from .this_machine import this_machine
-
         return _from_keys(this_machine(), str(given))
     path = Path(given)
     if not path.is_file():
@@ -234,3 +239,54 @@ def _number(
         bounds = f"{'from' if least == 0 else 'above'} 0" + (f" and at most {most:g}" if most < math.inf else "")
         raise ValueError(f"cluster key {within}{key} must be {kind} {bounds}, got {value!r}")
     return float(value)
+
+
+_SIZE = 768
+
+_VALUES = 1 << 23
+
+# Microseconds per operator call, and billions per second of attention scores and of dropout's random numbers, with
+# MindSpore 2.8 on one core of an AMD EPYC.
+_CALL_US, _GSCORES, _GDRAWS = 90, 0.085, 0.5
+
+
+def this_machine() -> dict[str, Any]:
+    """Return the keys of a cluster (:func:`~mindnlp_dp.planner.profiles.cluster.load_cluster`)."""
+    from threadpoolctl import threadpool_limits
+
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with threadpool_limits(1), ThreadPoolExecutor(num_cores) as pool:
+        products = _slowest(pool, num_cores, _product)
+        copies = _slowest(pool, num_cores, _copy)
+    bandwidth = 8 * _VALUES / copies
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_cores
+    return {
+        "name": "this machine, a device a core", "hosts": 1, "devices_per_host": num_cores,
+        "memory_gib": memory / 2**30, "tflops": 2e-12 * _SIZE**3 / products, "efficiency": 0.8,
+        "memory_bandwidth_gbs": 1e-9 * bandwidth, "gscores": _GSCORES, "gdraws": _GDRAWS, "call_us": _CALL_US,
+        "precision": "float32",
+        # A message is written by one rank and read by another.
+        "inside": {"latency_us": 25, "bandwidth_gbs": 0.5e-9 * bandwidth},
+        "source": "timed for a second with NumPy; --measure FILE measures with MindSpore",
+    }  # fmt: skip
+
+
+def _slowest(pool: ThreadPoolExecutor, num: int, function: Callable[[], float]) -> float:
+    """Return the slowest core's time with all cores busy, the best of three rounds."""
+    return min(max(pool.map(lambda _: function(), range(num))) for _ in range(3))
+
+
+def _product() -> float:
+    a = np.ones((_SIZE, _SIZE), np.float32)
+    a @ a
+    began = time.perf_counter()
+    a @ a
+    return time.perf_counter() - began
+
+
+def _copy() -> float:
+    a = np.ones(_VALUES, np.float32)
+    b = a.copy()
+    began = time.perf_counter()
+    np.copyto(b, a)
+    return time.perf_counter() - began

@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .integer_program import InfeasibleError
+from mindnlp_dp.planner.solver.integer_program import InfeasibleError
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from mindnlp_dp.planner.stage_costs import Sharing, mesh_of
+from mindnlp_dp.planner.cost_model.memory import MemoryUse
+from mindnlp_dp.planner.cost_model.stage_costs import Sharing, mesh_of
+from mindnlp_dp.planner.profiles.cluster import Cluster
+from mindnlp_dp.planner.profiles.operators import Model
 from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
 from mindnlp_dp.schedules.pipeline_simulation import Timeline
-
-from .cluster import Cluster
-from .memory import MemoryUse
-from .operators import Model
 
 
 @dataclass(frozen=True)
