@@ -62,10 +62,10 @@ def train(family: str, config_file: Path, write: Path) -> None:
     group = dp.init_process_group()
     from tokenizers import Tokenizer
 
-    from mindnlp_dp.evaluation.metrics import accuracy
     from mindnlp_dp.text_classification.config import FinetuneConfig, read_config_file
     from mindnlp_dp.text_classification.task import as_dataset, prepare_task
-    from mindnlp_dp.trainers.library import set_seed
+    from mindnlp_dp.training.evaluate import accuracy
+    from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     config = FinetuneConfig(**read_config_file(str(config_file)))
     task = group.call_on_main(lambda: prepare_task(config), "preparing the data")

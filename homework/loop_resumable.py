@@ -15,7 +15,7 @@ from mindspore import nn
 from phrases import NUM_FEATURES, NUM_LABELS, Phrases
 
 import mindnlp_dp as dp
-from mindnlp_dp.evaluation.metrics import accuracy
+from mindnlp_dp.training.evaluate import accuracy
 
 EPOCHS, BATCH_SIZE, SAVE_EVERY = 4, 128, 25
 folder = sys.argv[1] if len(sys.argv) > 1 else "outputs/loop"

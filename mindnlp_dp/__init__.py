@@ -25,10 +25,10 @@ from mindnlp_dp.runtime.versions import mindnlp_series
 from . import patches
 
 # The package with the Trainer for the installed MindNLP.
-_TRAINER = f"trainers.mindnlp_{mindnlp_series().replace('.', '_')}"
+_TRAINER = f"training.trainer.mindnlp_{mindnlp_series().replace('.', '_')}"
 
 _HOME = {
-    "init_process_group": "communication.default_group",
+    "init_process_group": "training.initialize",
     "get_process_group": "communication.default_group",
     "destroy_process_group": "communication.default_group",
     "ProcessGroup": "communication.process_group",
@@ -40,14 +40,14 @@ _HOME = {
     "make_loader": "data.loader",
     "NaiveGradientSynchronizer": "data_parallel.naive",
     "GradientSynchronizer": "data_parallel.synchronizer",
-    "make_train_step": "functional.make_step",
-    "FunctionalRun": "functional.resumable_run",
+    "make_train_step": "training.make_train_step",
+    "FunctionalRun": "training.resumable_run",
     "DeviceMesh": "parallel.device_mesh",
     "init_device_mesh": "parallel.device_mesh",
     "get_device_mesh": "parallel.device_mesh",
     "empty_weights": "parallel.weights.meta_init",
     "parallelize": "parallel.parallelize",
-    "evaluate": "evaluation.evaluate",
+    "evaluate": "training.evaluate",
     "count_labels": "step.loss_weight",
     "DataParallelArguments": f"{_TRAINER}.arguments",
     "DataParallelTrainerMixin": f"{_TRAINER}.trainer",
@@ -61,7 +61,6 @@ __all__ = [name for name in _HOME if mindnlp_series() == "0.4" or name not in _O
 if TYPE_CHECKING:
     from mindnlp_dp.communication.default_group import destroy_process_group as destroy_process_group
     from mindnlp_dp.communication.default_group import get_process_group as get_process_group
-    from mindnlp_dp.communication.default_group import init_process_group as init_process_group
     from mindnlp_dp.communication.process_group import ProcessGroup as ProcessGroup
     from mindnlp_dp.communication.replicas import assert_replicas_in_sync as assert_replicas_in_sync
     from mindnlp_dp.communication.replicas import broadcast_buffers as broadcast_buffers
@@ -73,17 +72,18 @@ if TYPE_CHECKING:
     from mindnlp_dp.parallel.device_mesh import get_device_mesh as get_device_mesh
     from mindnlp_dp.parallel.device_mesh import init_device_mesh as init_device_mesh
     from mindnlp_dp.parallel.weights.meta_init import empty_weights as empty_weights
+    from mindnlp_dp.training.evaluate import evaluate as evaluate
+    from mindnlp_dp.training.initialize import init_process_group as init_process_group
+    from mindnlp_dp.training.make_train_step import make_train_step as make_train_step
+    from mindnlp_dp.training.resumable_run import FunctionalRun as FunctionalRun
+    from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments as DataParallelArguments
+    from mindnlp_dp.training.trainer.mindnlp_0_4.trainer import DataParallelTrainer as DataParallelTrainer
+    from mindnlp_dp.training.trainer.mindnlp_0_4.trainer import DataParallelTrainerMixin as DataParallelTrainerMixin
 
     from .data.loader import make_loader as make_loader
     from .data.sharding import GlobalBatchSampler as GlobalBatchSampler
-    from .evaluation.evaluate import evaluate as evaluate
-    from .functional.make_step import make_train_step as make_train_step
-    from .functional.resumable_run import FunctionalRun as FunctionalRun
     from .parallel.parallelize import parallelize as parallelize
     from .step.loss_weight import count_labels as count_labels
-    from .trainers.mindnlp_0_4.arguments import DataParallelArguments as DataParallelArguments
-    from .trainers.mindnlp_0_4.trainer import DataParallelTrainer as DataParallelTrainer
-    from .trainers.mindnlp_0_4.trainer import DataParallelTrainerMixin as DataParallelTrainerMixin
 
 patches.install_import_hook()
 

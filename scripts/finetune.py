@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataParallelArguments:
-    from mindnlp_dp.trainers.library import EVAL_STRATEGY
+    from mindnlp_dp.training.trainer.mindnlp_trainer import EVAL_STRATEGY
 
     num_ranks = mesh.data.world_size
     when_to_evaluate: dict[str, Any] = {EVAL_STRATEGY: "epoch"}
@@ -102,7 +102,7 @@ def train(
     config: FinetuneConfig, args: dp.DataParallelArguments, task: TextClassificationTask, group: dp.ProcessGroup
 ) -> RunReport:
     from mindnlp_dp.text_classification.recorder import RunRecorder
-    from mindnlp_dp.trainers.library import set_seed
+    from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     set_seed(config.seed)
     # One process of each host downloads a pretrained model; the others read it from the cache.

@@ -104,8 +104,8 @@ def check(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
 
 def has_no_values(name: str, weight: Any) -> bool:
     """Tell whether a weight has no memory, is not finite, or is zero where the model then cannot learn."""
-    from mindnlp_dp.replicas.initialized import is_zero_by_mistake
     from mindnlp_dp.runtime.arrays import is_uninitialized
+    from mindnlp_dp.training.uninitialized_weights import is_zero_by_mistake
 
     if is_uninitialized(weight) or not np.isfinite(weight.asnumpy()).all():
         return True

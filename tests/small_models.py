@@ -101,7 +101,7 @@ def _head_of(name: str) -> str:
 
 def model_classes() -> Iterator[ModelClass]:
     """Find every class with a head for text in the model folders of the installed MindNLP, in the order of names."""
-    from mindnlp_dp.trainers.library import PreTrainedModel
+    from mindnlp_dp.training.trainer.mindnlp_trainer import PreTrainedModel
 
     models = importlib.import_module(PreTrainedModel.__module__.rpartition(".")[0] + ".models")
     families = sorted(each.name for each in pkgutil.iter_modules(models.__path__))
@@ -141,7 +141,7 @@ def small_config(config_class: Any, **settings: Any) -> Any:
 
 def build(model_class: ModelClass, seed: int = 1) -> Any:
     """Build a small model of a class, with weights drawn from ``seed``."""
-    from mindnlp_dp.trainers.library import set_seed
+    from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     loaded = model_class.load()
     names = inspect.signature(loaded.config_class.__init__).parameters

@@ -166,7 +166,7 @@ def check_imports() -> Iterator[Finding]:
     device = 'print(mindspore.get_context("device_target"))'
     for what, code in {
         "MindSpore": f"import mindspore; {device}",
-        "MindNLP": f"import mindnlp_dp.trainers.library, mindspore; {device}",
+        "MindNLP": f"import mindnlp_dp.training.trainer.mindnlp_trainer, mindspore; {device}",
     }.items():
         try:
             done = subprocess.run(

@@ -1,7 +1,7 @@
 """Track the ranks that an attempt has lost while the others continue without them, in the same processes.
 
 :mod:`mindnlp_dp.launch.watch` polls it to learn whether the remaining ranks have continued, or the attempt must end.
-Ranks recover by themselves (:mod:`mindnlp_dp.trainers.in_place`); the launcher only monitors them.
+Ranks recover by themselves (:mod:`mindnlp_dp.training.trainer.shrink_recovery`); the launcher only monitors them.
 """
 
 from __future__ import annotations

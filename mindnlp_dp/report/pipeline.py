@@ -1,6 +1,6 @@
 """Draws what each stage of a pipeline did when in one update, next to the ideal pipeline.
 
-``scripts/finetune.py`` reads the passes from the trace of a run (:mod:`mindnlp_dp.step.timeline`); the report draws
+``scripts/finetune.py`` reads the passes from the trace of a run (:mod:`mindnlp_dp.training.timeline`); the report draws
 them and states the fraction of the time that stages were idle.
 """
 

@@ -13,8 +13,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.evaluation.metrics import accuracy
-from mindnlp_dp.trainers.library import TrainerCallback
+from mindnlp_dp.training.evaluate import accuracy
+from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerCallback
 
 NUM_CONFUSIONS = 10
 

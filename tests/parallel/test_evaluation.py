@@ -8,7 +8,7 @@ from library import set_seed, settings_here
 from mindnlp.transformers import RobertaForSequenceClassification, RobertaForTokenClassification
 
 import mindnlp_dp as dp
-from mindnlp_dp.evaluation.gather import OrderedGatherer
+from mindnlp_dp.training.evaluate import OrderedGatherer
 from models import NUM_LABELS, Rows, alone, tiny_config, tiny_roberta
 
 pytestmark = pytest.mark.core

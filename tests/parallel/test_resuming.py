@@ -16,7 +16,7 @@ from mindspore.dataset import NumpySlicesDataset
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.batches import default_collate
-from mindnlp_dp.trainers import resuming
+from mindnlp_dp.training.trainer import resuming
 from models import LENGTH, Rows, alone, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mindnlp_dp.step import timeline as timelines
-from mindnlp_dp.step.timeline import Timeline
+from mindnlp_dp.training import timeline as timelines
+from mindnlp_dp.training.timeline import Timeline
 from models import Rows, tiny_roberta, train
 
 NUM_UPDATES = 4

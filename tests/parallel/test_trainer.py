@@ -190,12 +190,12 @@ def test_a_checkpoint_that_cannot_be_written_is_every_ranks_error(group, shared_
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_every_ranks_error(group, shared_tmp_path, monkeypatch):
     """Only the writer removes it; the other ranks must not wait for a rank that has raised."""
-    from mindnlp_dp.trainers import saving
+    from mindnlp_dp.training.trainer import resuming
 
     def refuse(*args):
         raise PermissionError("the folder is read-only")
 
-    monkeypatch.setattr(saving, "remove_old_checkpoints", refuse)
+    monkeypatch.setattr(resuming, "remove_old_checkpoints", refuse)
     with pytest.raises(PermissionError, match="the folder is read-only"):
         train(tiny_roberta(), Rows(8), shared_tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1)
 

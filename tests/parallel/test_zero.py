@@ -24,8 +24,8 @@ from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.optim import LAMB, LARS
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
-from mindnlp_dp.step.losses import LossMeter
-from mindnlp_dp.step.train_step import TrainStep
+from mindnlp_dp.training.metrics import LossMeter
+from mindnlp_dp.training.train_step import TrainStep
 
 # Among them: a scalar, fewer elements than ranks, no elements, and several blocks.
 SHAPES = [(300, 77), (), (5,), (1,), (20_011,), (64, 129), (0, 3), (3,)]

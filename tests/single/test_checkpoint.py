@@ -31,10 +31,10 @@ from mindnlp_dp.checkpoint.folders import (
 )
 from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpoint, run_of
 from mindnlp_dp.checkpoint.read import read_state, read_weights
-from mindnlp_dp.checkpoint.run_state import random_state, set_random_state
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
 from mindnlp_dp.runtime.named_weights import named_weights
+from mindnlp_dp.training.run_state import random_state, set_random_state
 from models import Rows, tiny_config, tiny_roberta, train, weights
 
 

@@ -15,10 +15,10 @@ from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
 from mindnlp_dp.data_parallel.buckets.factory import make_buckets
 from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
-from mindnlp_dp.functional.make_step import make_train_step
 from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.runtime.devices import obey_device_target
+from mindnlp_dp.training.make_train_step import make_train_step
 from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators
 
 EXCHANGES = {

@@ -5,8 +5,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 
-from mindnlp_dp.evaluation.gather import OrderedGatherer, concatenate, to_numpy
-from mindnlp_dp.evaluation.metrics import accuracy
+from mindnlp_dp.training.evaluate import OrderedGatherer, accuracy, concatenate, to_numpy
 
 
 class TwoRanks:

@@ -13,8 +13,8 @@ from mindspore.common.initializer import Normal, initializer
 from small_models import build, find
 
 import mindnlp_dp as dp
-from mindnlp_dp.replicas.initialized import check_values, is_zero_by_mistake
 from mindnlp_dp.runtime.arrays import is_uninitialized
+from mindnlp_dp.training.uninitialized_weights import check_values, is_zero_by_mistake
 from models import Rows, tiny_roberta, train
 
 SHAPE = (3, 4)

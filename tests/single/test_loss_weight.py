@@ -18,7 +18,7 @@ from mindnlp_dp.step.loss_weight import (
     loss_mean,
     span_counts,
 )
-from mindnlp_dp.step.model_of import BatchWeigher, model_of
+from mindnlp_dp.training.find_model import BatchWeigher, model_of
 
 needs_0_4 = pytest.mark.skipif(mindnlp_series() != "0.4", reason="the classes of MindNLP 0.4")
 IGNORED = -100

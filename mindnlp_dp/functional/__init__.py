@@ -1,1 +1,0 @@
-"""Custom training loops: the train step (make_step.py), data position and checkpoints (resumable_run.py)."""

@@ -1,0 +1,68 @@
+"""This module implements :func:`init_process_group`, with which a script joins its job before it builds a model.
+
+The launcher of the process decides which transport is used (communication/backend_selection.py).
+"""
+
+from __future__ import annotations
+
+import os
+
+from mindnlp_dp.communication.backend_selection import choose_backend, meet
+from mindnlp_dp.communication.consistency_checks import check_level
+from mindnlp_dp.communication.default_group import current_group, set_process_group
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.kernels.choice import check_kernels
+from mindnlp_dp.kernels.choice import choose as choose_kernels
+from mindnlp_dp.patches.mindspore_layers import use_kernels_in_layers
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.devices import obey_device_target
+from mindnlp_dp.runtime.launch_env import detect_launch
+
+
+def init_process_group(
+    backend: str = "auto", *, tune_runtime: bool = True, kernels: str = "auto", checks: str = "auto"
+) -> ProcessGroup:
+    """Join the other processes of this job, and return the group of all of them.
+
+    Call it once, before the first tensor is created; later calls return the same group, and may still select
+    MindSpore's kernels.
+    With ``tune_runtime`` on CPU, threads and operator dispatch are tuned to the cores of this process; pass ``False``
+    to keep MindSpore's settings. It also makes MindNLP's layers use our ``kernels`` ("auto") or MindSpore's own, slower
+    ones ("mindspore"); the environment variable ``MINDNLP_DP_KERNELS`` replaces "auto".
+    ``checks`` says before which collectives the ranks verify that all make the same call: before every one ("all"), or
+    before all except those that each update makes ("setup"). "auto" means "all" on CPU, and "setup" on a device,
+    because every check makes the host wait for the device.
+
+    Raises:
+        ValueError: ``backend``, ``kernels`` or ``checks`` is unknown, or ``backend`` contradicts the launcher or an
+            earlier call.
+        ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
+    """
+    kernels = check_kernels(kernels)
+    if (group := current_group()) is not None:
+        if backend not in ("auto", group.backend, group.backend_kind):
+            raise ValueError(f"init_process_group({backend!r}), but the group was started with {group.backend!r}")
+        if kernels == "mindspore":
+            choose_kernels(kernels, 1)
+        return group
+
+    check_level(checks)
+    # MindNLP applies DEVICE_TARGET only when it is imported, which may be later.
+    device = obey_device_target()
+    kind = choose_backend(backend, launch := detect_launch(os.environ), device)
+    with heartbeat.waiting("init_process_group"):
+        transport = meet(kind, launch)
+    choose_kernels("mindspore", 1)
+    if tune_runtime:
+        from mindnlp_dp.runtime.threads import configure_runtime, usable_cores
+
+        shares_host = device == "CPU" and transport.local_world_size > 1
+        cores_by_rank = transport.gather_on_host(usable_cores()) if shares_host else None
+        settings = configure_runtime(device, transport.local_rank, transport.local_world_size, cores_by_rank)
+        if device == "CPU":
+            choose_kernels(kernels, settings.num_threads)
+            use_kernels_in_layers()
+    group = ProcessGroup(transport, kind, checks=checks)
+    set_process_group(group)
+    heartbeat.meet()
+    return group

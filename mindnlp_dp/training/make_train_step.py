@@ -1,0 +1,249 @@
+"""Builds the data-parallel train step of a custom training loop, for MindNLP models and plain MindSpore cells.
+
+The user calls :func:`make_train_step` with a loss function, an optimizer and parameters. The step that it returns does
+one update from this rank's part of a global batch, in the same stages as the Trainer (:mod:`mindnlp_dp.training`)::
+
+    step = dp.make_train_step(forward_fn, optimizer, parameters)
+    for batch in batches:                       # the batches of this rank
+        loss = step(batch)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, Optional, Union
+
+import mindspore
+
+from mindnlp_dp.checkpoint.whole_model import data_group
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.communication.replicas import broadcast_parameters
+from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.external_reducer import ReducerWindow
+from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
+from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.named_weights import named_weights
+from mindnlp_dp.runtime.random_state import step_seed
+from mindnlp_dp.step.loss_weight import checked_weight
+from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
+from mindnlp_dp.training.forward_backward import Passes, parallel_of
+from mindnlp_dp.training.metrics import LossMeter
+from mindnlp_dp.training.span_loss import SpanLoss
+from mindnlp_dp.training.train_step import TrainStep
+from mindnlp_dp.training.uninitialized_weights import check_values
+
+
+def make_train_step(
+    forward_fn: Callable[..., Any],
+    optimizer: Any,
+    parameters: Sequence[Any],
+    *,
+    accumulation_steps: int = 1,
+    max_grad_norm: Optional[float] = None,
+    scheduler: Any = None,
+    weight_of: Optional[Callable[[Any], float]] = None,
+    model: Any = None,
+    reducer: Optional[Callable[..., Any]] = None,
+    jit: bool = False,
+    seed: int = 0,
+    leave_out_bad_losses: bool = True,
+    zero_stage: Union[int, str] = "auto",
+    group: Optional[ProcessGroup] = None,
+    broadcast_weights: bool = True,
+    **exchange: Any,
+) -> FunctionalStep:
+    """Return a train step that every rank calls once per update, with its own part of the global batch.
+
+    Args:
+        forward_fn: function from a batch to its mean loss, a scalar tensor. A mapping is passed as keyword arguments
+            (its NumPy arrays as tensors), a tuple or list as positional arguments, anything else as the only argument.
+        optimizer: an optimizer of MindNLP (``mindnlp.core.optim``) or of ``mindspore.nn``.
+        parameters: the parameters to update; duplicates are ignored.
+        accumulation_steps: number of micro-batches per update. Above 1, the step is called with a list of that many
+            micro-batches, or fewer at the end of the data.
+        max_grad_norm: maximum global norm, to which the averaged gradients are clipped; None does not clip.
+        scheduler: a MindNLP scheduler, stepped after every update. (``mindspore.nn`` optimizers have their schedule.)
+        weight_of: function from a batch to the weight of its loss in the mean over ranks and micro-batches. By default
+            it counts what the loss of the model's class is a mean of (:func:`~mindnlp_dp.step.loss_weight.loss_mean`):
+            rows for a classifier, labels that are not -100 for a language model, rows if the class is unknown. Pass it
+            if ``forward_fn`` computes a custom loss; :func:`~mindnlp_dp.count_labels` counts labels.
+        model: the model that ``forward_fn`` calls; by default the one that it refers to and that has ``parameters``.
+        reducer: function that exchanges the gradients instead of our synchronizer, such as
+            ``nn.DistributedGradReducer(parameters)``.
+        jit: compile loss and gradients with ``mindspore.jit``; only for plain cells.
+        seed: seed of the randomness in ``forward_fn``, such as dropout. The random numbers differ between ranks,
+            updates and micro-steps, and a resumed run draws the same ones. (MindSpore's ``nn.Dropout`` does not follow
+            the seed, because its kernel keeps its own counter; ``ops.dropout`` and MindNLP's layers do.)
+        leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
+            ranks.
+        zero_stage: 0: every rank updates all parameters. 1: each rank updates one slice and holds only its optimizer
+            state. 2: it holds only the averaged gradients of its slice, too. The weights are bitwise the same. "auto"
+            divides the update where the ranks of a host can share one set of weights, and prints its choice. Pass 0 if
+            your code writes to weights between updates, because ranks that share weights would all write to the same
+            memory. The weights become private to each rank again when the step is deleted (``del step``).
+        group: the ranks that split the samples; by default those of the model's mesh, otherwise all ranks.
+        broadcast_weights: before the first update, copy rank 0's weights and buffers, including frozen ones, to all
+            ranks, for the models that ``forward_fn`` refers to, as the Trainer does. If False, they must be equal.
+        exchange: options of :class:`~mindnlp_dp.GradientSynchronizer`, such as ``overlap`` and ``compression``.
+
+    Raises:
+        ValueError: options exclude each other, or the mesh shards models but this model is not sharded.
+        ReplicaMismatchError: the models of the ranks differ in names, shapes or types.
+    """
+    is_plain = isinstance(optimizer, mindspore.nn.Optimizer)
+    if jit and not is_plain:
+        raise ValueError(
+            "jit=True is for plain cells with an optimizer of mindspore.nn; MindNLP's models run in PyNative"
+        )
+    if scheduler is not None and is_plain:
+        raise ValueError("mindspore.nn's optimizers take a schedule as their learning_rate; leave scheduler out")
+    if reducer is not None and exchange:
+        raise ValueError(f"{', '.join(exchange)}: options of our own exchange, which a reducer takes the place of")
+    if jit and reducer is None and exchange.setdefault("overlap", False) is not False:
+        raise ValueError(
+            "overlap needs the parameters' hooks, which mindspore.jit cannot compile; leave one of them out"
+        )
+    if accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
+    # The parameters of a module that two models share are in the lists of both.
+    parameters = list({id(parameter): parameter for parameter in parameters}.values())
+    parallel = parallel_of(parameters)
+    group = group or data_group(parallel)
+    if broadcast_weights:
+        _broadcast(forward_fn, model, parameters, parallel, group)
+    if is_plain:
+        parameters = _in_order_of(optimizer, parameters)
+        gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
+        gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
+    else:
+        gradient_fn = torch_like().autograd.value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
+    model = model_of(forward_fn, parameters) if model is None else model
+    check_values(_with_names(parameters, model), group)
+    window: GradientWindow
+    if reducer is not None:
+        window = ReducerWindow(parameters, reducer, group)
+    elif parallel is not None:
+        window = parallel.window([(p.name_in_whole, p) for p in parameters], **exchange)
+    else:
+        window = GradientSynchronizer(parameters, group, **exchange)
+    losses = LossMeter(window.group if parallel is None else parallel.group)
+    scope = None
+    if parallel is not None:
+        parallel.check_optimizer(optimizer)
+        scope = parallel.scope(parameters)
+    updater = make_updater(optimizer, window, zero_stage, scheduler, scope)
+    step = TrainStep(
+        window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
+        settle=None if parallel is None else parallel.settle,
+    )  # fmt: skip
+    passes = Passes(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
+    span_loss = SpanLoss(model if weight_of is None else None, losses.group)
+    weight_of = weight_of or BatchWeigher(forward_fn, model)
+    return FunctionalStep(step, passes, accumulation_steps, weight_of, seed=seed, span_loss=span_loss)
+
+
+def _broadcast(
+    forward_fn: Callable[..., Any], model: Any, parameters: Sequence[Any], parallel: Any, group: ProcessGroup
+) -> None:
+    """Broadcast rank 0's parameters, and all other weights and buffers of the models that have them. A collective."""
+    if parallel is not None:
+        parallel.broadcast_weights()
+        return
+    models = modules_of(forward_fn, parameters) if model is None else [model]
+    for each in models:
+        broadcast_parameters(each, group)
+    known = {id(weight) for each in models for _, weight in named_weights(each)}
+    others = [(f"parameter {number}", p) for number, p in enumerate(parameters) if id(p) not in known]
+    broadcast_parameters(others, group)
+
+
+def _in_order_of(optimizer: Any, parameters: Sequence[Any]) -> list[Any]:
+    """Return the parameters in the optimizer's order: a ``mindspore.nn`` optimizer takes gradients by position."""
+    ordered = list(optimizer.parameters)
+    if {id(p) for p in ordered} != {id(p) for p in parameters}:
+        theirs, ours = ({p.name for p in each} for each in (ordered, parameters))
+        raise ValueError(
+            "parameters must be those of the optimizer: "
+            f"only the optimizer has {sorted(theirs - ours)}, and only parameters has {sorted(ours - theirs)}"
+        )
+    return ordered
+
+
+def _with_names(parameters: Sequence[Any], model: Any) -> list[tuple[str, Any]]:
+    """Return each parameter with its name in the model, or with its number if the model does not have it."""
+    names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    return [(names.get(id(p), f"parameter {number}"), p) for number, p in enumerate(parameters)]
+
+
+class FunctionalStep:
+    """The train step of a custom loop, made by :func:`make_train_step`.
+
+    Attributes:
+        num_updates: number of updates done so far.
+        accumulation_steps: maximum number of micro-batches per update.
+        train_step: the stages of an update, which the Trainer also uses.
+        grad_norm: norm of the last averaged gradient before clipping; None if gradients are not clipped.
+        synchronizer: the object that exchanges the gradients.
+        seed: seed of the randomness inside the model, combined with the rank, the update and the micro-step.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        passes: Passes,
+        accumulation_steps: int,
+        weight_of: Callable[[Any], float],
+        *,
+        seed: int = 0,
+        span_loss: Optional[SpanLoss] = None,
+    ) -> None:
+        self.train_step = train_step
+        self._span_loss = span_loss or SpanLoss(None, train_step.synchronizer.group)
+        self.seed = seed
+        self._passes = passes
+        self.accumulation_steps = accumulation_steps
+        self._weight_of = weight_of
+        self.num_updates = 0
+        self.grad_norm: Optional[float] = None
+        self.synchronizer: GradientWindow = train_step.synchronizer
+        # After the step is deleted, the user may write to the weights, so ranks must no longer share their memory.
+        weakref.finalize(self, train_step.updater.make_private).atexit = False
+
+    def __call__(self, batches: Any) -> Optional[float]:
+        """Do one update; return this rank's mean loss, or None if it had no samples. A collective.
+
+        ``batches`` is one batch or, with accumulation, a list of micro-batches; None replaces a batch that this rank
+        does not have.
+        """
+        window = [batches] if self.accumulation_steps == 1 else list(batches)
+        if not 1 <= len(window) <= self.accumulation_steps:
+            raise ValueError(
+                f"expected 1 to {self.accumulation_steps} micro batches, got {len(window)} on rank "
+                f"{self.synchronizer.group.label()}; None stands for one that a rank has not"
+            )
+        seen: list[tuple[float, float]] = []
+        self.grad_norm = self.train_step(self._micro_steps(window, seen), self.num_updates)
+        self.num_updates += 1
+        weight = sum(weight for _, weight in seen)
+        return sum(loss * weight for loss, weight in seen) / weight if weight else None
+
+    def mean_loss(self) -> float:
+        """Return the mean loss over all ranks since the last call of this method. A collective."""
+        return self.train_step.losses.mean_since_log()
+
+    def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:
+        with self._span_loss.window(window):
+            for micro in self._passes.micro_steps(window, self._weigh, self._seed_of, self.synchronizer):
+                if micro.weight > 0:
+                    seen.append((micro.loss, micro.weight))
+                yield micro
+
+    def _weigh(self, batch: Any) -> float:
+        return 0.0 if batch is None else checked_weight(self._weight_of(batch), self.synchronizer.group.label())
+
+    def _seed_of(self, number: int) -> int:
+        return step_seed(self.seed, self._passes.seed_rank, self.num_updates, number)

@@ -1,0 +1,175 @@
+"""Lets a custom training loop stop and resume: it tracks the position in the data and writes checkpoints.
+
+The user's loop reads the remaining updates from :class:`FunctionalRun`, in the Trainer's order. Its checkpoints have
+the Trainer's format::
+
+    run = dp.FunctionalRun("outputs/loop", network, step, loader)
+    run.resume()                                    # the newest complete checkpoint, if there is one
+    for window in run.windows(num_epochs=4):
+        loss = step(window)
+        if step.num_updates % 100 == 0:
+            run.save()
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
+from mindnlp_dp.checkpoint.folders import (
+    checkpoint_path,
+    checkpoints_in,
+    has_checkpoints,
+    newest_checkpoint,
+    remove_old_checkpoints,
+    remove_unfinished_checkpoints,
+)
+from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.manifest import RunId, run_of
+from mindnlp_dp.checkpoint.whole_model import whole_model
+from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
+from mindnlp_dp.data.loader import Loader
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.training.make_train_step import FunctionalStep
+from mindnlp_dp.training.run_state import Position, Run, check_same_data
+
+
+class FunctionalRun:
+    """A custom training loop that can be resumed from checkpoints. Every rank must call every method.
+
+    Args:
+        folder: folder for the checkpoints, used by this run only.
+        model: the model whose weights are saved: a MindNLP model or a cell.
+        step: the train step that :func:`~mindnlp_dp.make_train_step` returned for the model.
+        loader: the loader that :func:`~mindnlp_dp.make_loader` returned, made with the step's ``accumulation_steps``.
+        keep: number of newest checkpoints to keep; None keeps all.
+
+    Attributes:
+        epoch: number of the current epoch.
+    """
+
+    def __init__(
+        self, folder: Union[str, Path], model: Any, step: FunctionalStep, loader: Loader, *, keep: Optional[int] = 2
+    ) -> None:
+        self.folder = Path(folder)
+        self.model = model
+        self.step = step
+        self.loader = loader
+        self.keep = keep
+        self._whole = whole_model(model, step.synchronizer.group)
+        self.group = self._whole.world
+        self.epoch = 0
+        # The number of updates that the epoch and the run had done when the epoch was opened.
+        self._opened_at = (0, step.num_updates)
+        self._saved: Optional[dict[str, Any]] = None
+        self._parts = Run(self._whole, step.train_step)
+        # Read in the constructor, which every rank calls: reading it may be a collective.
+        self._data = {**loader.order, "seed": step.seed}
+        # Set by the first checkpoint that this process writes; resume() sets the run id, too.
+        self._run_id: Optional[RunId] = None
+        self._lock: Optional[FolderLock] = None
+
+    @property
+    def position(self) -> Position:
+        """The position in the data: the epoch, and the number of its updates that are done."""
+        in_epoch, in_run = self._opened_at
+        return Position(self.epoch, in_epoch + self.step.num_updates - in_run)
+
+    def windows(self, num_epochs: int) -> Iterator[Any]:
+        """Yield the step's argument for every update, from the current position to the end of ``num_epochs`` epochs.
+
+        It is this rank's micro-batch, or None if it has none; with accumulation, a list of these.
+        """
+        begin = self.position
+        while begin.epoch < num_epochs:
+            self.epoch, self._opened_at = begin.epoch, (begin.update, self.step.num_updates)
+            windows = self.loader.windows(begin.epoch, begin.update)
+            if self._saved is not None:
+                # Restored only now, because opening the data draws random numbers.
+                self._parts.restore_random_state(self._saved)
+                self._saved = None
+            for window in windows:
+                if len(window) > self.step.accumulation_steps:
+                    raise ValueError(
+                        f"the loader's updates have {len(window)} micro batches, and the step takes "
+                        f"{self.step.accumulation_steps} at most: make it with accumulation_steps={len(window)}"
+                    )
+                yield window if self.step.accumulation_steps > 1 else window[0]
+            begin = Position(begin.epoch + 1)
+        # The user may evaluate or save the model after the last epoch: give all ranks the same buffers.
+        self._whole.broadcast_buffers()
+
+    def save(self) -> Path:
+        """Write a checkpoint on one rank; the others wait for it, and raise its error if it fails.
+
+        Raises:
+            RuntimeError: another job is writing to the folder.
+        """
+        self.step.synchronizer.forget_errors()
+        run_id = self.group.call_where(self.group.is_main, self._become_writer, "preparing the folder of checkpoints")
+        path = checkpoint_path(self.folder, self.step.num_updates)
+        state = {
+            **self._parts.state(keep=self.group.is_main),
+            "data": self._data,
+            "global_batch_size": self.loader.global_batch_size,
+            "position": asdict(self.position),
+            "num_updates": self.step.num_updates,
+            "grad_norm": self.step.grad_norm,
+        }
+
+        write_model = self._whole.model_writer(self.folder, lambda folder: write_weights(self.model, folder))
+
+        def write() -> None:
+            assert run_id is not None, "this rank writes"
+            write_checkpoint(path, state, write_model, run_id)
+            remove_old_checkpoints(self.folder, self.keep, [path], run_id)
+
+        request = heartbeat.checkpoint_request()
+        self.group.call_where(self.group.is_main, write, "saving a checkpoint")
+        heartbeat.has_saved(request)
+        return path
+
+    def _become_writer(self) -> RunId:
+        """Lock the folder against other jobs until this object or process ends; called on the rank that writes."""
+        if self._lock is None:
+            self._lock = lock_folder(self.folder)
+            weakref.finalize(self, self._lock.release)
+            remove_unfinished_checkpoints(self.folder)
+        if self._run_id is None:
+            self._run_id = RunId.new(map(run_of, checkpoints_in(self.folder)))
+        return self._run_id
+
+    def resume(self) -> bool:
+        """Resume from the newest complete checkpoint in ``folder``; return False if there is none.
+
+        Raises:
+            CheckpointError: no checkpoint is complete, or the checkpoint belongs to another model.
+            ValueError: the checkpoint was made with other data, another global batch size or another optimizer.
+        """
+
+        def choose() -> Optional[Path]:
+            return newest_checkpoint(self.folder) if has_checkpoints(self.folder) else None
+
+        path = self.group.call_on_main(choose, "looking for a checkpoint")
+        if path is None:
+            return False
+        if self.group.is_main:
+            self._run_id = run_of(path)
+        saved = load_checkpoint(path, self._whole)
+        check_same_data(self._data, saved["data"], "save to another folder")
+        if self.loader.global_batch_size != saved["global_batch_size"]:
+            raise ValueError(
+                f"the checkpoint's updates have {saved['global_batch_size']} samples, this loader's "
+                f"{self.loader.global_batch_size}; make it with make_loader(..., "
+                f"global_batch_size={saved['global_batch_size']}), or save to another folder"
+            )
+        self._parts.restore(saved)
+        position = Position(**saved["position"])
+        self.step.num_updates, self.step.grad_norm = saved["num_updates"], saved["grad_norm"]
+        self.epoch, self._opened_at = position.epoch, (position.update, self.step.num_updates)
+        self._saved = saved
+        return True

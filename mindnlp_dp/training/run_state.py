@@ -1,0 +1,164 @@
+"""This module saves and restores a run's state, except its weights, as plain data; Trainers and FunctionalRun use it.
+
+The state is that of the train step (optimizer, schedule, losses and gradient exchange) and the position in the data, as
+trees of plain data (state_tree.py). All ranks call these functions; to restore, every rank passes the same tree.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindnlp_dp.checkpoint.whole_model import WholeModel
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.training.train_step import TrainStep
+
+
+@dataclass
+class Position:
+    """How far a run has read its data, and whether it is ending an epoch.
+
+    ``update`` counts the updates of ``epoch`` that are done; the next one begins ``offset`` samples later than usual if
+    some updates had another size. ``epoch_done`` says that the epoch was read to its end, or is to be left;
+    ``ending_epoch`` says that its last evaluation and checkpoint have begun.
+    """
+
+    epoch: int = 0
+    update: int = 0
+    epoch_done: bool = False
+    ending_epoch: bool = False
+    offset: int = 0
+
+    def where_to_go_on(self) -> Position:
+        """Return where a run saved at this position continues: after an epoch that is done, else within it."""
+        if self.ending_epoch and self.epoch_done:
+            return Position(self.epoch + 1)
+        return Position(self.epoch, self.update, offset=self.offset)
+
+
+@dataclass
+class Run:
+    """Saves and restores the state of a run's model and train step, for the Trainers and FunctionalRun."""
+
+    model: WholeModel
+    train_step: TrainStep
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.model.world
+
+    def state(self, *, keep: bool = True) -> dict[str, Any]:
+        """Return the run's state, the same on every rank, after broadcasting rank 0's buffers. A collective.
+
+        A rank that does not write the checkpoint need not ``keep`` the optimizer's arrays, which may be sharded, but it
+        takes part in gathering them.
+
+        Raises:
+            ReplicaMismatchError: the ranks' weights differ, so no checkpoint can hold them.
+        """
+        step = self.train_step
+        self.model.broadcast_buffers()
+        # Each stage of a sharded model packs its own gradients, and its order does not fit another mesh.
+        keeps_order = not self.model.is_parted
+        own = {
+            "parameters": step.updater.parameter_names(self.model.model),
+            **step.updater.optimizer_state(keep=keep or self.model.is_parted),
+        }
+        return {
+            "world_size": self.group.world_size,
+            "digest": self.model.assert_in_sync(),
+            "optimizer": self.model.whole_optimizer(own, keep=keep),
+            "scheduler": None if step.updater.scheduler is None else step.updater.scheduler.state_dict(),
+            "bucket_order": step.synchronizer.order if keeps_order else None,
+            "ranks": self.group.all_gather_object({"random": random_state()}),
+            "losses": self.model.group.all_gather_object(step.losses.state()),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a saved state; the model must already have the saved weights.
+
+        :meth:`restore_random_state` restores random states later, when everything that draws random numbers is set up.
+
+        Raises:
+            ValueError: the model is not the one that was saved, or the optimizer updates other parameters.
+        """
+        digest = self.model.digest()
+        if digest != saved["digest"]:
+            raise ValueError(
+                f"the model is not the one that was saved: with the checkpoint's weights its digest is {digest}, and "
+                f"was {saved['digest']}; frozen weights and buffers must be those of the run that is resumed"
+            )
+        step = self.train_step
+        mine = step.updater.parameter_names(self.model.model)
+        optimizer = self.model.own_optimizer(saved["optimizer"], mine)
+        theirs, error = optimizer["parameters"], None
+        if mine != theirs:
+            ours, others = (sum(map(len, groups)) for groups in (mine, theirs))
+            error = ValueError(
+                f"the saved optimizer updates {others} parameters in {len(theirs)} groups, this one {ours} in "
+                f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
+            )
+        # With a sharded model, ranks may come to different results.
+        self.group.raise_together(error, "taking up the optimizer")
+        # Older checkpoints do not have a bucket order.
+        if saved.get("bucket_order") is not None and not self.model.is_parted:
+            step.synchronizer.pack_in_order(saved["bucket_order"])
+        optimizer_state = {key: value for key, value in optimizer.items() if key != "parameters"}
+        step.updater.load_optimizer_state(optimizer_state)
+        if step.updater.scheduler is not None:
+            step.updater.scheduler.load_state_dict(saved["scheduler"])
+        losses = saved.get("losses") or [rank["losses"] for rank in saved["ranks"]]
+        step.losses.load_states(losses)
+
+    def restore_random_state(self, saved: Mapping[str, Any]) -> None:
+        """Restore this rank's random generators; they are left as they are if the number of ranks has changed."""
+        if saved["world_size"] == self.group.world_size:
+            set_random_state(saved["ranks"][self.group.rank]["random"])
+
+
+def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: str) -> None:
+    """Raise ValueError unless the data and its order are as in the saved run; ``way_out`` is a hint for the message."""
+    differences = []
+    for key in now:
+        if isinstance(now[key], Mapping) and isinstance(then.get(key), Mapping):
+            names = [name for name in {**then[key], **now[key]} if then[key].get(name) != now[key].get(name)]
+            differences += [f"{key} differ in {name!r}" for name in names]
+        elif now[key] != then.get(key):
+            differences.append(f"{key} was {then.get(key)} and is {now[key]}")
+    if differences:
+        raise ValueError(
+            f"the checkpoint's run cannot be resumed with these data: {'; '.join(differences)}. Resume with what "
+            f"it was trained with, or {way_out}"
+        )
+
+
+def warn_of_other_settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    """Warn of settings that differ from those that the run was saved with."""
+    differences = [f"{key} was {then[key]} and is {now[key]}" for key in now if key in then and now[key] != then[key]]
+    if differences:
+        warnings.warn(
+            f"resuming with other settings: {'; '.join(differences)}. The optimizer and its schedule continue with "
+            "the checkpoint's, the rest with the new ones: this is not the run that would have gone on",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of this process's Python and NumPy generators.
+
+    MindSpore's generator is not included: its seed is a function of the step (:func:`mindnlp_dp.runtime.random_state.step_seed`).
+    """
+    version, words, gauss = random.getstate()
+    return {"python": (version, np.array(words, np.uint32), gauss), "numpy": np.random.get_state(legacy=False)}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(state["numpy"])

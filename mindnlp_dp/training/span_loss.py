@@ -1,0 +1,111 @@
+"""Makes the loss of extractive question answering equal to that of one process; train steps and evaluation use it.
+
+The loss is half the mean over start positions plus half the mean over end positions. Positions outside of the text are
+ignored, and the two means may ignore different rows. Then no single weight per loss gives the loss of one process. If
+that happens in an update, :class:`SpanLoss` replaces the loss that the model returns by
+
+    (W / w) (S / N_start + E / N_end) / 2
+
+S and E are the sums of the cross-entropies of a micro-batch and w is its weight; N_start, N_end and W are the counts
+and the weight of the whole update over all ranks. The weighted mean of these losses is the loss of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Callable, Optional
+
+import numpy as np
+
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.step.loss_weight import Task, loss_mean, span_counts
+
+Terms = tuple[Any, Any]
+
+
+class SpanLoss:
+    """Makes the loss of a question answering model exact over ranks and micro-batches; has no effect on other models.
+
+    Args:
+        model: a model with ``start_logits`` and ``end_logits`` in its output, called with columns as keyword arguments.
+        group: the ranks that split the samples.
+    """
+
+    def __init__(self, model: Any, group: ProcessGroup) -> None:
+        mean = None if model is None else loss_mean(model)
+        self._applies = mean is not None and mean.task is Task.QUESTION_ANSWERING
+        self._model, self._group = model, group
+
+    @contextlib.contextmanager
+    def window(self, batches: Iterable[Any]) -> Iterator[None]:
+        """Correct the losses of the update whose forward passes run in this block. A collective.
+
+        Args:
+            batches: this rank's micro-batches of the update; None replaces a batch that this rank does not have.
+        """
+        if not self._applies:
+            yield
+            return
+        mine = [counts for counts in map(_counts_of, batches) if counts is not None]
+        differs = any(starts != ends for starts, ends in mine)
+        sums = np.array([*np.sum([np.zeros(2), *mine], 0), differs], np.float64)
+        *counts, num_differing = self._group.all_reduce(sums)
+        if not num_differing:
+            yield
+            return
+        total = np.array(counts)
+
+        def scaled(sums: Terms, counts: np.ndarray) -> Any:
+            scales = 0.5 * total.mean() / max(counts.mean(), 0.5) / np.maximum(total, 1)
+            return sums[0] * float(scales[0]) + sums[1] * float(scales[1])
+
+        with self._each_forward_pass(scaled):
+            yield
+
+    @contextlib.contextmanager
+    def terms(self) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
+        """Record the two means and the two counts of every forward pass in this block, for an evaluation."""
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+
+        def record(sums: Terms, counts: np.ndarray) -> None:
+            found.append((np.array([float(each.asnumpy()) for each in sums]) / np.maximum(counts, 1), counts))
+
+        with self._each_forward_pass(record) if self._applies else contextlib.nullcontext():
+            yield found
+
+    @contextlib.contextmanager
+    def _each_forward_pass(self, function: Callable[[Terms, np.ndarray], Any]) -> Iterator[None]:
+        """Call ``function`` with the sums and counts of each forward pass; its result, if any, replaces the loss."""
+
+        def hook(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+            counts = span_counts(kwargs)
+            if counts is None or not hasattr(output, "keys") or "end_logits" not in output:
+                return None
+            loss = function(_sums(output, kwargs), counts)
+            if loss is not None:
+                output["loss"] = loss
+            return output
+
+        handle = self._model.register_forward_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _counts_of(batch: Any) -> Optional[np.ndarray]:
+    return span_counts(batch) if isinstance(batch, Mapping) else None
+
+
+def _sums(output: Mapping[str, Any], columns: Mapping[str, Any]) -> Terms:
+    """Return the summed cross-entropies of the start and of the end positions; ignore those outside of the text."""
+    cross_entropy = torch_like().nn.functional.cross_entropy
+    sums = []
+    for name in ("start", "end"):
+        logits, positions = output[f"{name}_logits"], columns[f"{name}_positions"]
+        length = logits.shape[1]
+        positions = positions.reshape(-1).clamp(0, length)
+        sums.append(cross_entropy(logits, positions, ignore_index=length, reduction="sum"))
+    return sums[0], sums[1]

@@ -1,0 +1,108 @@
+"""Records the activities of every rank over time and writes them as a Chrome trace.
+
+The train step and the Trainer add spans (name, lane, begin and end time). The result is one JSON file for
+chrome://tracing or https://ui.perfetto.dev. It shows two lanes for each rank: "compute" with forward, backward, wait
+and update, and "exchange" with the buckets that are being reduced::
+
+    rank 0  compute   │ forward │      backward      │ wait │ clip │ update │
+            exchange            │   bucket 0 │ bucket 1 │ bucket 2 │
+
+The format is described in "Trace Event Format" (Google, the Chromium project).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.runtime.atomic_write import in_place_of
+
+LANES = ("compute", "exchange")
+
+# The maximum per rank: more spans would fill the memory to no use. 100,000 spans are several thousand steps.
+MAX_SPANS = 100_000
+
+
+class Timeline:
+    """Records the spans of this rank, or nothing without a ``path``. Constructor and :meth:`write` are collectives.
+
+    Raises:
+        OSError: the file cannot be written; raised on every rank, at the beginning and not after the run.
+    """
+
+    def __init__(self, group: ProcessGroup, path: Optional[str] = None) -> None:
+        self._group = group
+        self._path = Path(path) if path else None
+        self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
+        self._num_dropped = 0
+        if self._path is not None:
+            self._write([])
+            # Times are relative to this barrier, because the clocks of hosts differ.
+            group.barrier()
+        self._zero = time.perf_counter()
+
+    def add(self, name: str, began: float, ended: float, lane: str = "compute", **details: Any) -> None:
+        """Record a span; times are values of ``time.perf_counter()``."""
+        if self._path is None:
+            return
+        if len(self._spans) < MAX_SPANS:
+            self._spans.append((name, lane, began - self._zero, ended - self._zero, details))
+        else:
+            self._num_dropped += 1
+
+    @contextlib.contextmanager
+    def span(self, name: str, **details: Any) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.add(name, began, time.perf_counter(), **details)
+
+    @contextlib.contextmanager
+    def forward_and_backward(self, model: Any, **details: Any) -> Iterator[None]:
+        """Record a forward and a backward span for a block that calls ``model`` once and differentiates it."""
+        if self._path is None:
+            yield
+            return
+        began, forward_ended = time.perf_counter(), []
+        handle = model.register_forward_hook(lambda *_: forward_ended.append(time.perf_counter()))
+        try:
+            yield
+        finally:
+            handle.remove()
+        between = forward_ended[-1] if forward_ended else began
+        self.add("forward", began, between, **details)
+        self.add("backward", between, time.perf_counter(), **details)
+
+    def write(self) -> None:
+        """Write the spans of all ranks to the file. A collective."""
+        if self._path is None:
+            return
+        everyone = self._group.all_gather_object((self._spans, self._num_dropped))
+        events: list[dict[str, Any]] = []
+        for rank, (spans, num_dropped) in enumerate(everyone):
+            name = f"rank {rank}" + (f" ({num_dropped} later spans were not kept)" if num_dropped else "")
+            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+            for number, lane in enumerate(LANES):
+                events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
+            events += [
+                {
+                    "ph": "X", "name": name, "pid": rank, "tid": LANES.index(lane),
+                    "ts": round(1e6 * began, 1), "dur": round(1e6 * (ended - began), 1), "args": details,
+                }
+                for name, lane, began, ended, details in spans
+            ]  # fmt: skip
+        self._write(events)
+
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        path = self._path
+        assert path is not None, "called with a path only"
+
+        def write() -> None:
+            with in_place_of(path) as temporary:
+                temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+        self._group.call_where(self._group.is_main, write, "writing the trace")

@@ -1,0 +1,123 @@
+"""Does one optimizer step from this rank's part of a global batch; the Trainer and custom loops call it.
+
+It takes the micro-steps of a window as they are computed, each with its loss, gradients and weight. After the step all
+ranks have the same weights. It does not depend on models or trainers::
+
+    micro-steps ── accumulate (weight * gradient) ── reduce ── clip ── optimizer ── scheduler
+                        no communication         1 all-reduce per bucket  (mindnlp_dp.optim)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Optional
+
+from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.optim.updater import Updater
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.training.metrics import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses, warn_of_no_weight
+from mindnlp_dp.training.timeline import Timeline
+
+
+class TrainStep:
+    """Accumulates micro-steps, exchanges the gradients and updates the weights; every rank calls it once per update.
+
+    It takes the micro-steps one by one as they are computed. If a loss is NaN or infinite, its micro-step is left out
+    with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
+    FloatingPointError on every rank. ``settle`` is called after every update of the weights.
+    """
+
+    def __init__(
+        self,
+        synchronizer: GradientWindow,
+        updater: Updater,
+        losses: LossMeter,
+        *,
+        max_grad_norm: Optional[float] = None,
+        leave_out_bad_losses: bool = True,
+        timeline: Optional[Timeline] = None,
+        settle: Optional[Callable[[], None]] = None,
+    ) -> None:
+        self.synchronizer = synchronizer
+        self.updater = updater
+        self.losses = losses
+        self.max_grad_norm = max_grad_norm
+        self.leave_out_bad_losses = leave_out_bad_losses
+        self.timeline = timeline or Timeline(synchronizer.group)
+        self._settle = settle
+        # is_updating stays True if an error interrupts an update: weights or optimizer are then partly updated.
+        self.num_updates = 0
+        self.is_updating = False
+
+    def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
+        """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped."""
+        sync = self.synchronizer
+        losses, bad = self._accumulate(micro_steps, step)
+        with self.timeline.span("wait for gradients", step=step), heartbeat.waiting("the exchange of gradients"):
+            gradients = self.updater.average(sync)
+        for name, began, ended in sync.last_window.spans:
+            self.timeline.add(name, began, ended, "exchange", step=step)
+        if sync.num_skipped and not settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses):
+            warn_of_no_weight(sync.total_weight, step)
+        norm = None
+        if sync.total_weight > 0:
+            if self.max_grad_norm and self.max_grad_norm > 0:
+                with self.timeline.span("clip", step=step):
+                    gradients, norm = self.updater.clip(gradients, self.max_grad_norm)
+            problem = self._problem_of(gradients, norm)
+            if problem:
+                settle_bad_gradient(problem, step, go_on=self.leave_out_bad_losses)
+            else:
+                self.is_updating = True
+                with self.timeline.span("update", step=step), heartbeat.waiting("the update"):
+                    self.updater.update(gradients)
+                    if self._settle is not None:
+                        self._settle()
+        self.is_updating = True
+        self.updater.finish()
+        self.is_updating = False
+        self.num_updates += 1
+        for loss, weight in losses:
+            self.losses.add(loss, weight)
+        with heartbeat.waiting("the update"):
+            self.updater.release()
+        sync.settle()
+        heartbeat.finish_update(step + 1, losses, sync.total_weight)
+        return norm
+
+    def _accumulate(
+        self, micro_steps: Iterable[MicroStep], step: int
+    ) -> tuple[list[tuple[float, float]], list[BadLoss]]:
+        """Accumulate the micro-steps of a window; return the finite losses with their weights, and the bad losses."""
+        sync = self.synchronizer
+        losses: list[tuple[float, float]] = []
+        bad: list[BadLoss] = []
+        try:
+            for micro in micro_steps:
+                heartbeat.step()
+                if micro.gradients is None:
+                    sync.skip()
+                elif math.isfinite(micro.loss) and not micro.is_spoilt:
+                    sync.accumulate(micro.gradients, micro.weight / micro.num_sharers)
+                    losses.append((micro.loss, micro.weight))
+                else:
+                    sync.skip()
+                    if not math.isfinite(micro.loss):
+                        indices = () if micro.indices is None else tuple(micro.indices.tolist())
+                        bad.append(BadLoss(micro.loss, sync.group.label(), step, indices))
+        except BaseException:
+            # The next window must begin empty. Close the generator to remove its hooks from the model now: the
+            # traceback would keep it alive.
+            sync.drop()
+            if isinstance(micro_steps, Generator):
+                micro_steps.close()
+            raise
+        return losses, bad
+
+    def _problem_of(self, gradients: Any, norm: Optional[float]) -> str:
+        """Return why the averaged gradients must not be applied, or an empty string if they are finite."""
+        if norm is None:
+            return "" if self.updater.are_finite(gradients) else "the averaged gradient holds NaN or infinity"
+        return "" if math.isfinite(norm) else f"the norm of the averaged gradient is {norm}"

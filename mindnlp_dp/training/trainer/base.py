@@ -1,0 +1,342 @@
+"""This module makes a library's Trainer data parallel; the mixins in mindnlp_0_4 and mindnlp_0_5 derive from it.
+
+Every rank ends with the model that one process with the full batch would have trained. The loop is in training_loop.py;
+data, gradient exchange and evaluation are in other packages; what differs between the libraries is in their folders.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy as np
+
+from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
+from mindnlp_dp.checkpoint.folders import choose_checkpoint, put_right, remove_unfinished_checkpoints
+from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.manifest import RunId
+from mindnlp_dp.checkpoint.whole_model import WholeModel, data_group, whole_model
+from mindnlp_dp.communication.default_group import get_data_group, get_process_group
+from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
+from mindnlp_dp.data.batches import Batch, Collator, as_tensors
+from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
+from mindnlp_dp.data.source import indexed_source, sample_lengths
+from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.runtime.job_context import job_if_restarted
+from mindnlp_dp.training.trainer.arguments import RankArguments
+from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
+from mindnlp_dp.training.trainer.forward_backward import Passes
+from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
+from mindnlp_dp.training.trainer.resuming import save_module, save_parts
+from mindnlp_dp.training.trainer.shrink_recovery import can_go_on_without_lost, state_without_lost
+from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
+from mindnlp_dp.training.trainer.training_loop import TrainingLoop
+from mindnlp_dp.training.uninitialized_weights import check_values
+
+
+class RankTrainer(abc.ABC):
+    """Makes the library's ``Trainer`` data parallel; every ``DataParallelTrainerMixin`` derives from this class."""
+
+    is_data_parallel = True
+    args: RankArguments
+    model: Any
+    state: Any
+    # The run whose checkpoints train() writes.
+    run_id: RunId
+    preprocess_logits_for_metrics: Any
+    training_loop: TrainingLoop
+
+    def __init__(self, model: Any, args: RankArguments, *rest: Any, **kwargs: Any) -> None:
+        # The ranks among which samples are split, and all ranks, which may hold shards of the model.
+        self.group, self.world = get_data_group(), get_process_group()
+        self._synchronizer: Optional[GradientWindow] = None
+        self._folder_lock: Optional[FolderLock] = None
+        self.resumed_from: Optional[Path] = None
+        self.trainer_loss = TrainerLoss(self)
+        self.current_tokens = 0
+        # Samples per update; None if it follows from the other settings and the number of ranks.
+        self.global_batch_size: Optional[int] = None
+        # The gradient accumulation steps that open_data() set for it, and those that the user asked for.
+        self.accumulation_steps_set = self.accumulation_steps_asked = 0
+        super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
+        # Not earlier: model_init may have made the model, and sharded it.
+        self.group = data_group(getattr(self.model, "parallel", None))
+        check_values(list(self.model.named_parameters()), self.world)
+        self.whole.broadcast_weights()
+
+    # Methods that differ between the libraries.
+
+    @abc.abstractmethod
+    def open_training_data(self) -> Any:
+        """Return a loader of this rank's part of ``train_dataset``; calls the method that a subclass may override."""
+
+    @abc.abstractmethod
+    def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
+        """Return a micro-batch's mean loss from ``training_step``, which leaves the gradients in ``parameter.grad``."""
+
+    @abc.abstractmethod
+    def _collator(self) -> Optional[Collator]:
+        """Return the function that makes a batch of arrays from a list of samples; None: samples are stacked."""
+
+    @property
+    @abc.abstractmethod
+    def beside_model(self) -> Any:
+        """The tokenizer or processor that is saved and loaded with the model; None if there is none."""
+
+    @abc.abstractmethod
+    def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
+        """Write a checkpoint of the run, by the method that a subclass may have overridden."""
+
+    @abc.abstractmethod
+    def note_metrics(self, metrics: dict[str, float]) -> None:
+        """Handle the metrics of an evaluation that has just run between two updates."""
+
+    @abc.abstractmethod
+    def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
+        """Prepare for a checkpoint at ``path``; ``metrics`` are of an evaluation after the last update, or None."""
+
+    @property
+    def whole(self) -> WholeModel:
+        """The full model, whether it is replicated or sharded."""
+        return whole_model(self.model, self.group)
+
+    @property
+    def passes(self) -> Passes:
+        """The forward and backward passes of the model, whether it is replicated or sharded."""
+        return Passes(getattr(self.model, "parallel", None))
+
+    # Gradients.
+
+    def loss_weight(self, inputs: Any) -> float:
+        """Return the weight of this micro-batch's loss in the mean over ranks and micro-batches.
+
+        By default it is the number of items that the loss is a mean over, which follows from the model's class: rows
+        for a classifier, labels other than -100 for a language model. Override it if your ``compute_loss`` or your
+        model returns a mean over something else; :func:`~mindnlp_dp.count_labels` counts labels.
+        """
+        return self.trainer_loss.weight(inputs)
+
+    def evaluation_weight(self, inputs: Any) -> float:
+        """Return the weight of a batch's loss in the mean loss of an evaluation."""
+        return self.loss_weight(inputs)
+
+    def synchronizer(self, model: Any) -> GradientWindow:
+        """Return the gradient exchange for ``model``'s trainable parameters; it is rebuilt when they change."""
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        current = self._synchronizer
+        if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
+            options = ("bucket_cap_mb", "overlap", "compression", "powersgd_rank")
+            exchange = {name: getattr(self.args, name) for name in options}
+            parallel = getattr(model, "parallel", None)
+            if parallel is None:
+                self._synchronizer = GradientSynchronizer(trainable, self.group, **exchange)
+            else:
+                self._synchronizer = parallel.window(trainable, **exchange)
+        assert self._synchronizer is not None
+        return self._synchronizer
+
+    # Training.
+
+    def choose_run(self, resume_from: Union[str, Path, bool, None], *, job: Optional[str] = None) -> None:
+        """Set ``resumed_from`` to the checkpoint that training starts from; None: it starts at update 0. A collective.
+
+        In a ``job`` that was restarted or lost a rank, the newest checkpoint that the job itself wrote comes first.
+        """
+        if not callable(self.loss_weight):
+            raise TypeError(
+                f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro batch "
+                "weighs in the mean over ranks; give your own attribute another name"
+            )
+        # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
+        self._synchronizer = None
+        self.prepare_output_dir()
+        try:
+            self.resumed_from, self.run_id = self.world.call_on_main(
+                lambda: choose_checkpoint(
+                    Path(self.args.output_dir), resume_from, self._saves, job=job or job_if_restarted(os.environ)
+                ),
+                "looking for a checkpoint",
+            )
+        except BaseException:
+            self._release_output_dir()
+            raise
+
+    @property
+    def _saves(self) -> bool:
+        return self.args.save_strategy != "no"
+
+    def prepare_output_dir(self) -> None:
+        """Lock ``output_dir`` if this run saves, and remove what killed writers left there. A collective.
+
+        Raises:
+            RuntimeError: on every rank, if another job is writing to the folder.
+        """
+        folder = Path(self.args.output_dir)
+
+        def prepare() -> None:
+            if not self._saves:
+                put_right(folder)
+                return
+            if self._folder_lock is None:
+                self._folder_lock = lock_folder(folder)
+            remove_unfinished_checkpoints(folder)
+
+        self.world.call_where(self.args.should_save, prepare, "preparing output_dir")
+
+    def _release_output_dir(self) -> None:
+        lock, self._folder_lock = self._folder_lock, None
+        if lock is not None:
+            lock.release()
+
+    def _inner_training_loop(
+        self,
+        batch_size: Optional[int] = None,
+        args: Any = None,
+        resume_from_checkpoint: Optional[str] = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Optional[list[str]] = None,
+    ) -> Any:
+        if batch_size is not None:
+            self._train_batch_size = batch_size
+        try:
+            return self._run_training_loop(ignore_keys_for_eval)
+        finally:
+            self._release_output_dir()
+            # After training, scripts may change the weights in place, independently on each rank.
+            if "training_loop" in vars(self):
+                self.training_loop.make_weights_private()
+
+    def _run_training_loop(self, ignore_keys_for_eval: Optional[list[str]]) -> Any:
+        checkpoint = None
+        if self.resumed_from is not None:
+            checkpoint = load_checkpoint(self.resumed_from, self.whole)
+        # Drop the loop of an earlier call.
+        vars(self).pop("training_loop", None)
+        while True:
+            try:
+                self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
+                checkpoint = None
+                return self.training_loop.run()
+            except Exception as error:  # noqa: BLE001
+                # Handled outside of this block, so that later errors are not chained to it.
+                caught = error
+            checkpoint = self._state_without_lost(caught)
+            # The error's traceback would keep the failed loop and its memory alive.
+            del caught
+
+    def _state_without_lost(self, error: Exception) -> dict[str, Any]:
+        """Return the state to continue with if ``error`` reports a lost rank, else raise it.
+
+        It starts again if another rank is lost meanwhile.
+        """
+        while can_go_on_without_lost(self, error):
+            self._synchronizer = None
+            try:
+                return state_without_lost(self)
+            except Exception as another:  # noqa: BLE001
+                caught = another
+            error = caught
+        raise error
+
+    def _training_loader(self, dataset: Any) -> Any:
+        """Return a loader of this rank's part of a data set, in the order and the batches that the arguments set."""
+        if dataset is None:
+            raise ValueError("training needs a train_dataset")
+        loader = self._make_loader(
+            dataset,
+            self._train_batch_size,
+            self.args.gradient_accumulation_steps,
+            seed=self.args.order_seed,
+            shuffle=self.args.dataset_shuffle,
+            uneven="drop" if self.args.drops_last else "keep",
+            global_batch_size=self.global_batch_size,
+            lengths=self._lengths(dataset) if self.args.group_by_length else None,
+        )
+        if loader.num_samples is not None:
+            check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)
+        return loader
+
+    def _lengths(self, dataset: Any) -> np.ndarray:
+        """Return the sample lengths that rank 0 reads: the column ``length_column_name``, else the number of tokens."""
+        source, names = indexed_source(dataset), [self.args.length_column_name, self.main_input]
+        if source is None:
+            raise ValueError(f"group_by_length needs a data set with an index, and a {type(dataset).__name__} has none")
+        return self.world.call_on_main(lambda: sample_lengths(source, *names), "reading the samples' lengths")
+
+    @property
+    def main_input(self) -> str:
+        """The name of the model's main input column."""
+        return getattr(self.model, "main_input_name", None) or "input_ids"
+
+    def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
+        columns = None
+        if self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
+            columns = list(self._signature_columns)  # type: ignore[attr-defined]
+        return make_loader(
+            dataset,
+            micro_batch_size,
+            accumulation_steps,
+            group=self.group,
+            collate=self._collator(),
+            columns=columns,
+            **options,
+        )
+
+    def store_flos(self) -> None:
+        """Add the floating point operations and tokens since the last call, over all ranks, to ``state``."""
+        flos = self.world.all_reduce(np.array([self.current_flos], np.float64))[0]  # type: ignore[has-type]
+        tokens = self.group.all_reduce(np.array([self.current_tokens], np.float64))[0]
+        self.state.total_flos += float(flos)
+        self.state.num_input_tokens_seen += int(tokens)
+        self.current_flos, self.current_tokens = 0.0, 0
+
+    def tensors(self, batch: Batch) -> dict[str, Any]:
+        """Return the batch with tensors in place of arrays, as the model takes it."""
+        return as_tensors(batch)
+
+    # Evaluation.
+
+    def _evaluation_loader(self, dataset: Any) -> Any:
+        """Return a loader of this rank's slices of every global evaluation batch, in data set order."""
+        if dataset is None:
+            raise ValueError("evaluation needs an eval_dataset")
+        if isinstance(dataset, (IndexedLoader, PipelineLoader)):
+            return dataset
+        return self._make_loader(dataset, self.args.eval_batch_size)
+
+    def evaluation_loop(
+        self,
+        dataset: Any,
+        description: str,
+        prediction_loss_only: Optional[bool] = None,
+        ignore_keys: Optional[list[str]] = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader; predictions, labels and metrics are the same on every rank.
+
+        ``compute_metrics`` is called on rank 0 only; its result, or its error, is sent to the other ranks.
+        """
+        return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    # Checkpoints.
+
+    def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
+        """Write the model to ``output_dir`` as one process would. A collective if the model is sharded."""
+        if not self.whole.is_parted:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        save_parts(self, Path(output_dir or self.args.output_dir))
+
+    def _save(self, output_dir: Optional[str] = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        if isinstance(self.model, PreTrainedModel):
+            super()._save(str(folder), state_dict)  # type: ignore[misc]
+        else:
+            save_module(self, folder)
+
+    def _load_best_model(self) -> None:
+        self.whole.read_weights(Path(self.state.best_model_checkpoint))

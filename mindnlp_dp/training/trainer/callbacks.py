@@ -1,0 +1,104 @@
+"""This module saves and restores the states of a Trainer's callbacks; the training loop calls it for checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from mindnlp_dp.communication.process_group import ProcessGroup
+
+# MindNLP's EarlyStoppingCallback keeps its state in this attribute only, without a state_dict().
+_COUNTER = "early_stopping_patience_counter"
+
+
+def callback_states(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return the state of every callback that has one: its ``state_dict()``, or an early stopper's counter."""
+    states = []
+    for callback in callbacks:
+        if hasattr(callback, "state_dict"):
+            states.append((type(callback).__name__, callback.state_dict()))
+        elif hasattr(callback, _COUNTER):
+            states.append((type(callback).__name__, getattr(callback, _COUNTER)))
+    return states
+
+
+def load_callback_states(callbacks: Iterable[Any], states: Iterable[tuple[str, Any]]) -> None:
+    """Load into every callback the first unused saved state of its class; a callback without one is not changed.
+
+    Raises:
+        TypeError: a callback with a saved state has no ``load_state_dict``.
+    """
+    left = list(states)
+    for callback in callbacks:
+        match = next((entry for entry in left if entry[0] == type(callback).__name__), None)
+        if match is None:
+            continue
+        left.remove(match)
+        if hasattr(callback, "load_state_dict"):
+            callback.load_state_dict(match[1])
+        elif hasattr(callback, _COUNTER):
+            setattr(callback, _COUNTER, match[1])
+        else:
+            raise TypeError(
+                f"{type(callback).__name__} has state_dict(), which the checkpoint holds, and no load_state_dict(state)"
+            )
+
+
+def has_lost_patience(callback: Any) -> bool:
+    """Tell whether an early stopper has stopped the run, by the counters' names in MindNLP and Transformers."""
+    patience = getattr(callback, "early_stopping_patience", None)
+    return patience is not None and getattr(callback, _COUNTER, 0) >= patience
+
+
+STOPS = ("should_training_stop", "should_epoch_stop")
+
+ACTIONS = ("should_save", "should_evaluate", "should_log")
+
+FLAGS = (*STOPS, *ACTIONS)
+
+
+class ControlAgreement:
+    """Agrees on the flags with one small all-reduce; every rank calls it between two updates.
+
+    Attributes:
+        agreed: the flags that all ranks agreed on in the last call. Ranks act on these: a rank's own ``control`` may
+            be set at any moment, by a signal handler for instance, and counts at the next call.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._has_warned = False
+        self.agreed = dict.fromkeys(FLAGS, False)
+
+    def __call__(self, control: Any) -> dict[str, bool]:
+        """Agree on the flags, and write them to ``control``, except where it was changed meanwhile."""
+        group = self._group
+        seen = {flag: bool(getattr(control, flag)) for flag in FLAGS}
+        mine = np.array(list(seen.values()), np.int32)
+        # Ranks count from 1 here: 0 means that no rank has set a flag, and the maximum names a rank that has.
+        set_by = mine * (group.rank + 1)
+        of_rank_0 = mine[len(STOPS) :] * group.is_main
+        result = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max", is_hot=True)
+        anybody, actions = result[: len(FLAGS)], result[len(FLAGS) :]
+        self.agreed = {flag: bool(value) for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions])}
+        for flag, value in self.agreed.items():
+            if value != seen[flag]:
+                setattr(control, flag, value)
+        dropped = [
+            (flag, int(rank) - 1)
+            for flag, rank, is_set in zip(ACTIONS, anybody[len(STOPS) :], actions)
+            if rank and not is_set
+        ]
+        if dropped and not self._has_warned:
+            self._has_warned = True
+            flag, rank = dropped[0]
+            warnings.warn(
+                f"rank {rank} set {flag} and rank 0 did not: rank 0 decides when to log, evaluate and save, for all "
+                "ranks (a stop counts from any rank); set it on every rank",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return self.agreed

@@ -1,0 +1,75 @@
+"""This module is the Trainer's evaluation loop, which ``evaluate`` and ``predict`` run over a loader."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import mindspore
+
+from mindnlp_dp.training.evaluate import EvaluationRun, to_numpy, with_prefix
+from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+
+def run_evaluation(
+    trainer: Any,
+    dataset: Any,
+    prediction_loss_only: Optional[bool],
+    ignore_keys: Optional[list[str]],
+    metric_key_prefix: str,
+) -> EvalLoopOutput:
+    """Run the loop for :meth:`.RankTrainer.evaluation_loop` and return its result; every rank calls it."""
+    args, model = trainer.args, trainer.model
+    if prediction_loss_only is None:
+        prediction_loss_only = args.prediction_loss_only
+    if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+        trainer.model = model = model.to(dtype=mindspore.float16 if args.fp16_full_eval else mindspore.bfloat16)
+    model.eval()
+    trainer.whole.broadcast_buffers()
+    if args.past_index >= 0:
+        trainer._past = None
+    handler = trainer.callback_handler
+    # MindNLP 0.4 uses one of these names, Transformers the other.
+    handler.eval_dataset = handler.eval_dataloader = dataset
+    sees_inputs = args.include_inputs_for_metrics or "inputs" in getattr(args, "include_for_metrics", ())
+    main_input = trainer.main_input
+    span_loss = trainer.trainer_loss.span_loss()
+    evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
+    for (mine,) in dataset.windows():
+        batch, is_lent = trainer.passes.to_run(mine), mine is None
+        if batch is None:
+            evaluation.add(None)
+        else:
+            inputs = trainer.tensors(batch)
+            with span_loss.terms() as terms:
+                loss, logits, labels = trainer.prediction_step(
+                    model, dict(inputs), prediction_loss_only, ignore_keys=ignore_keys
+                )
+            if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+                logits = trainer.preprocess_logits_for_metrics(logits, labels)
+            seen = batch[main_input] if sees_inputs else None
+            outputs = {"logits": to_numpy(logits), "labels": to_numpy(labels), "inputs": seen}
+            outputs = {key: value for key, value in outputs.items() if value is not None}
+            mean_loss = None if loss is None else float(loss.asnumpy())
+            if is_lent:
+                # A dummy batch: other ranks needed this rank's experts for theirs.
+                evaluation.add(None)
+            elif mean_loss is not None and terms:
+                evaluation.add(outputs or None, len(batch.indices), *terms[-1])
+            else:
+                weight = 0.0 if mean_loss is None else trainer.evaluation_weight(inputs)
+                evaluation.add(outputs or None, len(batch.indices), mean_loss, weight)
+        trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
+    gathered, mean_loss, num_samples = evaluation.finish()
+    gathered = gathered or {}
+
+    metrics: dict[str, Any] = {}
+    predictions, label_ids = gathered.get("logits"), gathered.get("labels")
+    if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
+        inputs_seen = {"inputs": gathered["inputs"]} if "inputs" in gathered else {}
+        prediction = EvalPrediction(predictions=predictions, label_ids=label_ids, **inputs_seen)
+        metrics = trainer.world.call_on_main(
+            lambda: denumpify_detensorize(trainer.compute_metrics(prediction)), "compute_metrics"
+        )
+    if mean_loss is not None:
+        metrics["loss"] = mean_loss
+    return EvalLoopOutput(predictions, label_ids, with_prefix(metrics, metric_key_prefix), num_samples)

@@ -1,0 +1,65 @@
+"""This module makes the training arguments of MindNLP 0.4.1 data parallel; the Trainer in this folder takes them.
+
+MindNLP's ``TrainingArguments`` reports rank 0 of 1 in every process, so every process would log, save and delete the
+same files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from mindnlp_dp.training.trainer.arguments import RankArguments, upgrade
+from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
+
+# Settings that MindNLP's TrainingArguments accept and its Trainer ignores.
+_WITHOUT_EFFECT = ("fp16", "bf16")
+
+# Settings of MindSpore's pipelines in MindNLP's Trainer; here the rank itself reads its samples, between its updates.
+_OF_PIPELINES = ("dataset_num_workers", "dataset_prefetch_factor")
+
+
+@dataclass(repr=False)
+class DataParallelArguments(RankArguments):
+    """MindNLP's ``TrainingArguments`` for one process of several.
+
+    These fields of MindNLP control data parallelism: ``per_device_train_batch_size`` is a rank's micro-batch;
+    ``dataset_drop_last`` drops a last global batch that is not full instead of splitting it; ``data_seed`` (else
+    ``seed``) fixes the order of the samples; ``logging_nan_inf_filter`` says what happens on all ranks to a micro-batch
+    whose loss is NaN or infinite: it is reported and left out of log and update (True), or training stops with the
+    report (False); with ``log_on_each_node`` and ``save_on_each_node`` the first rank of every host logs or writes.
+
+    Raises:
+        ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or ``recompute``.
+    """
+
+    @property
+    def drops_last(self) -> bool:
+        return self.dataset_drop_last
+
+    def check_library(self) -> None:
+        if self.recompute:
+            raise ValueError("recompute: MindNLP 0.4.1 cannot recompute activations; use smaller micro batches")
+        for name in _WITHOUT_EFFECT:
+            if getattr(self, name):
+                warnings.warn(f"{name} has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=5)
+        defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+        for name in _OF_PIPELINES:
+            if getattr(self, name) != defaults.get(name):
+                warnings.warn(
+                    f"{name} has no effect here: each rank reads its samples itself, between its updates. Map what "
+                    "takes long before training, or pass a MindSpore pipeline that does it with workers of its own",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+
+
+def upgrade_arguments(args: Any) -> DataParallelArguments:
+    """Turn a plain ``TrainingArguments``, or an instance of a subclass of it, into one that knows its rank.
+
+    The original is not changed. Raises TypeError for anything else.
+    """
+    upgraded: DataParallelArguments = upgrade(args, TrainingArguments, DataParallelArguments)
+    return upgraded

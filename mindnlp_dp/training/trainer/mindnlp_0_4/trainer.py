@@ -1,0 +1,152 @@
+"""This module makes MindNLP 0.4.1's Trainer data parallel; it implements the methods that differ in that library."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from mindnlp_dp.data.batches import Collator
+from mindnlp_dp.data.source import mapped
+from mindnlp_dp.training.trainer.base import RankTrainer
+from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
+from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
+from mindnlp_dp.training.trainer.resuming import save_checkpoint
+
+
+class DataParallelTrainerMixin(RankTrainer):
+    """Makes a subclass of MindNLP's ``Trainer`` data parallel::
+
+        class MyTrainer(dp.DataParallelTrainerMixin, Trainer): ...
+
+    Call ``mindnlp_dp.init_process_group()`` before the model is built. The arguments are
+    the Trainer's, and ``data_collator``: a function that makes a batch (a dict of arrays) from a list
+    of samples (dicts); by default samples are stacked. Overridden methods such as ``compute_loss``,
+    ``training_step`` and ``prediction_step`` are called as usual, on this rank's part of the batch.
+
+    The guarantees, and their tests (tests/parallel, at 1, 2 and 4 ranks):
+
+    * N ranks with batch B/N, or with k micro steps of batch B/(N*k), train the model that one process with batch B
+      trains (test_equivalence, test_models); gradients are exchanged once per update (test_trainer).
+    * ``evaluate`` and ``predict`` see every sample once, and return the same results on every rank, in data set order
+      (test_trainer, test_evaluation).
+    * Loss, gradient norm, throughput and tokens in the log are those of all ranks (test_trainer, test_decisions).
+    * All ranks follow rank 0's decisions: flags, best model, early stop, learning rate (test_decisions).
+    * A run that is killed and resumed ends with the same weights, to the bit, and the same log (test_resuming,
+      failure/test_interruptions); with another number of ranks, global batches and their order stay, but not dropout.
+    * A loss that is NaN or infinite on any rank is reported on all, and left out or ends training (test_bad_losses).
+    * What MindNLP 0.4.1 does wrong with several processes is right here (test_against_upstream).
+    """
+
+    args: DataParallelArguments
+    tokenizer: Any
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
+    ) -> None:
+        self.data_collator = data_collator
+        self._hook_is_suspended = False
+        if args is None:
+            args = DataParallelArguments(output_dir="tmp_trainer")
+        super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
+
+    def _collator(self) -> Optional[Collator]:
+        return self.data_collator
+
+    @property
+    def beside_model(self) -> Any:
+        return self.tokenizer
+
+    # Gradients.
+
+    def update_gradient_by_distributed_type(self, model: Any) -> None:
+        """MindNLP's hook: leave ``all_reduce(grad) / rank_size`` on every parameter that has a gradient.
+
+        A collective; all ranks call it. In the training loop, which exchanges once per update and weights each loss by
+        the number of items in its mean, the call that MindNLP makes after every micro step does nothing.
+        """
+        if not self._hook_is_suspended:
+            synchronizer = self.synchronizer(model)
+            gradients = synchronizer([parameter.grad for parameter in synchronizer.parameters])
+            for parameter, gradient in zip(synchronizer.parameters, gradients):
+                parameter.grad = gradient
+
+    @contextlib.contextmanager
+    def hook_suspended(self) -> Iterator[None]:
+        """Keep MindNLP's hook from changing gradients within this block."""
+        self._hook_is_suspended = True
+        try:
+            yield
+        finally:
+            self._hook_is_suspended = False
+
+    def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
+        with self.hook_suspended():
+            loss = self.training_step(self.model, inputs)  # type: ignore[attr-defined]
+        # MindNLP's training_step returns the loss divided by the accumulation steps.
+        return float(loss.asnumpy()) * self.args.gradient_accumulation_steps
+
+    # Training.
+
+    def train(
+        self,
+        resume_from_checkpoint: Union[str, bool, None] = None,
+        ignore_keys_for_eval: Optional[list[str]] = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train the model; every rank calls this, and gets the same ``TrainOutput``.
+
+        ``resume_from_checkpoint`` is a checkpoint's folder, or True for the newest complete one in ``output_dir``. Only
+        rank 0 reads it. Damaged checkpoints are skipped with a warning. In a job that was restarted
+        (``mindnlp-dp run --max-restarts``), the newest checkpoint that the job itself wrote comes first.
+
+        Raises:
+            CheckpointError: the checkpoint is not complete, there is none, or it is not one of this model.
+            ValueError: the run cannot be resumed with this data, or with this number of ranks.
+            FloatingPointError: a loss or gradient is NaN or infinite, and ``logging_nan_inf_filter`` is False.
+        """
+        self.choose_run(resume_from_checkpoint)
+        return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
+
+    def open_training_data(self) -> Any:
+        return self.get_train_dataset()
+
+    def get_train_dataset(self) -> Any:
+        """Return a loader of this rank's part of ``train_dataset``."""
+        dataset = self.train_dataset  # type: ignore[attr-defined]
+        if dataset is not None:
+            dataset = mapped(dataset, self.data_map_fn)  # type: ignore[attr-defined]
+        return self._training_loader(dataset)
+
+    def write_checkpoint(self, metrics: Optional[dict[str, float]]) -> None:
+        self._save_checkpoint(self.model, metrics=metrics)
+
+    def _save_checkpoint(self, model: Any, metrics: Optional[dict[str, float]] = None) -> None:
+        """Write a checkpoint of the run; one rank writes, the others return when it is written, or raise its error."""
+        save_checkpoint(self, model, metrics)
+
+    def note_metrics(self, metrics: dict[str, float]) -> None:
+        """Do nothing: MindNLP 0.4 looks for the best model when it saves."""
+
+    def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
+        args, state = self.args, self.state
+        if metrics is not None and args.metric_for_best_model is not None:
+            value = args.metric_to_watch(metrics)
+            if state.best_model_checkpoint is None or args.is_better(value, state.best_metric):
+                state.best_metric, state.best_model_checkpoint = value, str(path)
+
+    # Evaluation.
+
+    def get_eval_dataset(self, eval_dataset: Any = None) -> Any:
+        """Return a loader of this rank's slices of every global evaluation batch, in data set order."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset  # type: ignore[attr-defined]
+        return self.get_test_dataset(dataset)
+
+    def get_test_dataset(self, test_dataset: Any) -> Any:
+        """Return such a loader for :meth:`predict`."""
+        return self._evaluation_loader(test_dataset)
+
+
+class DataParallelTrainer(DataParallelTrainerMixin, Trainer):
+    """MindNLP's ``Trainer``, made data parallel; scripts use it in place of the original."""

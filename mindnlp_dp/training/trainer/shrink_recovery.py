@@ -1,0 +1,101 @@
+"""This module lets training continue in the same processes after a rank was lost (``mindnlp-dp run --in-place``).
+
+When the training loop has failed on every surviving rank, :class:`~.rank_trainer.RankTrainer` gets from here the state
+for the next loop, the same on every rank and as :func:`mindnlp_dp.checkpoint.load.load_checkpoint` returns it: that of
+the last update that any rank has finished, if a rank alone has all of it (``zero_stage=0``), else the newest
+checkpoint's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
+from mindnlp_dp.communication.replicas import broadcast_parameters
+from mindnlp_dp.runtime.job_context import job_of_this_process, least_ranks
+from mindnlp_dp.training.run_state import random_state
+from mindnlp_dp.training.trainer.callbacks import FLAGS, STOPS
+
+# The entries of a run's state that each rank takes from its own state, not from another rank's.
+_OWN = ("world_size", "ranks", "losses")
+
+
+def can_go_on_without_lost(trainer: Any, error: BaseException) -> bool:
+    """Tell whether ``error`` reports a lost rank, and the model is replicated, so that training can continue."""
+    return trainer.world.tells_of_a_loss(error) and trainer.group is trainer.world and not trainer.whole.is_parted
+
+
+def state_without_lost(trainer: Any) -> dict[str, Any]:
+    """Shrink the group to the surviving ranks, and return the state to continue with.
+
+    A collective of the surviving ranks; each one enters it after an error that reports a lost rank.
+
+    Raises:
+        RuntimeError: too few ranks are left, or no state exists to continue with.
+    """
+    world = trainer.world
+    before = world.world_size
+    world.go_on_without_lost()
+    if world.world_size < (least := least_ranks(os.environ)):
+        left = f"{world.world_size} rank{' is' if world.world_size == 1 else 's are'}"
+        raise RuntimeError(f"{left} left of this job, which is to have {least} at least")
+    loop = vars(trainer).get("training_loop")
+    steps = world.all_gather_object(_step_of(trainer, loop))
+    newest = max(steps)
+    where = f"in update {newest}" if newest >= 0 else "from the newest checkpoint"
+    if world.is_main:
+        print(f"{before - world.world_size} of {before} ranks lost; the others go on in place, {where}", flush=True)
+    state = _newest_checkpoint(trainer) if newest < 0 else _state_of(trainer, loop, steps.index(newest), steps)
+    return {**state, "in_place": True}
+
+
+def _step_of(trainer: Any, loop: Any) -> int:
+    """Return the last update that this rank has finished, if it has all of its state; else -1."""
+    if loop is None:
+        return -1
+    if loop.is_set_up and loop.train_step.num_updates > loop.updates_done:
+        # The error was raised after the update was done and before the loop counted it.
+        loop.count_update()
+    if loop.begins_anew:
+        return loop.taken_up["trainer_state"]["global_step"]
+    return trainer.state.global_step if loop.is_whole else -1
+
+
+def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[str, Any]:
+    """Return the state of rank ``source``, which is at the latest update, on every rank. A collective."""
+    world = trainer.world
+    trainer.prepare_output_dir()
+    all_have_it = min(steps) == steps[source]
+    if not all_have_it:
+        if steps[world.rank] < steps[source]:
+            loop.give_up()
+        broadcast_parameters(trainer.model, world, src=source)
+    if all(world.all_gather_object(loop.begins_anew)):
+        # Another rank was lost before any rank had continued after the first loss.
+        state = {**loop.taken_up, "world_size": world.world_size}
+        state["ranks"] = world.all_gather_object({"random": random_state()})
+        # Forward passes may have changed the buffers.
+        trainer.whole.broadcast_buffers()
+        state["digest"] = trainer.whole.assert_in_sync()
+    else:
+        state = loop.state(keep=True)
+        # The actions that were due when the rank was lost: some ranks may have done them, others not.
+        state["pending"] = {flag: bool(getattr(trainer.control, flag)) for flag in FLAGS}
+        state["metrics"] = loop.metrics
+        for flag in STOPS:
+            state["flags"][flag] |= state["pending"][flag]
+    kept = (*_OWN, "optimizer") if all_have_it else _OWN
+    sent = pack_state({name: value for name, value in state.items() if name not in kept})
+    return {**unpack_state(world.broadcast_object(sent, source)), **{name: state[name] for name in kept}}
+
+
+def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
+    trainer.choose_run(trainer.resumed_from, job=job_of_this_process(os.environ))
+    if trainer.resumed_from is None:
+        raise RuntimeError(
+            "a rank was lost, and with it a part of the optimizer's state, which is divided; there is no checkpoint to "
+            "go on from. Save more often, or use zero_stage=0"
+        )
+    return load_checkpoint(trainer.resumed_from, trainer.whole)

@@ -1,0 +1,50 @@
+"""This module weighs the loss that a Trainer's ``compute_loss`` returns; the Trainers of both MindNLP series use it."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from mindnlp_dp.step.loss_weight import LossMean, LossWeigher, Task, loss_mean
+from mindnlp_dp.training.span_loss import SpanLoss
+from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, is_causal
+
+
+class TrainerLoss:
+    """Tells what the loss of ``trainer`` weighs, for the model that it has at the time of each call."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._weigher: Optional[LossWeigher] = None
+
+    def weight(self, inputs: Any) -> float:
+        """Return the weight of a micro-batch's loss, by the model's class, or its number of rows if that is unknown."""
+        mean, whose = self._mean(inputs)
+        # A new weigher would repeat its warning.
+        if self._weigher is None or self._weigher.mean != mean:
+            self._weigher = LossWeigher(mean, whose)
+        return self._weigher(inputs)
+
+    def span_loss(self) -> SpanLoss:
+        """Return what makes a question answering loss exact; it acts if loss and weight are not the user's own."""
+        is_models = self._is_the_librarys and self.is_weighed_by_default
+        return SpanLoss(self._trainer.model if is_models else None, self._trainer.group)
+
+    @property
+    def is_weighed_by_default(self) -> bool:
+        """Whether ``loss_weight`` is this package's method, not one of a subclass."""
+        return getattr(self._trainer.loss_weight, "__module__", "").startswith(__package__)
+
+    @property
+    def _is_the_librarys(self) -> bool:
+        """Whether ``compute_loss`` is the method of the library's Trainer, not one of a subclass."""
+        return getattr(self._trainer.compute_loss, "__func__", None) is Trainer.compute_loss
+
+    def _mean(self, inputs: Any) -> tuple[Optional[LossMean], str]:
+        """Return what a batch's loss is a mean over (None if unknown), and a name of the loss for messages."""
+        trainer = self._trainer
+        if not self._is_the_librarys:
+            return None, f"the loss of {type(trainer).__name__}'s own compute_loss"
+        if trainer.label_smoother is not None and "labels" in inputs:
+            # The smoother computes the loss from the logits, and shifts the labels of the library's causal models.
+            return LossMean(Task.TOKEN_CLASSIFICATION, is_shifted=is_causal(trainer.model)), "the smoothed loss"
+        return loss_mean(trainer.model), f"the loss of {type(trainer.model).__name__}"

@@ -1,0 +1,316 @@
+"""This module is the Trainer's training loop; :class:`~.rank_trainer.RankTrainer` runs it for each ``train()``.
+
+It trains the trainer's model, the same on every rank, and returns MindNLP's ``TrainOutput``. MindNLP's own loop cannot
+be used: it steps in the middle of a short window, does not let a rank without samples take part, and reads its data
+from the start when it resumes.
+
+On every rank::
+
+    epoch ── window ── training_step a micro-batch ── step/ ── callbacks ── log, evaluate, save
+       └ next …   └ next …                                       (decisions: trainers/control.py)
+
+It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
+0.4.1 (engine/trainer/base.py, lines 886 to 1239 and 1526 to 1581).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from mindnlp_dp.checkpoint.folders import remove_old_checkpoints
+from mindnlp_dp.data.sharding import plan_updates
+from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.updater import Updater
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
+from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
+from mindnlp_dp.training.run_state import Position, Run
+from mindnlp_dp.training.timeline import Timeline
+from mindnlp_dp.training.train_step import TrainStep
+from mindnlp_dp.training.trainer.callbacks import STOPS, ControlAgreement
+from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
+from mindnlp_dp.training.trainer.resuming import ResumableLoop, open_data
+
+
+class TrainingLoop(ResumableLoop):
+    """Runs one call of ``train()``: :meth:`run` trains ``trainer.model``. Every rank calls every method.
+
+    ``checkpoint`` is what :meth:`state` returned in the run to resume, the same on every rank; the model already has
+    the weights of that run.
+    """
+
+    def __init__(
+        self, trainer: Any, checkpoint: Optional[dict[str, Any]], ignore_keys_for_eval: Optional[list[str]]
+    ) -> None:
+        self.trainer = trainer
+        self.group, self.world = trainer.group, trainer.world
+        self.checkpoint = self.taken_up = checkpoint
+        self.ignore_keys_for_eval = ignore_keys_for_eval
+        self.loader, self.pace = open_data(trainer, checkpoint)
+        # open_data() may have replaced the arguments, to change the accumulation steps.
+        self.args = trainer.args
+        self.position = Position()
+        self.agree = ControlAgreement(self.world)
+        self.timer = TrainingTimer()
+        self.timeline = Timeline(self.world, self.args.trace)
+        self.losses = LossMeter(self.group)
+        self.samples_seen = 0
+        self.updates_done = 0
+        self.grad_norm: Optional[float] = None
+        # The metrics of an evaluation since the last update.
+        self.metrics: Optional[dict[str, float]] = None
+
+    # Setup.
+
+    def run(self) -> TrainOutput:
+        trainer, args = self.trainer, self.args
+        self.updates_per_epoch = len(self.loader) if has_length(self.loader) else None
+        planned, num_epochs = plan_updates(self.pace.planned_per_epoch, args.num_train_epochs, args.max_steps)
+        trainer.whole.broadcast_weights()
+        if trainer._created_lr_scheduler:
+            trainer.lr_scheduler = None
+            trainer._created_lr_scheduler = False
+        trainer.create_optimizer_and_scheduler(num_training_steps=planned)
+        self.synchronizer = trainer.synchronizer(trainer.model)
+        passes = trainer.passes
+        self.train_step = TrainStep(
+            self.synchronizer, self._make_updater(), self.losses,
+            max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
+            settle=passes.settle,
+        )  # fmt: skip
+        self.parts = Run(trainer.whole, self.train_step)
+        trainer.state = TrainerState()
+        trainer._globalstep_last_logged = 0
+        is_over = self.checkpoint is not None and self.restore(self.checkpoint, planned)
+        self.is_set_up = True
+        state = trainer.state
+        max_steps = self.pace.total(planned, state.global_step, self.position)
+        state.train_batch_size = trainer._train_batch_size
+        state.max_steps, state.num_train_epochs = max_steps, num_epochs
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
+        state.epoch = state.epoch or 0
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            interval = args.absolute_interval(name, max_steps)
+            if interval is not None:
+                setattr(state, name, interval)
+        handler = trainer.callback_handler
+        handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
+        handler.train_dataset = handler.train_dataloader = self.loader
+
+        began = time.time()
+        sync_seconds_before = self.synchronizer.seconds
+        self.tokens_before = state.num_input_tokens_seen
+        self.timer.start()
+        trainer.control = handler.on_train_begin(args, state, trainer.control)
+        self._follow_optimizer()
+        if self.begins_anew:
+            is_over |= self._do_what_is_pending()
+        self.agree(trainer.control)
+        while not is_over and self.position.epoch < num_epochs:
+            self._run_epoch()
+            is_over = self.agree.agreed["should_training_stop"]
+            if not is_over:
+                self.position = Position(self.position.epoch + 1)
+        self.timer.stop()
+        return self._finish(began, self.synchronizer.seconds - sync_seconds_before)
+
+    def _make_updater(self) -> Updater:
+        trainer = self.trainer
+        scope = trainer.passes.scope(trainer.optimizer, self.synchronizer.parameters)
+        return make_updater(trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope)
+
+    def _follow_optimizer(self) -> None:
+        """Rebuild the updater if a callback has replaced the optimizer's ``step``. A collective."""
+        before = self.train_step.updater
+        if all(self.world.all_gather_object(before.follows_optimizer())):
+            return
+        state = before.optimizer_state()
+        before.make_private()
+        self.train_step.updater = self._make_updater()
+        self.train_step.updater.load_optimizer_state(state)
+
+    def _do_what_is_pending(self) -> bool:
+        """Log, evaluate and save as was due when a rank was lost; return whether the run is over after that."""
+        saved, control = self.checkpoint, self.trainer.control
+        assert saved is not None, "a run that begins anew behind a loss has its state"
+        for flag, value in saved["pending"].items():
+            setattr(control, flag, value)
+        self.metrics = saved["metrics"]
+        self._log_evaluate_save()
+        # A stop that follows from this evaluation must survive when the saved flags are restored.
+        saved["flags"].update({flag: self.agree.agreed[flag] for flag in STOPS})
+        return saved["position"]["ending_epoch"] and self.agree.agreed["should_training_stop"]
+
+    # An epoch.
+
+    def _run_epoch(self) -> None:
+        trainer, args, position = self.trainer, self.args, self.position
+        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
+        if args.past_index >= 0:
+            trainer._past = None
+        trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
+        windows = self.loader.windows(position.epoch, position.update, position.offset)
+        self.restore_what_begins_undo()
+        self.agree(trainer.control)
+        while not self._stops():
+            # Random choices of a data collator, such as masks, differ by rank and are the same in a resumed run.
+            with seeded(step_seed(args.seed, trainer.whole.seed_rank, trainer.state.global_step, READING)):
+                window = next(windows, None)
+            if window is None:
+                position.epoch_done = True
+                break
+            trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
+            norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
+            if args.sync_stats and self.world.is_main:
+                print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
+            self.grad_norm = self.grad_norm if norm is None else norm
+            self.count_update()
+            self._log_evaluate_save()
+        if position.epoch_done and position.update == 0:
+            if self.world.is_main:
+                print(f"epoch {position.epoch} holds no batches; training stops at step {trainer.state.global_step}")
+            trainer.control.should_training_stop = True
+        position.ending_epoch = True
+        position.epoch_done |= self.agree.agreed["should_epoch_stop"] or position.update == self.updates_per_epoch
+        trainer.control = trainer.callback_handler.on_epoch_end(args, trainer.state, trainer.control)
+        self._log_evaluate_save()
+
+    def count_update(self) -> None:
+        """Record an update: advance the position, set the learning rate and call ``on_step_end``."""
+        trainer, position = self.trainer, self.position
+        self.updates_done += 1
+        self.taken_up = self.metrics = None
+        position.update += 1
+        trainer.state.global_step += 1
+        trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
+        self.pace.set_rate(trainer.optimizer, trainer.lr_scheduler, position)
+        trainer.control = trainer.callback_handler.on_step_end(self.args, trainer.state, trainer.control)
+
+    def _stops(self) -> bool:
+        agreed, state = self.agree.agreed, self.trainer.state
+        return agreed["should_epoch_stop"] or agreed["should_training_stop"] or state.global_step >= state.max_steps
+
+    def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
+        """Run this rank's micro-batches of one global batch, and yield their losses and gradients one by one."""
+        trainer, step = self.trainer, self.trainer.state.global_step
+        self._check_parameters()
+        yield from trainer.passes.micro_steps(self, window, step)
+        # The exchange holds this rank's gradients now; free their memory before the averaged ones are allocated.
+        trainer.model.zero_grad()
+
+    def count(self, batch: Any, inputs: Any) -> None:
+        """Count the samples, floating point operations and tokens of a micro-batch that this rank has trained on."""
+        trainer, args = self.trainer, self.args
+        self.samples_seen += len(batch.indices)
+        trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.num_sharers
+        if args.include_num_input_tokens_seen or args.include_tokens_per_second:
+            trainer.current_tokens += batch[trainer.main_input].size
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError if the model has trainable parameters that the optimizer and the exchange do not know."""
+        known = set(map(id, self.synchronizer.parameters))
+        for name, parameter in self.trainer.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise RuntimeError(
+                    f"{name!r} is new in the model before update {self.trainer.state.global_step} (rank "
+                    f"{self.group.label()}): neither the optimizer nor the exchange knows it. Replace parameters, as "
+                    "resize_token_embeddings does, and unfreeze them, before train()"
+                )
+
+    # Between updates.
+
+    def _log_evaluate_save(self) -> None:
+        trainer = self.trainer
+        self._obey_the_launcher()
+        agreed = self.agree(trainer.control)
+        if agreed["should_log"] and trainer.state.global_step > trainer._globalstep_last_logged:
+            self._log_loss()
+            # Callbacks that saw the log may have set flags.
+            agreed = self.agree(trainer.control)
+        with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
+            if agreed["should_evaluate"]:
+                metrics = self.metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
+                trainer.note_metrics(metrics)
+                if isinstance(trainer.lr_scheduler, torch_like().optim.lr_scheduler.ReduceLROnPlateau):
+                    trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
+                agreed = self.agree(trainer.control)
+            if agreed["should_save"]:
+                # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
+                self.synchronizer.forget_errors()
+                request = heartbeat.checkpoint_request()
+                trainer.write_checkpoint(self.metrics)
+                heartbeat.has_saved(request)
+                trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
+                self.agree(trainer.control)
+
+    def _obey_the_launcher(self) -> None:
+        """Set ``should_save`` if the launcher asks rank 0 for a checkpoint, as it does before it adds ranks."""
+        if not self.world.is_main or not heartbeat.wants_checkpoint():
+            return
+        if self.args.save_strategy != "no" and not self.args.save_only_model:
+            self.trainer.control.should_save = True
+
+    def _log_loss(self) -> None:
+        trainer = self.trainer
+        logs = {"loss": round(self.losses.mean_since_log(), 4)}
+        if self.grad_norm is not None:
+            logs["grad_norm"] = self.grad_norm
+        logs["learning_rate"] = trainer._get_learning_rate()
+        trainer._globalstep_last_logged = trainer.state.global_step
+        trainer.store_flos()
+        trainer.log(logs)
+        # MindNLP resets it only on a rank that writes the log.
+        trainer.control.should_log = False
+
+    # End of training.
+
+    def make_weights_private(self) -> None:
+        """Move the weights out of the memory that the ranks of a host share."""
+        if self.is_set_up:
+            self.train_step.updater.make_private()
+
+    def _finish(self, began: float, sync_seconds: float) -> TrainOutput:
+        trainer, args, state = self.trainer, self.args, self.trainer.state
+        if args.past_index >= 0 and hasattr(trainer, "_past"):
+            del trainer._past
+        trainer.whole.broadcast_buffers()
+        digest = trainer.whole.assert_in_sync()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+            digest = trainer.whole.assert_in_sync()
+
+        train_loss = self.losses.mean_of_run()
+        trainer.store_flos()
+        tokens = state.num_input_tokens_seen - self.tokens_before if args.include_tokens_per_second else None
+        metrics = {
+            "train_runtime": round(time.time() - began, 4),
+            **speed_metrics(
+                self.group, seconds=self.timer.seconds, sync_seconds=sync_seconds, num_samples=self.samples_seen,
+                num_updates=self.updates_done, num_tokens=tokens,
+            ),
+            "total_flos": state.total_flos,
+            "train_loss": train_loss,
+        }  # fmt: skip
+        trainer.is_in_train = False
+        trainer.log(dict(metrics))
+        if state.best_model_checkpoint is not None and args.save_total_limit == 1:
+            folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
+            self.world.call_where(
+                args.should_save,
+                lambda: remove_old_checkpoints(folder, 1, [best], trainer.run_id),
+                "removing all checkpoints but the best",
+            )
+        self.timeline.write()
+        self.make_weights_private()
+        trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
+        if trainer.neftune_noise_alpha is not None:
+            trainer._deactivate_neftune(trainer.model)
+        trainer.replica_digest = digest
+        return TrainOutput(state.global_step, train_loss, metrics)
