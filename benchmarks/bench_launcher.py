@@ -99,7 +99,7 @@ group = dp.init_process_group()
 from mindnlp.core import optim
 from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
 from mindnlp_dp.runtime.heartbeat import read
-from mindnlp_dp.launch.status import PROGRESS
+from mindnlp_dp.launch.logs.log_dir import PROGRESS
 model = RobertaForSequenceClassification(RobertaConfig(
     vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128))
 parameters = list(model.parameters())
@@ -381,7 +381,7 @@ def _fork_server() -> Iterator[dict[str, str]]:
     """Start a fork server, and yield the environment variable with which workers find it."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "socket")
-        server = subprocess.Popen([sys.executable, "-m", "mindnlp_dp.launch.fork_server", str(path)])
+        server = subprocess.Popen([sys.executable, "-m", "mindnlp_dp.launch.processes.fork_server", str(path)])
         try:
             while not path.exists():
                 time.sleep(0.1)

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.engines import LaunchError
+from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.job_options import JobOptions
+from mindnlp_dp.launch.monitor.status import status_of, status_text
+from mindnlp_dp.launch.options import RESTARTS_OF_ELASTIC_JOBS, OneSpelling, add_run_options, rendezvous_of
 from mindnlp_dp.launch.run import run_job
-from mindnlp_dp.launch.watch import JobOptions
-
-from .launch.run_options import RESTARTS_OF_ELASTIC_JOBS, OneSpelling, add_run_options, rendezvous_of
-from .launch.status import status_of, status_text
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

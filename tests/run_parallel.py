@@ -47,7 +47,7 @@ def command(launcher: str, world_size: int, folder: Path, arguments: list[str]) 
 
 
 def free_port() -> int:
-    from mindnlp_dp.launch.environment import free_port
+    from mindnlp_dp.launch.processes.environment import free_port
 
     return free_port()
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from mindnlp_dp.launch.measurement import run_measurement
+from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.planner.cost_model.stage_costs import Sharing, StageCosts
 from mindnlp_dp.planner.profiles.cluster import Cluster, Link
 from mindnlp_dp.planner.profiles.models import load_model

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from mindnlp_dp.launch.environment import CLUSTER_VARIABLES, find_mpirun, free_port
+from mindnlp_dp.launch.processes.environment import CLUSTER_VARIABLES, find_mpirun, free_port
 from mindnlp_dp.runtime.devices import count_devices
 from mindnlp_dp.runtime.versions import (
     BESIDE_OTHER_MINDNLP,

@@ -1,7 +1,7 @@
 """Run a job from its first attempt to its last: start it on its hosts, monitor it, end it, and restart it if wanted.
 
 :mod:`mindnlp_dp.launch.run` creates the :class:`Job`. Each rank writes ``worker_R.log``; rank 0's is shown as it grows.
-A rank records how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.worker`), because the exit codes of
+A rank records how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.processes.worker`), because the exit codes of
 libraries are not reliable: processes of MindSpore's cluster may exit with 1 after a successful job, mpirun with 0
 after one that lost a host. The ranks' progress is in a file in memory (:mod:`mindnlp_dp.runtime.heartbeat`).
 """
@@ -16,18 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
-from mindnlp_dp.launch.environment import free_port
+from mindnlp_dp.launch.errors import POLL_SECONDS, TemporaryError
+from mindnlp_dp.launch.job_options import JobOptions
+from mindnlp_dp.launch.logs.log_dir import VARIABLE as LOG_MB
+from mindnlp_dp.launch.monitor.attempt_monitor import Seen, Watch, first_lost, look
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
+from mindnlp_dp.launch.monitor.recovery import Restarts
+from mindnlp_dp.launch.processes.attempt import Try
+from mindnlp_dp.launch.processes.environment import free_port
+from mindnlp_dp.launch.processes.exit_status import Status
+from mindnlp_dp.launch.rendezvous.membership import Host, Members
+from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.runtime.job_context import try_environment
 
-from .engines import POLL_SECONDS, TemporaryError
-from .log_file import VARIABLE as LOG_MB
-from .remote_host import RemoteHost
-from .restarts import Restarts
-from .sizes import Host, Members
 from .termination import Termination
-from .tries import Try
-from .verdict import Failure, Status, find_failure, report_failure
-from .watch import JobOptions, Seen, Watch, first_lost, look
 
 __all__ = ["Job", "JobOptions"]
 

@@ -2,35 +2,36 @@
 
 :mod:`mindnlp_dp.cli` calls :func:`run_job`, which returns the exit code of the first rank that failed, or 0. A single
 host, or the host of the endpoint, leads the job (:mod:`mindnlp_dp.launch.job`); every other host follows its orders
-(:mod:`mindnlp_dp.launch.agent`).
+(:mod:`mindnlp_dp.launch.rendezvous.client`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
+from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.job import Job
-from mindnlp_dp.launch.watch import JobOptions
+from mindnlp_dp.launch.job_options import JobOptions
+from mindnlp_dp.launch.logs.log_dir import kept_by_this_job, new_log_dir
+from mindnlp_dp.launch.logs.rank_output import Unhurried, hurry
+from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.rendezvous.client import Agent
+from mindnlp_dp.launch.rendezvous.membership import Members, Size
+from mindnlp_dp.launch.rendezvous.protocol import is_this_host
+from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
+from mindnlp_dp.launch.rendezvous.server import Head, Rendezvous
+from mindnlp_dp.launch.termination import Interrupted, Termination
 from mindnlp_dp.runtime.devices import default_device, too_many_workers
 from mindnlp_dp.runtime.launch_env import node_rank_of
 from mindnlp_dp.runtime.versions import __version__
-
-from .agent import Agent
-from .engines import LaunchError
-from .head import Head, Rendezvous
-from .host import LocalHost
-from .log_dir import kept_by_this_job, new_log_dir
-from .messages import is_this_host
-from .output import Unhurried, hurry
-from .remote_shell import command as remote_shell
-from .sizes import Members, Size
-from .termination import Interrupted, Termination
 
 __all__ = ["HANG_TIMEOUT_SECONDS", "JobOptions", "LaunchError", "run_job"]
 
@@ -135,3 +136,18 @@ def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path, termi
 def _code_of(interrupt: KeyboardInterrupt) -> int:
     """Return the exit code that a shell would report: 128 plus the number of the signal."""
     return 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)
+
+
+def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:
+    """Run ``module`` on ``world_size`` ranks and return the JSON that it wrote.
+
+    Raises:
+        RuntimeError: the job failed; it has printed the reason.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "measured.json")
+        command = ["-m", module, *flags, "--write", str(file)]
+        options = JobOptions(tee="none")
+        if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs"), options=options) != 0:
+            raise RuntimeError(f"the job with {world_size} ranks failed; its message stands above")
+        return json.loads(file.read_text())

@@ -20,7 +20,7 @@ from typing import NamedTuple, Optional
 import psutil
 import pytest
 
-from mindnlp_dp.launch import fork_client
+from mindnlp_dp.launch.processes import fork_client
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A job takes one or two seconds, and ten if it imports MindSpore itself. If other jobs keep the cores busy, three ranks
@@ -53,7 +53,7 @@ def _shared_fork_server():
     with tempfile.TemporaryDirectory(prefix="mindnlp-dp-") as folder:
         path = os.path.join(folder, "fork_server")
         fork_server = subprocess.Popen(
-            [sys.executable, "-m", "mindnlp_dp.launch.fork_server", path], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "mindnlp_dp.launch.processes.fork_server", path], stdout=subprocess.PIPE, text=True
         )
         # Before this line, the server lists what is not installed here.
         assert any("ready" in line for line in fork_server.stdout)

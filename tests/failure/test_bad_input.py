@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from conftest import BACKENDS, ROOT, run_job, run_one_after_another
-from mindnlp_dp.launch.run_module import command as module_command
+from mindnlp_dp.launch.processes.run_module import command as module_command
 
 FINETUNE = ROOT / "scripts" / "finetune.py"
 GOOD = "text,label\n" + "".join(f"this is text {i},{'even' if i % 2 == 0 else 'odd'}\n" for i in range(6))

@@ -155,7 +155,7 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
     )
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "mindnlp_dp.launch.fork_server", str(tmp_path / "ranks")], env=environ,
+        [sys.executable, "-m", "mindnlp_dp.launch.processes.fork_server", str(tmp_path / "ranks")], env=environ,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     environ["MINDNLP_DP_FORK_SERVER"] = str(tmp_path / "ranks")
@@ -190,9 +190,11 @@ def test_nothing_is_left_of_forked_ranks(tmp_path, victim, backend):
     launcher = start_job(tmp_path, "--max-restarts", 1, script, backend=backend)
     wait_for_files(tmp_path, "again_*")
     found = processes_of(tmp_path / "logs")
-    servers = [p for p in found if "mindnlp_dp.launch.fork_server" in p.cmdline()]
+    servers = [p for p in found if "mindnlp_dp.launch.processes.fork_server" in p.cmdline()]
     server = next(p for p in servers if p.ppid() == launcher.pid)
-    stand_ins = [p for p in found if "mindnlp_dp.launch.worker" in p.cmdline() and "mpirun" not in p.cmdline()[0]]
+    stand_ins = [
+        p for p in found if "mindnlp_dp.launch.processes.worker" in p.cmdline() and "mpirun" not in p.cmdline()[0]
+    ]
     victims = {"stand-in": stand_ins[0].pid, "server": server.pid, "launcher": launcher.pid}
     os.kill(victims[victim], signal.SIGKILL)
     assert launcher.wait(TIMEOUT_SECONDS) != 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindnlp_dp.launch.environment import free_port
+from mindnlp_dp.launch.processes.environment import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORDS = {"0": "bad sad angry", "1": "it is so", "2": "good glad happy"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindnlp_dp.launch.environment import free_port
+from mindnlp_dp.launch.processes.environment import free_port
 
 HOMEWORK = Path(__file__).resolve().parent.parent.parent / "homework"
 SHORT_LOOP = str(Path(__file__).with_name("short_loop.py"))

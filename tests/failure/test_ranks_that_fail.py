@@ -247,9 +247,10 @@ def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):
 
 
 def test_a_rank_that_others_may_wait_for_in_vain_is_mentioned(tmp_path, monkeypatch, capsys):
-    from mindnlp_dp.launch import run, watch
+    from mindnlp_dp.launch import run
+    from mindnlp_dp.launch.monitor import attempt_monitor
 
-    monkeypatch.setattr(watch, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(attempt_monitor, "PATIENCE_SECONDS", 1.0)
     script = tmp_path / "script.py"
     script.write_text(HEAD + MPI_ALONE + "if group.rank == 0: time.sleep(3)\n")
     assert run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs") == 0
@@ -272,16 +273,17 @@ def test_mpirun_missing(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_an_mpirun_that_fails_before_any_rank_begins_is_started_once_more(tmp_path, monkeypatch, capsys, failures):
-    from mindnlp_dp.launch import engines, run
+    from mindnlp_dp.launch import run
+    from mindnlp_dp.launch.processes import spawn
 
     mpirun, count = tmp_path / "mpirun", tmp_path / "count"
     mpirun.write_text(
         f"#!/bin/sh\necho >>{count}\n"
         f"[ $(wc -l <{count}) -gt {failures} ] || {{ echo the listener failed to start; exit 213; }}\n"
-        f'exec {engines.find_mpirun()} "$@"\n'
+        f'exec {spawn.find_mpirun()} "$@"\n'
     )
     mpirun.chmod(0o755)
-    monkeypatch.setattr(engines, "find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr(spawn, "find_mpirun", lambda: str(mpirun))
     script = tmp_path / "script.py"
     script.write_text(HEAD + MPI_ALONE + "print('done')\n")
     exit_code = run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs")

@@ -25,9 +25,10 @@ from conftest import (
     wait_for,
     wait_for_files,
 )
-from mindnlp_dp.launch import engines, watch
 from mindnlp_dp.launch import run as launch
-from mindnlp_dp.launch.scratch import Scratch
+from mindnlp_dp.launch.logs.log_dir import Scratch
+from mindnlp_dp.launch.monitor import attempt_monitor
+from mindnlp_dp.launch.processes import spawn
 
 INTERRUPTIBLE = ROOT / "tests/failure/interruptible.py"
 HEAD = """
@@ -106,8 +107,8 @@ def test_an_mpirun_that_begins_no_rank_is_ended(tmp_path, monkeypatch, capsys):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
     mpirun.chmod(0o755)
-    monkeypatch.setattr(engines, "find_mpirun", lambda: str(mpirun))
-    monkeypatch.setattr(watch, "START_SECONDS", 1.0)
+    monkeypatch.setattr(spawn, "find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr(attempt_monitor, "START_SECONDS", 1.0)
     (tmp_path / "script.py").write_text("print('never reached')\n")
     assert launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs") == 124
     said = capsys.readouterr().err
@@ -134,7 +135,7 @@ else:
     ids=["at the end", "killed"],
 )
 def test_ranks_that_have_left_end_a_job_whose_mpirun_does_not(tmp_path, monkeypatch, capsys, end, expected):
-    monkeypatch.setattr(watch, "_LEAVE_SECONDS", 1.0)
+    monkeypatch.setattr(attempt_monitor, "_LEAVE_SECONDS", 1.0)
     (tmp_path / "script.py").write_text(STOPS_MPIRUN + end)
     found = launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs")
     exit_code, said = expected
@@ -347,7 +348,7 @@ def test_an_mpirun_that_says_that_all_is_well_and_has_started_nobody(tmp_path, m
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\nexit 0\n")
     mpirun.chmod(0o755)
-    monkeypatch.setattr(engines, "find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr(spawn, "find_mpirun", lambda: str(mpirun))
     (tmp_path / "script.py").write_text("")
     assert launch.run_job(2, [str(tmp_path / "script.py")], backend="mpi", log_dir=tmp_path / "logs") == 1
     assert "rank 0 of 2 ended without a word" in capsys.readouterr().err

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from mindnlp_dp import cli
-from mindnlp_dp.launch.engines import DEVICE_GRACE_SECONDS, GRACE_SECONDS, LaunchError, NotMetError
+from mindnlp_dp.launch.errors import LaunchError, NotMetError
+from mindnlp_dp.launch.processes.spawn import DEVICE_GRACE_SECONDS, GRACE_SECONDS
 from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]

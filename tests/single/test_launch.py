@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from mindnlp_dp.cli import main
-from mindnlp_dp.launch import scratch
-from mindnlp_dp.launch.engines import end_ranks, grace_seconds
-from mindnlp_dp.launch.environment import clean_environment, cluster_environment, free_port
-from mindnlp_dp.launch.hangs import stacks_of
-from mindnlp_dp.launch.messages import LONGEST_BYTES
-from mindnlp_dp.launch.screen import _Log
-from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure, read_statuses, report_failure, write_status
+from mindnlp_dp.launch.logs import log_dir
+from mindnlp_dp.launch.monitor.console import _Log
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
+from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
+from mindnlp_dp.launch.processes.exit_status import Ended, Status, read_statuses, write_status
+from mindnlp_dp.launch.processes.process_state import stacks_of
+from mindnlp_dp.launch.processes.spawn import end_ranks, grace_seconds
+from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device, obey_device_target
 from mindnlp_dp.runtime.heartbeat import Progress, state_and_birth_of
@@ -277,20 +278,20 @@ def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_
     stale = tmp_path / "mindnlp-dp-job-x"
     stale.mkdir()
     os.mkfifo(stale / "lock")
-    monkeypatch.setattr(scratch, "_IN_MEMORY", tmp_path)
+    monkeypatch.setattr(log_dir, "_IN_MEMORY", tmp_path)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    scratch.Scratch().remove()
+    log_dir.Scratch().remove()
     assert stale.exists()
     monkeypatch.undo()
-    monkeypatch.setattr(scratch, "_IN_MEMORY", tmp_path)
+    monkeypatch.setattr(log_dir, "_IN_MEMORY", tmp_path)
     (stale / "lock").unlink()
     (stale / "lock").symlink_to("/dev/full")
-    scratch.Scratch().remove()
+    log_dir.Scratch().remove()
     assert stale.exists()
     (stale / "lock").unlink()
     (stale / "lock").touch()
-    scratch.Scratch().remove()
+    log_dir.Scratch().remove()
     assert not stale.exists()
 
 

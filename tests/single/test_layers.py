@@ -20,10 +20,10 @@ NAMED_FROM_BELOW = {
     "mindnlp_dp.communication.transports.mindspore.collective_calls",
     "mindnlp_dp.communication.transports.mpi.faults",
     "mindnlp_dp.communication.transports.mindspore.scheduler",
-    "mindnlp_dp.launch.fork_client",
-    "mindnlp_dp.launch.fork_server",
-    "mindnlp_dp.launch.remote_shell",
-    "mindnlp_dp.launch.worker",
+    "mindnlp_dp.launch.processes.fork_client",
+    "mindnlp_dp.launch.processes.fork_server",
+    "mindnlp_dp.launch.rendezvous.remote_shell",
+    "mindnlp_dp.launch.processes.worker",
 }
 MOST_LINES = 400
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from mindnlp_dp.launch.losses import PATIENCE_SECONDS, Losses
-from mindnlp_dp.launch.verdict import Status
+from mindnlp_dp.launch.monitor.recovery import PATIENCE_SECONDS, Losses
+from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.runtime.heartbeat import Progress
 
 WORKS = Progress(changes=9, pid=1, has_met=True)

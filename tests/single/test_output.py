@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from mindnlp_dp.launch.output import Output, Unhurried, hurry, is_behind
-from mindnlp_dp.launch.screen import Screen
+from mindnlp_dp.launch.logs.rank_output import Output, Unhurried, hurry, is_behind
+from mindnlp_dp.launch.monitor.console import Screen
 
 MORE_THAN_A_PIPE_TAKES = 1 << 20
 
@@ -254,7 +254,7 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
                 found.append(os.read(pipe[0], 1 << 20))
         return was_behind
 
-    monkeypatch.setattr("mindnlp_dp.launch.screen.is_behind", read_once_it_was_asked)
+    monkeypatch.setattr("mindnlp_dp.launch.monitor.console.is_behind", read_once_it_was_asked)
     with standard_output(pipe[1]), Unhurried():
         screen = Screen(tmp_path, 1, "0", 0)
         screen.show_all(slept.append)

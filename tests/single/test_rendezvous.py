@@ -16,14 +16,18 @@ from types import SimpleNamespace
 import pytest
 
 from mindnlp_dp.cli import main
-from mindnlp_dp.launch.agent import Agent, call
-from mindnlp_dp.launch.engines import LaunchError, NotMetError, start_mpi
-from mindnlp_dp.launch.environment import clean_environment
-from mindnlp_dp.launch.fork_client import VARIABLE, WorkerCall, stand_in
-from mindnlp_dp.launch.fork_server import _forget_socket_of_the_dead, _Server
-from mindnlp_dp.launch.head import Head, Rendezvous
-from mindnlp_dp.launch.host import LocalHost
-from mindnlp_dp.launch.messages import (
+from mindnlp_dp.launch.errors import LaunchError, NotMetError
+from mindnlp_dp.launch.options import rendezvous_of
+from mindnlp_dp.launch.processes.attempt import Report, Try
+from mindnlp_dp.launch.processes.environment import clean_environment
+from mindnlp_dp.launch.processes.exit_status import Ended, Status
+from mindnlp_dp.launch.processes.fork_client import VARIABLE, WorkerCall, stand_in
+from mindnlp_dp.launch.processes.fork_server import _forget_socket_of_the_dead, _Server
+from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.processes.spawn import start_mpi
+from mindnlp_dp.launch.rendezvous.client import Agent, call
+from mindnlp_dp.launch.rendezvous.membership import Members, Size
+from mindnlp_dp.launch.rendezvous.protocol import (
     Connection,
     WrongPeerError,
     address_of,
@@ -32,12 +36,9 @@ from mindnlp_dp.launch.messages import (
     parse_endpoint,
     read_token,
 )
-from mindnlp_dp.launch.remote_shell import command as remote_shell
-from mindnlp_dp.launch.run_options import rendezvous_of
-from mindnlp_dp.launch.sizes import Members, Size
+from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
+from mindnlp_dp.launch.rendezvous.server import Head, Rendezvous
 from mindnlp_dp.launch.termination import Termination
-from mindnlp_dp.launch.tries import Report, Try
-from mindnlp_dp.launch.verdict import Ended, Status
 from mindnlp_dp.runtime.heartbeat import Progress
 from mindnlp_dp.runtime.launch_env import node_rank_of
 
@@ -521,7 +522,7 @@ def test_many_silent_callers_keep_no_host_out(meeting):
 
 
 def test_a_full_endpoint_is_not_taken_for_another_token(monkeypatch):
-    monkeypatch.setattr("mindnlp_dp.launch.agent._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("mindnlp_dp.launch.rendezvous.client._RETRY_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         is_over = threading.Event()
         listening.settimeout(0.1)

@@ -10,21 +10,23 @@ import time
 
 import pytest
 
-from mindnlp_dp.launch.engines import LaunchError
-from mindnlp_dp.launch.host import LocalHost
-from mindnlp_dp.launch.log_dir import (
+from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.logs.log_dir import (
     RECORD,
+    VARIABLE,
+    LogFile,
     claim,
     kept_by_this_job,
     new_log_dir,
     put_earlier_job_aside,
     put_logs_aside,
 )
-from mindnlp_dp.launch.log_file import VARIABLE, LogFile
-from mindnlp_dp.launch.restarts import Restarts
-from mindnlp_dp.launch.tries import Report
-from mindnlp_dp.launch.verdict import Ended, Failure, Status, find_failure
-from mindnlp_dp.launch.watch import Seen
+from mindnlp_dp.launch.monitor.attempt_monitor import Seen
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
+from mindnlp_dp.launch.monitor.recovery import Restarts
+from mindnlp_dp.launch.processes.attempt import Report
+from mindnlp_dp.launch.processes.exit_status import Ended, Status
+from mindnlp_dp.launch.processes.host import LocalHost
 
 FAILURE = Failure(1, 9, "failed")
 
@@ -147,7 +149,7 @@ def test_echoes_wait_for_their_cause():
 
 
 def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path, monkeypatch):
-    from mindnlp_dp.launch.status import status_of, status_text
+    from mindnlp_dp.launch.monitor.status import status_of, status_text
     from mindnlp_dp.runtime import heartbeat
 
     def write(path, rank, pid):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.measurement import run_measurement
+from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.report.outputs import write_outputs
 
 from .costs import CostModel, traffic

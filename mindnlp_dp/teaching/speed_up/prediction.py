@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.measurement import run_measurement
+from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.report.outputs import write_outputs
 
 from .laws import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput

@@ -1,9 +1,9 @@
 """Import MindSpore and MindNLP once, and fork ranks from that process: a rank then starts in a second, without imports.
 
-``python -m mindnlp_dp.launch.fork_server SOCKET [LOG_DIR]``
+``python -m mindnlp_dp.launch.processes.fork_server SOCKET [LOG_DIR]``
 
 :class:`ForkServer` starts the server for a launcher. Through a UNIX socket the server gets the arguments, environment,
-folder, cores and standard streams of a worker that was started as usual (:mod:`mindnlp_dp.launch.worker`), or of the
+folder, cores and standard streams of a worker that was started as usual (:mod:`mindnlp_dp.launch.processes.worker`), or of the
 scheduler of MindSpore's cluster. A forked child does the work. The original process stays as its proxy, so that mpirun,
 or its other parent, sees it start and end; the server tells it how the child ended.
 
@@ -29,9 +29,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from .engines import end_with_the_parent
-from .environment import CLUSTER_VARIABLES, clean_environment
-from .fork_client import (
+from mindnlp_dp.launch.logs.log_dir import Scratch
+from mindnlp_dp.launch.processes.environment import CLUSTER_VARIABLES, clean_environment
+from mindnlp_dp.launch.processes.fork_client import (
     ENVIRON_CHANGES,
     FORKED,
     NUM_STREAMS,
@@ -41,12 +41,14 @@ from .fork_client import (
     changes_of,
     what_python_read,
 )
-from .run_module import command as module_command
-from .scratch import Scratch
+from mindnlp_dp.launch.processes.run_module import command as module_command
+from mindnlp_dp.launch.processes.spawn import end_with_the_parent
 
-_MODULE = "mindnlp_dp.launch.fork_server"
+_MODULE = "mindnlp_dp.launch.processes.fork_server"
+
 # Less than the grace period that launchers give to ranks.
 _GRACE_SECONDS = 2.0
+
 _LOOK_SECONDS = 0.2
 
 

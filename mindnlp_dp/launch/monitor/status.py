@@ -1,6 +1,6 @@
 """Report what a job is doing: a status line where it runs, and ``mindnlp-dp status LOG_DIR`` from another shell.
 
-:mod:`mindnlp_dp.launch.screen` calls it for the line; :mod:`mindnlp_dp.cli` for a table or JSON of a log folder.
+:mod:`mindnlp_dp.launch.monitor.console` calls it for the line; :mod:`mindnlp_dp.cli` for a table or JSON of a log folder.
 """
 
 from __future__ import annotations
@@ -13,18 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from mindnlp_dp.launch.logs.log_dir import PROGRESS, RECORD, progress_file
+from mindnlp_dp.launch.processes.exit_status import read_statuses
 from mindnlp_dp.runtime.heartbeat import Progress, is_of_this_system, read
-
-from .log_dir import RECORD
-from .verdict import read_statuses
-
-PROGRESS = "progress"
-
-
-def progress_file(host: int) -> str:
-    """Return the name of a host's progress file; several hosts may have one log folder, on a shared disk."""
-    return f"{PROGRESS}_{host}" if host else PROGRESS
-
 
 # The time over which samples per second are averaged.
 _WINDOW_SECONDS = 10.0

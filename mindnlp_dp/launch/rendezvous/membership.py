@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from .engines import NotMetError
-from .head import Head, Rendezvous
-from .host import LocalHost
-from .remote_host import RemoteHost
+from mindnlp_dp.launch.errors import NotMetError
+from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
+from mindnlp_dp.launch.rendezvous.server import Head, Rendezvous
 
 Host = Union[LocalHost, RemoteHost]
+
 # Hosts that are started together have joined by then, so until then no message is printed.
 _SILENT_SECONDS = 5.0
 

@@ -11,6 +11,7 @@ import os
 import sys
 
 _HERE = os.path.dirname(os.path.realpath(__file__))
+
 _ROOT = os.path.dirname(os.path.dirname(_HERE))
 
 

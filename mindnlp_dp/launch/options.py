@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
-from mindnlp_dp.launch.watch import JobOptions
+from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.job_options import JobOptions
+from mindnlp_dp.launch.rendezvous.membership import Size
+from mindnlp_dp.launch.rendezvous.protocol import is_this_host, parse_endpoint, read_token
+from mindnlp_dp.launch.rendezvous.server import Rendezvous
 from mindnlp_dp.runtime.devices import count_devices, default_device
 
-from .engines import LaunchError
-from .head import Rendezvous
-from .messages import is_this_host, parse_endpoint, read_token
-from .sizes import Size
-from .torchrun_options import add_torchrun_options
-
 RESTARTS_OF_ELASTIC_JOBS = 100
+
 # The keys of torchrun's --rdzv-conf that have a meaning here.
 _CONF = ("join_timeout", "last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 
@@ -217,3 +217,53 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of seconds of at least 0, got {text}")
     return seconds
+
+
+_ELSEWHERE = "every rank's output goes to worker_R.log in --log-dir; --tee 0, all or none says whose is shown"
+
+_REFUSED = {
+    ("--no-python",): "ranks are Python's; start another program from a script, by subprocess",
+    ("--run-path",): "scripts are run so anyway; leave it out",
+    ("--redirects", "-r"): _ELSEWHERE,
+    ("-t",): _ELSEWHERE,
+    ("--local-ranks-filter",): _ELSEWHERE,
+    ("--logs-specs",): _ELSEWHERE,
+    ("--local-addr",): "hosts are known by the address that they come from; --rdzv-endpoint says where they meet",
+    ("--event-log-handler",): "failures are written to failures.jsonl in --log-dir",
+}
+
+_WITHOUT_VALUE = ("--no-python", "--run-path")
+
+# They would change nothing: there is only one kind of rendezvous, and failures are detected at once.
+_PASSED_OVER = ("--monitor-interval", "--start-method", "--role")
+
+_RENDEZVOUS = ("c10d", "static")
+
+
+class _Refused(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Union[str, Sequence[Any], None],
+        option_string: Union[str, None] = None,
+    ) -> None:
+        parser.error(f"{option_string} is torchrun's, and not taken here: {self.const}")
+
+
+def add_torchrun_options(run: argparse.ArgumentParser) -> None:
+    """Add torchrun's other options to the parser, after all of ``run``'s own; none of them is in its help."""
+    for names, instead in _REFUSED.items():
+        nargs = 0 if names[0] in _WITHOUT_VALUE else 1
+        run.add_argument(
+            *_spelt(names), action=_Refused, nargs=nargs, const=instead, help=argparse.SUPPRESS, dest="refused"
+        )
+    for name in _PASSED_OVER:
+        run.add_argument(*_spelt((name,)), help=argparse.SUPPRESS, dest="passed_over")
+    run.add_argument(*_spelt(("--rdzv-backend",)), choices=_RENDEZVOUS, help=argparse.SUPPRESS, dest="passed_over")
+
+
+def _spelt(names: Sequence[str]) -> list[str]:
+    """Return the names, and their spellings with underscores."""
+    otherwise = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
+    return [*names, *otherwise]

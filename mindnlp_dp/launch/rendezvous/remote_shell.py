@@ -1,6 +1,6 @@
 """The command that mpirun calls, instead of ssh, to start its daemon on another host.
 
-``python run_module.py mindnlp_dp.launch.remote_shell FILE HOST COMMAND...``
+``python run_module.py mindnlp_dp.launch.rendezvous.remote_shell FILE HOST COMMAND...``
 
 It sends a line for a host's shell to that host's launcher, through the endpoint: without ssh, without a password. (The
 daemon that is started this way, and the ranks, connect to mpirun's own ports.) The endpoint and the token are in a
@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-from .agent import call
-from .head import Rendezvous
-from .messages import parse_endpoint
-from .run_module import command as module_command
+from mindnlp_dp.launch.processes.run_module import command as module_command
+from mindnlp_dp.launch.rendezvous.client import call
+from mindnlp_dp.launch.rendezvous.protocol import parse_endpoint
+from mindnlp_dp.launch.rendezvous.server import Rendezvous
 
 _SECONDS = 30.0
 
@@ -47,4 +47,4 @@ def command(endpoint: str, token: bytes, folder: Path) -> list[str]:
     file = folder / "rendezvous"
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
         out.write(f"{endpoint}\n{token.decode()}\n")
-    return [*module_command(sys.executable, "mindnlp_dp.launch.remote_shell"), str(file)]
+    return [*module_command(sys.executable, "mindnlp_dp.launch.rendezvous.remote_shell"), str(file)]

@@ -1,38 +1,35 @@
 """Detect that a job hangs: report which ranks wait, in which collective, since when, and where the missing ranks are.
 
-:mod:`mindnlp_dp.launch.watch` polls the ranks' progress (:mod:`mindnlp_dp.runtime.heartbeat`) with it. When no rank has
+:mod:`mindnlp_dp.launch.monitor.attempt_monitor` polls the ranks' progress (:mod:`mindnlp_dp.runtime.heartbeat`) with it. When no rank has
 made progress for some time, a message is built from the stacks of all ranks. Live threads are not a sign of progress:
 the threads of a rank that hangs in a collective live, too.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import sysconfig
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from mindnlp_dp.launch.monitor.failure_attribution import Failure
+from mindnlp_dp.launch.processes.process_state import _where
 from mindnlp_dp.runtime.heartbeat import Progress
-
-from .verdict import Failure
 
 # The exit code of timeout(1).
 EXIT_CODE = 124
+
 # A longer interval is not counted: the launcher itself was stopped, and has not seen a rank hang.
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
-_STACK_SECONDS = 1.0
+
 # The limit for all ranks of a host together: their stacks go to the first host in one message (messages.py).
 _MOST_STACKS_BYTES = 1 << 20
+
 # The additional time that ranks get until all have joined.
 START_SECONDS = 120.0
-_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
 class HangWatch:
-    """Checks whether ranks make progress; used by :class:`~mindnlp_dp.launch.watch.Watch`.
+    """Checks whether ranks make progress; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.Watch`.
 
     Args:
         timeout: seconds after which the job hangs if some rank waits for others and no rank makes progress; 0: never.
@@ -110,56 +107,9 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"Ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
-def stacks_of(ranks: Mapping[int, Progress], finished: Collection[int], log_dir: Path) -> dict[int, str]:
-    """Return what :mod:`faulthandler`, set up by the workers for a signal, writes for the ranks that answer."""
-    asked = {}
-    for number, rank in ranks.items():
-        path = log_dir / f"worker_{number}.stacks"
-        if rank.state and number not in finished and path.exists():
-            try:
-                os.kill(rank.pid, signal.SIGUSR1)
-                asked[number] = path
-            except OSError:
-                pass
-    most = _MOST_STACKS_BYTES // max(1, len(asked))
-    deadline, texts = time.monotonic() + _STACK_SECONDS, dict[int, str]()
-    while time.monotonic() < deadline:
-        before, texts = texts, {number: _read(path) for number, path in asked.items()}
-        if all(texts.values()) and texts == before:
-            break
-        time.sleep(0.05)
-    return {number: text[:most] for number, text in texts.items()}
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:
         # The file was removed.
         return ""
-
-
-def _where(rank: Progress, stacks: str, is_stopped: bool) -> str:
-    """Describe where a rank is that waits for no other rank, as far as it answers."""
-    if not rank.pid:
-        return "it has not begun"
-    if is_stopped:
-        return f"its process, {rank.pid}, is stopped (SIGSTOP)"
-    frame = _own_frame(_main_thread(stacks, rank.thread))
-    return f"it is in {frame}, in update {rank.update}" if frame else f"it is in update {rank.update}"
-
-
-def _main_thread(stacks: str, thread: int) -> list[Mapping[str, str]]:
-    """Return the frames of one thread from a rank's stacks, innermost first."""
-    for part in stacks.split("\n\n"):
-        if f"0x{thread:016x}" in part.partition("\n")[0]:
-            return [match.groupdict() for match in _FRAME.finditer(part)]
-    return []
-
-
-def _own_frame(frames: list[Mapping[str, str]]) -> str:
-    """Return the innermost frame of the user's code, else the innermost of all; "" without frames."""
-    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    ours = str(Path(__file__).resolve().parent.parent)
-    own = [f for f in frames if not f["file"].startswith((*libraries, ours, "<"))] or frames
-    return f"{own[0]['file']}:{own[0]['line']}, in {own[0]['function']}()" if own else ""

@@ -1,6 +1,6 @@
 """Show a job where it was started: ranks' output as it is written and, on a terminal, a status line.
 
-:mod:`mindnlp_dp.launch.watch` calls it. The text goes to standard output and standard error, no faster than the reader
+:mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. The text goes to standard output and standard error, no faster than the reader
 takes it (:mod:`.output`).
 """
 
@@ -13,23 +13,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Optional
 
+from mindnlp_dp.launch.errors import POLL_SECONDS
+from mindnlp_dp.launch.logs.rank_output import hurry, is_behind, why_unread
+from mindnlp_dp.launch.monitor.status import StatusLine
 from mindnlp_dp.runtime.heartbeat import Progress
 
-from .engines import POLL_SECONDS
-from .output import hurry, is_behind, why_unread
-from .status import StatusLine
-
 _CLEAR = "\r\x1b[K"
+
 _LINE_SECONDS = 1.0
+
 _WIDTH = 100
+
 # How much is read of a log at once, and how often, before the launcher does something else.
 _MOST_BYTES, _MOST_READS = 1 << 20, 16
+
 # How long the rest is shown after an attempt, if the reader is slow or the output does not end.
 _REST_SECONDS = 1.0
 
 
 class Screen:
-    """Shows the output and the status line of one attempt; used by :class:`~mindnlp_dp.launch.watch.Watch`.
+    """Shows the output and the status line of one attempt; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.Watch`.
 
     Args:
         tee: output to show: "0", rank 0's; "all", every line with its rank in front; "none".

@@ -1,7 +1,7 @@
 """A proxy, in the first host's launcher, for another host that has joined the job.
 
-:class:`~mindnlp_dp.launch.head.Head` creates it. It has the methods of :class:`~mindnlp_dp.launch.host.LocalHost`; the
-other host's launcher (:mod:`mindnlp_dp.launch.agent`) carries them out.
+:class:`~mindnlp_dp.launch.rendezvous.server.Head` creates it. It has the methods of :class:`~mindnlp_dp.launch.processes.host.LocalHost`; the
+other host's launcher (:mod:`mindnlp_dp.launch.rendezvous.client`) carries them out.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from .messages import Connection, address_of
-from .tries import Report, Try
+from mindnlp_dp.launch.processes.attempt import Report, Try
+from mindnlp_dp.launch.rendezvous.protocol import Connection, address_of
 
 # Twice the time that ranks with devices have (engines.py), once to end and once to be killed, and a margin.
 _ENDING_SECONDS = 60.0
+
 _ANSWER_SECONDS = 3.0
 
 
 class RemoteHost:
-    """A host that has joined, used like a :class:`~mindnlp_dp.launch.host.LocalHost`.
+    """A host that has joined, used like a :class:`~mindnlp_dp.launch.processes.host.LocalHost`.
 
     Args:
         connection: connection to the host's launcher.

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from mindnlp_dp.launch.processes.environment import name_of_try
+from mindnlp_dp.launch.processes.exit_status import Ended, Status
 from mindnlp_dp.runtime.heartbeat import Progress
-
-from .environment import name_of_try
-from .verdict import Ended, Status
 
 
 @dataclass(frozen=True)

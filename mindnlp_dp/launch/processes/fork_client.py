@@ -1,9 +1,9 @@
-"""Let a child of the fork server (:mod:`mindnlp_dp.launch.fork_server`) do this process's work, and act as its proxy.
+"""Let a child of the fork server (:mod:`mindnlp_dp.launch.processes.fork_server`) do this process's work, and act as its proxy.
 
-``python run_module.py mindnlp_dp.launch.fork_client MODULE`` runs MODULE's ``run()`` this way, or in this process.
+``python run_module.py mindnlp_dp.launch.processes.fork_client MODULE`` runs MODULE's ``run()`` this way, or in this process.
 
 The child gets this process's arguments, environment and streams, and this process then ends in the same way as the
-child. :mod:`mindnlp_dp.launch.worker` uses this, too.
+child. :mod:`mindnlp_dp.launch.processes.worker` uses this, too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from typing import Optional
 
 # The variable with the path of the server's socket.
 VARIABLE = "MINDNLP_DP_FORK_SERVER"
+
 NUM_STREAMS = 3
+
 # The modules that the server imports, if they are installed.
 PRELOADED = ("mpi4py", "mindspore", "mindnlp.engine", "mindnlp.transformers", "datasets")
+
 # The server's answer when it has forked.
 FORKED = b"+"
+
 _PATIENCE_SECONDS = 10.0
+
 # The process, user and group at the other end of a socket, as the kernel gives them.
 _CREDENTIALS = struct.Struct("3i")
+
 # A file in the log folder: the environment variables that rank 0's script had changed when ranks joined. If they are
 # more than imports change, a server that has already imported cannot serve this script.
 ENVIRON_CHANGES = "environ_changes.json"

@@ -1,6 +1,6 @@
 """Start the processes of a job on this host, by mpirun or as MindSpore's cluster, and end them.
 
-:class:`~mindnlp_dp.launch.host.LocalHost` calls it, and monitors the processes.
+:class:`~mindnlp_dp.launch.processes.host.LocalHost` calls it, and monitors the processes.
 """
 
 from __future__ import annotations
@@ -16,35 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
 
+from mindnlp_dp.launch.errors import POLL_SECONDS, LaunchError
+from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, find_mpirun
+from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.runtime.heartbeat import Progress
 
-from .environment import clean_environment, cluster_environment, find_mpirun
-from .run_module import command as module_command
-
-POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
+
 # HCCL and NCCL close their links to other cards at exit; a killed rank may leave its card unusable for a while.
 DEVICE_GRACE_SECONDS = 20.0
+
 # Loaded here, because little is safe between fork and exec. The number is Linux's (prctl(2)).
 _LIBC = ctypes.CDLL(None)
+
 _PR_SET_PDEATHSIG = 1
-
-
-class LaunchError(Exception):
-    """Raised when the job cannot be started as asked: the command line is wrong, or a program is not installed."""
-
-    exit_code = 2
-
-
-class TemporaryError(LaunchError):
-    """Raised when the job cannot be started now, but may be later: a disk is full, a port is in use."""
-
-    # EX_TEMPFAIL of sysexits.h. Programs that start jobs would not try again after 2.
-    exit_code = 75
-
-
-class NotMetError(TemporaryError):
-    """Raised when the rendezvous of the job's hosts fails."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +112,7 @@ def start_cluster(
 def start_scheduler(cluster: Cluster, environ: dict[str, str], log_file: Path) -> Process:
     """Start the scheduler of a cluster, where its workers join, on this host."""
     scheduler = "mindnlp_dp.communication.transports.mindspore.scheduler"
-    command = [*module_command(sys.executable, "mindnlp_dp.launch.fork_client"), scheduler]
+    command = [*module_command(sys.executable, "mindnlp_dp.launch.processes.fork_client"), scheduler]
     environment = cluster_environment(environ, "MS_SCHED", cluster.num_workers, cluster.scheduler)
     with open(log_file, "wb") as log:
         return Process(_popen(command, environment, log), None, serves=True)

@@ -1,8 +1,8 @@
 """Start, monitor and end the ranks of one host.
 
 Each launcher of a job has a :class:`LocalHost`, which starts its ranks of an attempt and, when polled, reports their
-progress and how they ended (:mod:`mindnlp_dp.launch.tries`). The first host's launcher also has a proxy for each other
-host, with the same methods (:class:`~mindnlp_dp.launch.remote_host.RemoteHost`).
+progress and how they ended (:mod:`mindnlp_dp.launch.processes.attempt`). The first host's launcher also has a proxy for each other
+host, with the same methods (:class:`~mindnlp_dp.launch.rendezvous.remote_host.RemoteHost`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Optional, Union
 
-from mindnlp_dp.runtime import heartbeat
-from mindnlp_dp.runtime.devices import default_device
-from mindnlp_dp.runtime.heartbeat import Progress
-from mindnlp_dp.runtime.job_context import host_environment
-
-from .engines import (
+from mindnlp_dp.launch.errors import TemporaryError
+from mindnlp_dp.launch.logs.log_dir import (
+    Scratch,
+    claim,
+    forget_statuses,
+    progress_file,
+    put_earlier_job_aside,
+    put_logs_aside,
+)
+from mindnlp_dp.launch.processes.attempt import Report, Try
+from mindnlp_dp.launch.processes.environment import this_host_name
+from mindnlp_dp.launch.processes.exit_status import Ended, Status, read_statuses, tail
+from mindnlp_dp.launch.processes.fork_client import VARIABLE
+from mindnlp_dp.launch.processes.fork_server import ForkServer
+from mindnlp_dp.launch.processes.process_state import stacks_of
+from mindnlp_dp.launch.processes.run_module import command as module_command
+from mindnlp_dp.launch.processes.spawn import (
     GRACE_SECONDS,
     Cluster,
     Process,
-    TemporaryError,
     end,
     end_ranks,
     end_what_is_left_of,
@@ -33,16 +43,10 @@ from .engines import (
     start_mpi,
     start_scheduler,
 )
-from .fork_client import VARIABLE
-from .fork_server import ForkServer
-from .hangs import stacks_of
-from .log_dir import claim, forget_statuses, put_earlier_job_aside, put_logs_aside
-from .messages import this_host_name
-from .run_module import command as module_command
-from .scratch import Scratch
-from .status import progress_file
-from .tries import Report, Try
-from .verdict import Ended, Status, read_statuses, tail
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.devices import default_device
+from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.job_context import host_environment
 
 _LOOK_SECONDS = 0.5
 
@@ -148,7 +152,7 @@ class LocalHost:
     def _start_processes(self, this: Try, log_dir: Path) -> None:
         assert self._log is not None
         worker = [
-            *module_command(sys.executable, "mindnlp_dp.launch.worker"),
+            *module_command(sys.executable, "mindnlp_dp.launch.processes.worker"),
             this.log_dir, str(this.num_ranks), "--", *this.command,
         ]  # fmt: skip
         environ = self._environment(this)

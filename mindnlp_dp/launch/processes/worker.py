@@ -1,6 +1,6 @@
 """Run the user's script in the process of one rank, which mpirun or the launcher starts.
 
-``python run_module.py mindnlp_dp.launch.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
+``python run_module.py mindnlp_dp.launch.processes.worker LOG_DIR NPROC -- [-m] SCRIPT ARGS...``
 
 On CPU the process binds itself to its cores before any thread starts. It sends its output to
 ``worker_R.log``, runs the script as ``python`` would, and records in ``worker_R.status``
@@ -24,26 +24,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from mindnlp_dp.launch.environment import name_of_try
+from mindnlp_dp.launch.logs.log_dir import PROGRESS, LogFile
+from mindnlp_dp.launch.processes.environment import name_of_try
+from mindnlp_dp.launch.processes.exit_status import Status, write_status
+from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import goes_on_in_place, ranks_of_this_host
 from mindnlp_dp.runtime.launch_env import launched_rank
 from mindnlp_dp.runtime.threads import split_cores
 
-from .fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
-from .log_file import LogFile
-from .status import PROGRESS
-from .verdict import Status, write_status
-
 # Rank 0's output is shown, so when all ranks fail together, rank 0 reports first.
 OTHERS_WAIT_SECONDS = 0.2
+
 # A rank that gave up waiting for another rank lets that rank report the cause first.
 ECHOES_WAIT_SECONDS = 1.0
 
 
 def main() -> None:
     """Run the rank in a child of the fork server, which has the slow imports done, or else in this process."""
-    ended = stand_in(os.environ, "mindnlp_dp.launch.worker")
+    ended = stand_in(os.environ, "mindnlp_dp.launch.processes.worker")
     if ended is None:
         run()
     else:

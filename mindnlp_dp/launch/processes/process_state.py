@@ -1,0 +1,65 @@
+"""This module reads the stacks of ranks that hang, for the message about the hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sysconfig
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from mindnlp_dp.launch.monitor.hangs import _MOST_STACKS_BYTES, _read
+from mindnlp_dp.runtime.heartbeat import Progress
+
+_STACK_SECONDS = 1.0
+
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+
+def stacks_of(ranks: Mapping[int, Progress], finished: Collection[int], log_dir: Path) -> dict[int, str]:
+    """Return what :mod:`faulthandler`, set up by the workers for a signal, writes for the ranks that answer."""
+    asked = {}
+    for number, rank in ranks.items():
+        path = log_dir / f"worker_{number}.stacks"
+        if rank.state and number not in finished and path.exists():
+            try:
+                os.kill(rank.pid, signal.SIGUSR1)
+                asked[number] = path
+            except OSError:
+                pass
+    most = _MOST_STACKS_BYTES // max(1, len(asked))
+    deadline, texts = time.monotonic() + _STACK_SECONDS, dict[int, str]()
+    while time.monotonic() < deadline:
+        before, texts = texts, {number: _read(path) for number, path in asked.items()}
+        if all(texts.values()) and texts == before:
+            break
+        time.sleep(0.05)
+    return {number: text[:most] for number, text in texts.items()}
+
+
+def _where(rank: Progress, stacks: str, is_stopped: bool) -> str:
+    """Describe where a rank is that waits for no other rank, as far as it answers."""
+    if not rank.pid:
+        return "it has not begun"
+    if is_stopped:
+        return f"its process, {rank.pid}, is stopped (SIGSTOP)"
+    frame = _own_frame(_main_thread(stacks, rank.thread))
+    return f"it is in {frame}, in update {rank.update}" if frame else f"it is in update {rank.update}"
+
+
+def _main_thread(stacks: str, thread: int) -> list[Mapping[str, str]]:
+    """Return the frames of one thread from a rank's stacks, innermost first."""
+    for part in stacks.split("\n\n"):
+        if f"0x{thread:016x}" in part.partition("\n")[0]:
+            return [match.groupdict() for match in _FRAME.finditer(part)]
+    return []
+
+
+def _own_frame(frames: list[Mapping[str, str]]) -> str:
+    """Return the innermost frame of the user's code, else the innermost of all; "" without frames."""
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    ours = str(Path(__file__).resolve().parent.parent)
+    own = [f for f in frames if not f["file"].startswith((*libraries, ours, "<"))] or frames
+    return f"{own[0]['file']}:{own[0]['line']}, in {own[0]['function']}()" if own else ""
