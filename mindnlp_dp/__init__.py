@@ -11,7 +11,7 @@ evaluate::
 
 Names are resolved at first use (PEP 562), so that the launcher starts without
 importing MindSpore. The import itself only registers the patches in
-:mod:`mindnlp_dp.patches`.
+:mod:`mindnlp_dp.compat`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mindnlp_dp import compat
 from mindnlp_dp.runtime.versions import __version__ as __version__
 from mindnlp_dp.runtime.versions import mindnlp_series
-
-from . import patches
 
 # The package with the Trainer for the installed MindNLP.
 _TRAINER = f"training.trainer.mindnlp_{mindnlp_series().replace('.', '_')}"
@@ -36,7 +35,7 @@ _HOME = {
     "broadcast_buffers": "communication.replicas",
     "assert_replicas_in_sync": "communication.replicas",
     "replica_digest": "communication.replicas",
-    "GlobalBatchSampler": "data.sharding",
+    "GlobalBatchSampler": "data.sampler",
     "make_loader": "data.loader",
     "NaiveGradientSynchronizer": "data_parallel.naive",
     "GradientSynchronizer": "data_parallel.synchronizer",
@@ -48,7 +47,7 @@ _HOME = {
     "empty_weights": "parallel.weights.meta_init",
     "parallelize": "parallel.parallelize",
     "evaluate": "training.evaluate",
-    "count_labels": "step.loss_weight",
+    "count_labels": "data.loss_weight",
     "DataParallelArguments": f"{_TRAINER}.arguments",
     "DataParallelTrainerMixin": f"{_TRAINER}.trainer",
     "DataParallelTrainer": f"{_TRAINER}.trainer",
@@ -66,6 +65,8 @@ if TYPE_CHECKING:
     from mindnlp_dp.communication.replicas import broadcast_buffers as broadcast_buffers
     from mindnlp_dp.communication.replicas import broadcast_parameters as broadcast_parameters
     from mindnlp_dp.communication.replicas import replica_digest as replica_digest
+    from mindnlp_dp.data.loss_weight import count_labels as count_labels
+    from mindnlp_dp.data.sampler import GlobalBatchSampler as GlobalBatchSampler
     from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
     from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer as GradientSynchronizer
     from mindnlp_dp.parallel.device_mesh import DeviceMesh as DeviceMesh
@@ -81,11 +82,9 @@ if TYPE_CHECKING:
     from mindnlp_dp.training.trainer.mindnlp_0_4.trainer import DataParallelTrainerMixin as DataParallelTrainerMixin
 
     from .data.loader import make_loader as make_loader
-    from .data.sharding import GlobalBatchSampler as GlobalBatchSampler
     from .parallel.parallelize import parallelize as parallelize
-    from .step.loss_weight import count_labels as count_labels
 
-patches.install_import_hook()
+compat.install_import_hook()
 
 
 if not TYPE_CHECKING:

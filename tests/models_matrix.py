@@ -114,7 +114,7 @@ def has_no_values(name: str, weight: Any) -> bool:
 
 def forward_and_backward(model: Any, columns: Any, kernels: str) -> tuple[float, list[Any]]:
     from mindnlp_dp.data.batches import as_tensors
-    from mindnlp_dp.kernels.choice import choose
+    from mindnlp_dp.kernels.dispatch import choose
     from mindnlp_dp.runtime.mindnlp_api import torch_like
     from mindnlp_dp.runtime.random_state import seeded
 

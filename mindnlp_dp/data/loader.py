@@ -26,13 +26,7 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.sharding import GlobalBatchSampler
-from mindnlp_dp.runtime.partition import split_evenly
-
-from .batch_sizes import accumulation_steps_to_keep, largest_divisor
-from .batches import Batch, Collator, as_arrays, default_collate, num_rows_of
-from .same_samples import check_same_lengths, check_same_samples, digest_of_lengths, sample_digests
-from .source import (
+from mindnlp_dp.data.dataset_adapter import (
     brings_batches,
     checked_row,
     indexed_source,
@@ -41,6 +35,17 @@ from .source import (
     samples_in,
     seeded_iterator,
 )
+from mindnlp_dp.data.dataset_consistency import (
+    check_same_lengths,
+    check_same_samples,
+    digest_of_lengths,
+    sample_digests,
+)
+from mindnlp_dp.data.sampler import GlobalBatchSampler
+from mindnlp_dp.runtime.partition import split_evenly
+
+from .batch_sizes import accumulation_steps_to_keep, largest_divisor
+from .batches import Batch, Collator, as_arrays, default_collate, num_rows_of
 
 
 class IndexedLoader:

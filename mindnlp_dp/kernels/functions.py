@@ -13,6 +13,8 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
+from mindnlp_dp.kernels.matmul import column_sums, product
+from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.runtime.autograd import pynative_executor
 
 from . import activations
@@ -21,8 +23,6 @@ from .dropout import keep_mask, masked, next_key
 from .embedding import scatter_rows
 from .memory import array_of, tensor_of
 from .normalization import normalize, normalize_backward
-from .products import column_sums, product
-from .products import matmul as matmul_arrays
 
 GELU = {"none": activations.gelu, "tanh": activations.gelu_tanh, "quick": activations.gelu_quick}
 

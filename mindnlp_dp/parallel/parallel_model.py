@@ -16,9 +16,9 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.checkpoint.folders import PREFIX
+from mindnlp_dp.checkpoint.directory import PREFIX
+from mindnlp_dp.checkpoint.full_model import WholeModel
 from mindnlp_dp.checkpoint.manifest import MODEL
-from mindnlp_dp.checkpoint.whole_model import WholeModel
 from mindnlp_dp.communication.lazy_arrays import ArrayToCome, TensorToCome
 from mindnlp_dp.communication.replicas import (
     DIGEST_BYTES,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Optional
 
-from mindnlp_dp.step.loss_weight import Task, loss_mean
+from mindnlp_dp.data.loss_weight import Task, loss_mean
 
 # The ways to shard a layer; tensor.py has the parallel layers.
 STYLES = {

@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
-
-from .schema import NEEDED, REPORT_FILE, RunReport
+from typing import Any, Optional, TypedDict
 
 
 @dataclass(frozen=True)
@@ -77,3 +75,48 @@ def speed_up(runs: Sequence[RecordedRun]) -> Optional[tuple[RecordedRun, Recorde
         return None
     fastest = max(several, key=lambda run: run.report["train_samples_per_second"])
     return single, fastest, fastest.report["train_samples_per_second"] / single.report["train_samples_per_second"]
+
+
+REPORT_FILE = "report.json"
+
+
+class _Needed(TypedDict):
+    """Lists the keys that a report must have."""
+
+    world_size: int
+    backend: str
+    train_samples_per_second: float
+    eval_accuracy: float
+    eval_loss: float
+    replica_digest: str
+    steps: int
+    history: list[dict[str, Any]]
+
+
+class RunReport(_Needed, total=False):
+    """Describes the report of one run; the keys below may be missing, for example in a run of another version.
+
+    ``gradient_sync_share`` is the fraction of the training time spent on the gradient exchange, ``history`` the lines
+    of the log, each with its ``step``, ``confusions`` the classes most often taken for each other, ``config`` the
+    settings, ``pipeline`` the passes of an update through stages if they were traced, and ``plan`` the predicted and
+    the measured seconds of an update if the run followed a plan.
+    """
+
+    gradient_sync_share: float
+    replicas_in_sync: bool
+    replica_digests: list[str]
+    train_seconds: float
+    train_loss: float
+    global_batch_size: int
+    train_samples: int
+    eval_samples: int
+    num_labels: int
+    confusions: list[dict[str, Any]]
+    command: str
+    machine: str
+    config: dict[str, Any]
+    pipeline: dict[str, Any]
+    plan: dict[str, float]
+
+
+NEEDED = tuple(_Needed.__annotations__)

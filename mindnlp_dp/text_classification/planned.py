@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mindnlp_dp.report.schema import RunReport
+from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.schedules.mesh_spec import mesh_name
 
 from .config import FinetuneConfig

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mindnlp_dp.communication.replicas import replica_digest
 from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.pipeline import pipeline_of
-from mindnlp_dp.report.runs import RecordedRun
-from mindnlp_dp.report.schema import REPORT_FILE, RunReport
+from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
 from mindnlp_dp.runtime.atomic_write import in_place_of
 from mindnlp_dp.runtime.machine import machine
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, Callable, Optional
 
-from mindnlp_dp.step.loss_weight import LossWeigher, loss_mean
+from mindnlp_dp.data.loss_weight import LossWeigher, loss_mean
 
 # The number of references from the function to its model, such as: bound method, its object, an attribute of that.
 _MAX_DEPTH = 3

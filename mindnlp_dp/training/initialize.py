@@ -11,9 +11,9 @@ from mindnlp_dp.communication.backend_selection import choose_backend, meet
 from mindnlp_dp.communication.consistency_checks import check_level
 from mindnlp_dp.communication.default_group import current_group, set_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.kernels.choice import check_kernels
-from mindnlp_dp.kernels.choice import choose as choose_kernels
-from mindnlp_dp.patches.mindspore_layers import use_kernels_in_layers
+from mindnlp_dp.compat.mindspore_layers import use_kernels_in_layers
+from mindnlp_dp.kernels.dispatch import check_kernels
+from mindnlp_dp.kernels.dispatch import choose as choose_kernels
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import obey_device_target
 from mindnlp_dp.runtime.launch_env import detect_launch

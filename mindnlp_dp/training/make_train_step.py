@@ -16,9 +16,10 @@ from typing import Any, Callable, Optional, Union
 
 import mindspore
 
-from mindnlp_dp.checkpoint.whole_model import data_group
+from mindnlp_dp.checkpoint.full_model import data_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import broadcast_parameters
+from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.accumulation import GradientWindow
 from mindnlp_dp.data_parallel.external_reducer import ReducerWindow
 from mindnlp_dp.data_parallel.micro_step import MicroStep
@@ -28,7 +29,6 @@ from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import torch_like
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.random_state import step_seed
-from mindnlp_dp.step.loss_weight import checked_weight
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
 from mindnlp_dp.training.forward_backward import Passes, parallel_of
 from mindnlp_dp.training.metrics import LossMeter
@@ -68,7 +68,7 @@ def make_train_step(
         max_grad_norm: maximum global norm, to which the averaged gradients are clipped; None does not clip.
         scheduler: a MindNLP scheduler, stepped after every update. (``mindspore.nn`` optimizers have their schedule.)
         weight_of: function from a batch to the weight of its loss in the mean over ranks and micro-batches. By default
-            it counts what the loss of the model's class is a mean of (:func:`~mindnlp_dp.step.loss_weight.loss_mean`):
+            it counts what the loss of the model's class is a mean of (:func:`~mindnlp_dp.data.loss_weight.loss_mean`):
             rows for a classifier, labels that are not -100 for a language model, rows if the class is unknown. Pass it
             if ``forward_fn`` computes a custom loss; :func:`~mindnlp_dp.count_labels` counts labels.
         model: the model that ``forward_fn`` calls; by default the one that it refers to and that has ``parameters``.

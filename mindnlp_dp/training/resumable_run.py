@@ -19,8 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
-from mindnlp_dp.checkpoint.folders import (
+from mindnlp_dp.checkpoint.directory import (
     checkpoint_path,
     checkpoints_in,
     has_checkpoints,
@@ -28,10 +27,10 @@ from mindnlp_dp.checkpoint.folders import (
     remove_old_checkpoints,
     remove_unfinished_checkpoints,
 )
-from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
+from mindnlp_dp.checkpoint.full_model import load_checkpoint, whole_model
 from mindnlp_dp.checkpoint.manifest import RunId, run_of
-from mindnlp_dp.checkpoint.whole_model import whole_model
-from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
+from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.training.make_train_step import FunctionalStep

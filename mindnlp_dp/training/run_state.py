@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.checkpoint.whole_model import WholeModel
+from mindnlp_dp.checkpoint.full_model import WholeModel
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.training.train_step import TrainStep
 

@@ -19,8 +19,8 @@ from typing import Any, Callable, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.data.loss_weight import Task, loss_mean, span_counts
 from mindnlp_dp.runtime.mindnlp_api import torch_like
-from mindnlp_dp.step.loss_weight import Task, loss_mean, span_counts
 
 Terms = tuple[Any, Any]
 

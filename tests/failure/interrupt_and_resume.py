@@ -29,7 +29,7 @@ from typing import Optional
 
 from interruptible import NUM_STEPS
 
-from mindnlp_dp.checkpoint.folders import checkpoints_in
+from mindnlp_dp.checkpoint.directory import checkpoints_in
 from mindnlp_dp.checkpoint.manifest import check_checkpoint
 
 HERE = Path(__file__).resolve().parent

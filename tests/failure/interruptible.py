@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint.folders import has_checkpoints
+from mindnlp_dp.checkpoint.directory import has_checkpoints
 
 NUM_STEPS = 21
 # Lines of files in these folders count as lines of an update.

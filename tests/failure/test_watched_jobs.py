@@ -356,7 +356,7 @@ def test_an_mpirun_that_says_that_all_is_well_and_has_started_nobody(tmp_path, m
 
 def test_a_restart_does_not_take_up_another_runs_checkpoint(tmp_path):
     """A run that starts again in a folder ignores the checkpoints of an earlier run, and so do its restarts."""
-    from mindnlp_dp.checkpoint.folders import choose_checkpoint
+    from mindnlp_dp.checkpoint.directory import choose_checkpoint
     from mindnlp_dp.checkpoint.manifest import job_of
 
     assert run_job(tmp_path, INTERRUPTIBLE, tmp_path).exit_code == 0

@@ -16,7 +16,7 @@ from mindnlp.engine import EarlyStoppingCallback, Trainer, TrainingArguments
 from mindspore.dataset import GeneratorDataset
 
 import mindnlp_dp as dp
-from mindnlp_dp.data.source import is_batched
+from mindnlp_dp.data.dataset_adapter import is_batched
 from models import Rows, tiny_roberta, weights
 
 

@@ -10,7 +10,7 @@ from library import TrainerCallback
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
-from mindnlp_dp.data.sharding import epoch_order
+from mindnlp_dp.data.sampler import epoch_order
 from mindnlp_dp.runtime.job_context import try_environment
 from models import Rows, tiny_roberta, train, weights
 

@@ -10,7 +10,7 @@ from mindspore import nn as cells
 from mindspore import ops
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint.folders import checkpoints_in
+from mindnlp_dp.checkpoint.directory import checkpoints_in
 from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.batches import default_collate
 from models import NUM_LABELS, Rows, alone, tiny_roberta

@@ -9,7 +9,7 @@ from mindnlp.transformers import BertConfig, BertForSequenceClassification
 from mindspore import Tensor
 
 import mindnlp_dp as dp
-from mindnlp_dp.kernels import choice, workers
+from mindnlp_dp.kernels import dispatch, workers
 from models import Rows, train
 
 # The model is wide enough for its matrix products to be split among cores.
@@ -18,15 +18,15 @@ CONFIG = {"vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 1, "num_att
 
 @pytest.fixture(autouse=True)
 def as_before():
-    num_cores, are_on = workers._num_cores, choice._are_on
+    num_cores, are_on = workers._num_cores, dispatch._are_on
     yield
-    choice.choose("auto" if are_on else "mindspore", num_cores)
+    dispatch.choose("auto" if are_on else "mindspore", num_cores)
 
 
 def trained(tmp_path, kernels, num_cores, **settings):
     from mindnlp.engine.utils import set_seed
 
-    choice.choose(kernels, num_cores)
+    dispatch.choose(kernels, num_cores)
     set_seed(5)
     model = BertForSequenceClassification(BertConfig(intermediate_size=512, max_position_embeddings=16, **CONFIG))
     trainer = train(
@@ -61,7 +61,7 @@ def test_mindspores_own_train_the_same_model(group, shared_tmp_path):
 
 @pytest.mark.core
 def test_every_call_of_dropout_on_every_rank_drops_others(group):
-    if not choice._are_on:
+    if not dispatch._are_on:
         pytest.skip("masks are MindSpore's")
     dropout, masks = nn.Dropout(0.5), []
     weight = nn.Parameter(Tensor(np.ones((1, 400), np.float32)))

@@ -584,7 +584,7 @@ def test_a_folder_of_weights_into_an_empty_model_and_back(group, shared_tmp_path
     held = sum(p.size for p in model.parameters())
     assert held < 0.75 * sum(p.size for p in original.parameters())
     model.parallel.write_weights(shared_tmp_path / "again" / "model.safetensors" if group.is_main else None)
-    from mindnlp_dp.checkpoint.read import read_weights
+    from mindnlp_dp.checkpoint.reader import read_weights
 
     other = build("masked", seed=9)
     read_weights(other, shared_tmp_path / "again")

@@ -8,7 +8,7 @@ from mindnlp.engine import TrainingArguments
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
-from mindnlp_dp.data.source import mapped
+from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.data_parallel.synchronizer import DEFAULT_BUCKET_CAP_MB
 from mindnlp_dp.training.trainer.callbacks import callback_states, load_callback_states
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import upgrade_arguments

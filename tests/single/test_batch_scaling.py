@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindnlp_dp.data.loader import IndexedLoader
-from mindnlp_dp.data.sharding import GlobalBatchSampler
+from mindnlp_dp.data.sampler import GlobalBatchSampler
 from mindnlp_dp.runtime.job_context import full_size, scales_batch, try_environment
 from mindnlp_dp.training.run_state import Position
 from mindnlp_dp.training.trainer.batch_scaling import Pace, batch_of

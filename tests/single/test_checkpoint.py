@@ -20,8 +20,7 @@ from hypothesis.extra import numpy as hnp
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint import folder_lock
-from mindnlp_dp.checkpoint.folder_lock import lock_folder
-from mindnlp_dp.checkpoint.folders import (
+from mindnlp_dp.checkpoint.directory import (
     checkpoint_path,
     checkpoints_in,
     has_checkpoints,
@@ -29,10 +28,11 @@ from mindnlp_dp.checkpoint.folders import (
     remove_old_checkpoints,
     remove_unfinished_checkpoints,
 )
+from mindnlp_dp.checkpoint.folder_lock import lock_folder
 from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpoint, run_of
-from mindnlp_dp.checkpoint.read import read_state, read_weights
+from mindnlp_dp.checkpoint.reader import read_state, read_weights
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
-from mindnlp_dp.checkpoint.write import write_checkpoint, write_weights
+from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.training.run_state import random_state, set_random_state
 from models import Rows, tiny_config, tiny_roberta, train, weights
@@ -176,7 +176,7 @@ def test_a_killed_writer_leaves_no_half_and_loses_no_old_checkpoint(tmp_path, mo
     script = f"""
         import os, signal, sys
         from pathlib import Path
-        from mindnlp_dp.checkpoint.write import write_checkpoint
+        from mindnlp_dp.checkpoint.writer import write_checkpoint
 
         def die(*args):
             os.kill(os.getpid(), signal.SIGKILL)

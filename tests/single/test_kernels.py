@@ -21,7 +21,7 @@ from mindnlp.transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel,
 from mindspore import Tensor
 
 import mindnlp_dp as dp
-from mindnlp_dp.kernels import choice, dropout, memory, products, workers
+from mindnlp_dp.kernels import dispatch, dropout, matmul, memory, workers
 from mindnlp_dp.kernels.activations import gelu
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
@@ -32,10 +32,10 @@ from mindnlp_dp.parallel.tensor_parallel.layers import add_bias
 def ours():
     """Start every test with our kernels on one core, and restore the previous choice after it."""
     dp.init_process_group()
-    before = choice._are_on
-    choice.choose("auto", 1)
+    before = dispatch._are_on
+    dispatch.choose("auto", 1)
     yield
-    choice.choose("auto" if before else "mindspore", 1)
+    dispatch.choose("auto" if before else "mindspore", 1)
 
 
 def numbers(*shape, seed=0, scale=1.0):
@@ -153,7 +153,7 @@ CASES = {
 
 def value_and_gradients(function, arrays, kernels, dtype=np.float32):
     """Return a function's value and the gradients of all inputs as float64 arrays."""
-    choice.choose(kernels, 1)
+    dispatch.choose(kernels, 1)
     inputs = [Tensor(array.astype(dtype)) for array in arrays]
     weight = Tensor(numbers(*function(*inputs).shape, seed=1).astype(dtype))
     everywhere = tuple(range(len(inputs)))
@@ -212,8 +212,8 @@ def test_products_of_any_shape_and_strides(batch, sizes, strides, is_batch, num_
     of_a, of_b = strides
     workers.use_cores(num_cores)
     try:
-        out = products.matmul(laid_out(a, of_a), laid_out(b, of_b))
-        again = products.matmul(laid_out(a, of_a), laid_out(b, of_b), like=out.swapaxes(-1, -2).copy().swapaxes(-1, -2))
+        out = matmul.matmul(laid_out(a, of_a), laid_out(b, of_b))
+        again = matmul.matmul(laid_out(a, of_a), laid_out(b, of_b), like=out.swapaxes(-1, -2).copy().swapaxes(-1, -2))
     finally:
         workers.use_cores(1)
     expected = np.matmul(a.astype(np.float64), b.astype(np.float64))
@@ -226,9 +226,9 @@ def test_products_of_any_shape_and_strides(batch, sizes, strides, is_batch, num_
 def test_without_onednn(monkeypatch):
     a, b, many = numbers(100, 70), numbers(70, 80), numbers(3, 2, 90, 100)
     bias = numbers(80)
-    with_it = products.product(a, b, bias), products.matmul(many, many.swapaxes(-1, -2)), products.matmul(a, b)
-    monkeypatch.setattr(products.onednn, "is_there", lambda: False)
-    without = products.product(a, b, bias), products.matmul(many, many.swapaxes(-1, -2)), products.matmul(a, b)
+    with_it = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
+    monkeypatch.setattr(matmul.onednn, "is_there", lambda: False)
+    without = matmul.product(a, b, bias), matmul.matmul(many, many.swapaxes(-1, -2)), matmul.matmul(a, b)
     for x, y in zip(with_it, without):
         np.testing.assert_allclose(x, y, atol=1e-4)
 
@@ -241,12 +241,12 @@ def test_the_number_of_cores_changes_no_bit(num_cores):
     keep = dropout.keep_mask(x.size, 0.1, (1, 2))
 
     def all_of_them():
-        y = products.product(x, w.T, bias)
+        y = matmul.product(x, w.T, bias)
         z, statistics = normalize(y, bias, bias, 1e-5, centred=True)
         return [
             y, z, *gelu(y, derivative=True), *normalize_backward(y, z, bias, statistics, centred=True),
-            products.product(y.T, x), products.product(y, w), dropout.masked(x, keep, 1.25),
-            products.matmul(heads, heads.swapaxes(-1, -2)), products.matmul(long, long.swapaxes(-1, -2)),
+            matmul.product(y.T, x), matmul.product(y, w), dropout.masked(x, keep, 1.25),
+            matmul.matmul(heads, heads.swapaxes(-1, -2)), matmul.matmul(long, long.swapaxes(-1, -2)),
         ]  # fmt: skip
 
     alone = all_of_them()
@@ -261,7 +261,7 @@ def test_a_process_that_ends_computes_alone():
     script = """if True:
         import atexit, mindnlp_dp, numpy
         mindnlp_dp.init_process_group()
-        from mindnlp_dp.kernels import products, workers
+        from mindnlp_dp.kernels import matmul, workers
         workers.use_cores(3)
         x = numpy.ones((1000, 300), numpy.float32)
         products.product(x, x.T)
@@ -291,11 +291,11 @@ def test_an_error_on_another_core_is_raised():
 def test_a_forked_process_computes_alone():
     workers.use_cores(3)
     x, weight = numbers(1000, 384), numbers(1536, 384)
-    expected = products.product(x, weight.T)
+    expected = matmul.product(x, weight.T)
     child = os.fork()
     if not child:
         signal.alarm(20)
-        os._exit(0 if np.array_equal(products.product(x, weight.T), expected) else 1)
+        os._exit(0 if np.array_equal(matmul.product(x, weight.T), expected) else 1)
     _, status = os.waitpid(child, 0)
     workers.use_cores(1)
     assert status == 0
@@ -378,7 +378,7 @@ class TestOddInputs:
     def test_a_class_that_there_is_not(self, wrong):
         outcomes = []
         for kernels in ("auto", "mindspore"):
-            choice.choose(kernels, 1)
+            dispatch.choose(kernels, 1)
             try:
                 outcomes.append(float(F.cross_entropy(Tensor(numbers(2, 3)), Tensor([0, wrong]))))
             except (ValueError, RuntimeError) as error:
@@ -403,7 +403,7 @@ class TestOddInputs:
     def test_shapes_that_do_not_fit(self, function, shapes):
         outcomes = []
         for kernels in ("auto", "mindspore"):
-            choice.choose(kernels, 1)
+            dispatch.choose(kernels, 1)
             try:
                 outcomes.append(function(*(Tensor(numbers(*shape)) for shape in shapes)).shape)
             except (ValueError, RuntimeError) as error:
@@ -519,7 +519,7 @@ class TestAutograd:
             return F.gelu(x + stop(inner(stop(x)))).sum()
 
         mine = mindspore.grad(adversarial)(x).asnumpy()
-        choice.choose("mindspore", 1)
+        dispatch.choose("mindspore", 1)
         np.testing.assert_allclose(mine, mindspore.grad(adversarial)(x).asnumpy(), atol=1e-5)
 
     @pytest.mark.parametrize("name", ["linear", "matmul of many", "gelu", "layer norm", "embedding", "cross-entropy"])
@@ -737,7 +737,7 @@ class TestWholeModels:
     def of_both(self, run):
         results = []
         for kernels in ("auto", "mindspore"):
-            choice.choose(kernels, 1)
+            dispatch.choose(kernels, 1)
             results.append([x.asnumpy() for x in run()])
         for mine, theirs in zip(*results):
             np.testing.assert_allclose(mine, theirs, atol=2e-5 * max(1, np.abs(theirs).max()))
@@ -748,8 +748,8 @@ class TestWholeModels:
     )  # fmt: skip
     def test_models_of_mindnlp(self, make, config, monkeypatch):
         asked = []
-        stock = choice.apply_to
-        monkeypatch.setattr("mindnlp_dp.patches.cpu_kernels.apply_to", lambda *xs: asked.append(xs) or stock(*xs))
+        stock = dispatch.apply_to
+        monkeypatch.setattr("mindnlp_dp.compat.cpu_kernels.apply_to", lambda *xs: asked.append(xs) or stock(*xs))
         model = make(config)
         model.set_train(False)
         ids = Tensor(np.arange(12).reshape(2, 6))
@@ -807,28 +807,28 @@ class TestWholeModels:
 class TestChoice:
     def test_unknown_ones(self, monkeypatch):
         with pytest.raises(ValueError, match="kernels='fast' is none of 'auto', 'mindspore'"):
-            choice.check_kernels("fast")
-        monkeypatch.setenv(choice.VARIABLE, "quick")
+            dispatch.check_kernels("fast")
+        monkeypatch.setenv(dispatch.VARIABLE, "quick")
         with pytest.raises(ValueError, match="MINDNLP_DP_KERNELS=quick"):
-            choice.check_kernels("auto")
+            dispatch.check_kernels("auto")
 
     def test_the_script_has_the_last_word(self, monkeypatch):
-        monkeypatch.setenv(choice.VARIABLE, "mindspore")
-        assert choice.check_kernels("auto") == "mindspore"
-        monkeypatch.setenv(choice.VARIABLE, "auto")
-        assert choice.check_kernels("mindspore") == "mindspore"
+        monkeypatch.setenv(dispatch.VARIABLE, "mindspore")
+        assert dispatch.check_kernels("auto") == "mindspore"
+        monkeypatch.setenv(dispatch.VARIABLE, "auto")
+        assert dispatch.check_kernels("mindspore") == "mindspore"
 
     def test_a_second_call_may_ask_for_mindspores(self):
         with pytest.raises(ValueError, match="quick"):
             dp.init_process_group(kernels="quick")
         dp.init_process_group()
-        assert choice._are_on
+        assert dispatch._are_on
         dp.init_process_group(kernels="mindspore")
-        assert not choice._are_on
+        assert not dispatch._are_on
 
     def test_mindspores_own(self, monkeypatch):
         monkeypatch.setattr("mindnlp_dp.kernels.functions.linear", None)
-        choice.choose("mindspore", 1)
+        dispatch.choose("mindspore", 1)
         assert nn.Linear(3, 2)(Tensor(numbers(4, 3))).shape == (4, 2)
 
 

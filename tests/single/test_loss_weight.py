@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import mindnlp_dp as dp
-from mindnlp_dp.runtime.versions import mindnlp_series
-from mindnlp_dp.step.loss_weight import (
+from mindnlp_dp.data.loss_weight import (
     LossMean,
     LossWeigher,
     Task,
@@ -18,6 +17,7 @@ from mindnlp_dp.step.loss_weight import (
     loss_mean,
     span_counts,
 )
+from mindnlp_dp.runtime.versions import mindnlp_series
 from mindnlp_dp.training.find_model import BatchWeigher, model_of
 
 needs_0_4 = pytest.mark.skipif(mindnlp_series() != "0.4", reason="the classes of MindNLP 0.4")

@@ -8,7 +8,7 @@ from library import is_0_5
 from mindspore import Tensor
 
 import mindnlp_dp as dp
-from mindnlp_dp.kernels import choice
+from mindnlp_dp.kernels import dispatch
 from mindnlp_dp.runtime.mindnlp_api import torch_like, transformers_like
 
 pytestmark = pytest.mark.skipif(not is_0_5, reason="of MindNLP 0.5; 0.4's are in test_kernels.py")
@@ -20,9 +20,9 @@ SOME = np.where(np.arange(64) % 3, CLASSES, -100)
 @pytest.fixture(autouse=True)
 def one_process():
     dp.init_process_group()
-    before = choice._are_on
+    before = dispatch._are_on
     yield
-    choice.choose("auto" if before else "mindspore", 1)
+    dispatch.choose("auto" if before else "mindspore", 1)
 
 
 def numbers(*shape, seed=0):
@@ -52,7 +52,7 @@ FUNCTIONS = {
 
 
 def value_and_gradients(function, shapes, kernels):
-    choice.choose(kernels, 1)
+    dispatch.choose(kernels, 1)
     torch = torch_like()
     weights = [torch.nn.Parameter(Tensor(numbers(*shape, seed=i))) for i, shape in enumerate(shapes)]
     scale = None
@@ -100,7 +100,7 @@ def test_models_are_the_same_to_rounding(kind):
     ids = Tensor(np.random.default_rng(0).integers(5, 50, (3, 9)))
     results = {}
     for kernels in ("auto", "mindspore"):
-        choice.choose(kernels, 1)
+        dispatch.choose(kernels, 1)
         for weight in weights:
             weight.grad = None
 

@@ -202,8 +202,8 @@ def test_every_patch_is_registered(pytestconfig):
     }
     # Patches for the other MindNLP version are imported only where it is installed.
     code = """
-import sys, mindnlp_dp, mindnlp_dp.patches.mindnlp_0_4, mindnlp_dp.patches.mindnlp_0_5
-print(*sorted(m for m in sys.modules if m.startswith("mindnlp_dp.patches.")))
+import sys, mindnlp_dp, mindnlp_dp.compat.mindnlp_0_4, mindnlp_dp.compat.mindnlp_0_5
+print(*sorted(m for m in sys.modules if m.startswith("mindnlp_dp.compat.")))
 """
     done = run(code)
     assert len(files) > 5

@@ -13,16 +13,15 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
+from mindnlp_dp.checkpoint.directory import choose_checkpoint, put_right, remove_unfinished_checkpoints
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
-from mindnlp_dp.checkpoint.folders import choose_checkpoint, put_right, remove_unfinished_checkpoints
-from mindnlp_dp.checkpoint.load import load_checkpoint
+from mindnlp_dp.checkpoint.full_model import WholeModel, data_group, load_checkpoint, whole_model
 from mindnlp_dp.checkpoint.manifest import RunId
-from mindnlp_dp.checkpoint.whole_model import WholeModel, data_group, whole_model
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
+from mindnlp_dp.data.dataset_adapter import indexed_source, sample_lengths
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
-from mindnlp_dp.data.source import indexed_source, sample_lengths
 from mindnlp_dp.data_parallel.accumulation import GradientWindow
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.job_context import job_if_restarted

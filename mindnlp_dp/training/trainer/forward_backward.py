@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from mindnlp_dp.data.batches import Batch
+from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.runtime.random_state import seeded, step_seed
-from mindnlp_dp.step.loss_weight import checked_weight
 
 if TYPE_CHECKING:
     from mindnlp_dp.parallel.parallelize import ParallelModel

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.checkpoint.folders import checkpoint_path, remove_old_checkpoints
+from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
-from mindnlp_dp.checkpoint.write import write_checkpoint, write_module, write_weights
-from mindnlp_dp.data.source import brings_batches
+from mindnlp_dp.checkpoint.writer import write_checkpoint, write_module, write_weights
+from mindnlp_dp.data.dataset_adapter import brings_batches
 from mindnlp_dp.runtime.job_context import full_size, job_if_restarted
 from mindnlp_dp.training.run_state import Position, Run, check_same_data, warn_of_other_settings
 from mindnlp_dp.training.train_step import TrainStep

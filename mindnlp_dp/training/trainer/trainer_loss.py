@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from mindnlp_dp.step.loss_weight import LossMean, LossWeigher, Task, loss_mean
+from mindnlp_dp.data.loss_weight import LossMean, LossWeigher, Task, loss_mean
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, is_causal
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
-from mindnlp_dp.data.source import mapped
+from mindnlp_dp.data.dataset_adapter import mapped
 from mindnlp_dp.training.trainer.base import RankTrainer
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer

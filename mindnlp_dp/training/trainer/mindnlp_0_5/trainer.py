@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
+from mindnlp_dp.data.loss_weight import count_labels
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import torch_like
-from mindnlp_dp.step.loss_weight import count_labels
 from mindnlp_dp.training.trainer.base import RankTrainer
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer

@@ -1,0 +1,55 @@
+"""This module writes a checkpoint from one process, complete or not at all; Trainers and FunctionalRun call it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from mindnlp_dp.checkpoint.manifest import MODEL, STATE, RunId, write_manifest
+from mindnlp_dp.checkpoint.state_tree import pack_state
+from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.named_weights import named_weights
+
+
+def write_checkpoint(
+    path: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None], run: Optional[RunId] = None
+) -> None:
+    """Write a checkpoint of ``run`` to ``path``, replacing one that exists there.
+
+    ``write_model`` is called with a folder, and writes the weights (files ``model*.safetensors``) and other files of
+    the model into it. Without a state the folder holds the model alone, and no run can be resumed from it.
+    """
+    packed = None if state is None else pack_state(state)
+    with in_place_of(path) as folder:
+        folder.mkdir()
+        write_model(folder)
+        if packed is not None:
+            save_file({name: _contiguous(array) for name, array in packed.arrays.items()}, folder / STATE)
+        write_manifest(folder, None if packed is None else packed.outline, run)
+
+
+def write_weights(model: Any, folder: Path) -> None:
+    """Write ``model.safetensors``: every weight by its name; for a model with adapters, only those not frozen."""
+    has_adapters = hasattr(model, "peft_config")
+    arrays = {
+        name: _contiguous(to_host(weight))
+        for name, weight in named_weights(model)
+        if not has_adapters or getattr(weight, "requires_grad", True)
+    }
+    save_file(arrays, folder / MODEL, metadata={"format": "np"})
+
+
+def write_module(model: Any, folder: Path) -> None:
+    """Write a model that is not a PreTrainedModel: adapters as PeftModel.from_pretrained reads them, or all weights."""
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(str(folder))
+    else:
+        write_weights(model, folder)
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(array.shape)

@@ -1,0 +1,134 @@
+"""This module multiplies arrays of any number of dimensions and any strides; functions.py calls it.
+
+Transposed and sliced matrices go to BLAS without a copy. oneDNN computes a product in tiles of rows, or a batch matrix
+by matrix, and the tiles are distributed over the rank's cores. oneDNN's summation order depends on the number of rows
+(differently for each kind of core), so the tiles do not depend on the number of cores. Without oneDNN, NumPy computes
+the products, with its own threads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import numpy as np
+
+from mindnlp_dp.kernels import onednn
+from mindnlp_dp.kernels.memory import ITEM_BYTES, empty, empty_like
+from mindnlp_dp.kernels.workers import in_parts
+
+# With tiles of half this size a step takes 2 % longer; larger tiles leave cores idle.
+ROWS_OF_A_TILE = 256
+
+# The smallest number of multiplications that is worth a second core: about 0.1 ms on one core.
+WORK_OF_A_PART = 1 << 22
+
+ROWS_OF_A_SUM = 64
+
+
+def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> np.ndarray:
+    """Return ``a @ b``, plus ``bias`` in every row, as a new (M, N) matrix; ``a`` is (M, K), ``b`` is (K, N)."""
+    (rows, inner), columns = a.shape, b.shape[1]
+    out = empty(rows, columns)
+    if bias is not None or not inner:
+        out[...] = 0 if bias is None else bias
+    if not out.size or not inner:
+        return out
+    if not onednn.is_there():
+        return np.matmul(a, b, out=out) if bias is None else np.add(np.matmul(a, b), out, out=out)
+    a, b = _for_blas(a), _for_blas(b)
+    at_a, at_b, at_out = a.ctypes.data, b.ctypes.data, out.ctypes.data
+    layouts = _layout(a), _layout(b), columns
+    a_row, out_row = a.strides[0], out.strides[0]
+
+    num_tiles = max(1, rows // ROWS_OF_A_TILE)
+
+    def part(first: int, last: int) -> None:
+        # The last tile also takes the remaining rows.
+        begins = [number * ROWS_OF_A_TILE for number in range(first, last)]
+        ends = [*begins[1:], last * ROWS_OF_A_TILE if last < num_tiles else rows]
+        for begin, end in zip(begins, ends):
+            multiply = onednn.multiplication((end - begin, inner, columns), *layouts, add=bias is not None)
+            multiply(at_a + begin * a_row, at_b, at_out + begin * out_row)
+
+    in_parts(part, num_tiles, 1, WORK_OF_A_PART // (ROWS_OF_A_TILE * inner * columns) + 1)
+    return out
+
+
+def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> np.ndarray:
+    """Return ``np.matmul(a, b)`` for arrays of two or more dimensions; all but the last two are broadcast.
+
+    The result has the memory order of ``like``, an array with the same number of dimensions.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    (rows, inner), columns = a.shape[-2:], b.shape[-1]
+    if inner != b.shape[-2]:
+        raise ValueError(f"matmul: shapes {a.shape} and {b.shape} do not fit: {inner} columns, {b.shape[-2]} rows")
+    if b.ndim == 2 and like is None:
+        return product(a.reshape(math.prod(a.shape[:-1]), inner), b).reshape(*a.shape[:-1], columns)
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    shape = (*batch, rows, columns)
+    out = empty(*shape) if like is None else empty_like(shape, like)
+    if not out.size or not inner:
+        out[...] = 0
+        return out
+    a, b = (np.broadcast_to(_for_blas(x), batch + x.shape[-2:]) for x in (a, b))
+    if not onednn.is_there():
+        return np.matmul(a, b, out=out)
+    if out.strides[-1] == ITEM_BYTES:
+        _one_by_one(a, b, out)
+    elif out.strides[-2] == ITEM_BYTES:
+        # (a b)' = b' a', whose rows are contiguous.
+        _one_by_one(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2))
+    else:
+        out[...] = matmul(a, b)
+    return out
+
+
+def column_sums(x: np.ndarray) -> np.ndarray:
+    """Return the sum of a matrix's rows, of shape (N,), summed first within blocks for less rounding error."""
+    blocks = range(0, max(1, len(x)), ROWS_OF_A_SUM)
+    return np.stack([x[begin : begin + ROWS_OF_A_SUM].sum(0) for begin in blocks]).sum(0)
+
+
+def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Multiply each pair of matrices into ``out``, distributed over the cores; the batch dimensions are equal."""
+    (rows, inner), columns = a.shape[-2:], b.shape[-1]
+    addresses = list(zip(_addresses(a), _addresses(b), _addresses(out)))
+    _, out_stride = _layout(out)
+
+    def part(first: int, last: int) -> None:
+        multiply = onednn.multiplication((rows, inner, columns), _layout(a), _layout(b), out_stride, add=False)
+        for pair in addresses[first:last]:
+            multiply(*pair)
+
+    in_parts(part, len(addresses), 1, WORK_OF_A_PART // (rows * inner * columns) + 1)
+
+
+def _addresses(x: np.ndarray) -> list[int]:
+    """Return the address of each matrix of an array."""
+    offsets = np.zeros(x.shape[:-2], np.int64)
+    for axis, (length, stride) in enumerate(zip(x.shape[:-2], x.strides)):
+        offsets += (np.arange(length) * stride).reshape([-1 if other == axis else 1 for other in range(x.ndim - 2)])
+    return (x.ctypes.data + offsets).ravel().tolist()
+
+
+def _for_blas(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` if its matrices are row-major or column-major, else a row-major copy."""
+    return x if _lies_in_rows(x) or _lies_in_rows(x.swapaxes(-1, -2)) else np.ascontiguousarray(x)
+
+
+def _lies_in_rows(x: np.ndarray) -> bool:
+    """Return whether each row is contiguous and begins after the end of the previous one."""
+    rows, columns = x.shape[-2:]
+    by_row, by_column = x.strides[-2:]
+    return (by_column == ITEM_BYTES or columns == 1) and (by_row >= columns * ITEM_BYTES or rows == 1)
+
+
+def _layout(x: np.ndarray) -> onednn.Layout:
+    """Return BLAS's description of a matrix that :func:`_for_blas` has returned."""
+    transposed = not _lies_in_rows(x)
+    by_row, columns = (x.strides[-1], x.shape[-2]) if transposed else (x.strides[-2], x.shape[-1])
+    return b"T" if transposed else b"N", max(by_row // ITEM_BYTES, columns)
