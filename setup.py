@@ -66,7 +66,7 @@ setup(
         "xxhash>=3,<5",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["mindnlp-dp = mindnlp_dp.cli:main"]},
+    entry_points={"console_scripts": ["mindnlp-dp = mindnlp_dp.commands.main:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3",

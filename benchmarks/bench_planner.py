@@ -24,7 +24,7 @@ import bench_parallel
 import numpy as np
 from common import machine, write_json
 
-from mindnlp_dp.calibration.fit import measure_cluster
+from mindnlp_dp.commands.calibrate.fit import measure_cluster
 from mindnlp_dp.planner import choose_strategies, load_cluster, load_model, plan, predict, slice_stages
 from mindnlp_dp.schedules.pipeline import SCHEDULES
 

@@ -1,6 +1,6 @@
 """Define the options of ``mindnlp-dp run``, and build the rendezvous of its hosts from the parsed arguments.
 
-:mod:`mindnlp_dp.cli` calls it. Options that mean the same as in torchrun have torchrun's names.
+:mod:`mindnlp_dp.commands.main` calls it. Options that mean the same as in torchrun have torchrun's names.
 """
 
 from __future__ import annotations

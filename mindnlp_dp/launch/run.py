@@ -1,6 +1,6 @@
 """``mindnlp-dp run``: decide which part this host has in a job, and run the job.
 
-:mod:`mindnlp_dp.cli` calls :func:`run_job`, which returns the exit code of the first rank that failed, or 0. A single
+:mod:`mindnlp_dp.commands.main` calls :func:`run_job`, which returns the exit code of the first rank that failed, or 0. A single
 host, or the host of the endpoint, leads the job (:mod:`mindnlp_dp.launch.job`); every other host follows its orders
 (:mod:`mindnlp_dp.launch.rendezvous.client`).
 """

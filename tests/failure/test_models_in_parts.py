@@ -104,7 +104,7 @@ def a_cluster(num_devices):
 
 
 def test_finetune_follows_a_plan(launch, tmp_path):
-    from mindnlp_dp.cli import main
+    from mindnlp_dp.commands.main import main
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 3}
     cluster = a_cluster(2)

@@ -258,7 +258,7 @@ def test_a_rank_that_others_may_wait_for_in_vain_is_mentioned(tmp_path, monkeypa
 
 
 def test_mpirun_missing(monkeypatch, capsys, tmp_path):
-    from mindnlp_dp.cli import main
+    from mindnlp_dp.commands.main import main
 
     script = tmp_path / "script.py"
     script.write_text("")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindnlp_dp.teaching.all_reduce import ALGORITHMS, MPIEndpoint
-from mindnlp_dp.teaching.all_reduce.costs import traffic
+from mindnlp_dp.commands.algorithms import ALGORITHMS, MPIEndpoint
+from mindnlp_dp.commands.algorithms.costs import traffic
 
 pytestmark = pytest.mark.core
 

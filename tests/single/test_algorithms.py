@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from mindnlp_dp.teaching.all_reduce import (
+from mindnlp_dp.commands.algorithms import (
     ALGORITHMS,
     ParameterServer,
     broadcast,
@@ -17,9 +17,9 @@ from mindnlp_dp.teaching.all_reduce import (
     reduce,
     run_ranks,
 )
-from mindnlp_dp.teaching.all_reduce.comparison import plot, table_rows
-from mindnlp_dp.teaching.all_reduce.costs import CostModel, fit, traffic
-from mindnlp_dp.teaching.all_reduce.explain import explain
+from mindnlp_dp.commands.algorithms.comparison import plot, table_rows
+from mindnlp_dp.commands.algorithms.costs import CostModel, fit, traffic
+from mindnlp_dp.commands.algorithms.explain import explain
 
 WORLD_SIZES = range(1, 9)
 LENGTHS = [0, 1, 2, 7, 64, 1001]
@@ -249,8 +249,8 @@ def test_rows_and_the_picture_of_them(tmp_path):
 
 def test_nothing_imports_mindspore():
     code = (
-        "import sys, mindnlp_dp.teaching.all_reduce.comparison, "
-        "mindnlp_dp.teaching.all_reduce.timing_job; assert 'mindspore' not in sys.modules"
+        "import sys, mindnlp_dp.commands.algorithms.comparison, "
+        "mindnlp_dp.commands.algorithms.timing_job; assert 'mindspore' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from packaging.requirements import Requirement
 
-from mindnlp_dp.doctor import findings as doctor
+from mindnlp_dp.commands.doctor import findings as doctor
 from mindnlp_dp.runtime.devices import count_devices, too_many_workers
 from mindnlp_dp.runtime.versions import BEST_MINDSPORE, MINDNLP, OTHER_MINDNLP
 
@@ -84,7 +84,7 @@ def test_it_works_when_mindspore_and_mindnlp_cannot_be_imported(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise ImportError('this {name} is broken')\n")
     code = (
-        f"import sys; from mindnlp_dp.doctor import findings as doctor; sys.path.insert(0, {str(tmp_path)!r});"
+        f"import sys; from mindnlp_dp.commands.doctor import findings as doctor; sys.path.insert(0, {str(tmp_path)!r});"
         "print([f.what for f in doctor.check_imports()]); print([f.what for f in doctor.check_backends(False)]);"
         "assert 'mindspore' not in sys.modules"
     )

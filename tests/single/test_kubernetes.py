@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from mindnlp_dp import cli
+from mindnlp_dp.commands import main
 from mindnlp_dp.launch.errors import LaunchError, NotMetError
 from mindnlp_dp.launch.processes.spawn import DEVICE_GRACE_SECONDS, GRACE_SECONDS
 from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
@@ -122,7 +122,7 @@ def test_pods_run_a_command_that_the_launcher_takes(name, monkeypatch):
     container, hosts = container_of(name), hosts_of(name)
     args, resources = container["args"], container["resources"]["requests"]
     assert (container["command"], args[0]) == (["mindnlp-dp"], "run")
-    parsed = cli._parser().parse_args([arg.replace("$(MS_SCHED_HOST)", "10.0.0.1") for arg in args])
+    parsed = main._parser().parse_args([arg.replace("$(MS_SCHED_HOST)", "10.0.0.1") for arg in args])
     at = args.index(parsed.script)
     flags = dict(zip(args[1:at:2], args[2:at:2]))
     [port] = [port["containerPort"] for port in container["ports"]]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindnlp_dp.cli import main
+from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch.logs import log_dir
 from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure

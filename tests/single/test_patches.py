@@ -54,7 +54,9 @@ import mindnlp
 
 
 def test_importing_the_package_costs_neither_mindspore_nor_mindnlp():
-    done = run("import sys, mindnlp_dp, mindnlp_dp.cli; print([m for m in sys.modules if m.startswith('minds')])")
+    done = run(
+        "import sys, mindnlp_dp, mindnlp_dp.commands.main; print([m for m in sys.modules if m.startswith('minds')])"
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from mindnlp_dp.cli import main
+from mindnlp_dp.commands.main import main
 from mindnlp_dp.planner import InfeasibleError, load_cluster, load_model, memory_of, plan, predict, simulate_pipeline
 from mindnlp_dp.planner.cost_model.memory import parameter_memory, roles_of
 from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
@@ -521,7 +521,7 @@ def test_mistakes_are_one_sentence(capsys, files, change, message):
 
 def test_plans_need_no_mindspore(files):
     script = (
-        "import sys; sys.modules['mindspore'] = None; from mindnlp_dp.cli import main; "
+        "import sys; sys.modules['mindspore'] = None; from mindnlp_dp.commands.main import main; "
         f"code = main({['plan', *map(str, files)]!r}); assert 'mpi4py' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -532,8 +532,8 @@ def test_plans_need_no_mindspore(files):
 
 
 def test_a_fit_finds_what_the_times_were_made_of():
-    from mindnlp_dp.calibration.fit import fit_cluster, model_keys, step_terms
-    from mindnlp_dp.calibration.rates_job import SHAPES
+    from mindnlp_dp.commands.calibrate.fit import fit_cluster, model_keys, step_terms
+    from mindnlp_dp.commands.calibrate.rates_job import SHAPES
 
     rates = np.array([5e-12, 2e-10, 1e-8, 1e-9, 1e-4, 3e-10, 1.5e-9])
     steps = []

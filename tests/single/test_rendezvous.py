@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindnlp_dp.cli import main
+from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch.errors import LaunchError, NotMetError
 from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Report, Try
@@ -338,7 +338,7 @@ def test_what_does_not_fit_together(line, message, capsys, monkeypatch):
 
 
 def test_torchruns_words(monkeypatch):
-    from mindnlp_dp.cli import _parser
+    from mindnlp_dp.commands.main import _parser
 
     monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
     words = "--nnodes=1:4 --nproc_per_node=2 --rdzv_id=j --rdzv_endpoint=n0:123 --max-restarts=3 --log_dir=l --tee all"
@@ -361,7 +361,7 @@ def test_torchruns_words(monkeypatch):
     ],
 )  # fmt: skip
 def test_torchruns_lines_of_one_host_need_no_token(line, monkeypatch):
-    from mindnlp_dp.cli import _parser
+    from mindnlp_dp.commands.main import _parser
 
     monkeypatch.delenv("MINDNLP_DP_RDZV_TOKEN", raising=False)
     args = _parser().parse_args(["run", "--nproc_per_node=2", *line.split(), "x.py", "--role", "of the script"])
@@ -391,7 +391,7 @@ def test_torchruns_other_options_say_what_to_type(line, message, capsys):
 
 
 def test_as_many_ranks_as_there_are_cards_or_cores(monkeypatch, capsys):
-    from mindnlp_dp.cli import _parser
+    from mindnlp_dp.commands.main import _parser
 
     def nproc(text):
         return _parser().parse_args(["run", "--nproc-per-node", text, "x.py"]).nproc

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mindnlp_dp.cli import main
+from mindnlp_dp.commands.main import main
 from mindnlp_dp.report.page import render
 from mindnlp_dp.report.runs import RecordedRun, read_runs, speed_up
 from mindnlp_dp.text_classification.recorder import RunRecorder, most_confused

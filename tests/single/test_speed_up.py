@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mindnlp_dp.teaching.speed_up import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
-from mindnlp_dp.teaching.speed_up.prediction import LAWS, fit, plot, print_report
+from mindnlp_dp.commands.scaling import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
+from mindnlp_dp.commands.scaling.prediction import LAWS, fit, plot, print_report
 
 WAYS = [way for way, _ in LAWS.values()]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .endpoint import bounds_of
+from mindnlp_dp.commands.algorithms.endpoint import bounds_of
 
 
 @dataclass(frozen=True)

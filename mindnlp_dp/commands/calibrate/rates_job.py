@@ -33,7 +33,9 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool, float]] = {
     "wide without dropout": (512, 3, 2048, 500, 32, 8, False, 0.0),
     "long without dropout": (128, 3, 512, 500, 128, 8, False, 0.0),
 }
+
 HEADS = 4
+
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 
 

@@ -195,15 +195,15 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from .doctor.findings import run_doctor
+    from mindnlp_dp.commands.doctor.findings import run_doctor
 
     return run_doctor()
 
 
 def _algorithms(args: argparse.Namespace) -> int:
     # Imported here because the other commands need neither module.
-    from .teaching.all_reduce.comparison import run
-    from .teaching.all_reduce.explain import explain
+    from mindnlp_dp.commands.algorithms.comparison import run
+    from mindnlp_dp.commands.algorithms.explain import explain
 
     try:
         if args.explain:
@@ -216,7 +216,7 @@ def _algorithms(args: argparse.Namespace) -> int:
 
 
 def _scaling(args: argparse.Namespace) -> int:
-    from .teaching.speed_up.prediction import run
+    from mindnlp_dp.commands.scaling.prediction import run
 
     try:
         return run(args.nproc, args.batch, args.updates, args.plot, args.json)
@@ -233,7 +233,7 @@ def _plan(args: argparse.Namespace) -> int:
             raise ValueError("give --cluster, or --measure to plan for this machine")
         keys = None
         if args.measure is not None:
-            from .calibration.fit import measure_to
+            from mindnlp_dp.commands.calibrate.fit import measure_to
 
             keys = measure_to(args.measure, args.devices or 2)
         return run_plan(args, keys)

@@ -19,6 +19,7 @@ import numpy as np
 import mindnlp_dp as dp
 
 VOCAB_SIZE, LENGTH, LABELS = 4000, 24, 29
+
 # Updates before the measurement, which include the trial that decides on overlap.
 WARM_UP = 20
 

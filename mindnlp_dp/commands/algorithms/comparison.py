@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from mindnlp_dp.commands.algorithms.costs import CostModel, traffic
 from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.report.outputs import write_outputs
-
-from .costs import CostModel, traffic
 
 # The fitted cost model of an algorithm; the default is "one at a time".
 _PATTERN = {"ring": "all at once"}
@@ -28,7 +27,7 @@ def measure(world_sizes: Sequence[int], sizes: Sequence[int]) -> list[dict[str, 
     """
     flags = ["--bytes", *map(str, sizes)]
     jobs = [
-        run_measurement("mindnlp_dp.teaching.all_reduce.timing_job", world_size, flags) for world_size in world_sizes
+        run_measurement("mindnlp_dp.commands.algorithms.timing_job", world_size, flags) for world_size in world_sizes
     ]
     return [row for job in jobs for row in table_rows(job)]
 

@@ -37,7 +37,7 @@ def measure_cluster(num_ranks: int) -> dict[str, Any]:
         LaunchError: The job could not be started.
         RuntimeError: The job failed.
     """
-    measured = run_measurement("mindnlp_dp.calibration.rates_job", num_ranks, [])
+    measured = run_measurement("mindnlp_dp.commands.calibrate.rates_job", num_ranks, [])
     return fit_cluster(measured, memory=_memory() / num_ranks)
 
 
@@ -57,7 +57,7 @@ def fit_cluster(measured: Mapping[str, Any], memory: float) -> dict[str, Any]:
     Args:
         memory: memory of a rank in bytes.
     """
-    from .rates_job import SHAPES
+    from mindnlp_dp.commands.calibrate.rates_job import SHAPES
 
     steps = measured["steps"]
     counts = {name: step_terms(model_keys(shape), rows=shape[5]) for name, shape in SHAPES.items()}
@@ -83,7 +83,7 @@ def fit_cluster(measured: Mapping[str, Any], memory: float) -> dict[str, Any]:
 
 def model_keys(shape: Sequence[Any]) -> dict[str, Any]:
     """Return the configuration of one of the job's models."""
-    from .rates_job import HEADS
+    from mindnlp_dp.commands.calibrate.rates_job import HEADS
 
     hidden, layers, inner, words, length, _, guesses, dropout = shape
     return {

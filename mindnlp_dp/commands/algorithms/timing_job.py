@@ -1,6 +1,6 @@
 """This job times and counts every algorithm at one number of ranks; ``mindnlp-dp algorithms`` runs it under mpirun.
 
-mpirun -n 4 python -m mindnlp_dp.teaching.all_reduce.timing_job --bytes 4096 1048576 --write FILE
+mpirun -n 4 python -m mindnlp_dp.commands.algorithms.timing_job --bytes 4096 1048576 --write FILE
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from . import ALGORITHMS, MPIEndpoint
-from .costs import fit
+from mindnlp_dp.commands.algorithms import ALGORITHMS, MPIEndpoint
+from mindnlp_dp.commands.algorithms.costs import fit
 
 # The message sizes to which the cost model is fitted.
 _FIT_BYTES = (4, 1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+
 # The measurement of a size ends after this time or this number of repeats.
 _SECONDS, _MOST_REPEATS = 0.4, 30
 

@@ -17,6 +17,7 @@ import numpy as np
 from mindnlp_dp.communication.transports.mpi.transport import mpi_library
 
 T = TypeVar("T")
+
 # A thread that has waited this long for a message is considered deadlocked.
 _PATIENCE_SECONDS = 60.0
 
