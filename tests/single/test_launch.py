@@ -15,8 +15,8 @@ from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.processes.exit_status import Ended, Status, read_statuses, write_status
-from mindnlp_dp.launch.processes.process_state import stacks_of
 from mindnlp_dp.launch.processes.spawn import end_ranks, grace_seconds
+from mindnlp_dp.launch.processes.stack_dumps import stacks_of
 from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device, obey_device_target

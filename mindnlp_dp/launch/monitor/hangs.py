@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from mindnlp_dp.launch.monitor.failure_attribution import Failure
-from mindnlp_dp.launch.processes.process_state import _where
+from mindnlp_dp.launch.processes.stack_dumps import _where
 from mindnlp_dp.runtime.heartbeat import Progress
 
 # The exit code of timeout(1).
@@ -20,9 +20,6 @@ EXIT_CODE = 124
 
 # A longer interval is not counted: the launcher itself was stopped, and has not seen a rank hang.
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
-
-# The limit for all ranks of a host together: their stacks go to the first host in one message (messages.py).
-_MOST_STACKS_BYTES = 1 << 20
 
 # The additional time that ranks get until all have joined.
 START_SECONDS = 120.0
@@ -105,11 +102,3 @@ def _ranks(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"Rank {numbers[0]}"
     return f"Ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        # The file was removed.
-        return ""

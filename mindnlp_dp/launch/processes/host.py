@@ -28,7 +28,6 @@ from mindnlp_dp.launch.processes.environment import this_host_name
 from mindnlp_dp.launch.processes.exit_status import Ended, Status, read_statuses, tail
 from mindnlp_dp.launch.processes.fork_client import VARIABLE
 from mindnlp_dp.launch.processes.fork_server import ForkServer
-from mindnlp_dp.launch.processes.process_state import stacks_of
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import (
     GRACE_SECONDS,
@@ -43,6 +42,7 @@ from mindnlp_dp.launch.processes.spawn import (
     start_mpi,
     start_scheduler,
 )
+from mindnlp_dp.launch.processes.stack_dumps import stacks_of
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device
 from mindnlp_dp.runtime.heartbeat import Progress

@@ -10,8 +10,19 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mindnlp_dp.launch.monitor.hangs import _MOST_STACKS_BYTES, _read
 from mindnlp_dp.runtime.heartbeat import Progress
+
+# The limit for all ranks of a host together: their stacks go to the first host in one message (messages.py).
+_MOST_STACKS_BYTES = 1 << 20
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        # The file was removed.
+        return ""
+
 
 _STACK_SECONDS = 1.0
 
