@@ -99,7 +99,7 @@ group = dp.init_process_group()
 from mindnlp.core import optim
 from mindnlp.transformers import RobertaConfig, RobertaForSequenceClassification
 from mindnlp_dp.runtime.heartbeat import read
-from mindnlp_dp.launch.logs.log_dir import PROGRESS
+from mindnlp_dp.launch.log_dir import PROGRESS
 model = RobertaForSequenceClassification(RobertaConfig(
     vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128))
 parameters = list(model.parameters())

@@ -18,7 +18,7 @@ from typing import Optional
 
 from mindnlp_dp.launch.errors import POLL_SECONDS, TemporaryError
 from mindnlp_dp.launch.job_options import JobOptions
-from mindnlp_dp.launch.logs.log_dir import VARIABLE as LOG_MB
+from mindnlp_dp.launch.log_dir import VARIABLE as LOG_MB
 from mindnlp_dp.launch.monitor.attempt_monitor import Seen, Watch, first_lost, look
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
 from mindnlp_dp.launch.monitor.recovery import Restarts

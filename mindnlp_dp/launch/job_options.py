@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindnlp_dp.launch.logs.log_dir import DEFAULT_MB
+from mindnlp_dp.launch.log_dir import DEFAULT_MB
 from mindnlp_dp.launch.termination import GRACE_PERIOD_SECONDS
 
 

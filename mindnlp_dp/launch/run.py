@@ -20,8 +20,8 @@ from typing import Any, Optional, Union
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.job import Job
 from mindnlp_dp.launch.job_options import JobOptions
-from mindnlp_dp.launch.logs.log_dir import kept_by_this_job, new_log_dir
-from mindnlp_dp.launch.logs.rank_output import Unhurried, hurry
+from mindnlp_dp.launch.log_dir import kept_by_this_job, new_log_dir
+from mindnlp_dp.launch.monitor.nonblocking_stdio import Unhurried, hurry
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.client import Agent
 from mindnlp_dp.launch.rendezvous.membership import Members, Size

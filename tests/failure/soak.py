@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from conftest import BACKENDS, ROOT, processes_of
-from mindnlp_dp.launch.logs.log_dir import RECORD
+from mindnlp_dp.launch.log_dir import RECORD
 from mindnlp_dp.launch.monitor.status import read_of_all_hosts
 
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}

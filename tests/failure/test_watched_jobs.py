@@ -26,7 +26,7 @@ from conftest import (
     wait_for_files,
 )
 from mindnlp_dp.launch import run as launch
-from mindnlp_dp.launch.logs.log_dir import Scratch
+from mindnlp_dp.launch.log_dir import Scratch
 from mindnlp_dp.launch.monitor import attempt_monitor
 from mindnlp_dp.launch.processes import spawn
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindnlp_dp.commands.main import main
-from mindnlp_dp.launch.logs import log_dir
+from mindnlp_dp.launch import log_dir
 from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port

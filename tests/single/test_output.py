@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from mindnlp_dp.launch.logs.rank_output import Output, Unhurried, hurry, is_behind
 from mindnlp_dp.launch.monitor.console import Screen
+from mindnlp_dp.launch.monitor.nonblocking_stdio import Output, Unhurried, hurry, is_behind
 
 MORE_THAN_A_PIPE_TAKES = 1 << 20
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from mindnlp_dp.launch.errors import LaunchError
-from mindnlp_dp.launch.logs.log_dir import (
+from mindnlp_dp.launch.log_dir import (
     RECORD,
     VARIABLE,
     LogFile,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Optional
 
 from mindnlp_dp.launch.errors import POLL_SECONDS
-from mindnlp_dp.launch.logs.rank_output import hurry, is_behind, why_unread
+from mindnlp_dp.launch.monitor.nonblocking_stdio import hurry, is_behind, why_unread
 from mindnlp_dp.launch.monitor.status import StatusLine
 from mindnlp_dp.runtime.heartbeat import Progress
 

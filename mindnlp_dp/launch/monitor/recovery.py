@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.logs.log_dir import RECORD
+from mindnlp_dp.launch.log_dir import RECORD
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, how_it_ended
 from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.runtime.heartbeat import Progress

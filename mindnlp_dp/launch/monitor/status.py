@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.logs.log_dir import PROGRESS, RECORD, progress_file
+from mindnlp_dp.launch.log_dir import PROGRESS, RECORD, progress_file
 from mindnlp_dp.launch.processes.exit_status import read_statuses
 from mindnlp_dp.runtime.heartbeat import Progress, is_of_this_system, read
 

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.logs.log_dir import Scratch
+from mindnlp_dp.launch.log_dir import Scratch
 from mindnlp_dp.launch.processes.environment import CLUSTER_VARIABLES, clean_environment
 from mindnlp_dp.launch.processes.fork_client import (
     ENVIRON_CHANGES,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Optional, Union
 
 from mindnlp_dp.launch.errors import TemporaryError
-from mindnlp_dp.launch.logs.log_dir import (
+from mindnlp_dp.launch.log_dir import (
     Scratch,
     claim,
     forget_statuses,

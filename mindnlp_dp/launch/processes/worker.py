@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from mindnlp_dp.launch.logs.log_dir import PROGRESS, LogFile
+from mindnlp_dp.launch.log_dir import PROGRESS, LogFile
 from mindnlp_dp.launch.processes.environment import name_of_try
 from mindnlp_dp.launch.processes.exit_status import Status, write_status
 from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
