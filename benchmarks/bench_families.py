@@ -68,7 +68,7 @@ def train(family: str, config_file: Path, write: Path) -> None:
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     config = FinetuneConfig(**read_config_file(str(config_file)))
-    task = group.call_on_main(lambda: prepare_task(config), "preparing the data")
+    task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
     set_seed(config.seed)
     model = build(family, config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), len(task.label_names))
     args = dp.DataParallelArguments(

@@ -47,7 +47,7 @@ def main() -> None:
         with as_input_error():
             mesh = dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
         args = training_arguments(config, mesh)
-        task = group.call_on_main(lambda: prepare_task(config), "preparing the data")
+        task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train["labels"]), mesh.data.world_size)
         report = train(config, args, task, group)
@@ -134,7 +134,7 @@ def train(
     )
     if group.is_main and task.num_truncated:
         print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
-    resume = config.resume and group.call_on_main(
+    resume = config.resume and group.run_on_rank0(
         lambda: has_checkpoints(Path(config.output_dir)), "looking for checkpoints"
     )
     with as_input_error(CheckpointError):
@@ -150,7 +150,7 @@ def train(
         write_model(Path(folder))
         save_tokenizer(config, task, folder)
 
-    group.call_on_main(lambda: write_results(output_dir, report, save_model), "writing the results")
+    group.run_on_rank0(lambda: write_results(output_dir, report, save_model), "writing the results")
     return report
 
 

@@ -86,13 +86,13 @@ def trained_by_trainer(group, mesh, folder, resume=None, **settings):
 def assert_taken_up(group, first, second, folder, whole):
     """Check that a run that crashes on one mesh and resumes on another ends like ``whole``, an undisturbed run."""
     crashed(group, first, folder, save_strategy="steps", save_steps=1)
-    taken_up = trained_by_trainer(group, second, folder, resume=True, save_strategy="steps", save_steps=1)
-    assert taken_up.state.global_step == 3
-    found, expected = whole_weights(taken_up.model), whole_weights(whole.model)
+    resumed = trained_by_trainer(group, second, folder, resume=True, save_strategy="steps", save_steps=1)
+    assert resumed.state.global_step == 3
+    found, expected = whole_weights(resumed.model), whole_weights(whole.model)
     for name, weight in expected.items():
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=f"{first} to {second}: {name}")
     np.testing.assert_allclose(
-        [row["loss"] for row in taken_up.state.log_history if "loss" in row],
+        [row["loss"] for row in resumed.state.log_history if "loss" in row],
         [row["loss"] for row in whole.state.log_history if "loss" in row],
         atol=2e-4,
     )

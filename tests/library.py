@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 is_0_5 = mindnlp_series() == "0.5"
-autograd, nn, optim = torch_like().autograd, torch_like().nn, torch_like().optim
+autograd, nn, optim = mindnlp_api().autograd, mindnlp_api().nn, mindnlp_api().optim
 if is_0_5:
     from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 else:

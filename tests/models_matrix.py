@@ -115,13 +115,13 @@ def has_no_values(name: str, weight: Any) -> bool:
 def forward_and_backward(model: Any, columns: Any, kernels: str) -> tuple[float, list[Any]]:
     from mindnlp_dp.data.batches import as_tensors
     from mindnlp_dp.kernels.dispatch import choose
-    from mindnlp_dp.runtime.mindnlp_api import torch_like
+    from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
     from mindnlp_dp.runtime.random_state import seeded
 
     choose(kernels, 1)
     try:
         parameters = tuple(p for p in model.parameters() if p.requires_grad)
-        run = torch_like().autograd.value_and_grad(lambda **x: model(**x)[0], parameters, attach_grads=False)
+        run = mindnlp_api().autograd.value_and_grad(lambda **x: model(**x)[0], parameters, attach_grads=False)
         with seeded(5):
             loss, gradients = run(**as_tensors(columns))
         return float(loss.asnumpy()), [None if g is None else g.asnumpy() for g in gradients]

@@ -15,7 +15,7 @@ from typing import Optional, Union
 
 from mindnlp_dp.checkpoint.folder_lock import try_to_lock_folder
 from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpoint, job_of, run_of
-from mindnlp_dp.runtime.atomic_write import clean_up_after_a_kill
+from mindnlp_dp.runtime.atomic_write import remove_stale_temporaries
 
 PREFIX = "checkpoint"
 
@@ -126,7 +126,7 @@ def remove_old_checkpoints(folder: Path, limit: Optional[int], keep: Collection[
 
 def remove_unfinished_checkpoints(folder: Path) -> None:
     """Remove what killed writers left in ``folder``, which the caller has locked."""
-    clean_up_after_a_kill(folder, f"{PREFIX}-*")
+    remove_stale_temporaries(folder, f"{PREFIX}-*")
 
 
 def put_right(folder: Path) -> None:

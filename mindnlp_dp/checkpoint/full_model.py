@@ -22,25 +22,25 @@ from mindnlp_dp.communication.replicas import (
 )
 
 
-class WholeModel:
+class ReplicatedModel:
     """Gives checkpoints and training loops access to a replicated model; all ranks of the job call every method.
 
     Attributes:
         group: the ranks among which samples are split.
         world: all ranks of the job.
         seed_rank: the rank number that, with the step, seeds the randomness inside the model.
-        num_sharers: the number of ranks with the same shard of the model that split the samples of each micro-batch.
+        loss_replication: the number of ranks with the same shard of the model that split the samples of each micro-batch.
     """
 
     # Whether ranks hold shards of the model.
-    is_parted = False
+    is_sharded = False
 
     def __init__(self, model: Any, group: ProcessGroup) -> None:
         self.model = model
         self.group = group
         self.world = group
         self.seed_rank = group.rank
-        self.num_sharers = 1
+        self.loss_replication = 1
 
     def broadcast_weights(self) -> None:
         """Give every rank the weights of rank 0."""
@@ -58,7 +58,7 @@ class WholeModel:
 
     def read_weights(self, folder: Path) -> None:
         """Load the weights in a folder into the model; raise CheckpointError if they are not this model's."""
-        self.world.call_where(self.world.is_main, lambda: read_weights(self.model, folder), "reading a checkpoint")
+        self.world.run_on(self.world.is_main, lambda: read_weights(self.model, folder), "reading a checkpoint")
         self.broadcast_weights()
 
     def model_writer(
@@ -82,7 +82,7 @@ class WholeModel:
         return whole
 
 
-def data_group(parts: Optional[WholeModel]) -> ProcessGroup:
+def data_group(parts: Optional[ReplicatedModel]) -> ProcessGroup:
     """Return the ranks among which a model's samples are split: those of the mesh of ``parts`` if it is sharded.
 
     Raises:
@@ -101,21 +101,21 @@ def data_group(parts: Optional[WholeModel]) -> ProcessGroup:
     return group
 
 
-def whole_model(model: Any, group: Optional[ProcessGroup] = None) -> WholeModel:
-    """Return the model's own :class:`WholeModel` if it is sharded, else one for a replica on each rank of ``group``."""
+def as_replicated(model: Any, group: Optional[ProcessGroup] = None) -> ReplicatedModel:
+    """Return the model's own :class:`ReplicatedModel` if it is sharded, else one for a replica on each rank of ``group``."""
     parts = getattr(model, "parallel", None)
-    found: WholeModel = WholeModel(model, group or get_process_group()) if parts is None else parts
+    found: ReplicatedModel = ReplicatedModel(model, group or get_process_group()) if parts is None else parts
     return found
 
 
-def load_checkpoint(path: Path, model: WholeModel) -> dict[str, Any]:
+def load_checkpoint(path: Path, model: ReplicatedModel) -> dict[str, Any]:
     """Load the weights into ``model``, each rank its shards, and return the run's state. A collective.
 
     Raises:
         CheckpointError: on every rank, if the folder is not complete, or not a checkpoint of this model.
     """
     world = model.world
-    packed = world.call_where(world.is_main, lambda: read_state(path), "reading a checkpoint")
+    packed = world.run_on(world.is_main, lambda: read_state(path), "reading a checkpoint")
     model.read_weights(path)
     # A rank may need only its part of the optimizer state, so those arrays are sent one by one, later.
     return unpack_state(broadcast_state(packed or PackedState(None), world, later="optimizer/state/"))

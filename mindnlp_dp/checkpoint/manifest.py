@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from safetensors import SafetensorError, safe_open
 
-from mindnlp_dp.runtime.job_context import job_of_this_process
+from mindnlp_dp.runtime.job_context import job_id
 
 from .state_tree import array_names
 
@@ -57,7 +57,7 @@ def write_manifest(folder: Path, outline: Any, run: Optional[RunId] = None) -> N
     manifest: dict[str, Any] = {"format": FORMAT, "files": files, "state": outline}
     if run is not None:
         manifest["run"] = asdict(run)
-    if (job := job_of_this_process(os.environ)) is not None:
+    if (job := job_id(os.environ)) is not None:
         manifest["job"] = job
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 

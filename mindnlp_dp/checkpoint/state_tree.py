@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.communication.lazy_arrays import ArrayToCome, TensorToCome
+from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 
@@ -97,9 +97,7 @@ def _unpack(value: Any, arrays: dict[str, Any]) -> Any:
         return arrays[value[ARRAY]]
     if TENSOR in value:
         array = arrays[value[TENSOR]]
-        return (
-            TensorToCome(array, value["dtype"]) if isinstance(array, ArrayToCome) else from_host(array, value["dtype"])
-        )
+        return LazyTensor(array, value["dtype"]) if isinstance(array, LazyArray) else from_host(array, value["dtype"])
     if TUPLE in value:
         return tuple(_unpack(item, arrays) for item in value[TUPLE])
     if ITEMS in value:
@@ -111,12 +109,12 @@ def broadcast_state(packed: PackedState, group: ProcessGroup, later: str = "") -
     """Return rank 0's state on every rank; what the other ranks pass is ignored. A collective, array by array.
 
     Arrays whose names begin with ``later`` stay on rank 0, as other ranks may need only a part of each; on all ranks an
-    :class:`ArrayToCome` replaces them.
+    :class:`LazyArray` replaces them.
     """
     header = [(name, array.shape, array.dtype) for name, array in packed.arrays.items()]
     outline, header = group.broadcast_object((packed.outline, header))
     arrays: dict[str, Any] = {}
     for name, shape, dtype in header:
-        array = ArrayToCome(group, packed.arrays.get(name), shape, dtype)
+        array = LazyArray(group, packed.arrays.get(name), shape, dtype)
         arrays[name] = array if later and name.startswith(later) else array.fetch()
     return PackedState(outline, arrays)

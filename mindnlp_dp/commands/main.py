@@ -14,7 +14,7 @@ from typing import Any, Optional
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.job_options import JobOptions
 from mindnlp_dp.launch.monitor.status import status_of, status_text
-from mindnlp_dp.launch.options import RESTARTS_OF_ELASTIC_JOBS, OneSpelling, add_run_options, rendezvous_of
+from mindnlp_dp.launch.options import RESTARTS_OF_ELASTIC_JOBS, DashesOnlyHelpFormatter, add_run_options, rendezvous_of
 from mindnlp_dp.launch.run import run_job
 
 
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Start SCRIPT in several processes, show rank 0's output, and end all of them when one fails. The "
         "exit code is that of the rank that failed. With several hosts, the same line is typed on each.",
         usage="mindnlp-dp run --nproc N [OPTIONS] SCRIPT [ARGS...]",
-        formatter_class=OneSpelling,
+        formatter_class=DashesOnlyHelpFormatter,
     )
     add_run_options(run)
     run.set_defaults(run=_run, parser=run)

@@ -84,7 +84,7 @@ def _gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    return group.all_reduce(x, is_hot=True)
+    return group.all_reduce(x, every_step=True)
 
 
 class _CopyTo(_Function):

@@ -15,7 +15,7 @@ from mindnlp_dp.runtime.arrays import from_host
 
 
 @dataclass(frozen=True)
-class ArrayToCome:
+class LazyArray:
     """An array that every rank can fetch from rank 0; ``here`` is the array on rank 0, and None on the other ranks."""
 
     group: ProcessGroup
@@ -30,20 +30,20 @@ class ArrayToCome:
 
 
 @dataclass(frozen=True)
-class TensorToCome:
-    """A tensor of type ``dtype`` whose values are an :class:`ArrayToCome`."""
+class LazyTensor:
+    """A tensor of type ``dtype`` whose values are an :class:`LazyArray`."""
 
-    array: ArrayToCome
+    array: LazyArray
     dtype: str
 
     def fetch(self) -> Any:
         return from_host(self.array.fetch(), self.dtype)
 
 
-def fetch_all(tree: Any) -> Any:
+def materialize(tree: Any) -> Any:
     """Return nested dicts, lists and tuples with all such arrays and tensors fetched. A collective."""
     if isinstance(tree, dict):
-        return {key: fetch_all(item) for key, item in tree.items()}
+        return {key: materialize(item) for key, item in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(fetch_all(item) for item in tree)
-    return tree.fetch() if isinstance(tree, (ArrayToCome, TensorToCome)) else tree
+        return type(tree)(materialize(item) for item in tree)
+    return tree.fetch() if isinstance(tree, (LazyArray, LazyTensor)) else tree

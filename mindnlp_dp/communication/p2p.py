@@ -57,7 +57,7 @@ class Wire:
             self._under_way.append((handle, native))
         self.bytes_sent += x.nbytes
 
-    def call_off(self, dst: int, number: int, direction: int) -> None:
+    def send_abort(self, dst: int, number: int, direction: int) -> None:
         """Send an abort in place of a message: rank ``dst`` raises an error when it receives this message."""
         header = np.concatenate([message_header(None).astype(np.float64), [0.0, self._window]])
         native = self._transport.to_native(header)

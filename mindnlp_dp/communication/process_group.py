@@ -94,21 +94,21 @@ class RankGroup:
         transport.labels = labels
         return type(self)(transport, self.backend_kind, checks=self._checks)
 
-    def tells_of_a_loss(self, error: BaseException) -> bool:
+    def is_rank_failure(self, error: BaseException) -> bool:
         """Return whether ``error`` means that a rank was lost and the others can continue without it (MPI's ULFM)."""
-        return self._transport.tells_of_a_loss(error)
+        return self._transport.is_rank_failure(error)
 
-    def go_on_without_lost(self) -> None:
+    def shrink(self) -> None:
         """Shrink this group to the surviving ranks, which are renumbered in their order.
 
-        A collective of the surviving ranks; each calls it after an error for which :meth:`tells_of_a_loss` is true.
+        A collective of the surviving ranks; each calls it after an error for which :meth:`is_rank_failure` is true.
         Objects that belong to the larger group, such as an exchange of gradients, can no longer be used.
         """
         with heartbeat.waiting("going on without a lost rank"):
-            self._transport = self._transport.of_those_left()
-        heartbeat.note_members(self.world_size)
+            self._transport = self._transport.shrink()
+        heartbeat.set_world_size(self.world_size)
 
-    def name_ranks(self, labels: Sequence[str]) -> None:
+    def set_rank_labels(self, labels: Sequence[str]) -> None:
         """Set the names of the ranks in messages, in rank order."""
         self._transport.labels = labels
 
@@ -128,7 +128,7 @@ class RankGroup:
     def __repr__(self) -> str:
         return f"ProcessGroup(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
 
-    def _agree(self, call: str, check: Callable[[], tuple[Any, list[str]]], is_hot: bool = False) -> Any:
+    def _agree(self, call: str, check: Callable[[], tuple[Any, list[str]]], every_step: bool = False) -> Any:
         """Check this rank's arguments and that all ranks make the same call; return the array that ``check`` returns.
 
         ``check`` returns the array, and the values other than its type and shape that must be equal on every rank, or
@@ -142,7 +142,7 @@ class RankGroup:
         except Exception as error:  # noqa: BLE001
             # The others must learn of any error.
             wrong, arguments = error, [str(error)]
-        if wrong is not None or not is_hot or self._checks_hot_calls:
+        if wrong is not None or not every_step or self._checks_hot_calls:
             check_agreement(self._transport, call, *arguments, wrong=wrong)
         return x
 
@@ -178,7 +178,7 @@ class RankGroup:
 
     # Calls that succeed or fail on all ranks together.
 
-    def call_where(self, here: bool, function: Callable[[], T], doing: str) -> Optional[T]:
+    def run_on(self, here: bool, function: Callable[[], T], doing: str) -> Optional[T]:
         """Call ``function`` on the ranks where ``here`` is true; the others get None. Exceptions reach every rank."""
         result, error = None, None
         if here:
@@ -187,14 +187,14 @@ class RankGroup:
             except Exception as caught:  # noqa: BLE001
                 # Any error must reach every rank.
                 error = caught
-        self.raise_together(error, doing)
+        self.raise_on_all_ranks(error, doing)
         return result
 
-    def call_on_main(self, function: Callable[[], T], doing: str) -> T:
+    def run_on_rank0(self, function: Callable[[], T], doing: str) -> T:
         """Call ``function`` on rank 0, and return its result, or raise its exception, on every rank."""
-        return self.broadcast_object(self.call_where(self.is_main, function, doing))  # type: ignore[return-value]
+        return self.broadcast_object(self.run_on(self.is_main, function, doing))  # type: ignore[return-value]
 
-    def raise_together(self, error: Optional[Exception], doing: str) -> None:
+    def raise_on_all_ranks(self, error: Optional[Exception], doing: str) -> None:
         """Raise an error on every rank if any rank passes one; the error of the lowest such rank counts.
 
         A rank that failed raises its own error. The others raise the same kind, with the rank and ``doing`` in
@@ -218,16 +218,18 @@ class ProcessGroup(RankGroup):
     # must be the same on every rank.
 
     @waits
-    def all_reduce(self, x: Any, op: str = "sum", *, is_hot: bool = False) -> Any:
+    def all_reduce(self, x: Any, op: str = "sum", *, every_step: bool = False) -> Any:
         """Reduce ``x`` elementwise over the ranks; every rank gets the result, shaped like ``x``.
 
         ``op`` is ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Half-precision arrays are summed in float32 on CPU, and
         on every backend for their mean. As in NumPy, integer sums that overflow wrap around, and the result of NaN and
         a number is NaN. For booleans, ``sum`` and ``max`` mean "any", and ``min`` means "all". The ``mean`` of integers
-        or booleans raises TypeError, because it would be rounded. ``is_hot`` means that every rank makes this call at
+        or booleans raises TypeError, because it would be rounded. ``every_step`` means that every rank makes this call at
         every update, whatever happens: see ``checks`` of :func:`~mindnlp_dp.init_process_group`.
         """
-        x = self._agree("all_reduce", lambda: (checked_array(x, self.label()), [check_op(x, op, self.label())]), is_hot)
+        x = self._agree(
+            "all_reduce", lambda: (checked_array(x, self.label()), [check_op(x, op, self.label())]), every_step
+        )
         total = self._reduced(x, op)
         return x.copy() if total is None else self._transport.from_native(total, x)
 
@@ -372,7 +374,7 @@ class ProcessGroup(RankGroup):
                 )
             return None, [f"rows of {dtype_name(array)}, shape {tuple(array.shape[1:])}"]
 
-        self._agree("all_to_all", check, is_hot=True)
+        self._agree("all_to_all", check, every_step=True)
         everyone = self._transport.all_gather(self._transport.to_native(np.array(counts, np.int64)))
         theirs = [int(to_host(part)[self.rank]) for part in everyone]
         return self.exchange_rows(x, counts, theirs), theirs
@@ -392,14 +394,14 @@ class ProcessGroup(RankGroup):
         self._transport.barrier()
 
     @waits
-    def sum_header(self, numbers: np.ndarray, last: Any = 0.0) -> np.ndarray:
+    def all_reduce_header(self, numbers: np.ndarray, last: Any = 0.0) -> np.ndarray:
         """Return the sums over the ranks of ``numbers`` (flat, float32) followed by ``last``; called at every update.
 
         ``last`` may be a one-element tensor, so that the host waits for a device only once. See ``checks`` of
         :func:`~mindnlp_dp.init_process_group`.
         """
-        self._agree("sum_header", lambda: (numbers, []), is_hot=True)
-        return self._transport.sum_header(numbers, last)
+        self._agree("all_reduce_header", lambda: (numbers, []), every_step=True)
+        return self._transport.all_reduce_header(numbers, last)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str, is_numpy: bool) -> Any:
         zeros = np.zeros(shape, np.float32 if dtype == "bfloat16" else dtype)

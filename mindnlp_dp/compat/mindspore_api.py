@@ -70,7 +70,7 @@ def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
 # same, so dropout layers of the same size have the same mask.
 # Remove when: 2.7 is no longer supported.
 @functools.cache
-def let_the_generator_get_on() -> None:
+def fix_generator_offset() -> None:
     """Make the default generator advance its offset at every draw, for MindSpore's own layers as well."""
     import mindspore
     from mindspore.common.generator import Generator
@@ -93,5 +93,5 @@ def let_the_generator_get_on() -> None:
 
 @around("mindnlp")
 def _generator_that_gets_on(module: types.ModuleType) -> Iterator[None]:
-    let_the_generator_get_on()
+    fix_generator_offset()
     yield

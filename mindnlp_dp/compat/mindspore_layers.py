@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mindnlp_dp.compat.mindspore_api import let_the_generator_get_on
+from mindnlp_dp.compat.mindspore_api import fix_generator_offset
 from mindnlp_dp.compat.random_operators import follow_the_seed
 from mindnlp_dp.kernels.dispatch import apply_to, given
 from mindnlp_dp.runtime.override import in_place_of
@@ -21,7 +21,7 @@ def use_kernels_in_layers() -> None:
 
     from mindnlp_dp.kernels import functions
 
-    let_the_generator_get_on()
+    fix_generator_offset()
     follow_the_seed()
     nn = mindspore.nn
 

@@ -37,7 +37,7 @@ def mapped(dataset: Any, map_fn: Any) -> Any:
     """
     if map_fn is None:
         return dataset
-    if not is_mindspore_dataset(dataset) or brings_batches(dataset):
+    if not is_mindspore_dataset(dataset) or is_batched_pipeline(dataset):
         kind = type(dataset).__name__
         raise ValueError(
             f"map_fn works on the samples of a MindSpore data set, and train_dataset is a {kind}"
@@ -48,7 +48,7 @@ def mapped(dataset: Any, map_fn: Any) -> Any:
     return reusable(dataset).map(map_fn, *names)
 
 
-def brings_batches(dataset: Any) -> bool:
+def is_batched_pipeline(dataset: Any) -> bool:
     """Tell whether this is a MindSpore pipeline that the user has batched; its batches are the global micro-batches."""
     return is_mindspore_dataset(dataset) and (dataset.get_batch_size() > 1 or is_batched(dataset))
 
@@ -115,7 +115,7 @@ def indexed_source(dataset: Any) -> Optional[Any]:
     return _GeneratorRows(dataset) if indexed else None
 
 
-def checked_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
+def check_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
     """Return the sample unchanged if it is a dict; raise TypeError otherwise."""
     if not isinstance(sample, Mapping):
         raise TypeError(
@@ -141,7 +141,7 @@ def sample_lengths(source: Any, column: str, main_input: str) -> np.ndarray:
         return np.array([len(tokens) for part in parts for tokens in part], np.int64)
     lengths = []
     for index in range(len(source)):
-        sample = checked_row(source[index], index, 0)
+        sample = check_row(source[index], index, 0)
         if column not in sample and main_input not in sample:
             raise ValueError(
                 f"group_by_length needs a column {column!r} or {main_input!r}, and samples have {', '.join(sample)}; "

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.dataset_adapter import checked_row
+from mindnlp_dp.data.dataset_adapter import check_row
 from mindnlp_dp.runtime.arrays import fingerprint, to_host
 
 # The number of samples that are compared among the ranks.
@@ -35,7 +35,7 @@ def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Seque
     """
     if group.world_size == 1:
         return
-    size = group.call_where(True, lambda: len(source), "counting the samples")
+    size = group.run_on(True, lambda: len(source), "counting the samples")
     sizes = group.all_gather_object(size)
     for rank, theirs in enumerate(sizes):
         if theirs != sizes[0]:
@@ -44,7 +44,7 @@ def check_same_samples(source: Any, group: ProcessGroup, columns: Optional[Seque
                 "set, the trainer shards it"
             )
     probes = _probes(sizes[0])
-    texts = group.call_where(
+    texts = group.run_on(
         True, lambda: [_texts(source, index, columns, group.rank) for index in probes], "reading samples to compare"
     )
     mine = texts or []
@@ -77,7 +77,7 @@ def sample_digests(source: Any, group: ProcessGroup, columns: Optional[Sequence[
             if None not in column
         }
 
-    digests: dict[str, str] = group.call_on_main(read, "reading samples to know the data again")
+    digests: dict[str, str] = group.run_on_rank0(read, "reading samples to know the data again")
     return digests
 
 
@@ -118,7 +118,7 @@ def _texts(source: Any, index: int, columns: Optional[Sequence[str]], rank: int)
     """Return a sample's columns as texts; None for a column that changes with every read or cannot be compared."""
 
     def read() -> dict[str, Optional[str]]:
-        row = checked_row(source[index], index, rank)
+        row = check_row(source[index], index, rank)
         return {name: _text_of_column(value) for name, value in row.items() if columns is None or name in columns}
 
     first, second = read(), read()

@@ -27,9 +27,9 @@ import numpy as np
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.dataset_adapter import (
-    brings_batches,
-    checked_row,
+    check_row,
     indexed_source,
+    is_batched_pipeline,
     is_mindspore_dataset,
     reusable,
     samples_in,
@@ -118,7 +118,7 @@ class IndexedLoader:
         else:
             rows = [self.dataset[int(index)] for index in indices]
         if rows:
-            checked_row(rows[0], int(indices[0]), self._group.rank)
+            check_row(rows[0], int(indices[0]), self._group.rank)
         if self._columns is not None:
             rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
         return Batch(as_arrays(self._collate(rows)), indices)
@@ -218,7 +218,7 @@ class PipelineLoader:
             return window
 
         rows_read = 0
-        while window := self._readers.call_on_main(read, "reading the data pipeline"):
+        while window := self._readers.run_on_rank0(read, "reading the data pipeline"):
             mine = []
             for batch in window:
                 mine.append(self._my_rows(batch, rows_read))
@@ -290,11 +290,11 @@ def make_loader(
                 f"{group.world_size} ranks once more. Build it without num_shards and shard_id; the trainer shards it"
             )
         # The batches of a pipeline that the user has batched are the global micro-batches.
-        if brings_batches(dataset):
+        if is_batched_pipeline(dataset):
             pipeline = dataset
-            num_samples = readers.call_on_main(lambda: samples_in(pipeline), "counting the data pipeline's samples")
+            num_samples = readers.run_on_rank0(lambda: samples_in(pipeline), "counting the data pipeline's samples")
         else:
-            num_samples = readers.call_on_main(dataset.get_dataset_size, "counting the data pipeline's samples")
+            num_samples = readers.run_on_rank0(dataset.get_dataset_size, "counting the data pipeline's samples")
             pipeline = reusable(dataset).batch(global_micro_batch_size)
 
         size = pipeline.get_batch_size()
@@ -310,7 +310,7 @@ def make_loader(
             for batch in seeded_iterator(pipeline, seed, epoch):
                 yield Batch({name: array for name, array in batch.items() if columns is None or name in columns})
 
-        num_batches = readers.call_on_main(pipeline.get_dataset_size, "counting the data pipeline's batches")
+        num_batches = readers.run_on_rank0(pipeline.get_dataset_size, "counting the data pipeline's batches")
         return PipelineLoader(
             open_pipeline,
             num_batches if num_batches > 0 else None,

@@ -24,7 +24,7 @@ from mindnlp_dp.communication.transports.channel import Channel
 
 
 @dataclass(frozen=True)
-class WindowReport:
+class ExchangeStats:
     """Holds the cost of one window's exchange on this rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class WindowReport:
         )
 
 
-class GradientWindow(abc.ABC):
+class GradientAccumulator(abc.ABC):
     """Interface through which a train step accumulates weighted gradients and averages them over the ranks.
 
     Attributes:
@@ -70,7 +70,7 @@ class GradientWindow(abc.ABC):
     parameters: list[Any]
     group: ProcessGroup
     channel: Channel
-    last_window: WindowReport
+    last_window: ExchangeStats
     order: Optional[Sequence[int]] = None
     seconds = 0.0
     num_bytes = num_calls = 0
@@ -121,7 +121,7 @@ class GradientWindow(abc.ABC):
     def pack_in_order(self, order: Sequence[int]) -> None:  # noqa: B027
         """Pack gradients in the ``order`` of an earlier run; called by every rank, between two windows."""
 
-    def forget_errors(self) -> None:  # noqa: B027
+    def reset_error_feedback(self) -> None:  # noqa: B027
         """Clear the error feedback of compression, as a resumed process does; called by every rank."""
 
     def settle(self) -> None:  # noqa: B027
@@ -159,7 +159,7 @@ class GradientWindow(abc.ABC):
         """
 
 
-class AccumulatingWindow(GradientWindow):
+class AccumulatingWindow(GradientAccumulator):
     """A window that accumulates gradients itself; subclasses define how to store and sum them over the ranks."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
@@ -248,7 +248,7 @@ class AccumulatingWindow(GradientWindow):
             during_backward = sum(max(0.0, min(end, began) - start) for _, start, end in self._spans)
             hidden, exposed = (during_backward, 0.0) if self._hides else (0.0, during_backward)
             self.seconds += ended - began + exposed
-            self.last_window = WindowReport(
+            self.last_window = ExchangeStats(
                 self.num_bytes - num_bytes,
                 self.num_calls - num_calls,
                 None if sent is None else sent - self._sent_before,
@@ -273,7 +273,7 @@ class AccumulatingWindow(GradientWindow):
         The sum of ``last_note`` comes last; it may be a tensor that a device is still computing.
         """
         mine = np.array([self._weight, self._skipped, *notes], np.float32)
-        header = self.group.sum_header(np.concatenate([self._used, mine]), last_note)
+        header = self.group.all_reduce_header(np.concatenate([self._used, mine]), last_note)
         used, (weight, skipped, *sums) = header[: len(self._used)], header[len(self._used) :]
         self._total_weight, self._num_skipped = float(weight), int(skipped)
         return used > 0, np.array(sums)

@@ -11,7 +11,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer
 
 
-class ReducerWindow(NaiveGradientSynchronizer):
+class ExternalReducer(NaiveGradientSynchronizer):
     """Exchanges gradients with a user's function, such as MindSpore's ``nn.DistributedGradReducer``.
 
     The function is called once per window with a tuple of gradients. It returns their mean over the ranks, or their

@@ -19,18 +19,18 @@ class MicroStep:
             was not computed.
         weight: the weight of the loss in the mean over ranks and micro-batches.
         indices: indices of the samples, if known.
-        is_spoilt: whether the gradients contain NaN or infinity from another rank's loss; experts get gradients from
+        has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get gradients from
             several ranks.
-        num_sharers: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its rows
-            times ``num_sharers``, so that the weighted mean of the exchange is the full gradient.
+        loss_replication: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its rows
+            times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
     """
 
     loss: float
     gradients: Optional[Sequence[Optional[Any]]]
     weight: float
     indices: Optional[np.ndarray] = None
-    is_spoilt: bool = False
-    num_sharers: int = 1
+    has_nonfinite_peer: bool = False
+    loss_replication: int = 1
 
     @classmethod
     def without_weight(cls, indices: Optional[np.ndarray] = None) -> MicroStep:

@@ -45,7 +45,7 @@ class ModelScope:
         if self.group is None:
             return float(numbers.sum())
         mine = numbers[self._counts].sum()
-        return float(self.group.all_reduce(np.array([mine], np.float64), is_hot=True)[0])
+        return float(self.group.all_reduce(np.array([mine], np.float64), every_step=True)[0])
 
     def part(self, places: Sequence[int]) -> ModelScope:
         """Return a scope of the parameters at ``places`` only. A collective."""

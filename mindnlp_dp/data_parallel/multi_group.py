@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-from mindnlp_dp.data_parallel.accumulation import GradientWindow, WindowReport
+from mindnlp_dp.data_parallel.accumulation import ExchangeStats, GradientAccumulator
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 
 
-class JointWindow(GradientWindow):
+class MultiGroupExchange(GradientAccumulator):
     """Combines several windows over different groups; the first is over the ranks that split the samples.
 
     Args:
@@ -65,23 +65,23 @@ class JointWindow(GradientWindow):
         for window in self.windows:
             window.settle()
 
-    def forget_errors(self) -> None:
+    def reset_error_feedback(self) -> None:
         for window in self.windows:
-            window.forget_errors()
+            window.reset_error_feedback()
 
     def reduce(self) -> list[Optional[Any]]:
         found: list[Optional[Any]] = [None] * len(self.parameters)
         for window, places in zip(self.windows, self.places):
             for place, gradient in zip(places, window.reduce()):
                 found[place] = gradient
-        self.note_windows()
+        self.collect_stats()
         return found
 
-    def note_windows(self) -> None:
+    def collect_stats(self) -> None:
         """Add up the costs of the windows."""
         reports = [window.last_window for window in self.windows]
         sent = [report.bytes_sent for report in reports]
-        self.last_window = WindowReport(
+        self.last_window = ExchangeStats(
             sum(report.num_bytes for report in reports),
             sum(report.num_calls for report in reports),
             None if None in sent else sum(filter(None, sent)),

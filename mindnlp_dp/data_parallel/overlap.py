@@ -230,7 +230,7 @@ class Overlap:
 
     # All ranks make these decisions together.
 
-    def learnt(self) -> None:
+    def recorded_order(self) -> None:
         """End the learning state; called when every rank has recorded the order of its gradients."""
         self.state = "measuring" if self._wanted == "auto" else "on"
 

@@ -65,7 +65,7 @@ class GradientSynchronizer(AccumulatingWindow):
         compression: The compression that the user chose.
         scatter: Whether this rank needs only its own slices of the result of :meth:`reduce_in_place`; between hosts
             that saves half of the exchange.
-        keeps_tensors: Whether those slices stay on the device as tensors (:meth:`.DeviceBucket.keep_slice`).
+        keeps_tensors: Whether those slices stay on the device as tensors (:meth:`.DeviceBucket.keep_shard`).
         before_packing: A callback that runs before buckets are repacked and must release all views of their memory.
         overlap: The overlap of exchange and backward pass; its ``state`` tells whether it is on.
         order: The parameters' indices in packing order: at first from the last to the first, later in the order in
@@ -128,7 +128,7 @@ class GradientSynchronizer(AccumulatingWindow):
         self.buckets = make_buckets(layouts, self.group, self.channel, self._wire)
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.layout.slots}
 
-    def forget_errors(self) -> None:
+    def reset_error_feedback(self) -> None:
         """Reset the state of PowerSGD, as a resumed process does; called by every rank."""
         if self._powersgd is not None:
             self._powersgd.forget()
@@ -208,8 +208,8 @@ class GradientSynchronizer(AccumulatingWindow):
                 self.channel.abandon(error)
                 raise
             self._is_exchanged = True
-        has_problem, is_spoilt = self.overlap.problem is not None, self._sent_weight is not None
-        notes = [has_problem, is_spoilt, self._has_compared and not has_problem]
+        has_problem, has_nonfinite_peer = self.overlap.problem is not None, self._sent_weight is not None
+        notes = [has_problem, has_nonfinite_peer, self._has_compared and not has_problem]
         used, (num_problems, num_spoilt, num_learnt, num_changed) = self._exchange_header(
             notes, self.overlap.has_changed
         )
@@ -219,7 +219,7 @@ class GradientSynchronizer(AccumulatingWindow):
         gradients = self._average(used)
         if self.overlap.is_learning and num_learnt == self.group.world_size:
             self._next_order = self.group.broadcast_object(list(self.overlap.seen))
-            self.overlap.learnt()
+            self.overlap.recorded_order()
             if not self._in_place:
                 self.settle()
         else:
@@ -285,7 +285,7 @@ class GradientSynchronizer(AccumulatingWindow):
             for slot in bucket.layout.slots:
                 if used[slot.index]:
                     gradients[slot.index] = True if self._in_place else bucket.get(slot.index)
-            leave = bucket.keep_slice if self.keeps_tensors else bucket.land
+            leave = bucket.keep_shard if self.keeps_tensors else bucket.land
             leave() if self._in_place else bucket.release()
 
         for _, bucket in numbered:

@@ -12,7 +12,7 @@ from typing import Optional
 import numpy as np
 
 from .memory import empty
-from .workers import in_blocks
+from .workers import parallel_for_blocks
 
 # For z >= 0, the upper tail of the normal distribution is exp(-z^2 / 2) times a polynomial in t = 1 / (1 + P z) without
 # a constant term: Hastings' form (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17) with one more
@@ -45,7 +45,7 @@ def backward(gradient: np.ndarray, slope: np.ndarray) -> np.ndarray:
     """Return the gradient of an activation's input: the output's gradient times the derivative."""
     out = empty(*slope.shape)
     g, dy, of_x = np.ascontiguousarray(gradient).reshape(-1), slope.reshape(-1), out.reshape(-1)
-    in_blocks(lambda at: np.multiply(g[at], dy[at], out=of_x[at]), g.size)
+    parallel_for_blocks(lambda at: np.multiply(g[at], dy[at], out=of_x[at]), g.size)
     return out
 
 
@@ -60,7 +60,7 @@ def _computed(
         scratch = np.empty((num_scratch, at.stop - at.start), np.float32)
         block(x[at], y[at], None if dy is None else dy[at], list(scratch))
 
-    in_blocks(compute, x.size)
+    parallel_for_blocks(compute, x.size)
     return out, slope
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 from .memory import empty
-from .workers import in_blocks
+from .workers import parallel_for_blocks
 
 
 class Softmax(NamedTuple):
@@ -40,7 +40,7 @@ def losses(logits: np.ndarray, classes: np.ndarray, keep: bool = False) -> tuple
         np.exp(centred, out=centred).sum(1, out=sums[at])
         np.subtract(np.log(sums[at]), own, out=out[at])
 
-    in_blocks(block, rows, columns)
+    parallel_for_blocks(block, rows, columns)
     return out, None if exponentials is None else Softmax(exponentials, sums)
 
 
@@ -54,5 +54,5 @@ def backward(gradients: np.ndarray, softmax: Softmax, classes: np.ndarray) -> np
         np.multiply(softmax.exponentials[at], (g / softmax.sums[at])[:, None], out=of_logits)
         of_logits[np.arange(len(g)), classes[at]] -= g
 
-    in_blocks(block, rows, columns)
+    parallel_for_blocks(block, rows, columns)
     return out

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .memory import empty
-from .workers import in_blocks
+from .workers import parallel_for_blocks
 
 _MASK = (1 << 64) - 1
 _ENTROPY = int.from_bytes(os.urandom(8), "little")
@@ -45,7 +45,7 @@ def masked(x: np.ndarray, keep: np.ndarray, scale: float) -> np.ndarray:
         np.multiply(keep[at], np.float32(scale), out=y[at])
         y[at] *= x[at]
 
-    in_blocks(block, x.size)
+    parallel_for_blocks(block, x.size)
     return out
 
 

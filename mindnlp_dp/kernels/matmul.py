@@ -15,7 +15,7 @@ import numpy as np
 
 from mindnlp_dp.kernels import onednn
 from mindnlp_dp.kernels.memory import ITEM_BYTES, empty, empty_like
-from mindnlp_dp.kernels.workers import in_parts
+from mindnlp_dp.kernels.workers import parallel_for
 
 # With tiles of half this size a step takes 2 % longer; larger tiles leave cores idle.
 ROWS_OF_A_TILE = 256
@@ -51,7 +51,7 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
             multiply = onednn.multiplication((end - begin, inner, columns), *layouts, add=bias is not None)
             multiply(at_a + begin * a_row, at_b, at_out + begin * out_row)
 
-    in_parts(part, num_tiles, 1, WORK_OF_A_PART // (ROWS_OF_A_TILE * inner * columns) + 1)
+    parallel_for(part, num_tiles, 1, WORK_OF_A_PART // (ROWS_OF_A_TILE * inner * columns) + 1)
     return out
 
 
@@ -104,7 +104,7 @@ def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
         for pair in addresses[first:last]:
             multiply(*pair)
 
-    in_parts(part, len(addresses), 1, WORK_OF_A_PART // (rows * inner * columns) + 1)
+    parallel_for(part, len(addresses), 1, WORK_OF_A_PART // (rows * inner * columns) + 1)
 
 
 def _addresses(x: np.ndarray) -> list[int]:

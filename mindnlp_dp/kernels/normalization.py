@@ -11,7 +11,7 @@ from typing import Optional
 import numpy as np
 
 from .memory import empty
-from .workers import in_blocks, rows_of_a_block
+from .workers import parallel_for_blocks, rows_of_a_block
 
 Weight = Optional[np.ndarray]
 # For each row: its mean in two parts, shape (M, 2), which are subtracted one after the other; and 1 / standard
@@ -49,7 +49,7 @@ def normalize(
         if bias is not None:
             y += bias
 
-    in_blocks(block, rows, columns)
+    parallel_for_blocks(block, rows, columns)
     return out, (mean, scale)
 
 
@@ -86,7 +86,7 @@ def normalize_backward(
         out -= normalized
         out *= scale[at]
 
-    in_blocks(block, rows, columns)
+    parallel_for_blocks(block, rows, columns)
     of_weight, of_bias = sums.sum(1)
     return of_x, of_weight, of_bias
 

@@ -37,7 +37,7 @@ def _alone_after_fork() -> None:
 os.register_at_fork(after_in_child=_alone_after_fork)
 
 
-def in_parts(part: Callable[[int, int], None], size: int, granularity: int, smallest: int) -> None:
+def parallel_for(part: Callable[[int, int], None], size: int, granularity: int, smallest: int) -> None:
     """Call ``part(first, last)`` for consecutive ranges that cover ``range(size)``, at most one for each core.
 
     Parts begin at multiples of ``granularity``, and the last part takes the remainder. No part is smaller than
@@ -68,7 +68,7 @@ def in_parts(part: Callable[[int, int], None], size: int, granularity: int, smal
         other.result()
 
 
-def in_blocks(block: Callable[[slice], object], rows: int, columns: int = 1) -> None:
+def parallel_for_blocks(block: Callable[[slice], object], rows: int, columns: int = 1) -> None:
     """Call ``block(at)`` for slices that cover ``range(rows)``, each of as many rows as fit into a core's cache.
 
     The slices are distributed over the cores and do not depend on their number.
@@ -79,7 +79,7 @@ def in_blocks(block: Callable[[slice], object], rows: int, columns: int = 1) -> 
         for begin in range(first, last, size):
             block(slice(begin, min(begin + size, last)))
 
-    in_parts(part, rows, size, SMALLEST_PART // max(1, columns) + 1)
+    parallel_for(part, rows, size, SMALLEST_PART // max(1, columns) + 1)
 
 
 def rows_of_a_block(columns: int) -> int:

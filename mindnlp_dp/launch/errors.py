@@ -18,5 +18,5 @@ class TemporaryError(LaunchError):
     exit_code = 75
 
 
-class NotMetError(TemporaryError):
+class RendezvousTimeoutError(TemporaryError):
     """Raised when the rendezvous of the job's hosts fails."""

@@ -27,7 +27,7 @@ from mindnlp_dp.launch.processes.environment import free_port
 from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.launch.rendezvous.membership import Host, Members
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
-from mindnlp_dp.runtime.job_context import try_environment
+from mindnlp_dp.runtime.job_context import attempt_env
 
 from .termination import Termination
 
@@ -116,8 +116,8 @@ class Job:
             port=free_port(), in_place=self._options.in_place,
             variables={
                 LOG_MB: str(self._options.log_mb),
-                **try_environment(
-                    self._number, self._name, members.full_size if members.is_elastic else None,
+                **attempt_env(
+                    self._number, self._name, members.max_world_size if members.is_elastic else None,
                     in_place=members.nproc.least if self._options.in_place else 0,
                     scale_batch=self._options.scale_batch,
                 ),
@@ -125,7 +125,7 @@ class Job:
         )  # fmt: skip
         if members.is_elastic and self._number:
             on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
-            print(f"the job goes on with {this.num_ranks} of {members.full_size} ranks{on}", file=sys.stderr)
+            print(f"the job goes on with {this.num_ranks} of {members.max_world_size} ranks{on}", file=sys.stderr)
         return this
 
     def _run_once(self, hosts: Sequence[Host], this: Try) -> tuple[Optional[Failure], bool]:
@@ -141,7 +141,7 @@ class Job:
                 # The first host starts last: its mpirun asks the others for daemons, so they must know the attempt.
                 for index, host in reversed(list(enumerate(hosts))):
                     host.start(replace(this, index=index))
-                watch.until_it_is_over(self._sleep)
+                watch.wait_until_over(self._sleep)
             finally:
                 for host in hosts:
                     host.end()

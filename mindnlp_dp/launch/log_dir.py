@@ -38,7 +38,7 @@ _KEPT_TRIES, _KEPT_JOBS = 10, 3
 
 
 @contextmanager
-def kept_by_this_job(log_dir: Path) -> Iterator[None]:
+def lock_log_dir(log_dir: Path) -> Iterator[None]:
     """Lock the folder inside the block, so that no other job uses it.
 
     Raises:
@@ -81,7 +81,7 @@ def new_log_dir() -> Path:
     raise AssertionError
 
 
-def put_logs_aside(log_dir: Path, number: int) -> None:
+def archive_attempt_logs(log_dir: Path, number: int) -> None:
     """Move what the attempt before attempt ``number`` has written to a separate folder, ``try_NUMBER``."""
     folder = _new_folder(log_dir / f"try_{number}")
     for path in log_dir.iterdir():
@@ -152,7 +152,7 @@ def _keep_the_last(log_dir: Path, pattern: re.Pattern[str], how_many: int) -> No
             shutil.rmtree(path, ignore_errors=True)
 
 
-def forget_statuses(log_dir: Path) -> bool:
+def clear_statuses(log_dir: Path) -> bool:
     """Remove the statuses of an attempt, which would be taken for the next one's; return whether none is left."""
     try:
         for path in log_dir.glob("worker_*.status"):
@@ -221,7 +221,7 @@ _IN_MEMORY = Path("/dev/shm")
 _PREFIX = "mindnlp-dp-job-"
 
 
-class Scratch:
+class ScratchDir:
     """A locked temporary folder of one job on one host; used by its launcher.
 
     Attributes:

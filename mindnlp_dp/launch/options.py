@@ -114,7 +114,7 @@ class _Adder:
         self._to.add_argument(*names, *spelt_otherwise, **kwargs)
 
 
-class OneSpelling(argparse.HelpFormatter):
+class DashesOnlyHelpFormatter(argparse.HelpFormatter):
     """Formats help texts that show options with dashes only, without their aliases with underscores."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:

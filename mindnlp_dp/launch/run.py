@@ -20,8 +20,8 @@ from typing import Any, Optional, Union
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.job import Job
 from mindnlp_dp.launch.job_options import JobOptions
-from mindnlp_dp.launch.log_dir import kept_by_this_job, new_log_dir
-from mindnlp_dp.launch.monitor.nonblocking_stdio import Unhurried, hurry
+from mindnlp_dp.launch.log_dir import lock_log_dir, new_log_dir
+from mindnlp_dp.launch.monitor.nonblocking_stdio import NonBlockingStdio, stop_waiting_for_readers
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.client import Agent
 from mindnlp_dp.launch.rendezvous.membership import Members, Size
@@ -73,7 +73,7 @@ def run_job(
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
     termination = Termination(options.grace_period)
-    with termination.handled(), Unhurried():
+    with termination.handled(), NonBlockingStdio():
         try:
             if rendezvous is not None and not _leads(rendezvous, node_rank):
                 rank = node_rank if node_rank is not None else node_rank_of(environ)
@@ -100,7 +100,7 @@ def run_job(
             )  # fmt: skip
             return _lead(job, local, head, log_dir, termination)
         except KeyboardInterrupt as interrupt:
-            hurry()
+            stop_waiting_for_readers()
             print("interrupted: all ranks were ended", file=sys.stderr)
             return _code_of(interrupt)
 
@@ -115,7 +115,7 @@ def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path, termi
     """Lead a job from this host, and tell the other hosts its exit code."""
     code = 1
     try:
-        with kept_by_this_job(log_dir):
+        with lock_log_dir(log_dir):
             code = job.run()
             return code
     except KeyboardInterrupt as interrupt:

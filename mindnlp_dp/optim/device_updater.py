@@ -23,23 +23,23 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.communication.lazy_arrays import fetch_all
+from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.data_parallel.buckets.base import Bucket
 from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
-from mindnlp_dp.optim.parameter_slice import Piece
+from mindnlp_dp.optim.parameter_slice import ParameterSlice
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater
-from mindnlp_dp.optim.zero.state_registry import put_together
+from mindnlp_dp.optim.zero.state_registry import gather_array
 from mindnlp_dp.runtime.arrays import copy_of, dtype_name, from_host, set_weight, to_host
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 
 @dataclass(frozen=True)
 class _OwnPiece:
     """A piece of a parameter, at ``where.offset`` in this rank's slice, and the tensor that the optimizer updates."""
 
-    where: Piece
+    where: ParameterSlice
     weight: Any
 
 
@@ -93,12 +93,12 @@ class DeviceUpdater(MindNLPUpdater):
         for slot in bucket.layout.slots:
             start, stop = max(first - begin, 0), min(last - begin, slot.numel)
             if start < stop:
-                where = Piece(slot.index, start, stop, begin + start - first)
-                pieces.append(_OwnPiece(where, torch_like().nn.Parameter(self._part_of_weight(where))))
+                where = ParameterSlice(slot.index, start, stop, begin + start - first)
+                pieces.append(_OwnPiece(where, mindnlp_api().nn.Parameter(self._part_of_weight(where))))
             begin += slot.numel
         return pieces
 
-    def _part_of_weight(self, where: Piece) -> Any:
+    def _part_of_weight(self, where: ParameterSlice) -> Any:
         flat = self.parameters[where.index].reshape(-1)
         return copy_of(flat[where.start : where.stop])
 
@@ -142,7 +142,7 @@ class DeviceUpdater(MindNLPUpdater):
         """Return the norm of all gradients: every rank sums its slices, and the host reads one number."""
         squares = [(part.astype(mindspore.float32) ** 2).sum() for part in gradients[0].values()]
         mine = mindspore.ops.stack(squares).sum() if squares else mindspore.Tensor(np.float32(0))
-        return math.sqrt(float(to_host(self._group.all_reduce(mine.reshape(1), is_hot=True))[0]))
+        return math.sqrt(float(to_host(self._group.all_reduce(mine.reshape(1), every_step=True))[0]))
 
     def update(self, gradients: Any) -> None:
         slices, used = gradients
@@ -195,7 +195,7 @@ class DeviceUpdater(MindNLPUpdater):
             dtype = getattr(mindspore, bucket.layout.dtype)
             parts.append(mindspore.ops.zeros((last - first - length,), dtype))
         mine = mindspore.ops.cat(parts) if len(parts) > 1 else copy_of(parts[0])
-        whole = self._channel.gather_slices(mine)
+        whole = self._channel.all_gather_flat(mine)
         begin = 0
         for slot in bucket.layout.slots:
             if used[slot.index] and slot.numel:
@@ -244,14 +244,14 @@ class DeviceUpdater(MindNLPUpdater):
                 whole[name] = next(value for theirs in values for value in theirs)
                 continue
             parts = [(piece.where, to_host(self._state[piece.weight][name])) for piece in own]
-            array = put_together(parts, numel, _host_type(dtype), self._group)
+            array = gather_array(parts, numel, _host_type(dtype), self._group)
             if keep:
                 whole[name] = from_host(array.reshape(self._shapes[index]), dtype)
         return whole
 
     def _put(self, index: int, state: Mapping[str, Any]) -> None:
         """Store the parts of a parameter's full state that belong to this rank's pieces."""
-        values = {name: fetch_all(value) for name, value in state.items()}
+        values = {name: materialize(value) for name, value in state.items()}
         parameter = self.parameters[index]
         types = self._types[index] = {name: _array_type(value, parameter) for name, value in values.items()} or None
         for piece in self._own(index):

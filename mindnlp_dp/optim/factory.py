@@ -13,16 +13,16 @@ from typing import Any, Optional, Union
 import mindspore
 
 from mindnlp_dp.communication.transports.channel import TensorChannel
-from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
-from mindnlp_dp.data_parallel.multi_group import JointWindow
+from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
-from mindnlp_dp.optim.fused.flat_weights import make_private
-from mindnlp_dp.optim.multi_group import JointUpdater
+from mindnlp_dp.optim.fused.flat_weights import unshare
+from mindnlp_dp.optim.multi_group import MultiGroupUpdater
 from mindnlp_dp.optim.updater import MindNLPUpdater, MindSporeUpdater, Updater, is_untouched
 from mindnlp_dp.runtime.arrays import dtype_name
-from mindnlp_dp.runtime.job_context import goes_on_in_place
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.job_context import in_place_recovery_enabled
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 ZERO_STAGES = (0, 1, 2, "auto")
@@ -40,7 +40,7 @@ def check_zero_stage(zero_stage: Any) -> Union[int, str]:
 
 def make_updater(
     optimizer: Any,
-    window: GradientWindow,
+    window: GradientAccumulator,
     zero_stage: Union[int, str] = "auto",
     scheduler: Any = None,
     scope: Optional[ModelScope] = None,
@@ -56,13 +56,13 @@ def make_updater(
     check_zero_stage(zero_stage)
     scope = scope or ModelScope()
     _check_scope(optimizer, window, scope)
-    if isinstance(window, JointWindow):
+    if isinstance(window, MultiGroupExchange):
         stages = [0 if zero_stage == "auto" else zero_stage] * len(window.windows)
         updaters = [
             make_updater(optimizer, each, stage, scheduler if number == 0 else None, scope.part(places))
             for number, (each, stage, places) in enumerate(zip(window.windows, stages, window.places))
         ]
-        return JointUpdater(optimizer, window, updaters)
+        return MultiGroupUpdater(optimizer, window, updaters)
     _check_agreement(optimizer, window, zero_stage)
     _warn_of_small_types(optimizer, window)
     if isinstance(window, GradientSynchronizer):
@@ -72,7 +72,7 @@ def make_updater(
     if zero_stage not in (0, "auto") and reason:
         raise ValueError(f"zero_stage={zero_stage} cannot be: {reason}; leave it out, or set it to 0")
     if isinstance(optimizer, mindspore.nn.Optimizer):
-        make_private(window.parameters)
+        unshare(window.parameters)
         return MindSporeUpdater(optimizer, window.parameters)
     rule = None if window.group.on_device else rule_for(optimizer, window)
     stage, why = (
@@ -93,15 +93,15 @@ def make_updater(
 
         return DeviceUpdater(optimizer, window, stage, scheduler)
     if stage:
-        from mindnlp_dp.optim.zero.parameterwise import DealtUpdater
+        from mindnlp_dp.optim.zero.parameterwise import ParameterwiseZeroUpdater
 
         _warn_of_unknown_optimizer(optimizer, window, stage)
-        return DealtUpdater(optimizer, window.parameters, window.group, scheduler, scope)
-    make_private(window.parameters)
+        return ParameterwiseZeroUpdater(optimizer, window.parameters, window.group, scheduler, scope)
+    unshare(window.parameters)
     return MindNLPUpdater(optimizer, window.parameters, scheduler, scope)
 
 
-def _check_scope(optimizer: Any, window: GradientWindow, scope: ModelScope) -> None:
+def _check_scope(optimizer: Any, window: GradientAccumulator, scope: ModelScope) -> None:
     """Raise ValueError if this optimizer cannot update a model that is sharded over ranks."""
     if scope.is_whole:
         return
@@ -112,7 +112,7 @@ def _check_scope(optimizer: Any, window: GradientWindow, scope: ModelScope) -> N
             "a model that is cut among ranks is updated by an optimizer of MindNLP's (mindnlp.core.optim), got "
             f"{type(optimizer).__name__}"
         )
-    if not isinstance(window, (GradientSynchronizer, JointWindow)):
+    if not isinstance(window, (GradientSynchronizer, MultiGroupExchange)):
         raise ValueError("a reducer of MindSpore's exchanges gradients over all ranks, of which some have other parts")
     if isinstance(optimizer, (LAMB, LARS)) and scope.has_cut_parameters:
         raise ValueError(
@@ -121,7 +121,7 @@ def _check_scope(optimizer: Any, window: GradientWindow, scope: ModelScope) -> N
         )
 
 
-def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[int, str]) -> None:
+def _check_agreement(optimizer: Any, window: GradientAccumulator, zero_stage: Union[int, str]) -> None:
     """Raise ValueError if ranks would update in different ways: they would hang, or their models would differ."""
     mine = {"zero_stage": repr(zero_stage), "the optimizer": type(optimizer).__qualname__}
     if not isinstance(optimizer, mindspore.nn.Optimizer):
@@ -141,9 +141,9 @@ def _check_agreement(optimizer: Any, window: GradientWindow, zero_stage: Union[i
                 )
 
 
-def _warn_of_small_types(optimizer: Any, window: GradientWindow) -> None:
+def _warn_of_small_types(optimizer: Any, window: GradientAccumulator) -> None:
     """Warn on the main rank that Adam's squared gradients underflow in float16."""
-    optim = torch_like().optim
+    optim = mindnlp_api().optim
     is_adam = isinstance(optimizer, (optim.Adam, optim.AdamW, mindspore.nn.Adam, mindspore.nn.AdamWeightDecay))
     if is_adam and window.group.is_main and any(dtype_name(p) == "float16" for p in window.parameters):
         warnings.warn(
@@ -155,7 +155,7 @@ def _warn_of_small_types(optimizer: Any, window: GradientWindow) -> None:
         )
 
 
-def _warn_of_unknown_optimizer(optimizer: Any, window: GradientWindow, stage: int) -> None:
+def _warn_of_unknown_optimizer(optimizer: Any, window: GradientAccumulator, stage: int) -> None:
     """Warn on the main rank that each rank runs the user's optimizer on some parameters only."""
     is_known = type(optimizer).__module__.partition(".")[0] in ("mindnlp", "mindtorch", __package__.partition(".")[0])
     if not is_known and window.group.is_main:
@@ -173,7 +173,7 @@ def _can_be_cut(optimizer: Any, window: GradientSynchronizer) -> bool:
     return window.group.on_device and isinstance(window.channel, TensorChannel) and _is_elementwise(optimizer)
 
 
-def _why_undivided(optimizer: Any, window: GradientWindow) -> str:
+def _why_undivided(optimizer: Any, window: GradientAccumulator) -> str:
     """Return the reason why every rank must update everything, or an empty string if the update can be sharded."""
     if isinstance(optimizer, mindspore.nn.Optimizer):
         return "optimizers of mindspore.nn update all of their parameters in one call"
@@ -184,13 +184,16 @@ def _why_undivided(optimizer: Any, window: GradientWindow) -> str:
     return ""
 
 
-def _stage(zero_stage: Union[int, str], window: GradientWindow, *, has_rule: bool) -> tuple[int, str]:
+def _stage(zero_stage: Union[int, str], window: GradientAccumulator, *, has_rule: bool) -> tuple[int, str]:
     if zero_stage != "auto":
         return int(zero_stage), "asked for"
     group = window.group
     reasons = (
         (group.world_size == 1, "there is one rank"),
-        (goes_on_in_place(os.environ), "so that a rank that is lost takes nothing of the optimizer's state with it"),
+        (
+            in_place_recovery_enabled(os.environ),
+            "so that a rank that is lost takes nothing of the optimizer's state with it",
+        ),
         (group.on_device, "on devices a divided update saves memory; whether it saves time was not measured"),
         (not has_rule, "this optimizer's own code updates whole parameters"),
         (not window.channel.shares_memory, "ranks share no memory, and new weights would have to be sent"),
@@ -222,7 +225,7 @@ def _dispatches_synchronously() -> bool:
     return bool(RuntimeConf.get_instance().is_launch_blocking())
 
 
-def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
+def rule_for(optimizer: Any, window: GradientAccumulator) -> Optional[Any]:
     """Return the rule that does in flat arrays what ``optimizer`` does; None if no rule is known to.
 
     A subclass has no rule, because it may compute something else, nor has an optimizer with step hooks.
@@ -232,7 +235,7 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
     from mindnlp_dp.optim import LAMB, LARS
     from mindnlp_dp.optim.fused.rules import AdamRule, LAMBRule, LARSRule, SGDRule
 
-    optim, kind, groups = torch_like().optim, type(optimizer), optimizer.param_groups
+    optim, kind, groups = mindnlp_api().optim, type(optimizer), optimizer.param_groups
     if any(dtype_name(p) != "float32" or isinstance(p, mindspore.Parameter) for p in window.parameters):
         return None
     if not is_untouched(optimizer):
@@ -253,5 +256,5 @@ def rule_for(optimizer: Any, window: GradientWindow) -> Optional[Any]:
 
 def _is_elementwise(optimizer: Any) -> bool:
     """Return whether the optimizer is known to update each element independently, so that parameters can be split."""
-    optim = torch_like().optim
+    optim = mindnlp_api().optim
     return type(optimizer) in (optim.AdamW, optim.Adam, optim.SGD) and is_untouched(optimizer)

@@ -29,14 +29,14 @@ from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.block_sums import BlockSums
 from mindnlp_dp.optim.fused.rules import Rule, Segment, Update
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater, is_untouched
-from mindnlp_dp.optim.zero.partition import SEGMENT_NUMEL, Arrangement
-from mindnlp_dp.optim.zero.state_registry import StateOwners, StateShards
+from mindnlp_dp.optim.zero.partition import SEGMENT_NUMEL, Partition
+from mindnlp_dp.optim.zero.state_registry import OptimizerStateRegistry, StateShards
 from mindnlp_dp.runtime.arrays import aligned_zeros, from_host
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 # State belongs to the optimizer, so that it survives when the optimizer gets another updater.
-_owners_of: weakref.WeakKeyDictionary[Any, StateOwners] = weakref.WeakKeyDictionary()
+_owners_of: weakref.WeakKeyDictionary[Any, OptimizerStateRegistry] = weakref.WeakKeyDictionary()
 
 
 class FlatUpdater(MindNLPUpdater):
@@ -78,7 +78,7 @@ class FlatUpdater(MindNLPUpdater):
         self._scale = 1.0
         self._scratch = aligned_zeros(SEGMENT_NUMEL + BLOCK_NUMEL, np.float32)
         self._num_moved = 0
-        self._owners = _owners_of.setdefault(optimizer, StateOwners())
+        self._owners = _owners_of.setdefault(optimizer, OptimizerStateRegistry())
         self._shards: Optional[StateShards] = None
         self._partition: Optional[tuple[int, ...]] = None
         self._cut: list[Segment] = []
@@ -93,9 +93,9 @@ class FlatUpdater(MindNLPUpdater):
 
     def _arrange(self) -> None:
         """Arrange weights and state for the current buckets. A collective."""
-        self.place = Arrangement(self._sync, among=self._among, may_share=self._may_share)
+        self.place = Partition(self._sync, among=self._among, may_share=self._may_share)
         self._sums.fill(0)
-        self.place.on_sums(functools.partial(self._blocks.put, self._sums))
+        self.place.sums_view(functools.partial(self._blocks.put, self._sums))
         self._adopt_state(self._new_shards())
 
     def _new_shards(self) -> StateShards:
@@ -110,7 +110,7 @@ class FlatUpdater(MindNLPUpdater):
         used, self._scale = window.reduce_in_place(), 1.0
         if self._sync.buckets is not self.place.buckets:
             self._arrange()
-            self.place.look_at_sums()
+            self.place.read_sums()
         return used
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
@@ -134,7 +134,7 @@ class FlatUpdater(MindNLPUpdater):
         # A bucket that no rank used in this window still has the sums of an earlier one.
         mine = np.where(gradients[self._blocks.owners], self._sums, 0)
         notes = [float(len(self.place.weights.moved())), float(not self.follows_optimizer())]
-        everyone = self._group.all_reduce(np.append(mine, notes), is_hot=True)
+        everyone = self._group.all_reduce(np.append(mine, notes), every_step=True)
         sums, self._num_moved, num_changed = everyone[:-2], int(everyone[-2]), int(everyone[-1])
         if num_changed:
             raise RuntimeError(
@@ -163,7 +163,7 @@ class FlatUpdater(MindNLPUpdater):
         self._rule.apply(segments, update)
         if self.zero_stage:
             self.place.publish(self._group.all_gather)
-        self.place.weights.hand_out_scalars()
+        self.place.weights.broadcast_scalars()
         self._show_state()
         # A scheduler checks this attribute.
         self.optimizer._opt_called = True
@@ -173,8 +173,8 @@ class FlatUpdater(MindNLPUpdater):
         # finished the update and can continue in place.
         self.place.release()
 
-    def make_private(self) -> None:
-        self.place.weights.make_private()
+    def unshare(self) -> None:
+        self.place.weights.unshare()
 
     def _groups(self) -> list[Any]:
         """Return the optimizer's group of every parameter; None for a parameter that it does not update."""
@@ -183,7 +183,7 @@ class FlatUpdater(MindNLPUpdater):
 
     def _add(self, sums: np.ndarray) -> np.ndarray:
         # A block has the same sum on every host that computed it, and 0 on ranks that did not.
-        return self._group.all_reduce(sums, op="max", is_hot=True) if self.zero_stage else sums
+        return self._group.all_reduce(sums, op="max", every_step=True) if self.zero_stage else sums
 
     def _segments(self, used: np.ndarray) -> list[Segment]:
         """Return the segments to update, split where hyperparameters change; reused if the split is the same."""
@@ -240,7 +240,7 @@ class FlatUpdater(MindNLPUpdater):
     @staticmethod
     def _step_of_its_own(steps: int) -> Any:
         # Optimizers of MindNLP 0.5 increment the step in place.
-        return torch_like().tensor(float(steps)) if mindnlp_series() == "0.5" else steps
+        return mindnlp_api().tensor(float(steps)) if mindnlp_series() == "0.5" else steps
 
     def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
         self._take_back()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Optional
 
 from mindnlp_dp.runtime.arrays import set_weight
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 from .trust_ratio import TrustRatioOptimizer, check_betas
 
@@ -49,8 +49,8 @@ class LAMB(TrustRatioOptimizer):
     def _direction(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> Any:
         if not state:
             state["step"] = 0
-            state["exp_avg"] = torch_like().ops.zeros_like(parameter)
-            state["exp_avg_sq"] = torch_like().ops.zeros_like(parameter)
+            state["exp_avg"] = mindnlp_api().ops.zeros_like(parameter)
+            state["exp_avg_sq"] = mindnlp_api().ops.zeros_like(parameter)
         beta1, beta2 = group["betas"]
         state["step"] += 1
         gradient, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Optional
 
 from mindnlp_dp.runtime.arrays import set_weight
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 from .trust_ratio import TrustRatioOptimizer
 
@@ -56,7 +56,7 @@ class LARS(TrustRatioOptimizer):
         group: dict[str, Any],
     ) -> None:
         if not state:
-            state["momentum_buffer"] = torch_like().ops.zeros_like(parameter)
+            state["momentum_buffer"] = mindnlp_api().ops.zeros_like(parameter)
         decay, rate = group["weight_decay"], 1.0
         if lengths is not None:
             weights, gradient = lengths

@@ -9,14 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindnlp_dp.data_parallel.multi_group import JointWindow
+from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
 from mindnlp_dp.optim.updater import Updater
 
 
-class JointUpdater(Updater):
+class MultiGroupUpdater(Updater):
     """Runs one updater for each window; its ``gradients`` are a list with those of each updater."""
 
-    def __init__(self, optimizer: Any, window: JointWindow, updaters: Sequence[Updater]) -> None:
+    def __init__(self, optimizer: Any, window: MultiGroupExchange, updaters: Sequence[Updater]) -> None:
         super().__init__(optimizer, window.parameters)
         self._window = window
         self._updaters = updaters
@@ -24,7 +24,7 @@ class JointUpdater(Updater):
 
     def average(self, window: Any) -> Any:
         gradients = [updater.average(each) for updater, each in zip(self._updaters, self._window.windows)]
-        self._window.note_windows()
+        self._window.collect_stats()
         return gradients
 
     def norm(self, gradients: Any) -> float:
@@ -47,9 +47,9 @@ class JointUpdater(Updater):
     def follows_optimizer(self) -> bool:
         return all(updater.follows_optimizer() for updater in self._updaters)
 
-    def make_private(self) -> None:
+    def unshare(self) -> None:
         for updater in self._updaters:
-            updater.make_private()
+            updater.unshare()
 
     def release(self) -> None:
         for updater in self._updaters:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """Elements ``[start, stop)`` of parameter ``index``, and the ``offset`` of the first one in a flat array."""
 
     index: int

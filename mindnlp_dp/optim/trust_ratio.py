@@ -9,10 +9,10 @@ from typing import Any, Optional
 import mindspore
 import numpy as np
 
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 
-class TrustRatioOptimizer(torch_like().optim.Optimizer, abc.ABC):  # type: ignore[misc]
+class TrustRatioOptimizer(mindnlp_api().optim.Optimizer, abc.ABC):  # type: ignore[misc]
     """Base class of LARS and LAMB; a subclass defines the direction of a parameter's update, and the update itself.
 
     :meth:`step` computes all directions first, then all norms, so that it waits for the device only once. This

@@ -15,11 +15,11 @@ import mindspore
 import numpy as np
 
 from mindnlp_dp.communication.default_group import get_process_group
-from mindnlp_dp.communication.lazy_arrays import fetch_all
-from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.communication.lazy_arrays import materialize
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.runtime.arrays import inspection
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 
 def is_untouched(optimizer: Any) -> bool:
@@ -52,7 +52,7 @@ class Updater(abc.ABC):
         self.optimizer = optimizer
         self.parameters = parameters
 
-    def average(self, window: GradientWindow) -> Any:
+    def average(self, window: GradientAccumulator) -> Any:
         """Exchange a window and return the ``gradients`` that the other methods take. A collective."""
         return window.reduce()
 
@@ -90,7 +90,7 @@ class Updater(abc.ABC):
     def release(self) -> None:  # noqa: B027 -- most read nothing that others write to
         """Let the other ranks write to memory that this rank has read; called after :meth:`finish`. A collective."""
 
-    def make_private(self) -> None:  # noqa: B027 -- most update memory that is this rank's alone
+    def unshare(self) -> None:  # noqa: B027 -- most update memory that is this rank's alone
         """Move the parameters out of shared memory; the next update, if there is one, moves them back."""
 
     @abc.abstractmethod
@@ -127,7 +127,7 @@ class MindNLPUpdater(Updater):
         if not self._scope.is_whole or any(p.dtype != mindspore.float32 for p in self.parameters):
             return super().clip(gradients, max_norm)
         self._attach(gradients)
-        norm = torch_like().nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        norm = mindnlp_api().nn.utils.clip_grad_norm_(self.parameters, max_norm)
         return [parameter.grad for parameter in self.parameters], float(norm.asnumpy())
 
     def are_finite(self, gradients: Any) -> bool:
@@ -161,7 +161,7 @@ class MindNLPUpdater(Updater):
         self._attach([None] * len(self.parameters))
         # A plateau scheduler needs a metric, so it does not step after every update.
         if self.scheduler is not None and not isinstance(
-            self.scheduler, torch_like().optim.lr_scheduler.ReduceLROnPlateau
+            self.scheduler, mindnlp_api().optim.lr_scheduler.ReduceLROnPlateau
         ):
             self.scheduler.step()
 
@@ -173,7 +173,7 @@ class MindNLPUpdater(Updater):
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(fetch_all(dict(saved)))
+        self.optimizer.load_state_dict(materialize(dict(saved)))
 
     def _attach(self, gradients: Sequence[Optional[Any]]) -> None:
         for parameter, gradient in zip(self.parameters, gradients):
@@ -225,7 +225,7 @@ class MindSporeUpdater(Updater):
         return {name: p.asnumpy().copy() for name, p in self._own_parameters().items()}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        own, saved = self._own_parameters(), fetch_all(dict(saved))
+        own, saved = self._own_parameters(), materialize(dict(saved))
         if own.keys() != saved.keys():
             differing = ", ".join(sorted(own.keys() ^ saved.keys()))
             raise ValueError(f"the saved optimizer is another one: only one of the two has {differing}")

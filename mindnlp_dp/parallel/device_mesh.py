@@ -72,7 +72,7 @@ class DeviceMesh:
         self.sizes = {"dp": rows, "pp": num_stages, "ep": self._of(0, "ep"), "sub": sub, "tp": tp}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world.world_size)): world}
         is_mesh = rows < world.world_size
-        world.name_ranks([f"{r} ({self.label(place)})" for r, place in enumerate(self._places)] if is_mesh else [])
+        world.set_rank_labels([f"{r} ({self.label(place)})" for r, place in enumerate(self._places)] if is_mesh else [])
         within = [("dp",), ("pp",), ("ep",), ("tp",), ("sub",), ("dp", "ep")]
         for axes in [*within, ("dp", "ep", "sub"), ("dp", "sub"), ("pp", "ep", "sub", "tp")]:
             self._make_group(axes)

@@ -17,9 +17,9 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.checkpoint.directory import PREFIX
-from mindnlp_dp.checkpoint.full_model import WholeModel
+from mindnlp_dp.checkpoint.full_model import ReplicatedModel
 from mindnlp_dp.checkpoint.manifest import MODEL
-from mindnlp_dp.communication.lazy_arrays import ArrayToCome, TensorToCome
+from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
 from mindnlp_dp.communication.replicas import (
     DIGEST_BYTES,
     ReplicaMismatchError,
@@ -36,10 +36,10 @@ from mindnlp_dp.runtime.named_weights import named_weights
 Source = Callable[[Placement], Optional[np.ndarray]]
 
 
-class PartedModel(WholeModel):
+class PartedModel(ReplicatedModel):
     """A sharded model, whose shards are where ``placements`` says; the interface is that of a replicated model."""
 
-    is_parted = True
+    is_sharded = True
 
     def __init__(self, model: Any, placements: Placements) -> None:
         self.mesh = placements.mesh
@@ -47,7 +47,7 @@ class PartedModel(WholeModel):
         self.world = self.mesh.world
         self.placements = placements
         self.seed_rank = self.mesh.seed_rank
-        self.num_sharers = self.mesh.sizes["sub"]
+        self.loss_replication = self.mesh.sizes["sub"]
 
     def _own(self) -> dict[str, Any]:
         """Return this rank's parameters and buffers, by their names in the full model."""
@@ -71,7 +71,7 @@ class PartedModel(WholeModel):
         problem = self._replica_that_differs() or self._copy_that_differs()
         # Some groups may be in sync and others not: raise the error on all ranks.
         error = ReplicaMismatchError(problem) if problem else None
-        self.world.raise_together(error, "comparing weights")
+        self.world.raise_on_all_ranks(error, "comparing weights")
         return self.digest()
 
     def _replica_that_differs(self) -> str:
@@ -130,7 +130,7 @@ class PartedModel(WholeModel):
         """Scatter full arrays from rank 0 of the job to the ranks' shards: all arrays, or those with these names."""
         own = self._own()
         for placement in map(self.placements.__getitem__, self.placements if names is None else names):
-            whole = self.world.call_where(
+            whole = self.world.run_on(
                 self.world.is_main, functools.partial(source, placement), f"reading {placement.name}"
             )
             if whole is None:
@@ -141,7 +141,7 @@ class PartedModel(WholeModel):
                 set_weight(weight, from_host(self.placements.part(placement, whole).copy(), placement.dtype))
 
     def read_weights(self, folder: Path) -> None:
-        files = self.world.call_where(
+        files = self.world.run_on(
             self.world.is_main, lambda: WeightFiles(folder, self.placements, is_complete=True), "reading a checkpoint"
         )
         # Buffers that are missing in the files keep their values.
@@ -154,7 +154,7 @@ class PartedModel(WholeModel):
     ) -> Callable[[Path], None]:
         """Write the weights to a temporary folder in ``folder``; return a function that moves them to a checkpoint."""
         # If the writer is killed, the next run removes the temporary folder by its name.
-        workspace = self.world.call_where(
+        workspace = self.world.run_on(
             self.world.is_main, functools.partial(_make_workspace, folder), "writing the model"
         )
         self.write_weights(None if workspace is None else workspace / MODEL)
@@ -198,7 +198,7 @@ class PartedModel(WholeModel):
             attempt(file.close)
         if error is not None and path is not None:
             path.unlink(missing_ok=True)
-        self.world.raise_together(error, "writing the model")
+        self.world.raise_on_all_ranks(error, "writing the model")
 
     # The optimizer state.
 
@@ -248,7 +248,7 @@ class PartedModel(WholeModel):
         # fetch() is a collective: all ranks fetch all arrays in the same order, and keep their shards.
         for number, name in enumerate(name for group in whole["parameters"] for name in group):
             for key, value in (whole["state"].get(number) or whole["state"].get(str(number)) or {}).items():
-                array = value.fetch() if isinstance(value, (ArrayToCome, TensorToCome)) else value
+                array = value.fetch() if isinstance(value, (LazyArray, LazyTensor)) else value
                 if name not in number_of:
                     continue
                 entry = state.setdefault(number_of[name], {})

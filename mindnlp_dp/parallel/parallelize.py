@@ -19,22 +19,22 @@ import numpy as np
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.data_parallel.model_scope import ModelScope
-from mindnlp_dp.data_parallel.multi_group import JointWindow
+from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
 from mindnlp_dp.parallel.parallel_model import PartedModel
 from mindnlp_dp.parallel.parallel_plan import Plan, plan_for
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
-from mindnlp_dp.parallel.pipeline_parallel.stages import Inbox, cut_stages
+from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, partition_stages
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import Tie
-from mindnlp_dp.parallel.tensor_parallel.apply import cut_layers
-from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertLoad, RowWeights, spread_experts
+from mindnlp_dp.parallel.tensor_parallel.apply import apply_tensor_parallel
+from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, apply_expert_parallel
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.named_weights import all_names, named_weights
 
-from .placement import Placements, place_whole, take_parts
+from .placement import Placements, replicate_all, take_shards
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class ParallelModel(PartedModel):
         super().__init__(model, placements)
         self.pipeline: Optional[Pipeline] = None
         self.expert_blocks: list[Any] = []
-        self._row_weights: Optional[RowWeights] = None
+        self._row_weights: Optional[ExpertBatchWeights] = None
 
     # Training.
 
@@ -63,7 +63,9 @@ class ParallelModel(PartedModel):
         counts = [self.placements.counts(placement) for placement in placed]
         return ModelScope(self.mesh.parts, counts, [placement.cut is not None for placement in placed])
 
-    def window(self, named: Sequence[tuple[str, Any]], **exchange: Any) -> Union[GradientSynchronizer, JointWindow]:
+    def window(
+        self, named: Sequence[tuple[str, Any]], **exchange: Any
+    ) -> Union[GradientSynchronizer, MultiGroupExchange]:
         """Return the gradient exchange for these parameters, each over the ranks that have it."""
         if self.pipeline is not None:
             # A stage runs several backward passes per update, and does not know which one is the last.
@@ -78,7 +80,7 @@ class ParallelModel(PartedModel):
             GradientSynchronizer([named[place] for place in mine], group, **exchange)
             for mine, group in zip(places, (self.mesh.copies, self.mesh.replicas))
         ]
-        return JointWindow(windows, places, [lambda weight: weight, lambda weight: weights.total])
+        return MultiGroupExchange(windows, places, [lambda weight: weight, lambda weight: weights.total])
 
     def settle(self) -> None:
         """Make tied weights bitwise equal on all stages; called after every update. A collective."""
@@ -119,11 +121,11 @@ class ParallelModel(PartedModel):
         lent = group.broadcast_object(batch if group.rank == src else None, src)
         return lent if batch is None else batch
 
-    def is_spoilt(self, loss: float) -> bool:
+    def has_nonfinite_peer(self, loss: float) -> bool:
         """Return whether a loss of the row is not finite, and so the gradients of experts are not. A collective."""
         if self._row_weights is None:
             return False
-        worst = self.mesh.group("ep").all_reduce(np.array([not np.isfinite(loss)], np.float32), is_hot=True)
+        worst = self.mesh.group("ep").all_reduce(np.array([not np.isfinite(loss)], np.float32), every_step=True)
         return bool(worst[0] > 0)
 
     def loads(self) -> list[ExpertLoad]:
@@ -163,7 +165,7 @@ def parallelize(
     if getattr(model, "parallel", None) is not None:
         raise ValueError(f"this {type(model).__name__} is cut already, as {model.parallel.mesh}")  # type: ignore[attr-defined]
     check_same_structure(named_weights(model), mesh.world)
-    placements = place_whole(model, mesh)
+    placements = replicate_all(model, mesh)
     files = _open(weights, placements, mesh.world)
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
@@ -171,7 +173,7 @@ def parallelize(
     if not mesh.is_data_parallel:
         plan = plan or plan_for(model)
         # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
-        inbox = mesh.world.call_where(True, lambda: _cut(model, plan, parts, layers_per_stage), "cutting the model")
+        inbox = mesh.world.run_on(True, lambda: _cut(model, plan, parts, layers_per_stage), "cutting the model")
         if inbox is not None:
             parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
     elif layers_per_stage:
@@ -183,7 +185,7 @@ def parallelize(
         read = None if files is None or files[0] is None else files[0].get(placement)
         return to_host(original) if read is None else read
 
-    take_parts(model, placements)
+    take_shards(model, placements)
     parts.scatter(source)
     if parts.pipeline is not None:
         _tie_stages(model, parts.pipeline, placements)
@@ -202,13 +204,11 @@ def _open(
     if weights is None:
         return None
     folder = Path(weights)
-    files = world.call_where(
-        world.is_main, lambda: WeightFiles(folder, placements, is_complete=False), "opening weights"
-    )
+    files = world.run_on(world.is_main, lambda: WeightFiles(folder, placements, is_complete=False), "opening weights")
     return files, world.broadcast_object([] if files is None else files.missing)
 
 
-def _cut(model: Any, plan: Plan, parts: ParallelModel, layers_per_stage: Sequence[int]) -> Optional[Inbox]:
+def _cut(model: Any, plan: Plan, parts: ParallelModel, layers_per_stage: Sequence[int]) -> Optional[StageInput]:
     """Reduce the model to this rank's part; return the inbox for received activations if there is a pipeline."""
     mesh, placements = parts.mesh, parts.placements
     kinds = {"tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline")}
@@ -222,11 +222,11 @@ def _cut(model: Any, plan: Plan, parts: ParallelModel, layers_per_stage: Sequenc
     if mesh.sizes["pp"] > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ValueError("a loss of the routers of all layers cannot be had in stages; set output_router_logits=False")
     if mesh.sizes["tp"] > 1 and plan.tensor is not None:
-        cut_layers(model, plan.tensor, placements)
+        apply_tensor_parallel(model, plan.tensor, placements)
     if mesh.sizes["ep"] > 1 and plan.experts is not None:
-        parts.expert_blocks, parts._row_weights = spread_experts(model, plan.experts, placements)
+        parts.expert_blocks, parts._row_weights = apply_expert_parallel(model, plan.experts, placements)
     if mesh.sizes["pp"] > 1 and plan.pipeline is not None:
-        return cut_stages(model, plan.pipeline, placements, layers_per_stage)
+        return partition_stages(model, plan.pipeline, placements, layers_per_stage)
     if layers_per_stage:
         raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
     return None

@@ -165,7 +165,7 @@ def _exact_sum(array: np.ndarray, group: ProcessGroup) -> np.ndarray:
     return group.all_reduce(bits).view(array.dtype).reshape(array.shape)
 
 
-def place_whole(model: Any, mesh: DeviceMesh) -> Placements:
+def replicate_all(model: Any, mesh: DeviceMesh) -> Placements:
     """Return placements with every parameter on every rank; the sharding functions then change them."""
     names_of: dict[int, list[str]] = {}
     whole = []
@@ -181,7 +181,7 @@ def place_whole(model: Any, mesh: DeviceMesh) -> Placements:
     return Placements(mesh, whole, aliases, f"{base}." if base else "")
 
 
-def take_parts(model: Any, placements: Placements) -> None:
+def take_shards(model: Any, placements: Placements) -> None:
     """Replace sharded parameters by new ones of this rank's shapes; their values are set later."""
     from mindnlp.core.nn import Parameter
 
@@ -231,7 +231,7 @@ def find_module(model: Any, name: str, what: str) -> Any:
     return modules[name]
 
 
-class Elsewhere(nn.Module):
+class PPMissingLayer(nn.Module):
     """Replaces a module of another stage, or an expert of another rank, that is never called; raises if called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -89,7 +89,7 @@ class Resharding:
         mine, wanted = self.source.box(rank, self.shape), self.destination.box(rank, self.shape)
         array = None if tile is None else np.ascontiguousarray(to_host(tile))
         dtype = np.dtype(dtype)
-        self._group.raise_together(self._problem(array, mine, dtype), "resharding a tensor")
+        self._group.raise_on_all_ranks(self._problem(array, mine, dtype), "resharding a tensor")
         result = None if wanted is None else np.empty([end - begin for begin, end in wanted], dtype)
         for number in self.schedule.order:
             task = self.tasks[number]

@@ -15,7 +15,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
-from mindnlp_dp.planner.cost_model.stage_costs import Sharing, StageCosts
+from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
 from mindnlp_dp.planner.plan import Rejected
 from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
@@ -42,7 +42,7 @@ class Candidate:
     """
 
     seconds: float
-    slices: list[tuple[int, int, Sharing]]
+    slices: list[tuple[int, int, StageParallelism]]
     firsts: list[int]
     micro_batches: list[int]
     num_micro_batches: int
@@ -71,15 +71,15 @@ class Candidates:
         # Bytes of a device that a plan may use.
         self.room = self.fill * self.cluster.memory
         self.boundaries = Boundaries(self.cluster)
-        self._costs: dict[tuple[Sharing, tuple[int, ...]], StageCosts] = {}
+        self._costs: dict[tuple[StageParallelism, tuple[int, ...]], StageCosts] = {}
 
-    def costs(self, sharing: Sharing, firsts: list[int]) -> StageCosts:
+    def costs(self, sharing: StageParallelism, firsts: list[int]) -> StageCosts:
         key = (sharing, tuple(firsts))
         if key not in self._costs:
             self._costs[key] = StageCosts(self.model, self.cluster, sharing, firsts)
         return self._costs[key]
 
-    def zero(self, sharing: Sharing) -> int:
+    def zero(self, sharing: StageParallelism) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
         return 1 if sharing.num_data > 1 else 0
@@ -113,7 +113,7 @@ class Candidates:
                 else:
                     self.reject(name, "its layers cannot be sliced so that every stage fits into memory")
 
-    def _sliced(self, sharing: Sharing, pp: int, firsts: list[int], micro_batch: int) -> Iterator[Any]:
+    def _sliced(self, sharing: StageParallelism, pp: int, firsts: list[int], micro_batch: int) -> Iterator[Any]:
         """Yield the candidates of one mesh and micro-batch; where it does not fit, yield the least bytes it needs."""
         num = self.batch // sharing.num_data // micro_batch
         costs, zero_stage = self.costs(sharing, firsts), self.zero(sharing)
@@ -184,7 +184,7 @@ class Candidates:
         boundary = self.boundaries.between(pair, pair, self._worst_place(sharing))
         return np.array([2 * boundary.time(micro_batch * sharing.dp * float(b)) for b in costs.entering])
 
-    def _worst_place(self, sharing: Sharing) -> int:
+    def _worst_place(self, sharing: StageParallelism) -> int:
         """Return a first device for which the next stage is on another host, if there is such a device."""
         per_host = self.cluster.devices_per_host
         return 0 if self.cluster.num_hosts == 1 else max(0, per_host - sharing.num_devices)
@@ -206,7 +206,7 @@ class Candidates:
                     (sharing, recompute)
                     for tp in divisors(size)
                     if not tensor_problem(self.model, tp)
-                    for sharing in [Sharing(size // tp, tp)]
+                    for sharing in [StageParallelism(size // tp, tp)]
                     if total % sharing.dp == 0
                     for recompute in (False, True)
                 ]
@@ -242,8 +242,8 @@ class Candidates:
         return Candidate(found.total + update, slices, firsts, micro_batches, num, schedule, again, zero_stage)
 
     def _ways_into(self, size: int, firsts: list[int], total: int) -> np.ndarray:
-        boundary = self.boundaries.between((size, 1), (size, 1), self._worst_place(Sharing(size)))
-        entering = self.costs(Sharing(), firsts).entering
+        boundary = self.boundaries.between((size, 1), (size, 1), self._worst_place(StageParallelism(size)))
+        entering = self.costs(StageParallelism(), firsts).entering
         return np.array([2 * boundary.time(total * float(b)) for b in entering])
 
 
@@ -264,7 +264,7 @@ def most_following(fits: np.ndarray, schedule: str, num: int) -> np.ndarray:
 
 def meshes(
     model: Model, num_devices: int, batch: int, num_layers: int, reject: Callable[[str, str], None]
-) -> Iterator[tuple[int, Sharing]]:
+) -> Iterator[tuple[int, StageParallelism]]:
     """Yield the number of stages and the sharing of each possible mesh; call ``reject`` with each impossible one."""
     for tp in divisors(num_devices):
         problem = tensor_problem(model, tp)
@@ -278,7 +278,7 @@ def meshes(
                     reject(f"pp={pp}", problem)
                 continue
             for ep in divisors(num_devices // tp // pp):
-                sharing = Sharing(num_devices // tp // pp // ep, tp, ep)
+                sharing = StageParallelism(num_devices // tp // pp // ep, tp, ep)
                 problem = _expert_problem(model, sharing, pp) or _batch_problem(batch, sharing)
                 if not problem:
                     yield pp, sharing
@@ -286,7 +286,7 @@ def meshes(
                     reject(mesh_name(sharing.mesh(pp)), problem)
 
 
-def mesh_problem(model: Model, pp: int, sharing: Sharing, batch: int, num_layers: int) -> str:
+def mesh_problem(model: Model, pp: int, sharing: StageParallelism, batch: int, num_layers: int) -> str:
     """Return why a mesh is impossible, apart from memory; "" if it is possible."""
     return (
         tensor_problem(model, sharing.tp)
@@ -313,7 +313,7 @@ def _stage_problem(model: Model, pp: int, num_layers: int) -> str:
     return f"{model.name} has {most} layers that may be stages" if pp > most else ""
 
 
-def _expert_problem(model: Model, sharing: Sharing, pp: int) -> str:
+def _expert_problem(model: Model, sharing: StageParallelism, pp: int) -> str:
     if sharing.ep == 1:
         return ""
     if not model.experts or model.experts % sharing.ep:
@@ -323,7 +323,7 @@ def _expert_problem(model: Model, sharing: Sharing, pp: int) -> str:
     return ""
 
 
-def _batch_problem(batch: int, sharing: Sharing) -> str:
+def _batch_problem(batch: int, sharing: StageParallelism) -> str:
     return f"{sharing.num_data} does not divide the batch of {batch}" if batch % sharing.num_data else ""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from mindnlp_dp.planner.cost_model.memory import MemoryUse
-from mindnlp_dp.planner.cost_model.stage_costs import Sharing, mesh_of
+from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism, mesh_of
 from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
 from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
@@ -31,7 +31,7 @@ class StagePlan:
 
     operators: tuple[int, int]
     blocks: Optional[tuple[int, int]]
-    sharing: Sharing
+    sharing: StageParallelism
     forward: float
     backward: float
     collectives: float

@@ -2,7 +2,7 @@
 
 ``mindnlp-dp plan`` calls :func:`plan`; the benchmarks also call :func:`predict`. The two levels are those of Zheng et
 al., *Alpa* (OSDI 2022): the integer program chooses how each operator is sharded within a stage
-(:mod:`~mindnlp_dp.planner.cost_model.memory`, ``roles_of``), and the dynamic program chooses the layers of each stage
+(:mod:`~mindnlp_dp.planner.cost_model.memory`, ``strategies_of``), and the dynamic program chooses the layers of each stage
 (:mod:`~mindnlp_dp.planner.stage_partition`). Unlike Alpa, the formula also prices messages between stages, the number of
 micro-batches and the optimizer. A simulator that does not use the formula then ranks the best candidates.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from mindnlp_dp.planner.candidates import divisors, mesh_problem
-from mindnlp_dp.planner.cost_model.stage_costs import Sharing, layers_of, mesh_of
+from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism, layers_of, mesh_of
 from mindnlp_dp.planner.plan import Plan, Plans
 from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
@@ -129,7 +129,7 @@ def predict(
     return found
 
 
-def _stages_of(mesh: Mapping[str, MeshSize]) -> list[Sharing]:
+def _stages_of(mesh: Mapping[str, MeshSize]) -> list[StageParallelism]:
     unknown = sorted(set(mesh) - {"dp", "pp", "ep", "tp"})
     pp = mesh.get("pp", 1)
     sizes = {axis: size if isinstance(size, tuple) else (size,) for axis, size in mesh.items()}
@@ -141,7 +141,7 @@ def _stages_of(mesh: Mapping[str, MeshSize]) -> list[Sharing]:
     ):
         raise ValueError(f"a mesh has axes dp, pp, ep, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
     by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
-    return [Sharing(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
+    return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
 
 
 def _bounds(num_layers: int, pp: int, blocks: Optional[Sequence[int]]) -> list[int]:

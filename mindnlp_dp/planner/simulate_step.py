@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from mindnlp_dp.planner.candidates import Candidate, Candidates
-from mindnlp_dp.planner.cost_model.stage_costs import Sharing
+from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism
 from mindnlp_dp.planner.plan import Plan, StagePlan
 from mindnlp_dp.schedules.pipeline import most_in_flight
 from mindnlp_dp.schedules.pipeline_simulation import Timeline, simulate_pipeline
@@ -119,7 +119,7 @@ def _update(search: Candidates, candidate: Candidate) -> tuple[float, float]:
 
 def _one_device(search: Candidates, candidate: Candidate) -> float:
     """Return the seconds of an update on one device with the same micro-batches and unlimited memory."""
-    costs = search.costs(Sharing(), candidate.firsts)
+    costs = search.costs(StageParallelism(), candidate.firsts)
     last, micro_batch = len(candidate.firsts) - 1, candidate.micro_batches[0]
     num = search.batch // micro_batch
     return num * float(costs.times(0, last, micro_batch).total) + sum(costs.update(0, last, 0))

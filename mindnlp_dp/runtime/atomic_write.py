@@ -43,7 +43,7 @@ def _replace(path: Path, new: Path, aside: Path) -> None:
         raise
 
 
-def clean_up_after_a_kill(folder: Path, pattern: str) -> None:
+def remove_stale_temporaries(folder: Path, pattern: str) -> None:
     """Remove the workspaces that killed writers of ``folder/pattern`` left; move old versions back if need be.
 
     Call it only for a folder that no process is writing to.

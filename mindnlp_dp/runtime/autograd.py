@@ -25,7 +25,7 @@ def autograd_cleared_on_error(function: Callable[..., Any]) -> Callable[..., Any
     return call
 
 
-def make_leaves(parameters: Sequence[Any]) -> None:
+def as_leaf_parameters(parameters: Sequence[Any]) -> None:
     """Register all ``parameters`` with autograd, used or not; each only once.
 
     MindSpore 2.10 fails in a backward pass ("The pointer[leaf_node] is null") that asks for the gradient of a parameter

@@ -11,7 +11,7 @@ from typing import Optional
 from mindnlp_dp.runtime.launch_env import card_of_this_process
 
 
-def obey_device_target() -> str:
+def set_device_from_env() -> str:
     """Switch MindSpore to the device that DEVICE_TARGET names, if it is set; return the device in use.
 
     DEVICE_TARGET is MindNLP's variable: CPU, GPU or Ascend. Each process of a host gets its own card here,
@@ -30,9 +30,9 @@ def obey_device_target() -> str:
 
 
 @contextmanager
-def device_target_obeyed() -> Iterator[Optional[str]]:
+def device_set_from_env() -> Iterator[Optional[str]]:
     """Apply DEVICE_TARGET, and hide it inside the block so that no other code applies it; yield its value."""
-    obey_device_target()
+    set_device_from_env()
     target = os.environ.pop("DEVICE_TARGET", None)
     try:
         yield target

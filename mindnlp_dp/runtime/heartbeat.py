@@ -53,14 +53,14 @@ class Progress:
         pid: id of its process.
         thread: id of its main thread, as :mod:`faulthandler` prints it.
         update: number of the next update.
-        has_met: whether it has joined the others; it reports from then on.
+        has_joined: whether it has joined the others; it reports from then on.
         members: number of surviving ranks, including it, after a loss; 0 before.
         saved: number of the last checkpoint request that it has met.
         changed: time of its last report, by the monotonic clock.
         since: time when it began to wait for others; 0 if it does not wait.
         loss: loss of its last update; NaN before.
         samples: number of samples that all ranks have trained on.
-        waits_in: name of the call that it is blocked in; "" if it does not wait.
+        blocked_in: name of the call that it is blocked in; "" if it does not wait.
         born: start time of its process (:func:`state_and_birth_of`), because another process may get its pid later.
     """
 
@@ -68,14 +68,14 @@ class Progress:
     pid: int = 0
     thread: int = 0
     update: int = 0
-    has_met: bool = False
+    has_joined: bool = False
     members: int = 0
     saved: int = 0
     changed: float = 0.0
     since: float = 0.0
     loss: float = float("nan")
     samples: float = 0.0
-    waits_in: str = ""
+    blocked_in: str = ""
     born: int = 0
 
     @property
@@ -117,7 +117,7 @@ class Reporter:
         self._has_met = True
         self._write()
 
-    def note_members(self, number: int) -> None:
+    def set_world_size(self, number: int) -> None:
         self._members = number
         self._write()
 
@@ -187,10 +187,10 @@ def meet() -> None:
         _reporter.meet()
 
 
-def note_members(number: int) -> None:
+def set_world_size(number: int) -> None:
     """Report that this rank continues in a group of ``number`` ranks, because others were lost."""
     if _reporter is not None:
-        _reporter.note_members(number)
+        _reporter.set_world_size(number)
 
 
 def step() -> None:

@@ -19,49 +19,49 @@ _SCALE_BATCH = "MINDNLP_DP_SCALE_BATCH"
 _IN_PLACE = "MINDNLP_DP_IN_PLACE"
 
 
-def try_environment(
-    number: int, job: str, full_size: Optional[int], *, in_place: int = 0, scale_batch: bool = False
+def attempt_env(
+    number: int, job: str, max_world_size: Optional[int], *, in_place: int = 0, scale_batch: bool = False
 ) -> dict[str, str]:
     """Return the environment variables for the ranks of attempt ``number``, from 0, of the job named ``job``.
 
     Args:
-        full_size: maximum number of ranks of an elastic job; None for other jobs.
+        max_world_size: maximum number of ranks of an elastic job; None for other jobs.
         in_place: minimum number of ranks with which a job continues in its processes after a loss; 0: it does not.
         scale_batch: whether the global batch of an elastic job is proportional to the number of its ranks.
     """
     # All are set, so that none is inherited from a job in which this one is started.
-    sizes = {_FULL_SIZE: str(full_size or ""), _SCALE_BATCH: str(int(scale_batch))}
+    sizes = {_FULL_SIZE: str(max_world_size or ""), _SCALE_BATCH: str(int(scale_batch))}
     return {_RESTART_COUNT: str(number), _JOB: job, **sizes, _IN_PLACE: str(in_place)}
 
 
-def full_size(environ: Mapping[str, str]) -> Optional[int]:
+def max_world_size(environ: Mapping[str, str]) -> Optional[int]:
     """Return the full number of ranks of this process's job, which sets its global batch; None if not elastic."""
     return int(environ[_FULL_SIZE]) if environ.get(_FULL_SIZE) else None
 
 
 def scales_batch(environ: Mapping[str, str]) -> bool:
     """Return whether this process's job is elastic, with a global batch proportional to its number of ranks."""
-    return full_size(environ) is not None and environ.get(_SCALE_BATCH) == "1"
+    return max_world_size(environ) is not None and environ.get(_SCALE_BATCH) == "1"
 
 
-def goes_on_in_place(environ: Mapping[str, str]) -> bool:
+def in_place_recovery_enabled(environ: Mapping[str, str]) -> bool:
     """Return whether the other ranks of this process's job continue in their processes when one is lost."""
-    return least_ranks(environ) > 0
+    return min_world_size(environ) > 0
 
 
-def least_ranks(environ: Mapping[str, str]) -> int:
+def min_world_size(environ: Mapping[str, str]) -> int:
     """Return the minimum number of ranks of a job that continues in place; 0 for any other job."""
     return int(environ.get(_IN_PLACE, "0"))
 
 
-def job_of_this_process(environ: Mapping[str, str]) -> Optional[str]:
+def job_id(environ: Mapping[str, str]) -> Optional[str]:
     """Return the name of this process's job, the same in every attempt; None if our launcher did not start it."""
     return environ.get(_JOB) or None
 
 
 def job_if_restarted(environ: Mapping[str, str]) -> Optional[str]:
     """Return the name of this process's job if this is not its first attempt, else None."""
-    return None if environ.get(_RESTART_COUNT, "0") == "0" else job_of_this_process(environ)
+    return None if environ.get(_RESTART_COUNT, "0") == "0" else job_id(environ)
 
 
 def host_environment(ranks: range) -> dict[str, str]:

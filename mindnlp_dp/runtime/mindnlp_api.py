@@ -14,7 +14,7 @@ from mindnlp_dp.runtime.versions import mindnlp_series
 
 
 @functools.cache
-def torch_like() -> Any:
+def mindnlp_api() -> Any:
     """Return the package with ``nn``, ``optim`` and ``autograd``."""
     # Importing MindNLP applies its patches.
     importlib.import_module("mindnlp")
@@ -22,7 +22,7 @@ def torch_like() -> Any:
 
 
 @functools.cache
-def transformers_like() -> Any:
+def transformers_api() -> Any:
     """Return the package with models and tokenizers."""
     importlib.import_module("mindnlp")
     return importlib.import_module("transformers" if mindnlp_series() == "0.5" else "mindnlp.transformers")

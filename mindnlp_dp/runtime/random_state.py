@@ -1,7 +1,7 @@
 """Seeds the randomness inside a model, such as dropout, from the run's seed, the rank, the update and the micro-step.
 
 The ranks of a tensor-parallel group draw the same random numbers for replicated tensors, and different ones for sharded
-tensors (:func:`draws_apart`). Afterwards they draw the same numbers again.
+tensors (:func:`rank_local_rng`). Afterwards they draw the same numbers again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 # The micro-step number for the seed that is set while the batches of an update are read.
 READING = 2**32 - 1
 
-# The seed in use, and the number of draws_apart blocks since it was set.
+# The seed in use, and the number of rank_local_rng blocks since it was set.
 _current: Optional[int] = None
 
 _num_apart = 0
@@ -49,7 +49,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def draws_apart(rank: int) -> Iterator[None]:
+def rank_local_rng(rank: int) -> Iterator[None]:
     """Let each ``rank`` draw different random numbers in this block; has no effect outside of :func:`seeded`.
 
     All ranks must enter the same blocks in the same order. After the block all ranks draw the same numbers again, from

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.runtime.mindnlp_api import transformers_like
+from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 from .examples import InputError, first_line
 
 
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of the model ``name``; raise InputError if it cannot be loaded."""
-    return _from_pretrained(transformers_like().AutoTokenizer, name, "tokenizer")
+    return _from_pretrained(transformers_api().AutoTokenizer, name, "tokenizer")
 
 
 def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> tuple[dict[str, np.ndarray], int]:
@@ -34,7 +34,7 @@ def load_classifier(name: str, num_labels: int, max_length: int) -> Any:
     Raises:
         InputError: the model cannot be loaded, or accepts fewer than ``max_length`` tokens.
     """
-    auto_class = transformers_like().AutoModelForSequenceClassification
+    auto_class = transformers_api().AutoModelForSequenceClassification
     model = _from_pretrained(auto_class, name, "model", num_labels=num_labels)
     positions = getattr(model.config, "max_position_embeddings", max_length)
     # RoBERTa's first position is the padding token's id plus 1.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from mindnlp_dp.runtime.mindnlp_api import transformers_like
+from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
 from . import hub, pretrained
 from .cldr import cldr_phrases
@@ -121,7 +121,7 @@ def build_optimizer(config: FinetuneConfig, model: Any) -> Any:
 
 def build_roberta(config: TaskConfig, vocab_size: int, num_labels: int) -> Any:
     """Return a RoBERTa classifier with random weights; it uses relu, because MindSpore's gelu is slow on CPU."""
-    library = transformers_like()
+    library = transformers_api()
     return library.RobertaForSequenceClassification(
         library.RobertaConfig(
             vocab_size=vocab_size,

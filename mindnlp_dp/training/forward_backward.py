@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from mindnlp_dp.data.batches import call_with
-from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.runtime.random_state import seeded
@@ -52,7 +52,7 @@ class Passes:
         window: Sequence[Any],
         weight_of: Callable[[Any], float],
         seed_of: Callable[[int], int],
-        exchange: GradientWindow,
+        exchange: GradientAccumulator,
     ) -> Iterator[MicroStep]:
         """Yield the result of each micro-batch; a micro-batch of weight 0 is not computed.
 
@@ -92,8 +92,8 @@ class Passes:
                 loss, gradients = call_with(self._gradient_fn, batch)
             # The loss of a dummy batch belongs to another rank.
             value = float(loss.asnumpy()) if weight > 0 else 0.0
-            is_spoilt = parallel is not None and parallel.is_spoilt(value)
-            yield MicroStep(value, gradients, weight, getattr(batch, "indices", None), is_spoilt)
+            has_nonfinite_peer = parallel is not None and parallel.has_nonfinite_peer(value)
+            yield MicroStep(value, gradients, weight, getattr(batch, "indices", None), has_nonfinite_peer)
 
 
 def parallel_of(parameters: Sequence[Any]) -> Optional[ParallelModel]:

@@ -15,7 +15,7 @@ from mindnlp_dp.compat.mindspore_layers import use_kernels_in_layers
 from mindnlp_dp.kernels.dispatch import check_kernels
 from mindnlp_dp.kernels.dispatch import choose as choose_kernels
 from mindnlp_dp.runtime import heartbeat
-from mindnlp_dp.runtime.devices import obey_device_target
+from mindnlp_dp.runtime.devices import set_device_from_env
 from mindnlp_dp.runtime.launch_env import detect_launch
 
 
@@ -48,7 +48,7 @@ def init_process_group(
 
     check_level(checks)
     # MindNLP applies DEVICE_TARGET only when it is imported, which may be later.
-    device = obey_device_target()
+    device = set_device_from_env()
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
     with heartbeat.waiting("init_process_group"):
         transport = meet(kind, launch)

@@ -20,13 +20,13 @@ from mindnlp_dp.checkpoint.full_model import data_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.data.loss_weight import checked_weight
-from mindnlp_dp.data_parallel.accumulation import GradientWindow
-from mindnlp_dp.data_parallel.external_reducer import ReducerWindow
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
+from mindnlp_dp.data_parallel.external_reducer import ExternalReducer
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.random_state import step_seed
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
@@ -120,12 +120,12 @@ def make_train_step(
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
         gradient_fn = autograd_cleared_on_error(mindspore.jit(gradient_fn) if jit else gradient_fn)
     else:
-        gradient_fn = torch_like().autograd.value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
+        gradient_fn = mindnlp_api().autograd.value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
     model = model_of(forward_fn, parameters) if model is None else model
     check_values(_with_names(parameters, model), group)
-    window: GradientWindow
+    window: GradientAccumulator
     if reducer is not None:
-        window = ReducerWindow(parameters, reducer, group)
+        window = ExternalReducer(parameters, reducer, group)
     elif parallel is not None:
         window = parallel.window([(p.name_in_whole, p) for p in parameters], **exchange)
     else:
@@ -209,9 +209,9 @@ class FunctionalStep:
         self._weight_of = weight_of
         self.num_updates = 0
         self.grad_norm: Optional[float] = None
-        self.synchronizer: GradientWindow = train_step.synchronizer
+        self.synchronizer: GradientAccumulator = train_step.synchronizer
         # After the step is deleted, the user may write to the weights, so ranks must no longer share their memory.
-        weakref.finalize(self, train_step.updater.make_private).atexit = False
+        weakref.finalize(self, train_step.updater.unshare).atexit = False
 
     def __call__(self, batches: Any) -> Optional[float]:
         """Do one update; return this rank's mean loss, or None if it had no samples. A collective.

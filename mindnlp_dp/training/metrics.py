@@ -63,7 +63,7 @@ def _mean(sums: np.ndarray) -> float:
 
 
 @dataclass(frozen=True)
-class BadLoss:
+class NonFiniteLoss:
     """A loss that is NaN or infinite, with its rank, step and sample indices; no indices if they are unknown."""
 
     value: float
@@ -77,7 +77,7 @@ class BadLoss:
         return f"the loss of {shown}{more} is {self.value} at step {self.step} on rank {self.rank}"
 
 
-def settle_bad_losses(mine: Sequence[BadLoss], group: ProcessGroup, go_on: bool) -> bool:
+def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, go_on: bool) -> bool:
     """Report the bad losses of all ranks on every rank, as a warning or an error; return whether there were any.
 
     A collective.
@@ -111,7 +111,7 @@ def warn_of_no_weight(total_weight: float, step: int) -> None:
         )
 
 
-def settle_bad_gradient(what: str, step: int, go_on: bool) -> None:
+def report_nonfinite_gradient(what: str, step: int, go_on: bool) -> None:
     """Warn that an update is left out, because the averaged gradient (equal on every rank) is not finite.
 
     Raises:

@@ -28,7 +28,7 @@ from mindnlp_dp.checkpoint.directory import (
     remove_unfinished_checkpoints,
 )
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
-from mindnlp_dp.checkpoint.full_model import load_checkpoint, whole_model
+from mindnlp_dp.checkpoint.full_model import as_replicated, load_checkpoint
 from mindnlp_dp.checkpoint.manifest import RunId, run_of
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
@@ -59,7 +59,7 @@ class FunctionalRun:
         self.step = step
         self.loader = loader
         self.keep = keep
-        self._whole = whole_model(model, step.synchronizer.group)
+        self._whole = as_replicated(model, step.synchronizer.group)
         self.group = self._whole.world
         self.epoch = 0
         # The number of updates that the epoch and the run had done when the epoch was opened.
@@ -108,8 +108,8 @@ class FunctionalRun:
         Raises:
             RuntimeError: another job is writing to the folder.
         """
-        self.step.synchronizer.forget_errors()
-        run_id = self.group.call_where(self.group.is_main, self._become_writer, "preparing the folder of checkpoints")
+        self.step.synchronizer.reset_error_feedback()
+        run_id = self.group.run_on(self.group.is_main, self._become_writer, "preparing the folder of checkpoints")
         path = checkpoint_path(self.folder, self.step.num_updates)
         state = {
             **self._parts.state(keep=self.group.is_main),
@@ -128,7 +128,7 @@ class FunctionalRun:
             remove_old_checkpoints(self.folder, self.keep, [path], run_id)
 
         request = heartbeat.checkpoint_request()
-        self.group.call_where(self.group.is_main, write, "saving a checkpoint")
+        self.group.run_on(self.group.is_main, write, "saving a checkpoint")
         heartbeat.has_saved(request)
         return path
 
@@ -153,7 +153,7 @@ class FunctionalRun:
         def choose() -> Optional[Path]:
             return newest_checkpoint(self.folder) if has_checkpoints(self.folder) else None
 
-        path = self.group.call_on_main(choose, "looking for a checkpoint")
+        path = self.group.run_on_rank0(choose, "looking for a checkpoint")
         if path is None:
             return False
         if self.group.is_main:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.checkpoint.full_model import WholeModel
+from mindnlp_dp.checkpoint.full_model import ReplicatedModel
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.training.train_step import TrainStep
 
@@ -45,7 +45,7 @@ class Position:
 class Run:
     """Saves and restores the state of a run's model and train step, for the Trainers and FunctionalRun."""
 
-    model: WholeModel
+    model: ReplicatedModel
     train_step: TrainStep
 
     @property
@@ -64,10 +64,10 @@ class Run:
         step = self.train_step
         self.model.broadcast_buffers()
         # Each stage of a sharded model packs its own gradients, and its order does not fit another mesh.
-        keeps_order = not self.model.is_parted
+        keeps_order = not self.model.is_sharded
         own = {
             "parameters": step.updater.parameter_names(self.model.model),
-            **step.updater.optimizer_state(keep=keep or self.model.is_parted),
+            **step.updater.optimizer_state(keep=keep or self.model.is_sharded),
         }
         return {
             "world_size": self.group.world_size,
@@ -104,9 +104,9 @@ class Run:
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
         # With a sharded model, ranks may come to different results.
-        self.group.raise_together(error, "taking up the optimizer")
+        self.group.raise_on_all_ranks(error, "taking up the optimizer")
         # Older checkpoints do not have a bucket order.
-        if saved.get("bucket_order") is not None and not self.model.is_parted:
+        if saved.get("bucket_order") is not None and not self.model.is_sharded:
             step.synchronizer.pack_in_order(saved["bucket_order"])
         optimizer_state = {key: value for key, value in optimizer.items() if key != "parameters"}
         step.updater.load_optimizer_state(optimizer_state)

@@ -20,7 +20,7 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.loss_weight import Task, loss_mean, span_counts
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 Terms = tuple[Any, Any]
 
@@ -101,7 +101,7 @@ def _counts_of(batch: Any) -> Optional[np.ndarray]:
 
 def _sums(output: Mapping[str, Any], columns: Mapping[str, Any]) -> Terms:
     """Return the summed cross-entropies of the start and of the end positions; ignore those outside of the text."""
-    cross_entropy = torch_like().nn.functional.cross_entropy
+    cross_entropy = mindnlp_api().nn.functional.cross_entropy
     sums = []
     for name in ("start", "end"):
         logits, positions = output[f"{name}_logits"], columns[f"{name}_positions"]

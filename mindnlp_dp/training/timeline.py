@@ -105,4 +105,4 @@ class Timeline:
             with in_place_of(path) as temporary:
                 temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
-        self._group.call_where(self._group.is_main, write, "writing the trace")
+        self._group.run_on(self._group.is_main, write, "writing the trace")

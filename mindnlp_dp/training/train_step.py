@@ -13,11 +13,17 @@ import math
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Optional
 
-from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
-from mindnlp_dp.training.metrics import BadLoss, LossMeter, settle_bad_gradient, settle_bad_losses, warn_of_no_weight
+from mindnlp_dp.training.metrics import (
+    LossMeter,
+    NonFiniteLoss,
+    report_nonfinite_gradient,
+    report_nonfinite_loss,
+    warn_of_no_weight,
+)
 from mindnlp_dp.training.timeline import Timeline
 
 
@@ -31,7 +37,7 @@ class TrainStep:
 
     def __init__(
         self,
-        synchronizer: GradientWindow,
+        synchronizer: GradientAccumulator,
         updater: Updater,
         losses: LossMeter,
         *,
@@ -59,7 +65,7 @@ class TrainStep:
             gradients = self.updater.average(sync)
         for name, began, ended in sync.last_window.spans:
             self.timeline.add(name, began, ended, "exchange", step=step)
-        if sync.num_skipped and not settle_bad_losses(bad, sync.group, go_on=self.leave_out_bad_losses):
+        if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, go_on=self.leave_out_bad_losses):
             warn_of_no_weight(sync.total_weight, step)
         norm = None
         if sync.total_weight > 0:
@@ -68,7 +74,7 @@ class TrainStep:
                     gradients, norm = self.updater.clip(gradients, self.max_grad_norm)
             problem = self._problem_of(gradients, norm)
             if problem:
-                settle_bad_gradient(problem, step, go_on=self.leave_out_bad_losses)
+                report_nonfinite_gradient(problem, step, go_on=self.leave_out_bad_losses)
             else:
                 self.is_updating = True
                 with self.timeline.span("update", step=step), heartbeat.waiting("the update"):
@@ -89,24 +95,24 @@ class TrainStep:
 
     def _accumulate(
         self, micro_steps: Iterable[MicroStep], step: int
-    ) -> tuple[list[tuple[float, float]], list[BadLoss]]:
+    ) -> tuple[list[tuple[float, float]], list[NonFiniteLoss]]:
         """Accumulate the micro-steps of a window; return the finite losses with their weights, and the bad losses."""
         sync = self.synchronizer
         losses: list[tuple[float, float]] = []
-        bad: list[BadLoss] = []
+        bad: list[NonFiniteLoss] = []
         try:
             for micro in micro_steps:
                 heartbeat.step()
                 if micro.gradients is None:
                     sync.skip()
-                elif math.isfinite(micro.loss) and not micro.is_spoilt:
-                    sync.accumulate(micro.gradients, micro.weight / micro.num_sharers)
+                elif math.isfinite(micro.loss) and not micro.has_nonfinite_peer:
+                    sync.accumulate(micro.gradients, micro.weight / micro.loss_replication)
                     losses.append((micro.loss, micro.weight))
                 else:
                     sync.skip()
                     if not math.isfinite(micro.loss):
                         indices = () if micro.indices is None else tuple(micro.indices.tolist())
-                        bad.append(BadLoss(micro.loss, sync.group.label(), step, indices))
+                        bad.append(NonFiniteLoss(micro.loss, sync.group.label(), step, indices))
         except BaseException:
             # The next window must begin empty. Close the generator to remove its hooks from the model now: the
             # traceback would keep it alive.

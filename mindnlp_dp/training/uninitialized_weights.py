@@ -31,7 +31,7 @@ def check_values(weights: Sequence[tuple[str, Any]], group: ProcessGroup) -> Non
         ValueError: Raised on every rank if a matrix on any rank has no memory yet; names the matrix.
     """
     matrices = [(name, w) for name, w in weights if len(w.shape) > 1 and getattr(w, "requires_grad", True)]
-    group.call_where(True, lambda: _check_memory(matrices, group), "looking at the weights")
+    group.run_on(True, lambda: _check_memory(matrices, group), "looking at the weights")
     mine = [name for name, w in matrices if is_zero_by_mistake(name, w)]
     # Each rank's names are in model order; pipeline stages have different names, so the ranks' lists are joined.
     zero = list(dict.fromkeys(name for theirs in group.all_gather_object(mine) for name in theirs))

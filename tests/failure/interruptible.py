@@ -89,7 +89,7 @@ def main() -> None:
         callbacks=[Watched()],
     )  # fmt: skip
 
-    resume = not options.once and group.call_on_main(lambda: has_checkpoints(options.folder), "looking for checkpoints")
+    resume = not options.once and group.run_on_rank0(lambda: has_checkpoints(options.folder), "looking for checkpoints")
     output = trainer.train(resume_from_checkpoint=True if resume else None)
     assert output.global_step == NUM_STEPS
     if group.is_main:

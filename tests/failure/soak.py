@@ -100,7 +100,7 @@ class Job:
         before = {rank.pid: rank.samples for rank in self.ranks()}
         while self.launcher.poll() is None:
             ranks = self.ranks()
-            have_met = bool(ranks) and all(rank.has_met for rank in ranks)
+            have_met = bool(ranks) and all(rank.has_joined for rank in ranks)
             if have_met and any(rank.samples > before.get(rank.pid, 0) for rank in ranks):
                 return True
             time.sleep(0.02)

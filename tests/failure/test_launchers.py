@@ -101,7 +101,7 @@ def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
 # The part of init_process_group that matters here, without importing MindSpore, which takes seconds.
 MPI_ALONE = """
 from mpi4py import MPI
-mpi_exit.end_together(MPI)
+mpi_exit.abort_job_on_failure(MPI)
 group = MPI.COMM_WORLD
 """
 INIT = """

@@ -26,7 +26,7 @@ from conftest import (
     wait_for_files,
 )
 from mindnlp_dp.launch import run as launch
-from mindnlp_dp.launch.log_dir import Scratch
+from mindnlp_dp.launch.log_dir import ScratchDir
 from mindnlp_dp.launch.monitor import attempt_monitor
 from mindnlp_dp.launch.processes import spawn
 
@@ -171,7 +171,7 @@ def test_status_from_another_shell(tmp_path):
         told = subprocess.run([*base, "status", str(log_dir), "--json"], stdout=subprocess.PIPE, check=True)
         status = json.loads(told.stdout)
         assert [rank["state"] for rank in status["ranks"]] == ["waits", "works"]
-        assert status["ranks"][0]["waits_in"] == "barrier of 2 ranks"
+        assert status["ranks"][0]["blocked_in"] == "barrier of 2 ranks"
         assert status["alive"] == 2
         os.kill(status["ranks"][1]["pid"], 0)
         text = subprocess.run([*base, "status", str(log_dir)], stdout=subprocess.PIPE, check=True, text=True).stdout
@@ -404,8 +404,8 @@ def test_what_mpi_keeps_in_memory_goes_with_the_job(tmp_path, victim):
         assert launcher.wait(TIMEOUT_SECONDS) == 137
         assert not folder.exists()
     # The next launcher removes the folder of a launcher that was killed, and keeps that of a running launcher.
-    lives = Scratch()
-    Scratch().remove()
+    lives = ScratchDir()
+    ScratchDir().remove()
     assert (folder.exists(), lives.path.exists()) == (False, True)
     lives.remove()
     assert not lives.path.exists()

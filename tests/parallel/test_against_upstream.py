@@ -264,4 +264,4 @@ def test_import(kind, group):
         done = subprocess.run([sys.executable, "-c", code], env={**clean, "MULTI_NPU": "true"}, capture_output=True)
         assert done.returncode == 0
 
-    group.call_where(group.is_main, imports, "importing")
+    group.run_on(group.is_main, imports, "importing")

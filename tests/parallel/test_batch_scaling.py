@@ -11,7 +11,7 @@ from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.sampler import epoch_order
-from mindnlp_dp.runtime.job_context import try_environment
+from mindnlp_dp.runtime.job_context import attempt_env
 from models import Rows, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37
@@ -51,7 +51,7 @@ def missing(group, monkeypatch):
     """Return a function that sets the full size of the job to ``times`` the present ranks, with scaled batches."""
 
     def tell(times):
-        for name, value in try_environment(0, "job", times * group.world_size, scale_batch=True).items():
+        for name, value in attempt_env(0, "job", times * group.world_size, scale_batch=True).items():
             if name.endswith(("FULL_SIZE", "SCALE_BATCH")):
                 monkeypatch.setenv(name, value)
 
@@ -129,7 +129,7 @@ def test_fewer_ranks_from_the_beginning_train_as_half_the_batch_does(group, shar
 
 def test_a_second_training_has_the_batch_of_the_first(group, shared_tmp_path, monkeypatch):
     """A third of the ranks takes three times as many micro steps in each training, not nine times in the second."""
-    for name, value in try_environment(0, "job", 3 * group.world_size).items():
+    for name, value in attempt_env(0, "job", 3 * group.world_size).items():
         if name.endswith("FULL_SIZE"):
             monkeypatch.setenv(name, value)
     settings = {"global_batch_size": None, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

@@ -146,7 +146,7 @@ def test_wrong_arguments_of_one_rank_are_an_error_on_all(group, kind, says, call
 
 def test_what_rank_0_computed_and_cannot_be_sent_is_an_error_on_all(group):
     for call in (
-        lambda: group.call_on_main(lambda: lambda: 0, "metrics"),
+        lambda: group.run_on_rank0(lambda: lambda: 0, "metrics"),
         lambda: group.broadcast_object((lambda: 0) if group.is_main else None),
     ):
         with pytest.raises(Exception, match="pickle"):
@@ -224,13 +224,13 @@ def test_wrong_arguments(group):
 
 
 def test_call_on_main(group):
-    assert group.call_on_main(lambda: group.rank, "asking") == 0
+    assert group.run_on_rank0(lambda: group.rank, "asking") == 0
 
     def fail():
         raise KeyError("nothing")
 
     with pytest.raises(KeyError, match="nothing"):
-        group.call_on_main(fail, "failing")
+        group.run_on_rank0(fail, "failing")
 
 
 def test_an_error_that_cannot_travel_still_reaches_every_rank(group):
@@ -239,7 +239,7 @@ def test_an_error_that_cannot_travel_still_reaches_every_rank(group):
 
     error = LocalError("lost") if group.rank == group.world_size - 1 else None
     with pytest.raises(LocalError if error else RuntimeError, match="lost"):
-        group.raise_together(error, "looking")
+        group.raise_on_all_ranks(error, "looking")
 
 
 def test_raise_together_names_the_rank(group):
@@ -247,4 +247,4 @@ def test_raise_together_names_the_rank(group):
     error = OSError("disk full") if group.rank == last else None
     expected = "disk full" if error else f"saving failed on rank {last}: disk full"
     with pytest.raises(OSError, match=f"^{expected}$"):
-        group.raise_together(error, "saving")
+        group.raise_on_all_ranks(error, "saving")

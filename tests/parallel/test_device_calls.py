@@ -26,7 +26,7 @@ def test_they_agree_on_what_they_give(calls, group):
     assert [float(part.asnumpy().max()) for part in gathered] == [rank + 1.0 for rank in range(size)]
     # The caller's tensor is unchanged.
     np.testing.assert_array_equal(mine.asnumpy(), group.rank + 1)
-    total, handle = calls.begin_sum(mine * 2)
+    total, handle = calls.all_reduce_async(mine * 2)
     if handle is not None:
         handle.wait()
     np.testing.assert_array_equal(total.asnumpy(), size * (size + 1))

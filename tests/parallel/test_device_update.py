@@ -15,7 +15,7 @@ from mindnlp_dp.optim import LAMB
 from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
-from mindnlp_dp.optim.zero.parameterwise import DealtUpdater
+from mindnlp_dp.optim.zero.parameterwise import ParameterwiseZeroUpdater
 
 # Among them: fewer elements than ranks, a scalar, no elements, and the size of two buckets.
 SHAPES = [(30, 20), (1,), (50, 10), (), (0, 4), (3, 2), (64, 16)]
@@ -35,18 +35,18 @@ def calls(group, monkeypatch):
         pytest.skip("tensors that MindSpore's own library exchanges")
     counts = {"scatter": 0, "gather": 0}
 
-    def begin_scatter_sum(self, x):
+    def reduce_scatter_async(self, x):
         counts["scatter"] += 1
         length, rest = divmod(x.shape[0], self.world_size)
         assert not rest
         return self.sum(x)[self.slice_index * length : (self.slice_index + 1) * length].copy(), None
 
-    def gather_slices(self, x):
+    def all_gather_flat(self, x):
         counts["gather"] += 1
         return mindspore.ops.cat(self._transport.calls.all_gather(x, self.world_size))
 
-    monkeypatch.setattr(MindSporeChannel, "begin_scatter_sum", begin_scatter_sum)
-    monkeypatch.setattr(MindSporeChannel, "gather_slices", gather_slices)
+    monkeypatch.setattr(MindSporeChannel, "reduce_scatter_async", reduce_scatter_async)
+    monkeypatch.setattr(MindSporeChannel, "all_gather_flat", all_gather_flat)
     return counts
 
 
@@ -212,7 +212,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_dealt_out(group, monkeyp
     parameters = make_parameters()
     for optimizer, kind in (
         (optim.AdamW(parameters), DeviceUpdater),
-        (LAMB(parameters), DealtUpdater),
+        (LAMB(parameters), ParameterwiseZeroUpdater),
     ):
         sync = dp.GradientSynchronizer(parameters, group, overlap=False)
         assert type(make_updater(optimizer, sync, 2)) is kind

@@ -688,8 +688,8 @@ def test_a_run_with_dropout_is_replayed_to_the_bit(group, shared_tmp_path):
     whole = trained_by_trainer(group, mesh, shared_tmp_path / "whole", dropout=0.2)
     settings = {"dropout": 0.2, "save_strategy": "steps", "save_steps": 1}
     crashed(group, mesh, shared_tmp_path / "cut", **settings)
-    taken_up = trained_by_trainer(group, mesh, shared_tmp_path / "cut", resume=True, **settings)
-    assert taken_up.replica_digest == whole.replica_digest
+    resumed = trained_by_trainer(group, mesh, shared_tmp_path / "cut", resume=True, **settings)
+    assert resumed.replica_digest == whole.replica_digest
 
 
 @pytest.mark.core

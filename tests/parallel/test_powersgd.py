@@ -130,7 +130,7 @@ def test_a_matrix_that_nobody_used(group, sync):
 def test_forgetting_is_beginning_anew(group, sync):
     first = [gradient.asnumpy().copy() for gradient in sync(tensors(gradients(group.rank, 0)))]
     sync(tensors(gradients(group.rank, 1)))
-    sync.forget_errors()
+    sync.reset_error_feedback()
     for mine, expected in zip(sync(tensors(gradients(group.rank, 0))), first):
         np.testing.assert_array_equal(mine.asnumpy(), expected)
 

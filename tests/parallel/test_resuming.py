@@ -120,12 +120,12 @@ def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_p
     folder = tmp_path_factory.mktemp("order")
     orders = Orders()
     whole = run(folder, group, stop_at=None, callbacks=[orders], **settings, max_steps=5)
-    first, learnt = orders.seen[0], orders.seen[-1]
-    assert learnt == whole._synchronizer.order
+    first, recorded_order = orders.seen[0], orders.seen[-1]
+    assert recorded_order == whole._synchronizer.order
     orders = Orders()
     run(folder, group, callbacks=[orders], resume=True, **settings, max_steps=7)
-    assert orders.seen[0] == learnt
-    assert (first == learnt) == (group.world_size == 1)
+    assert orders.seen[0] == recorded_order
+    assert (first == recorded_order) == (group.world_size == 1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mindnlp_dp as dp
 from mindnlp_dp.communication.transports.mpi import shared_memory
 from mindnlp_dp.communication.transports.mpi.ring import wire_for
-from mindnlp_dp.communication.transports.mpi.shared_memory import HostExchange, share_rows, slice_bounds
+from mindnlp_dp.communication.transports.mpi.shared_memory import HostExchange, allocate_shared_rows, slice_bounds
 from mindnlp_dp.communication.transports.polling_wait import Patience
 from mindnlp_dp.data_parallel.buckets.shared_memory import SharedBucket, copy_range
 from mindnlp_dp.runtime.partition import even_edges
@@ -141,7 +141,7 @@ def test_results_are_private_memory(group):
 
 def test_nothing_is_left_open(group, comm):
     before = len(os.listdir("/proc/self/fd"))
-    rows = share_rows(comm, 1000)
+    rows = allocate_shared_rows(comm, 1000)
     assert rows.shape == (group.world_size, 1024)
     assert not rows.any()
     del rows
@@ -161,7 +161,7 @@ def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monk
 
     if where != "open" or group.rank == group.world_size - 1:
         monkeypatch.setattr(shared_memory.os, where, refuse)
-    assert share_rows(comm, 1000) is None
+    assert allocate_shared_rows(comm, 1000) is None
     monkeypatch.setattr(group._transport.channel.memory, "is_available", True)
     parameters = [mindspore.Tensor(np.zeros(shape, np.float32)) for shape in [(300, 301), (70_001,)]]
     sync = dp.GradientSynchronizer(parameters, group, bucket_cap_mb=0.1)
@@ -196,7 +196,7 @@ def test_hosts_of_two_ranks(group, numel, dtype, compression, skip_zeros, is_pat
     # Half types represent these small integers exactly. The second half of the elements is zero on all ranks.
     values = rng.integers(-9, 9, (4, numel)).astype(dtype)
     values[:, numel // 2 :] = 0
-    rows = share_rows(host, numel * values.itemsize).view(dtype)[:, :numel]
+    rows = allocate_shared_rows(host, numel * values.itemsize).view(dtype)[:, :numel]
     rows[host.rank] = values[comm.rank]
     parts = even_edges(numel, 4, 64)
     exchange.sum_rows(rows, parts, 0.5, wire_for(compression, values.dtype), Patience() if is_patient else None)

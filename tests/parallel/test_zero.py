@@ -14,7 +14,7 @@ from library import is_0_5, nn, optim
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state, unpack_state
 from mindnlp_dp.communication.gradient_channel import open_gradient_channel
-from mindnlp_dp.communication.lazy_arrays import fetch_all
+from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
@@ -279,7 +279,7 @@ def test_two_hosts_train_what_one_rank_trains(two_hosts, group, alone, optimizer
     assert_same(job.weights(), reference.weights())
     assert job.updater.place.shares_memory == (zero_stage != 0)
     # A job of one rank can resume from the state that the hosts hold in shards.
-    saved = fetch_all(job.updater.optimizer_state())
+    saved = materialize(job.updater.optimizer_state())
     assert saved["state"].keys() == reference.updater.optimizer_state()["state"].keys()
 
 
@@ -460,7 +460,7 @@ def test_pairs_in_an_optimizers_state_are_saved(group, alone):
             state["range"] = (0.5, 2.0)
     saved, expected = (job.updater.optimizer_state()["state"] for job in jobs[::-1])
     assert saved.keys() == expected.keys()
-    assert all(fetch_all(state)["range"] == (0.5, 2.0) for state in saved.values())
+    assert all(materialize(state)["range"] == (0.5, 2.0) for state in saved.values())
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from mindnlp_dp.data.loader import IndexedLoader
 from mindnlp_dp.data.sampler import GlobalBatchSampler
-from mindnlp_dp.runtime.job_context import full_size, scales_batch, try_environment
+from mindnlp_dp.runtime.job_context import attempt_env, max_world_size, scales_batch
 from mindnlp_dp.training.run_state import Position
-from mindnlp_dp.training.trainer.batch_scaling import Pace, batch_of
+from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
 
 
 def pace_of(num_samples, size, planned, saved):
     loader = IndexedLoader(range(num_samples), GlobalBatchSampler(num_samples, 4, samples_per_update=size), None)
-    return loader, Pace(loader, planned, size, saved)
+    return loader, ElasticBatchSchedule(loader, planned, size, saved)
 
 
 @given(
@@ -49,17 +49,17 @@ def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned,
 
 
 def test_batches_in_proportion(monkeypatch):
-    for name, value in try_environment(0, "job", 3, scale_batch=True).items():
+    for name, value in attempt_env(0, "job", 3, scale_batch=True).items():
         monkeypatch.setenv(name, value)
     assert [batch_of(32, ranks) for ranks in (3, 2, 1)] == [32, 21, 11]
     assert batch_of(1, 1) == 1
 
 
 def test_a_job_within_a_job_has_its_own_size():
-    outer = try_environment(0, "job", 8, scale_batch=True)
-    assert (full_size(outer), scales_batch(outer)) == (8, True)
-    inner = {**outer, **try_environment(0, "job", None)}
-    assert (full_size(inner), scales_batch(inner)) == (None, False)
+    outer = attempt_env(0, "job", 8, scale_batch=True)
+    assert (max_world_size(outer), scales_batch(outer)) == (8, True)
+    inner = {**outer, **attempt_env(0, "job", None)}
+    assert (max_world_size(inner), scales_batch(inner)) == (None, False)
 
 
 def test_a_loader_of_another_size_is_refused_only_where_batches_change():
@@ -67,4 +67,4 @@ def test_a_loader_of_another_size_is_refused_only_where_batches_change():
     assert (pace.planned, pace.is_slower) == (5, False)
     loader, _ = pace_of(20, 5, 8, None)
     with pytest.raises(ValueError, match="own loader has updates of 5 samples, and with --scale-batch they have 4 now"):
-        Pace(loader, 8, 4, {"is_scaled": True})
+        ElasticBatchSchedule(loader, 8, 4, {"is_scaled": True})

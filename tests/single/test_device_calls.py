@@ -17,7 +17,7 @@ from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.device_updater import DeviceUpdater
 from mindnlp_dp.optim.factory import make_updater
-from mindnlp_dp.runtime.devices import obey_device_target
+from mindnlp_dp.runtime.devices import set_device_from_env
 from mindnlp_dp.training.make_train_step import make_train_step
 from stand_in_device import StandInDevice, bound, counted_host_reads, counted_operators
 
@@ -77,7 +77,7 @@ def test_the_device_is_chosen_by_its_name(monkeypatch):
     chosen = []
     monkeypatch.setenv("DEVICE_TARGET", "Ascend")
     monkeypatch.setattr(mindspore, "set_device", bound(mindspore.set_device, lambda **given: chosen.append(given)))
-    obey_device_target()
+    set_device_from_env()
     assert chosen == [{"device_target": "Ascend", "device_id": None}]
 
 

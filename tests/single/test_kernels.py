@@ -284,7 +284,7 @@ def test_an_error_on_another_core_is_raised():
 
     workers.use_cores(2)
     with pytest.raises(RuntimeError, match="at 50"):
-        workers.in_parts(part, 100, 1, 1)
+        workers.parallel_for(part, 100, 1, 1)
     workers.use_cores(1)
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from mindnlp_dp.commands import main
-from mindnlp_dp.launch.errors import LaunchError, NotMetError
+from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
 from mindnlp_dp.launch.processes.spawn import DEVICE_GRACE_SECONDS, GRACE_SECONDS
 from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
 
@@ -242,7 +242,7 @@ def test_wrong_usage_fails_an_indexed_job_and_a_lost_host_does_not():
     name = container_of("indexed_job")["name"]
     assert by_exit_code == [
         {"action": action, "onExitCodes": {"containerName": name, "operator": "In", "values": [code]}}
-        for action, code in (("FailJob", LaunchError.exit_code), ("Ignore", NotMetError.exit_code))
+        for action, code in (("FailJob", LaunchError.exit_code), ("Ignore", RendezvousTimeoutError.exit_code))
     ]
 
 

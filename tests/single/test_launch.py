@@ -15,11 +15,11 @@ from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.processes.exit_status import Ended, Status, read_statuses, write_status
-from mindnlp_dp.launch.processes.spawn import end_ranks, grace_seconds
+from mindnlp_dp.launch.processes.spawn import grace_seconds, terminate_ranks
 from mindnlp_dp.launch.processes.stack_dumps import stacks_of
 from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
 from mindnlp_dp.runtime import heartbeat
-from mindnlp_dp.runtime.devices import default_device, obey_device_target
+from mindnlp_dp.runtime.devices import default_device, set_device_from_env
 from mindnlp_dp.runtime.heartbeat import Progress, state_and_birth_of
 from mindnlp_dp.runtime.launch_env import launched_rank
 
@@ -199,7 +199,7 @@ def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
     monkeypatch.setattr("mindspore.get_context", lambda name: set_to[-1][0] if set_to else "Ascend")
     monkeypatch.setattr("mindspore.set_device", lambda *device: set_to.append(device))
     monkeypatch.setattr(os, "environ", environ)
-    assert obey_device_target() == "Ascend"
+    assert set_device_from_env() == "Ascend"
     assert set_to == ([] if card is None or chosen else [("Ascend", card)])
 
 
@@ -253,9 +253,9 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
         assert (ours.state, somebody_elses.state) == (state_and_birth_of(other.pid)[0], "")
         (tmp_path / "worker_0.stacks").write_text("")
         assert stacks_of({0: somebody_elses}, [], tmp_path) == {}
-        end_ranks([somebody_elses], 0.0)
+        terminate_ranks([somebody_elses], 0.0)
         assert other.poll() is None
-        end_ranks([ours], 0.0)
+        terminate_ranks([ours], 0.0)
         assert other.wait(10) == -9
     assert state_and_birth_of(other.pid) == ("", 0)
 
@@ -281,17 +281,17 @@ def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_
     monkeypatch.setattr(log_dir, "_IN_MEMORY", tmp_path)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    log_dir.Scratch().remove()
+    log_dir.ScratchDir().remove()
     assert stale.exists()
     monkeypatch.undo()
     monkeypatch.setattr(log_dir, "_IN_MEMORY", tmp_path)
     (stale / "lock").unlink()
     (stale / "lock").symlink_to("/dev/full")
-    log_dir.Scratch().remove()
+    log_dir.ScratchDir().remove()
     assert stale.exists()
     (stale / "lock").unlink()
     (stale / "lock").touch()
-    log_dir.Scratch().remove()
+    log_dir.ScratchDir().remove()
     assert not stale.exists()
 
 

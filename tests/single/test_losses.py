@@ -10,8 +10,8 @@ from mindnlp_dp.launch.monitor.recovery import PATIENCE_SECONDS, Losses
 from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.runtime.heartbeat import Progress
 
-WORKS = Progress(changes=9, pid=1, has_met=True)
-WAITS = dataclasses.replace(WORKS, waits_in="all_reduce of 3 ranks")
+WORKS = Progress(changes=9, pid=1, has_joined=True)
+WAITS = dataclasses.replace(WORKS, blocked_in="all_reduce of 3 ranks")
 TWO = dataclasses.replace(WORKS, members=2)
 DONE, FAILED, IN_VAIN = Status(0, 1.0), Status(7, 1.0), Status(1, 2.0, waited=True)
 

@@ -9,7 +9,7 @@ from mindspore import Tensor
 
 import mindnlp_dp as dp
 from mindnlp_dp.kernels import dispatch
-from mindnlp_dp.runtime.mindnlp_api import torch_like, transformers_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api, transformers_api
 
 pytestmark = pytest.mark.skipif(not is_0_5, reason="of MindNLP 0.5; 0.4's are in test_kernels.py")
 
@@ -30,7 +30,7 @@ def numbers(*shape, seed=0):
 
 
 def functional():
-    return torch_like().nn.functional
+    return mindnlp_api().nn.functional
 
 
 # By name: the kernel of ours that is expected, the function, and the shapes of its inputs.
@@ -45,15 +45,15 @@ FUNCTIONS = {
     "cross_entropy, some ignored": (
         "cross_entropy", lambda x: functional().cross_entropy(x, Tensor(SOME), ignore_index=-100), [(64, 20)]
     ),
-    "matmul": ("matmul", lambda a, b: torch_like().matmul(a, b), [(2, 3, 4, 5), (2, 3, 5, 6)]),
+    "matmul": ("matmul", lambda a, b: mindnlp_api().matmul(a, b), [(2, 3, 4, 5), (2, 3, 5, 6)]),
     "@": ("matmul", lambda a, b: a @ b, [(2, 3, 4, 5), (5, 6)]),
-    "bmm": ("matmul", lambda a, b: torch_like().bmm(a, b), [(3, 4, 5), (3, 5, 6)]),
+    "bmm": ("matmul", lambda a, b: mindnlp_api().bmm(a, b), [(3, 4, 5), (3, 5, 6)]),
 }  # fmt: skip
 
 
 def value_and_gradients(function, shapes, kernels):
     dispatch.choose(kernels, 1)
-    torch = torch_like()
+    torch = mindnlp_api()
     weights = [torch.nn.Parameter(Tensor(numbers(*shape, seed=i))) for i, shape in enumerate(shapes)]
     scale = None
 
@@ -86,7 +86,7 @@ def test_a_function_is_computed_by_ours_with_the_same_values(name, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["Roberta", "GPT2", "Llama"])
 def test_models_are_the_same_to_rounding(kind):
-    library, torch = transformers_like(), torch_like()
+    library, torch = transformers_api(), mindnlp_api()
     sizes = {
         "Roberta": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
                     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 40},

@@ -12,7 +12,12 @@ from contextlib import contextmanager
 import pytest
 
 from mindnlp_dp.launch.monitor.console import Screen
-from mindnlp_dp.launch.monitor.nonblocking_stdio import Output, Unhurried, hurry, is_behind
+from mindnlp_dp.launch.monitor.nonblocking_stdio import (
+    NonBlockingStdio,
+    Output,
+    has_unwritten,
+    stop_waiting_for_readers,
+)
 
 MORE_THAN_A_PIPE_TAKES = 1 << 20
 
@@ -52,11 +57,11 @@ def test_what_nobody_reads_keeps_nobody_waiting_and_is_not_lost(pipe):
     text, found = os.urandom(MORE_THAN_A_PIPE_TAKES), []
     output = Output(writing)
     assert output.write(text) == len(text)
-    assert output.is_behind
+    assert output.has_unwritten
     reader = threading.Thread(target=read_all, args=(reading, found))
     reader.start()
     output.drain()
-    assert not output.is_behind
+    assert not output.has_unwritten
     output.close()
     os.close(writing)
     reader.join()
@@ -76,9 +81,9 @@ def test_a_socket_that_nobody_reads():
     with ours, theirs:
         output = Output(ours.fileno())
         output.write(bytes(4 * MORE_THAN_A_PIPE_TAKES))
-        assert output.is_behind
+        assert output.has_unwritten
         received = 0
-        while output.is_behind:
+        while output.has_unwritten:
             received += len(theirs.recv(1 << 20))
         output.close()
         theirs.setblocking(False)
@@ -91,7 +96,7 @@ def test_a_pipe_that_cannot_be_opened_again(pipe, monkeypatch):
     monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError()))
     output = Output(pipe[1])
     output.write(bytes(MORE_THAN_A_PIPE_TAKES))
-    assert output.is_behind
+    assert output.has_unwritten
     assert len(os.read(pipe[0], 1 << 16)) == 1 << 16
     output.close()
 
@@ -100,7 +105,7 @@ def test_a_disk_that_is_full_for_a_while():
     with open("/dev/full", "wb") as full:
         output = Output(full.fileno())
         output.write(b"lost")
-        assert (output.error, output.is_behind) == (None, False)
+        assert (output.error, output.has_unwritten) == (None, False)
         output.close()
 
 
@@ -110,12 +115,12 @@ def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
     error = sys.stderr
     try:
         sys.stderr = open(pipe[1], "w", closefd=False)  # noqa: SIM115
-        with open(tmp_path / "file", "w") as file, standard_output(file.fileno()), Unhurried():
+        with open(tmp_path / "file", "w") as file, standard_output(file.fileno()), NonBlockingStdio():
             print("x" * MORE_THAN_A_PIPE_TAKES, file=sys.stderr)
             screen = Screen(tmp_path, 1, "0", 0)
             screen.show_all(time.sleep)
             screen.close()
-            hurry()
+            stop_waiting_for_readers()
     finally:
         sys.stderr = error
     assert (tmp_path / "file").read_text() == "a line\n"
@@ -126,7 +131,7 @@ def test_draining_comes_to_an_end(pipe):
     output.write(bytes(MORE_THAN_A_PIPE_TAKES))
     output.patience = 0.05
     output.drain()
-    assert output.is_behind
+    assert output.has_unwritten
     output.close()
 
 
@@ -137,7 +142,7 @@ def test_a_terminal_that_was_stopped():
         assert output.isatty()
         termios.tcflow(slave, termios.TCOOFF)
         output.write(b"while it is stopped\r\n")
-        assert output.is_behind
+        assert output.has_unwritten
         termios.tcflow(slave, termios.TCOON)
         output.drain()
         assert b"while it is stopped" in os.read(master, 1000)
@@ -152,12 +157,12 @@ def test_two_streams_of_one_terminal_stay_in_order():
     before = sys.stdout, sys.stderr
     try:
         sys.stdout, sys.stderr = (open(os.dup(slave), "w") for _ in range(2))  # noqa: SIM115
-        with Unhurried():
+        with NonBlockingStdio():
             termios.tcflow(slave, termios.TCOOFF)
             for number in range(3):
                 print(f"out {number}")
                 print(f"err {number}", file=sys.stderr)
-            assert is_behind(sys.stdout)
+            assert has_unwritten(sys.stdout)
             termios.tcflow(slave, termios.TCOON)
         said = os.read(master, 1000).decode().split("\r\n")
         sys.stdout.close()
@@ -172,7 +177,7 @@ def test_two_streams_of_one_terminal_stay_in_order():
 def test_a_file_is_written_where_its_end_is(tmp_path):
     with open(tmp_path / "file", "w") as file, standard_output(file.fileno()):
         print("before", flush=True)
-        with Unhurried():
+        with NonBlockingStdio():
             print("within")
         print("behind", flush=True)
     assert (tmp_path / "file").read_text() == "before\nwithin\nbehind\n"
@@ -180,7 +185,7 @@ def test_a_file_is_written_where_its_end_is(tmp_path):
 
 def test_streams_without_a_descriptor_stay_what_they_are(capsys):
     out = sys.stdout
-    with Unhurried():
+    with NonBlockingStdio():
         print("captured")
         assert sys.stdout is out
     assert capsys.readouterr().out == "captured\n"
@@ -188,7 +193,7 @@ def test_streams_without_a_descriptor_stay_what_they_are(capsys):
 
 def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsys):
     os.close(pipe[0])
-    with standard_output(pipe[1]), Unhurried():
+    with standard_output(pipe[1]), NonBlockingStdio():
         screen = Screen(tmp_path, 1, "0", 0)
         (tmp_path / "worker_0.log").write_text("a line\n")
         screen.show()
@@ -201,7 +206,7 @@ def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsy
 
 def test_a_rank_is_lost_whose_output_nobody_reads_any_more(tmp_path, pipe, capsys):
     os.close(pipe[0])
-    with standard_output(pipe[1]), Unhurried():
+    with standard_output(pipe[1]), NonBlockingStdio():
         screen = Screen(tmp_path, 3, "0", 0)
         for rank in range(3):
             (tmp_path / f"worker_{rank}.log").write_text("a line\n")
@@ -214,7 +219,7 @@ def test_a_rank_is_lost_whose_output_nobody_reads_any_more(tmp_path, pipe, capsy
 def test_no_standard_output_at_all(tmp_path, monkeypatch):
     (tmp_path / "worker_0.log").write_text("a line\n")
     monkeypatch.setattr(sys, "stdout", None)
-    with Unhurried():
+    with NonBlockingStdio():
         screen = Screen(tmp_path, 1, "0", 0)
         screen.show_all(time.sleep)
         screen.close()
@@ -225,7 +230,7 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     lines = [f"line {number} {'x' * 80}\n" for number in range(50_000)]
     (tmp_path / "worker_0.log").write_text("".join(lines) + "its last")
     found = []
-    with standard_output(pipe[1]), Unhurried():
+    with standard_output(pipe[1]), NonBlockingStdio():
         screen = Screen(tmp_path, 1, tee, 0)
         for _ in range(10):
             screen.show()
@@ -247,15 +252,15 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
     found, slept = [], []
 
     def read_once_it_was_asked(stream):
-        was_behind = is_behind(stream)
+        was_behind = has_unwritten(stream)
         if slept:
             slept.clear()
-            while is_behind(stream):
+            while has_unwritten(stream):
                 found.append(os.read(pipe[0], 1 << 20))
         return was_behind
 
-    monkeypatch.setattr("mindnlp_dp.launch.monitor.console.is_behind", read_once_it_was_asked)
-    with standard_output(pipe[1]), Unhurried():
+    monkeypatch.setattr("mindnlp_dp.launch.monitor.console.has_unwritten", read_once_it_was_asked)
+    with standard_output(pipe[1]), NonBlockingStdio():
         screen = Screen(tmp_path, 1, "0", 0)
         screen.show_all(slept.append)
         found.append(os.read(pipe[0], 1 << 20))
@@ -266,7 +271,7 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
 
 def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
     (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
-    with Unhurried():
+    with NonBlockingStdio():
         screen = Screen(tmp_path, 1, "all", 0)
         screen.show_all(time.sleep)
         with open(tmp_path / "worker_0.log", "a") as log:
@@ -283,7 +288,7 @@ def test_ctrl_c_while_nobody_reads_a_job_that_went_well(tmp_path, pipe):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    with standard_output(pipe[1]), Unhurried():
+    with standard_output(pipe[1]), NonBlockingStdio():
         screen = Screen(tmp_path, 1, "0", 0)
         screen.show_all(interrupt)
         screen.close()
@@ -291,9 +296,9 @@ def test_ctrl_c_while_nobody_reads_a_job_that_went_well(tmp_path, pipe):
 
 def test_a_try_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
-    with standard_output(pipe[1]), Unhurried():
+    with standard_output(pipe[1]), NonBlockingStdio():
         screen = Screen(tmp_path, 1, "0", 0)
         screen.show()
         screen.close()
-        hurry()
+        stop_waiting_for_readers()
     assert "nobody reads it here" in capsys.readouterr().err

@@ -14,9 +14,9 @@ import pytest
 
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.planner import InfeasibleError, load_cluster, load_model, memory_of, plan, predict, simulate_pipeline
-from mindnlp_dp.planner.cost_model.memory import parameter_memory, roles_of
+from mindnlp_dp.planner.cost_model.memory import parameter_memory, strategies_of
 from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
-from mindnlp_dp.planner.cost_model.stage_costs import Sharing, StageCosts
+from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
 from mindnlp_dp.planner.profiles.models import model_names
 from mindnlp_dp.planner.profiles.operators import cluster_layers, crossing
 from mindnlp_dp.report.plan import as_dict, launch_command, text_of
@@ -222,7 +222,7 @@ def test_recomputing_keeps_what_stages_receive():
 
 
 def test_the_integer_program_finds_megatrons_cut():
-    roles = roles_of(load_model("gpt2"), "tp", 2)
+    roles = strategies_of(load_model("gpt2"), "tp", 2)
     block = {name[4:]: role for name, role in roles.items() if name.startswith("h.5.")}
     assert block == {
         "ln_1": "none", "qkv": "column", "attention": "feature", "projection": "row", "attention.add": "none",
@@ -286,7 +286,7 @@ def test_boundaries_take_the_best_schedule_of_their_resharding():
 def test_costs_of_runs_add_up_and_grow_with_samples():
     model, cluster = load_model(TINY), load_cluster(CLUSTER)
     firsts = [0, *model.cuts]
-    costs = StageCosts(model, cluster, Sharing(2, 2), firsts)
+    costs = StageCosts(model, cluster, StageParallelism(2, 2), firsts)
     whole = costs.times(0, 5, 4)
     parts = [costs.times(a, b, 4) for a, b in ((0, 1), (2, 2), (3, 5))]
     assert float(whole.total) == pytest.approx(sum(float(p.total) for p in parts))

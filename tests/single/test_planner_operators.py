@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, choose_roles
+from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, choose_shardings
 from mindnlp_dp.planner.profiles.cluster import Link, all_reduce
 from mindnlp_dp.planner.profiles.operators import Graph, Operator
 
@@ -51,14 +51,16 @@ ONE, TWO = (1.0, 1.0), (1.0, 0.01)
     ],
 )
 def test_the_published_objectives(num_layers, batch, width, shape, beta, objective):  # noqa: PLR0917
-    choice, _ = choose_roles(mlp(num_layers, width), mesh_of(shape, beta), COMMUNICATION_ONLY, batch, redundant=False)
+    choice, _ = choose_shardings(
+        mlp(num_layers, width), mesh_of(shape, beta), COMMUNICATION_ONLY, batch, redundant=False
+    )
     assert choice.is_optimal
     assert choice.cost == pytest.approx(objective, rel=1e-3)
 
 
 def test_model_parallel_kernels_are_cut_by_column_and_by_row_in_turn():
     graph = mlp(6, 1024)
-    choice, roles = choose_roles(graph, mesh_of((1, 4), ONE), COMMUNICATION_ONLY, 128, redundant=False)
+    choice, roles = choose_shardings(graph, mesh_of((1, 4), ONE), COMMUNICATION_ONLY, 128, redundant=False)
     assert choice.cost == pytest.approx(5 * (all_reduce(4, 128 * 1024 * 4, Link(1.0, 1.0)) + 0.01), rel=1e-9)
     cuts = [roles[f"dense{number}"][1] for number in range(6)]
     assert all(a != b for a, b in itertools.pairwise(cuts))

@@ -5,7 +5,7 @@ import pytest
 import mindnlp_dp as dp
 from mindnlp_dp.communication import default_group
 from mindnlp_dp.communication.backend_selection import check_world_size, choose_backend
-from mindnlp_dp.communication.transports.mindspore.collective_calls import LateRankError, WatchedCollectives
+from mindnlp_dp.communication.transports.mindspore.collective_calls import CollectiveTimeoutError, TimeoutReportingCalls
 from mindnlp_dp.runtime.launch_env import Launch, detect_launch
 
 ALONE, MPIRUN, MSRUN = Launch("none", 1), Launch("mpirun", 2), Launch("msrun", 2)
@@ -133,7 +133,7 @@ def test_without_init_under_a_launcher_the_error_names_it(no_group, monkeypatch)
     [
         (
             "AllGather failed.\n\n---- C++ Call Stack",
-            LateRankError,
+            CollectiveTimeoutError,
             "rank 1 lost a rank that it exchanges with, 0 s after",
         ),
         ("Allocate memory failed", RuntimeError, "Allocate memory failed"),
@@ -145,5 +145,5 @@ def test_a_collective_that_fails_for_want_of_a_neighbour_says_so(said, kind, mes
             raise RuntimeError(said)
 
     with pytest.raises(kind, match=message) as caught:
-        WatchedCollectives(Collectives(), 1).all_gather(0)
-    assert isinstance(caught.value, LateRankError) == (kind is LateRankError)
+        TimeoutReportingCalls(Collectives(), 1).all_gather(0)
+    assert isinstance(caught.value, CollectiveTimeoutError) == (kind is CollectiveTimeoutError)

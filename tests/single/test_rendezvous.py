@@ -16,20 +16,20 @@ from types import SimpleNamespace
 import pytest
 
 from mindnlp_dp.commands.main import main
-from mindnlp_dp.launch.errors import LaunchError, NotMetError
+from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
 from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Report, Try
 from mindnlp_dp.launch.processes.environment import clean_environment
 from mindnlp_dp.launch.processes.exit_status import Ended, Status
-from mindnlp_dp.launch.processes.fork_client import VARIABLE, WorkerCall, stand_in
+from mindnlp_dp.launch.processes.fork_client import VARIABLE, WorkerCall, run_in_fork_server
 from mindnlp_dp.launch.processes.fork_server import _forget_socket_of_the_dead, _Server
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.processes.spawn import start_mpi
 from mindnlp_dp.launch.rendezvous.client import Agent, call
 from mindnlp_dp.launch.rendezvous.membership import Members, Size
 from mindnlp_dp.launch.rendezvous.protocol import (
+    AuthenticationError,
     Connection,
-    WrongPeerError,
     address_of,
     is_this_host,
     listen_at,
@@ -91,7 +91,7 @@ def test_messages_arrive_in_order_and_whole(ends):
 def test_who_does_not_know_the_token_is_turned_away(ends, tokens):
     server, client = ends(*tokens)
     client.send({"do": "rm"})
-    with pytest.raises(WrongPeerError, match="does not know this job's token"):
+    with pytest.raises(AuthenticationError, match="does not know this job's token"):
         greet(server, client)
     assert not server.is_ready
 
@@ -186,7 +186,7 @@ def test_a_frame_that_somebody_changed_is_refused(ends, tamper):
         frame = struct.pack(">I", 1 << 30) + frame[4:]
     victim, sender = (client, server) if tamper == "sent back" else (server, client)
     sender.socket.send(frame)
-    with pytest.raises(WrongPeerError):
+    with pytest.raises(AuthenticationError):
         victim.receive()
 
 
@@ -243,7 +243,7 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
 def test_a_report_comes_over_with_times_of_the_readers_clock():
     now = time.monotonic()
     report = Report(
-        {3: Progress(changes=7, pid=1, update=5, has_met=True, changed=now - 2, since=now - 1, loss=0.5, waits_in="x")},
+        {3: Progress(changes=7, pid=1, update=5, has_joined=True, changed=now - 2, since=now - 1, loss=0.5, blocked_in="x")},
         {3: Status(1, 5.0, True)}, [Ended(3, -9)], True, [3],
     )  # fmt: skip
     again = Report.from_json(json.loads(json.dumps(report.to_json())))
@@ -422,15 +422,18 @@ def test_nobody_comes(tmp_path, capsys, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "script.py"]) == NotMetError.exit_code
+    assert (
+        main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "script.py"])
+        == RendezvousTimeoutError.exit_code
+    )
     assert f"1 of 2 hosts have come to 127.0.0.1:{port} in 0 s" in capsys.readouterr().err
     assert main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank", "1", "script.py"]) == 75
     assert "cannot be reached" in capsys.readouterr().err
 
 
 def test_without_a_fork_server_a_worker_works_itself(tmp_path):
-    assert stand_in({}, "any.module") is None
-    assert stand_in({VARIABLE: str(tmp_path / "none")}, "any.module") is None
+    assert run_in_fork_server({}, "any.module") is None
+    assert run_in_fork_server({VARIABLE: str(tmp_path / "none")}, "any.module") is None
     call = WorkerCall.of_this_process("any.module")
     assert (call.folder, call.cores) == (os.getcwd(), sorted(os.sched_getaffinity(0)))
 
@@ -445,7 +448,7 @@ def test_a_fork_server_of_another_user_gets_nothing(tmp_path):
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert stranger.stdout.readline() == "listens\n"
-    assert stand_in({VARIABLE: path}, "any.module") is None
+    assert run_in_fork_server({VARIABLE: path}, "any.module") is None
     assert stranger.communicate(timeout=60)[0] == "b''\n"
 
 
@@ -535,7 +538,7 @@ def test_a_full_endpoint_is_not_taken_for_another_token(monkeypatch):
         thread = threading.Thread(target=hang_up)
         thread.start()
         try:
-            with pytest.raises(NotMetError, match="hung up before it asked for our token"):
+            with pytest.raises(RendezvousTimeoutError, match="hung up before it asked for our token"):
                 call(Rendezvous("127.0.0.1", listening.getsockname()[1], TOKEN), 0.3)
         finally:
             is_over.set()

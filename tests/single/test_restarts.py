@@ -15,11 +15,11 @@ from mindnlp_dp.launch.log_dir import (
     RECORD,
     VARIABLE,
     LogFile,
+    archive_attempt_logs,
     claim,
-    kept_by_this_job,
+    lock_log_dir,
     new_log_dir,
     put_earlier_job_aside,
-    put_logs_aside,
 )
 from mindnlp_dp.launch.monitor.attempt_monitor import Seen
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
@@ -99,7 +99,7 @@ def test_no_folder_that_a_user_made_is_removed(tmp_path):
     for number in range(101, 107):
         (tmp_path / f"job_{number}").mkdir()
         (tmp_path / f"try_{number}").mkdir()
-    put_logs_aside(tmp_path, 200)
+    archive_attempt_logs(tmp_path, 200)
     assert len(list(tmp_path.glob("try_1*"))) == 6
     put_earlier_job_aside(tmp_path)
     assert len(list(tmp_path.glob("job_*"))) == 7
@@ -109,11 +109,11 @@ def test_a_trys_logs_are_put_aside(tmp_path):
     claim(tmp_path)
     for name in ("worker_0.log", "worker_0.status", "progress", "train.py"):
         (tmp_path / name).write_text(name)
-    put_logs_aside(tmp_path, 1)
+    archive_attempt_logs(tmp_path, 1)
     assert sorted(os.listdir(tmp_path)) == [".mindnlp_dp", "progress", "train.py", "try_1"]
     assert sorted(os.listdir(tmp_path / "try_1")) == [".mindnlp_dp", "worker_0.log", "worker_0.status"]
     for number in range(2, 13):
-        put_logs_aside(tmp_path, number)
+        archive_attempt_logs(tmp_path, number)
     assert sorted(int(path.name[4:]) for path in tmp_path.glob("try_*")) == list(range(3, 13))
 
 
@@ -191,12 +191,12 @@ def test_status_that_is_read_in_part(tmp_path, environ):
 
 def test_two_jobs_have_two_log_folders(tmp_path, monkeypatch):
     def begin_another():
-        with kept_by_this_job(tmp_path):
+        with lock_log_dir(tmp_path):
             pass
 
-    with kept_by_this_job(tmp_path), pytest.raises(LaunchError, match="is that of a job that runs"):
+    with lock_log_dir(tmp_path), pytest.raises(LaunchError, match="is that of a job that runs"):
         begin_another()
-    with kept_by_this_job(tmp_path):
+    with lock_log_dir(tmp_path):
         pass
     monkeypatch.chdir(tmp_path)
     first, second = new_log_dir(), new_log_dir()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mindnlp_dp.communication.transports.mpi import shared_memory
-from mindnlp_dp.communication.transports.mpi.shared_memory import share_rows, why_no_memory_is_shared
+from mindnlp_dp.communication.transports.mpi.shared_memory import allocate_shared_rows, why_not_shared
 from mindnlp_dp.communication.transports.single import SingleProcessChannel
 from mindnlp_dp.data_parallel.buckets import host
 from mindnlp_dp.data_parallel.buckets.host import HostBucket, references_tell
@@ -38,7 +38,7 @@ def test_what_was_opened_is_the_memory_that_was_made():
     made = os.memfd_create("rows")
     os.ftruncate(made, 2 * 128)
     os.pwrite(made, b"n" * 16, 2 * 128)
-    rows = share_rows(Host(1, (os.getpid(), made, b"n" * 16)), 100)
+    rows = allocate_shared_rows(Host(1, (os.getpid(), made, b"n" * 16)), 100)
     assert rows.shape == (2, 128)
     rows[1, :3] = [1, 2, 3]
     assert os.pread(made, 3, 128) == bytes([1, 2, 3])
@@ -54,7 +54,7 @@ def test_what_only_has_its_number_is_not_taken_for_it(what, tmp_path):
         file.flush()
         number = {"nothing": 9999, "a folder": os.open(tmp_path, os.O_RDONLY)}.get(what, file.fileno())
         before = os.pread(file.fileno(), 1000, 0)
-        assert share_rows(Host(1, (os.getpid(), number, b"n" * 16)), 100) is None
+        assert allocate_shared_rows(Host(1, (os.getpid(), number, b"n" * 16)), 100) is None
         assert os.pread(file.fileno(), 1000, 0) == before, "it was written to"
 
 
@@ -67,7 +67,7 @@ def test_every_rank_allocates_its_own_row(rank, monkeypatch):
     made = os.memfd_create("rows")
     os.ftruncate(made, 2 * 4096)
     os.pwrite(made, b"n" * 16, 2 * 4096)
-    rows = share_rows(Host(rank, (os.getpid(), made, b"n" * 16) if rank else None), 4096)
+    rows = allocate_shared_rows(Host(rank, (os.getpid(), made, b"n" * 16) if rank else None), 4096)
     os.close(made)
     assert rows is not None
     assert allocated == [(rank * 4096, 4096)]
@@ -78,12 +78,12 @@ def test_no_room_is_no_memory(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
-    assert share_rows(Host(0), 4096) is None
+    assert allocate_shared_rows(Host(0), 4096) is None
 
 
 def test_hosts_with_other_numbers_of_ranks_are_told():
-    assert why_no_memory_is_shared([3, 3, 3]) == ""
-    assert why_no_memory_is_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start as many on every host")
+    assert why_not_shared([3, 3, 3]) == ""
+    assert why_not_shared([2, 2, 1]).startswith("hosts have 1 to 2 ranks; start as many on every host")
 
 
 def bucket():

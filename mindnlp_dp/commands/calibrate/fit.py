@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 
 from mindnlp_dp.launch.run import run_measurement
-from mindnlp_dp.planner.cost_model.stage_costs import Sharing, StageCosts
+from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
 from mindnlp_dp.planner.profiles.cluster import Cluster, Link
 from mindnlp_dp.planner.profiles.models import load_model
 from mindnlp_dp.runtime.atomic_write import in_place_of
@@ -100,7 +100,7 @@ def step_terms(keys: Mapping[str, Any], rows: int) -> np.ndarray:
     terms = []
     for term in TERMS[:-1]:
         unit = _unit_cluster(term)
-        times = StageCosts(model, unit, Sharing(), [0]).times(0, 0, rows)
+        times = StageCosts(model, unit, StageParallelism(), [0]).times(0, 0, rows)
         terms.append(float(times.total))
     return np.array([*terms, model.parameters])
 

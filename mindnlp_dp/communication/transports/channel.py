@@ -105,18 +105,18 @@ class TensorChannel(Channel):
         """Return the sum over the ranks as a new tensor."""
 
     @abc.abstractmethod
-    def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
+    def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
         """Begin to sum a tensor, in its memory or in new memory; return the future sum, and a handle or None.
 
         On a device, its stream completes the sum. MCCL has finished it by then, because a CPU dispatches synchronously.
         """
 
     @abc.abstractmethod
-    def begin_scatter_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
+    def reduce_scatter_async(self, x: Any) -> tuple[Any, Optional[Any]]:
         """Begin to reduce-scatter a flat tensor of one equal slice per rank; return this rank's slice, and a handle."""
 
     @abc.abstractmethod
-    def gather_slices(self, x: Any) -> Any:
+    def all_gather_flat(self, x: Any) -> Any:
         """Return every rank's flat tensor, all of one length and type, concatenated."""
 
     @abc.abstractmethod

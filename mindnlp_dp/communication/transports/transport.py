@@ -100,14 +100,14 @@ class Transport(abc.ABC):
 
     # Features of some libraries only.
 
-    def tells_of_a_loss(self, error: BaseException) -> bool:
+    def is_rank_failure(self, error: BaseException) -> bool:
         """Return whether an error means that a rank was lost and the others can continue without it."""
         return False
 
-    def of_those_left(self) -> Transport:
+    def shrink(self) -> Transport:
         """Return a transport of the surviving ranks, in their order; this one can no longer be used.
 
-        A collective of the surviving ranks; each calls it after an error for which :meth:`tells_of_a_loss` is true.
+        A collective of the surviving ranks; each calls it after an error for which :meth:`is_rank_failure` is true.
         """
         raise NotImplementedError(f"{self.name} cannot go on without a rank")
 
@@ -122,7 +122,7 @@ class Transport(abc.ABC):
         self.channel.is_superseded = True
         self.channel = self._new_channel()
 
-    def sum_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
+    def all_reduce_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
         """Return the sums over the ranks of ``numbers`` (float32) and of ``last``, a number or a one-element tensor."""
         mine = self.to_native(np.append(numbers, np.float32(last)))
         return to_host(self.all_reduce(mine, "sum"))

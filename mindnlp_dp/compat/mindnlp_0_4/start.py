@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.runtime.devices import device_target_obeyed
+from mindnlp_dp.runtime.devices import device_set_from_env
 
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: MindNLP reads mindspore.common._stub_tensor.StubTensor as
@@ -35,7 +35,7 @@ def _stub_tensor(module: types.ModuleType) -> Iterator[None]:
 # Remove when: MindNLP calls set_device.
 @around("mindnlp")
 def _quiet_device_target(module: types.ModuleType) -> Iterator[None]:
-    with device_target_obeyed() as target:
+    with device_set_from_env() as target:
         yield
     if target is not None:
         module.DEVICE_TARGET = target  # type: ignore[attr-defined]

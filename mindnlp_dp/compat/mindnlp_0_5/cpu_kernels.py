@@ -32,12 +32,12 @@ def _addcdiv(module: types.ModuleType) -> Iterator[None]:
 @around("mindtorch.optim.sgd")
 def _sgd(module: types.ModuleType) -> Iterator[None]:
     yield
-    from mindnlp_dp.runtime.mindnlp_api import torch_like
+    from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
     def step(self: Any, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Update by the rule of ``torch.optim.SGD``: weight decay, momentum (with dampening, or Nesterov's)."""
         loss = None if closure is None else closure()
-        with torch_like().no_grad():
+        with mindnlp_api().no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:

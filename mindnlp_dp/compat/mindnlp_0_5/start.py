@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.runtime.devices import device_target_obeyed
+from mindnlp_dp.runtime.devices import device_set_from_env
 
 
 # Versions: MindNLP 0.5.1 on MindSpore 2.8+. Cause: MindSpore's internal Generator now takes seed and offset in its
@@ -46,7 +46,7 @@ def _generator(module: types.ModuleType) -> Iterator[None]:
 # Remove when: mindtorch keeps a device that is already set.
 @around("mindtorch")
 def _device_target_is_set_once(module: types.ModuleType) -> Iterator[None]:
-    with device_target_obeyed():
+    with device_set_from_env():
         yield
 
 

@@ -70,7 +70,7 @@ class Bucket(abc.ABC):
     def land(self) -> None:  # noqa: B027
         """Copy the result to the memory of :meth:`sums` if it is not there; called after ``wait``."""
 
-    def keep_slice(self) -> None:
+    def keep_shard(self) -> None:
         """Keep this rank's slice of the result as a tensor; called after ``wait``."""
         raise NotImplementedError("gradients of a device stay there, and no others")
 

@@ -28,7 +28,7 @@ class DeviceBucket(Bucket):
     Attributes:
         own_range: The begin and end of this rank's slice, in elements of the slots without gaps. All slices have the
             same length, so the last ones may extend beyond the slots.
-        own_slice: This rank's slice of the last sum, after :meth:`keep_slice`, with zeros beyond the slots; it is not
+        own_slice: This rank's slice of the last sum, after :meth:`keep_shard`, with zeros beyond the slots; it is not
             written to.
     """
 
@@ -103,9 +103,9 @@ class DeviceBucket(Bucket):
         wire = mine if self._wire_dtype == self._sum_dtype else mine.astype(self._wire_dtype)
         self._is_scattered = self.scatter and self._begins
         if self._is_scattered:
-            self._result, self._handle = self._channel.begin_scatter_sum(self._padded(wire))
+            self._result, self._handle = self._channel.reduce_scatter_async(self._padded(wire))
         elif self._begins:
-            self._result, self._handle = self._channel.begin_sum(wire)
+            self._result, self._handle = self._channel.all_reduce_async(wire)
         else:
             self._result = self._channel.sum(wire)
 
@@ -135,7 +135,7 @@ class DeviceBucket(Bucket):
             self._on_host = aligned_zeros(self.layout.numel, sum_dtype(self.layout))
         return [(0, self._on_host)]
 
-    def keep_slice(self) -> None:
+    def keep_shard(self) -> None:
         self.own_slice = self._result
         if not self._is_scattered:
             self.own_slice = copy_of(self._padded(self._result)[slice(*self.own_range)])

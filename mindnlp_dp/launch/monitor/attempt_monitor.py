@@ -17,7 +17,7 @@ from mindnlp_dp.launch.errors import POLL_SECONDS
 from mindnlp_dp.launch.job_options import JobOptions
 from mindnlp_dp.launch.monitor.console import Screen
 from mindnlp_dp.launch.monitor.failure_attribution import Failure
-from mindnlp_dp.launch.monitor.hangs import EXIT_CODE, START_SECONDS, HangWatch, name_hang
+from mindnlp_dp.launch.monitor.hangs import EXIT_CODE, START_SECONDS, HangDetector, describe_hang
 from mindnlp_dp.launch.monitor.recovery import Losses, Restarts
 from mindnlp_dp.launch.processes.attempt import Report, Try
 from mindnlp_dp.launch.processes.exit_status import Status
@@ -117,7 +117,7 @@ class Watch:
         self._log_dir, self._options = log_dir, options
         self._began = time.monotonic()
         self._screen = Screen(log_dir, this.num_ranks, options.tee, restarts.count)
-        self._hangs = HangWatch(options.hang_timeout)
+        self._hangs = HangDetector(options.hang_timeout)
         self._is_patient, self._over, self._deserted = True, 0.0, 0.0
         # The times at which ranks were first seen to have ended.
         self._finished: dict[int, float] = {}
@@ -127,7 +127,7 @@ class Watch:
         self.hang: Optional[Failure] = None
         self.grows = False
 
-    def until_it_is_over(self, sleep: Callable[[float], None]) -> None:
+    def wait_until_over(self, sleep: Callable[[float], None]) -> None:
         """Show logs until all ranks have ended, a rank has failed, the job hangs, or the job is to grow.
 
         Raises:
@@ -201,7 +201,7 @@ class Watch:
             self._members.lose_a_rank(self._hosts[0])
             print(
                 f"rank {failure.rank} of {self._try.num_ranks} {failure.what} after {seconds:.1f} s; the job goes on "
-                f"in place with {len(losses.left)} of {self._members.full_size} ranks; its log: "
+                f"in place with {len(losses.left)} of {self._members.max_world_size} ranks; its log: "
                 f"{self._log_dir}/worker_{failure.rank}.log",
                 file=sys.stderr,
             )
@@ -226,11 +226,11 @@ class Watch:
         # Lost ranks are left out, because their records keep what they were last doing.
         if self._hangs.look([seen.ranks[rank] for rank in losses.left], bool(stopped)):
             stacks = {rank: text for host in self._hosts for rank, text in host.stacks().items()}
-            self.hang = name_hang(
+            self.hang = describe_hang(
                 seen.ranks, sorted(self._finished), stacks, stopped,
                 lost=losses.ranks, log_dir=self._log_dir, timeout=self._hangs.timeout,
             )  # fmt: skip
-        if not self._has_prepared and self._may_start_again and all(rank.has_met for rank in seen.ranks):
+        if not self._has_prepared and self._may_start_again and all(rank.has_joined for rank in seen.ranks):
             self._has_prepared = True
             for host in self._hosts:
                 host.prepare_restart()

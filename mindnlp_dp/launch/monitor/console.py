@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Optional
 
 from mindnlp_dp.launch.errors import POLL_SECONDS
-from mindnlp_dp.launch.monitor.nonblocking_stdio import hurry, is_behind, why_unread
+from mindnlp_dp.launch.monitor.nonblocking_stdio import has_unwritten, stop_waiting_for_readers, write_error
 from mindnlp_dp.launch.monitor.status import StatusLine
 from mindnlp_dp.runtime.heartbeat import Progress
 
@@ -59,7 +59,7 @@ class Screen:
     def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
         """Replace the status line by a new one, at most once a second."""
         is_time = time.monotonic() - self._said >= _LINE_SECONDS
-        if self._is_terminal and is_time and any(rank.has_met for rank in ranks) and not is_behind(sys.stderr):
+        if self._is_terminal and is_time and any(rank.has_joined for rank in ranks) and not has_unwritten(sys.stderr):
             self._said = time.monotonic()
             self._line = self._status.text(ranks, num_ended, self._num_restarts)[:_WIDTH]
             self._write(_CLEAR + self._line)
@@ -70,14 +70,14 @@ class Screen:
         Returns:
             Whether ranks have written something, or may have: with a slow reader the logs are not checked.
         """
-        if self._logs and (error := why_unread()):
+        if self._logs and (error := write_error()):
             # The reader has gone (a pager, head), or the output's disk has failed.
             self._logs = []
             print(f"nothing more is shown, but written to {self._log_dir}: {error}", file=sys.stderr)
         was_new = False
         for _ in range(_MOST_READS):
             # Asked only once: a moment later the answer may differ, although the logs were not checked.
-            if was_behind := is_behind(sys.stdout):
+            if was_behind := has_unwritten(sys.stdout):
                 break
             new = [text for log in self._logs if (text := log.new()) is not None]
             if not new:
@@ -96,9 +96,9 @@ class Screen:
         """Show all that finished ranks have written, however long the reader takes, or until Ctrl-C."""
         try:
             while self.show():
-                sleep(POLL_SECONDS if is_behind(sys.stdout) else 0)
+                sleep(POLL_SECONDS if has_unwritten(sys.stdout) else 0)
         except KeyboardInterrupt:
-            hurry()
+            stop_waiting_for_readers()
 
     def close(self) -> None:
         if self._line:
@@ -112,11 +112,11 @@ class Screen:
         """Show the rest of the output as far as it is read at once: other ranks wait to be ended, or started."""
         deadline = time.monotonic() + _REST_SECONDS
         while self.show() and time.monotonic() < deadline:
-            if is_behind(sys.stdout):
+            if has_unwritten(sys.stdout):
                 time.sleep(_REST_SECONDS / 100)
         for log in self._logs:
             sys.stdout.buffer.write(log.end())
-        if self._logs and is_behind(sys.stdout):
+        if self._logs and has_unwritten(sys.stdout):
             print(f"the rest of what ranks have written is in {self._log_dir}: nobody reads it here", file=sys.stderr)
 
     def _write(self, text: str) -> None:

@@ -44,14 +44,14 @@ def find_failure(
         rank = min(failed, key=lambda r: (failed[r].waited, failed[r].time))
         if failed[rank].waited:
             return _find_missing(rank, statuses, silent, ranks)
-        return Failure(rank, failed[rank].exit_code, how_it_ended(failed[rank].exit_code))
+        return Failure(rank, failed[rank].exit_code, describe_exit(failed[rank].exit_code))
     if len(statuses) == len(ranks) or all(process.returncode == 0 for process in ended):
         return None
     if silent:
         return _find_silent(silent)
     code = next((process.returncode for process in ended if process.returncode), 1)
     if code < 0:
-        return Failure(None, 128 - code, f"mpirun {how_it_ended(128 - code)}")
+        return Failure(None, 128 - code, f"mpirun {describe_exit(128 - code)}")
     try:
         said = (log_dir / "launcher.log").read_text(errors="replace")
     except OSError:
@@ -74,7 +74,7 @@ def _find_missing(
         return Failure(rank, code, f"came to its end, and rank {waiting} waited {before:.0f} s longer for it,")
     rank = next((rank for rank in ranks if rank not in statuses), waiting)
     if rank == waiting:
-        return Failure(waiting, code, how_it_ended(code))
+        return Failure(waiting, code, describe_exit(code))
     return Failure(rank, code, f"was still busy elsewhere when rank {waiting} gave up waiting for it,")
 
 
@@ -82,14 +82,14 @@ def _find_silent(silent: dict[int, int]) -> Failure:
     """Return the rank that left first, of those that ended without a status; a library then kills the others."""
     rank = min(silent, key=lambda rank: (silent[rank] != 0, silent[rank] in _BY_OTHERS))
     code = silent[rank]
-    return Failure(rank, 128 - code if code < 0 else code or 1, how_it_ended(128 - code) if code < 0 else _left(code))
+    return Failure(rank, 128 - code if code < 0 else code or 1, describe_exit(128 - code) if code < 0 else _left(code))
 
 
 def _read_mpirun(said: str) -> Optional[Failure]:
     """Return the rank that mpirun names as killed or exited in its output; its ranks are not our children."""
     if killed := re.search(r"process rank (\d+) with PID \d+.*?exited on\s+signal (\d+)", said, re.DOTALL):
         code = 128 + int(killed[2])
-        return Failure(int(killed[1]), code, how_it_ended(code))
+        return Failure(int(killed[1]), code, describe_exit(code))
     if left := re.search(r"Process name: \[[^\]]*,(\d+)\]\s+Exit code:\s+(\d+)", said):
         return Failure(int(left[1]), int(left[2]), _left(int(left[2])))
     if left := re.search(r"process rank (\d+) with PID \d+[^,]*?exiting\s+improperly", said):
@@ -97,7 +97,7 @@ def _read_mpirun(said: str) -> Optional[Failure]:
     return None
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     return f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
 
 

@@ -25,7 +25,7 @@ _MOST_SECONDS_BETWEEN_LOOKS = 1.0
 START_SECONDS = 120.0
 
 
-class HangWatch:
+class HangDetector:
     """Checks whether ranks make progress; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.Watch`.
 
     Args:
@@ -47,15 +47,15 @@ class HangWatch:
         passed, self._looked = min(now - self._looked, _MOST_SECONDS_BETWEEN_LOOKS), now
         changes = [rank.changes for rank in ranks]
         # If no rank waits, each rank is busy with a long computation, or has ended.
-        if changes != self._seen or not (is_stopped or any(rank.waits_in for rank in ranks)):
+        if changes != self._seen or not (is_stopped or any(rank.blocked_in for rank in ranks)):
             self._seen, self._stalled = changes, 0.0
         else:
             self._stalled += passed
-        have_met = all(rank.has_met for rank in ranks)
+        have_met = all(rank.has_joined for rank in ranks)
         return 0 < self.timeout <= (self._stalled if have_met else self._stalled - START_SECONDS)
 
 
-def name_hang(
+def describe_hang(
     ranks: Sequence[Progress],
     finished: Sequence[int],
     stacks: Mapping[int, str],
@@ -75,12 +75,12 @@ def name_hang(
     """
     now = time.monotonic()
     running = [number for number in range(len(ranks)) if number not in finished and number not in lost]
-    waiting = [number for number in running if ranks[number].waits_in and number not in stopped]
+    waiting = [number for number in running if ranks[number].blocked_in and number not in stopped]
     others = [number for number in running if number not in waiting]
     said = [f"the job hangs: no rank has got any further for {timeout:.0f} s."]
     calls: dict[str, list[int]] = {}
     for number in waiting:
-        calls.setdefault(f"{ranks[number].waits_in}, in update {ranks[number].update}", []).append(number)
+        calls.setdefault(f"{ranks[number].blocked_in}, in update {ranks[number].update}", []).append(number)
     for call, numbers in calls.items():
         since = max(now - ranks[number].since for number in numbers)
         verb = "waits" if len(numbers) == 1 else "wait"

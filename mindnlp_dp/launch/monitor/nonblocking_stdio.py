@@ -84,7 +84,7 @@ class Output(io.RawIOBase):
         return bool(poll.poll(1000 * seconds))
 
     @property
-    def is_behind(self) -> bool:
+    def has_unwritten(self) -> bool:
         """Return whether the reader has not taken all data yet."""
         self.flush()
         return bool(self._pending)
@@ -92,7 +92,7 @@ class Output(io.RawIOBase):
     def drain(self) -> None:
         """Wait until all data is taken, for at most :attr:`patience` seconds."""
         deadline = time.monotonic() + self.patience
-        while self.is_behind and (left := deadline - time.monotonic()) > 0:
+        while self.has_unwritten and (left := deadline - time.monotonic()) > 0:
             self._can_be_written(min(left, 1.0))
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ def _open_without_waiting(descriptor: int) -> Union[int, socket.socket, None]:
         return None
 
 
-class Unhurried:
+class NonBlockingStdio:
     """Makes ``sys.stdout`` and ``sys.stderr`` non-blocking inside the block, and waits at its end until all is taken.
 
     Ctrl-C ends that wait.
@@ -132,7 +132,7 @@ class Unhurried:
         self._before: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
         self._outputs: list[Output] = []
 
-    def __enter__(self) -> Unhurried:
+    def __enter__(self) -> NonBlockingStdio:
         sys.stdout, sys.stderr = (self._unhurried(stream) for stream in self._before)
         return self
 
@@ -167,20 +167,20 @@ class Unhurried:
                 output.close()
 
 
-def hurry() -> None:
+def stop_waiting_for_readers() -> None:
     """Stop waiting for slow readers after a second, because the user wants the job to end."""
     for stream in (sys.stdout, sys.stderr):
         if (output := _output_of(stream)) is not None:
             output.patience = _LAST_SECONDS
 
 
-def is_behind(stream: TextIO) -> bool:
+def has_unwritten(stream: TextIO) -> bool:
     """Return whether data was written to the stream that its reader has not taken yet."""
     output = _output_of(stream)
-    return output is not None and output.is_behind
+    return output is not None and output.has_unwritten
 
 
-def why_unread() -> Optional[OSError]:
+def write_error() -> Optional[OSError]:
     """Return why nothing more can be written to standard output; None while writing is possible."""
     output = _output_of(sys.stdout)
     return None if output is None else output.error

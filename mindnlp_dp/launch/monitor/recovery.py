@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.launch.log_dir import RECORD
-from mindnlp_dp.launch.monitor.failure_attribution import Failure, how_it_ended
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, describe_exit
 from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.runtime.heartbeat import Progress
 
@@ -54,21 +54,21 @@ class Losses:
         for number in sorted(failed, key=lambda rank: statuses[rank].time):
             if not statuses[number].waited:
                 code = statuses[number].exit_code
-                self._lose(number, Failure(number, code, how_it_ended(code)))
+                self._lose(number, Failure(number, code, describe_exit(code)))
         left = self.left
         # For example a rank that has tried to continue, and could not.
         if any(statuses[number].exit_code for number in left if number in statuses):
             return "failed"
         if not self._has_new:
             return ""
-        if len(left) < self._least or not all(ranks[number].has_met for number in left):
+        if len(left) < self._least or not all(ranks[number].has_joined for number in left):
             return "failed"
         if all(ranks[number].members == len(left) for number in left):
             self._has_new = False
             return "went on"
         if any(number in statuses for number in left):
             return "failed"
-        waits = all(ranks[number].waits_in for number in left)
+        waits = all(ranks[number].blocked_in for number in left)
         self._stuck_since = (self._stuck_since or now) if waits else 0.0
         return "failed" if waits and now - self._stuck_since > PATIENCE_SECONDS else ""
 

@@ -85,7 +85,7 @@ def status_of(log_dir: Path) -> dict[str, Any]:
         entry["here"] = is_here
         entry["loss"] = None if math.isnan(rank.loss) else rank.loss
         if entry["state"] == "waits":
-            entry["waits_in"] = rank.waits_in
+            entry["waits_in"] = rank.blocked_in
             entry["waits_since"] = round(now - rank.since, 3) if is_here else None
         if entry["state"] in ("waits", "works") and is_here:
             entry["last_progress"] = round(now - rank.changed, 3)
@@ -106,7 +106,7 @@ def _state(rank: Progress, exit_code: Optional[int], *, is_here: bool) -> str:
         return "not begun"
     if is_here and not rank.state:
         return "gone"
-    return "waits" if rank.waits_in else "works"
+    return "waits" if rank.blocked_in else "works"
 
 
 def _failures(log_dir: Path) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ class WorkerCall:
         sys.argv = self.argv
 
 
-def stand_in(environ: Mapping[str, str], module: str) -> Optional[int]:
+def run_in_fork_server(environ: Mapping[str, str], module: str) -> Optional[int]:
     """Have a fork server do this process's work; return how its child ended, as ``os.waitstatus_to_exitcode`` does.
 
     Return None if no server exists or it is not ready: the caller then does the work itself.
@@ -133,12 +133,12 @@ def changes_of(before: Mapping[str, str]) -> set[str]:
     return {name for name in {*before, *now} if before.get(name) != now.get(name)}
 
 
-def what_python_read(environ: Mapping[str, str]) -> dict[str, str]:
+def python_env_vars(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that Python reads only when it starts, such as PYTHONPATH; later changes have no effect."""
     return {name: value for name, value in environ.items() if name.startswith("PYTHON")}
 
 
-def leave_as(code: int) -> None:
+def exit_like(code: int) -> None:
     """End this process like another one: with the same exit code, or by the same signal."""
     if code < 0:
         if -code != signal.SIGKILL:
@@ -150,11 +150,11 @@ def leave_as(code: int) -> None:
 def main() -> None:
     """Run a module that is not the user's script, such as MindSpore's scheduler."""
     module = sys.argv[1]
-    ended = stand_in(os.environ, module)
+    ended = run_in_fork_server(os.environ, module)
     if ended is None:
         importlib.import_module(module).run()
     else:
-        leave_as(ended)
+        exit_like(ended)
 
 
 if __name__ == "__main__":

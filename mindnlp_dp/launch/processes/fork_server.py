@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.log_dir import Scratch
+from mindnlp_dp.launch.log_dir import ScratchDir
 from mindnlp_dp.launch.processes.environment import CLUSTER_VARIABLES, clean_environment
 from mindnlp_dp.launch.processes.fork_client import (
     ENVIRON_CHANGES,
@@ -39,10 +39,10 @@ from mindnlp_dp.launch.processes.fork_client import (
     VARIABLE,
     WorkerCall,
     changes_of,
-    what_python_read,
+    python_env_vars,
 )
 from mindnlp_dp.launch.processes.run_module import command as module_command
-from mindnlp_dp.launch.processes.spawn import end_with_the_parent
+from mindnlp_dp.launch.processes.spawn import set_parent_death_signal
 
 _MODULE = "mindnlp_dp.launch.processes.fork_server"
 
@@ -111,7 +111,7 @@ class _Server:
         except (OSError, ValueError, TypeError):
             connection.close()
             return None
-        if what_python_read(call.environ) != what_python_read(os.environ):
+        if python_env_vars(call.environ) != python_env_vars(os.environ):
             # Python would start in another way for this request, so its proxy does the work itself.
             _decline(call, connection)
             return None
@@ -135,7 +135,7 @@ class _Server:
             return None
         # As for ranks that mpirun starts, the processes that a rank starts end with it.
         os.setpgid(0, 0)
-        end_with_the_parent(server, signal.SIGKILL)
+        set_parent_death_signal(server, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -236,7 +236,7 @@ class ForkServer:
 
     def __init__(self, environ: Mapping[str, str], log_dir: Path) -> None:
         # If this launcher is killed, the next one removes the folder.
-        self._scratch = Scratch()
+        self._scratch = ScratchDir()
         self._socket = str(self._scratch.path / "fork_server")
         launcher = os.getpid()
         with open(log_dir / "fork_server.log", "wb") as log:
@@ -244,7 +244,7 @@ class ForkServer:
                 [*module_command(sys.executable, _MODULE), self._socket, str(log_dir)],
                 env=clean_environment(environ),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=lambda: end_with_the_parent(launcher),  # noqa: PLW1509 -- the launcher has no threads
+                preexec_fn=lambda: set_parent_death_signal(launcher),  # noqa: PLW1509 -- the launcher has no threads
             )  # fmt: skip
 
     @property

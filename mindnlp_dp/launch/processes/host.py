@@ -16,12 +16,12 @@ from typing import BinaryIO, Optional, Union
 
 from mindnlp_dp.launch.errors import TemporaryError
 from mindnlp_dp.launch.log_dir import (
-    Scratch,
+    ScratchDir,
+    archive_attempt_logs,
     claim,
-    forget_statuses,
+    clear_statuses,
     progress_file,
     put_earlier_job_aside,
-    put_logs_aside,
 )
 from mindnlp_dp.launch.processes.attempt import Report, Try
 from mindnlp_dp.launch.processes.environment import this_host_name
@@ -34,13 +34,13 @@ from mindnlp_dp.launch.processes.spawn import (
     Cluster,
     Process,
     end,
-    end_ranks,
-    end_what_is_left_of,
     grace_seconds,
+    kill_process_group,
     start_cluster,
     start_daemon,
     start_mpi,
     start_scheduler,
+    terminate_ranks,
 )
 from mindnlp_dp.launch.processes.stack_dumps import stacks_of
 from mindnlp_dp.runtime import heartbeat
@@ -83,7 +83,7 @@ class LocalHost:
         self._try: Optional[Try] = None
         self._log: Optional[BinaryIO] = None
         self._fork_server: Optional[ForkServer] = None
-        self._scratch: Optional[Scratch] = None
+        self._scratch: Optional[ScratchDir] = None
         self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
         self._so_far, self._states = dict[int, Progress](), dict[int, str]()
         self._has_ended = True
@@ -109,11 +109,11 @@ class LocalHost:
                 if self._try is None:
                     # This host has joined a job that had already started.
                     claim(folder)
-                put_logs_aside(folder, number)
+                archive_attempt_logs(folder, number)
             else:
                 put_earlier_job_aside(folder)
         except OSError as error:
-            if number and forget_statuses(folder):
+            if number and clear_statuses(folder):
                 # The disk may be full, and a job can continue without logs.
                 print(f"the logs of try {number} in {log_dir} are not put aside: {error}", file=sys.stderr)
                 return
@@ -158,7 +158,7 @@ class LocalHost:
         environ = self._environment(this)
         if this.backend == "mpi":
             counts = dict(zip(this.addresses or ["localhost"], this.counts))
-            self._scratch = self._scratch or Scratch()
+            self._scratch = self._scratch or ScratchDir()
             self._processes = start_mpi(
                 counts, worker, environ, self._log,
                 scratch=self._scratch.path, remote_shell=self._remote_shell(self._scratch.path), in_place=this.in_place,
@@ -262,11 +262,11 @@ class LocalHost:
         end([*self._processes, *self._daemons], grace, self.sleep)
         assert self._try is not None
         ranks = {number: rank for number, rank in self._ranks().items() if rank.pid}
-        end_ranks(list(ranks.values()), GRACE_SECONDS, self.sleep)
+        terminate_ranks(list(ranks.values()), GRACE_SECONDS, self.sleep)
         statuses = read_statuses(Path(self._try.log_dir), ranks, self._try.name)
         for number, rank in ranks.items():
             if number not in statuses or statuses[number].exit_code:
-                end_what_is_left_of(rank.pid)
+                kill_process_group(rank.pid)
         if self._log is not None:
             self._log.close()
         if self._scratch is not None:

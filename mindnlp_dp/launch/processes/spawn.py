@@ -129,7 +129,7 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
     def begin() -> None:
         # A launcher in the background of a shell script ignores SIGINT, but its ranks must not.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        end_with_the_parent(launcher)
+        set_parent_death_signal(launcher)
 
     # In a new session, so that Ctrl-C reaches only the launcher, which then ends every rank.
     return subprocess.Popen(
@@ -143,7 +143,7 @@ def _popen(command: list[str], environment: dict[str, str], log: BinaryIO) -> su
     )
 
 
-def end_with_the_parent(parent: int, number: int = signal.SIGTERM) -> None:
+def set_parent_death_signal(parent: int, number: int = signal.SIGTERM) -> None:
     """Ask Linux to end this process with its parent, which cannot do that itself if it is killed."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -167,17 +167,17 @@ def end(processes: list[Process], grace: float, sleep: Callable[[float], None] =
             sleep(POLL_SECONDS)
     for process in processes:
         if process.popen.returncode:
-            end_what_is_left_of(process.popen.pid)
+            kill_process_group(process.popen.pid)
 
 
-def end_what_is_left_of(pid: int) -> None:
+def kill_process_group(pid: int) -> None:
     """Kill the processes that a failed process has started and that survive it: its group, if it had one."""
     # If the process id exists, it belongs to another process now.
     if not os.path.exists(f"/proc/{pid}"):
         _signal_session(pid, signal.SIGKILL)
 
 
-def end_ranks(ranks: Sequence[Progress], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def terminate_ranks(ranks: Sequence[Progress], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """Wait until ranks have ended, and kill those that do not; they may be children of mpirun or a fork server."""
     deadline = time.monotonic() + grace
     while (left := [rank for rank in ranks if rank.state]) and time.monotonic() < deadline:

@@ -27,9 +27,9 @@ from typing import Optional
 from mindnlp_dp.launch.log_dir import PROGRESS, LogFile
 from mindnlp_dp.launch.processes.environment import name_of_try
 from mindnlp_dp.launch.processes.exit_status import Status, write_status
-from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, leave_as, stand_in
+from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, exit_like, run_in_fork_server
 from mindnlp_dp.runtime import heartbeat
-from mindnlp_dp.runtime.job_context import goes_on_in_place, ranks_of_this_host
+from mindnlp_dp.runtime.job_context import in_place_recovery_enabled, ranks_of_this_host
 from mindnlp_dp.runtime.launch_env import launched_rank
 from mindnlp_dp.runtime.threads import split_cores
 
@@ -42,11 +42,11 @@ ECHOES_WAIT_SECONDS = 1.0
 
 def main() -> None:
     """Run the rank in a child of the fork server, which has the slow imports done, or else in this process."""
-    ended = stand_in(os.environ, "mindnlp_dp.launch.processes.worker")
+    ended = run_in_fork_server(os.environ, "mindnlp_dp.launch.processes.worker")
     if ended is None:
         run()
     else:
-        leave_as(ended)
+        exit_like(ended)
 
 
 def run() -> None:
@@ -86,7 +86,7 @@ def run() -> None:
     except OSError as error:
         _say(f"how rank {rank} ended is not in {log_dir}: {error}")
     if code != 0:
-        if goes_on_in_place(os.environ):
+        if in_place_recovery_enabled(os.environ):
             # mpirun ignores a rank that exits by itself, and would not notify the others.
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(code)
@@ -154,10 +154,10 @@ def _waited_in_vain(error: Optional[BaseException]) -> bool:
     """Return whether an error only says that another rank is missing or lost: that rank is to blame, not this one."""
     late_ranks = sys.modules.get("mindnlp_dp.communication.transports.mindspore.collective_calls")
     mpi_faults = sys.modules.get("mindnlp_dp.communication.transports.mpi.faults")
-    if mpi_faults is not None and mpi_faults.tells_of_a_loss(error):
+    if mpi_faults is not None and mpi_faults.is_rank_failure(error):
         return True
     while late_ranks is not None and error is not None:
-        if isinstance(error, late_ranks.LateRankError):
+        if isinstance(error, late_ranks.CollectiveTimeoutError):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from mindnlp_dp.launch.errors import LaunchError, NotMetError
+from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
 from mindnlp_dp.launch.processes.attempt import Try
 from mindnlp_dp.launch.processes.environment import this_host_name
 from mindnlp_dp.launch.processes.host import LocalHost
-from mindnlp_dp.launch.rendezvous.protocol import Connection, WrongPeerError
+from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
 from mindnlp_dp.launch.termination import Termination
 
@@ -43,7 +43,7 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
     """Connect to the endpoint, which may not be up yet, and return the connection.
 
     Raises:
-        NotMetError: the endpoint was not reachable within ``seconds``, or does not know this host's token.
+        RendezvousTimeoutError: the endpoint was not reachable within ``seconds``, or does not know this host's token.
     """
     began, why, is_silent = time.monotonic(), "", True
     where = f"the endpoint {rendezvous.host}:{rendezvous.port}"
@@ -61,7 +61,7 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
                 return connection
             why = "it does not answer"
             connection.close()
-        except (EOFError, WrongPeerError):
+        except (EOFError, AuthenticationError):
             # The endpoint hangs up if our token is wrong, or, before it asks for the token, if it has too many callers.
             why = "it does not know our token: the same has to be set on every host"
             if not connection.was_asked:
@@ -71,7 +71,9 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
             why = str(error)
         waited = time.monotonic() - began
         if waited > seconds:
-            raise NotMetError(f"{where} cannot be reached: {why}. If it is of this host itself: --node-rank 0")
+            raise RendezvousTimeoutError(
+                f"{where} cannot be reached: {why}. If it is of this host itself: --node-rank 0"
+            )
         if is_silent and waited > _SILENT_SECONDS:
             is_silent = False
             print(f"waiting for {where}, which cannot be reached yet: {why}", file=sys.stderr)
@@ -104,7 +106,7 @@ class Agent:
         """Follow the first host's orders until the job is over, and return its exit code.
 
         Raises:
-            NotMetError: the endpoint cannot be reached.
+            RendezvousTimeoutError: the endpoint cannot be reached.
             LaunchError: an attempt cannot be started here.
         """
         patience = self._rendezvous.join_timeout
@@ -112,10 +114,10 @@ class Agent:
             while True:
                 try:
                     self._connection = call(self._rendezvous, patience)
-                except NotMetError as error:
+                except RendezvousTimeoutError as error:
                     if patience == REJOIN_SECONDS:
                         print(f"{error}; the job is over for this host", file=sys.stderr)
-                        return NotMetError.exit_code
+                        return RendezvousTimeoutError.exit_code
                     raise
                 try:
                     return self._serve(self._connection)
@@ -156,7 +158,7 @@ class Agent:
                 selector.select(_POLL_SECONDS)
                 try:
                     orders = connection.receive()
-                except (EOFError, OSError, WrongPeerError) as error:
+                except (EOFError, OSError, AuthenticationError) as error:
                     raise _HeadIsLostError(
                         f"the endpoint {self._rendezvous.host}:{self._rendezvous.port} is gone ({error or 'closed'})"
                     ) from None

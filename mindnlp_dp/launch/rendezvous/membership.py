@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from mindnlp_dp.launch.errors import NotMetError
+from mindnlp_dp.launch.errors import RendezvousTimeoutError
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.launch.rendezvous.server import Head, Rendezvous
@@ -89,14 +89,14 @@ class Members:
         return self.nnodes.is_elastic or self.nproc.is_elastic
 
     @property
-    def full_size(self) -> int:
+    def max_world_size(self) -> int:
         return self.nnodes.most * self.nproc.most
 
     def gather(self) -> list[Host]:
         """Return the hosts of the next attempt, as soon as enough have joined.
 
         Raises:
-            NotMetError: too few hosts have joined after ``join_timeout``.
+            RendezvousTimeoutError: too few hosts have joined after ``join_timeout``.
         """
         if self._head is None or self._rendezvous is None:
             return [self.local]
@@ -117,7 +117,7 @@ class Members:
                 if now - enough >= self._rendezvous.last_call_timeout:
                     break
             elif now - began > self._rendezvous.join_timeout:
-                raise NotMetError(
+                raise RendezvousTimeoutError(
                     f"{len(hosts)} of {self.nnodes} hosts have come to {where} in {self._rendezvous.join_timeout:.0f} "
                     "s; start the same line on the others, with the same token"
                 )

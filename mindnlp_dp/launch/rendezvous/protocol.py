@@ -38,7 +38,7 @@ _COUNT = struct.Struct(">Q")
 LONGEST_BYTES = 4 << 20
 
 
-class WrongPeerError(Exception):
+class AuthenticationError(Exception):
     """Raised when the other end does not know the token, or uses another protocol."""
 
 
@@ -132,7 +132,7 @@ class Connection:
         """Return the messages since the last call; those from before a broken connection come before the error.
 
         Raises:
-            WrongPeerError: the other end does not know the token.
+            AuthenticationError: the other end does not know the token.
             EOFError: the other end has closed the connection.
             OSError: the connection is broken.
         """
@@ -189,7 +189,7 @@ class Connection:
             return None
         (length,) = _LENGTH.unpack_from(self._in)
         if length > LONGEST_BYTES:
-            raise WrongPeerError(f"a frame of {length} bytes")
+            raise AuthenticationError(f"a frame of {length} bytes")
         if len(self._in) < head + length:
             return None
         mac, payload = self._in[_LENGTH.size : head], self._in[head : head + length]
@@ -217,7 +217,7 @@ class Connection:
     @staticmethod
     def _check(given: bytes, expected: bytes) -> None:
         if not hmac.compare_digest(given, expected):
-            raise WrongPeerError("the other end does not know this job's token")
+            raise AuthenticationError("the other end does not know this job's token")
 
     def close(self) -> None:
         try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from mindnlp_dp.launch.errors import TemporaryError
-from mindnlp_dp.launch.rendezvous.protocol import Connection, WrongPeerError, address_of, listen_at
+from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection, address_of, listen_at
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 
 _BEAT_SECONDS = 1.0
@@ -178,7 +178,7 @@ class Head:
             if host is not None:
                 host.lost = host.lost or why
             else:
-                if isinstance(error, WrongPeerError):
+                if isinstance(error, AuthenticationError):
                     self._name_who_was_refused(connection)
                 self._hang_up(connection)
 

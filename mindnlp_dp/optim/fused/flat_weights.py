@@ -25,7 +25,7 @@ from mindnlp_dp.runtime.versions import mindspore_is_before
 _shared: list[weakref.ref[np.ndarray]] = []
 
 
-def make_private(parameters: Sequence[Any]) -> None:
+def unshare(parameters: Sequence[Any]) -> None:
     """Move parameters out of shared memory, for an optimizer that every rank runs on all parameters."""
     _shared[:] = [array for array in _shared if array() is not None]
     for parameter in parameters:
@@ -83,7 +83,7 @@ class FlatWeights:
         for index in self._views:
             self._point(index)
 
-    def make_private(self) -> None:
+    def unshare(self) -> None:
         """Move the parameters that still point into shared memory to private memory of this rank."""
         if self._is_shared:
             for index in self._views:
@@ -101,7 +101,7 @@ class FlatWeights:
             if mindspore_is_before("2.8"):
                 (-self._parameters[index]).asnumpy()
 
-    def hand_out_scalars(self) -> None:
+    def broadcast_scalars(self) -> None:
         """Copy the values of parameters without a dimension, which cannot point into the array, after every update."""
         import mindspore
 

@@ -20,7 +20,7 @@ import mindspore
 import numpy as np
 
 from mindnlp_dp.optim.fused.block_sums import BlockSums
-from mindnlp_dp.optim.parameter_slice import Piece
+from mindnlp_dp.optim.parameter_slice import ParameterSlice
 from mindnlp_dp.runtime.arrays import number_of
 
 Group = dict[str, Any]
@@ -38,7 +38,7 @@ class Segment:
     weights: np.ndarray
     gradient: np.ndarray
     state: dict[str, np.ndarray]
-    parts: Sequence[Piece]
+    parts: Sequence[ParameterSlice]
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
@@ -226,7 +226,9 @@ class TrustRatioRule(Rule):
     def _direction(self, segment: Segment, update: Update) -> np.ndarray: ...
 
     @abc.abstractmethod
-    def _move(self, segment: Segment, part: Piece, direction: np.ndarray, lengths: Any, group: Group) -> None: ...
+    def _move(
+        self, segment: Segment, part: ParameterSlice, direction: np.ndarray, lengths: Any, group: Group
+    ) -> None: ...
 
 
 class LAMBRule(TrustRatioRule):
@@ -247,7 +249,7 @@ class LAMBRule(TrustRatioRule):
         root = np.sqrt(square / np.float32(1 - beta2**step)) + np.float32(group["eps"])
         return mean / np.float32(1 - beta1**step) / root + np.float32(group["weight_decay"]) * segment.weights
 
-    def _move(self, segment: Segment, part: Piece, direction: np.ndarray, lengths: Any, group: Group) -> None:
+    def _move(self, segment: Segment, part: ParameterSlice, direction: np.ndarray, lengths: Any, group: Group) -> None:
         ratio = 1.0 if lengths is None else min(lengths[0] / lengths[1], group["max_trust_ratio"])
         segment.weights[part.flat] -= np.float32(group["lr"] * ratio) * direction
 
@@ -261,7 +263,7 @@ class LARSRule(TrustRatioRule):
         # Scratch memory is not possible: all directions are needed at the same time.
         return segment.gradient * np.float32(update.scale)
 
-    def _move(self, segment: Segment, part: Piece, direction: np.ndarray, lengths: Any, group: Group) -> None:
+    def _move(self, segment: Segment, part: ParameterSlice, direction: np.ndarray, lengths: Any, group: Group) -> None:
         decay, rate, weights = group["weight_decay"], 1.0, segment.weights[part.flat]
         if lengths is not None:
             rate = group["trust_coefficient"] * lengths[0] / (lengths[1] + decay * lengths[0])

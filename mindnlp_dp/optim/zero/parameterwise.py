@@ -12,17 +12,17 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.lazy_arrays import fetch_all
+from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.optim.updater import MindNLPUpdater
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 
 
-def dealt_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+def assign_parameters(sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Return the rank of each parameter: the largest first, each to the rank with the smallest load.
 
-    >>> dealt_out([1, 5, 4, 2], 2)
+    >>> assign_parameters([1, 5, 4, 2], 2)
     [1, 0, 1, 0]
     """
     loads, ranks = [0] * num_ranks, [0] * len(sizes)
@@ -32,7 +32,7 @@ def dealt_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return ranks
 
 
-class DealtUpdater(MindNLPUpdater):
+class ParameterwiseZeroUpdater(MindNLPUpdater):
     """Shards by parameter any MindNLP optimizer that updates each parameter independently (ZeRO 1)."""
 
     def __init__(
@@ -46,7 +46,7 @@ class DealtUpdater(MindNLPUpdater):
         super().__init__(optimizer, parameters, scheduler, scope)
         self.is_divided = True
         self._group = group
-        owners = dealt_out([math.prod(p.shape) for p in parameters], group.world_size)
+        owners = assign_parameters([math.prod(p.shape) for p in parameters], group.world_size)
         self._owners = {id(p): owner for p, owner in zip(parameters, owners)}
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:
@@ -87,7 +87,7 @@ class DealtUpdater(MindNLPUpdater):
         mine = {}
         for number, state in saved["state"].items():
             # Every rank must take part in the fetch, which is a collective; only the owner keeps the state.
-            whole = fetch_all(state)
+            whole = materialize(state)
             if self._owners.get(id(everything[int(number)])) in (self._group.rank, None):
                 mine[number] = whole
         self.optimizer.load_state_dict({"state": mine, "param_groups": saved["param_groups"]})

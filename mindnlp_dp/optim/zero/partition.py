@@ -18,7 +18,7 @@ from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL, aligned
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.flat_weights import FlatWeights
 from mindnlp_dp.optim.fused.rules import Segment
-from mindnlp_dp.optim.parameter_slice import Piece
+from mindnlp_dp.optim.parameter_slice import ParameterSlice
 from mindnlp_dp.runtime.arrays import aligned_zeros
 
 # Longer segments are split, so that a segment stays in the cache while a rule goes over it several times.
@@ -28,7 +28,7 @@ SEGMENT_NUMEL = 64 * BLOCK_NUMEL
 Range = tuple[int, np.ndarray]
 
 
-class Arrangement:
+class Partition:
     """Maps buckets to flat weights and optimizer state, for the flat updater.
 
     The constructor moves the parameters into the flat array; it is a collective.
@@ -81,7 +81,7 @@ class Arrangement:
         ]
         whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in self.buckets]
         self._ranges = {"nobody": whole, "host": self._of_host(), "job": own}[among]
-        self.updated: list[Piece] = []
+        self.updated: list[ParameterSlice] = []
         self.state_numel = 0
         for number, ranges in enumerate(self._ranges):
             for first, array in ranges:
@@ -97,23 +97,23 @@ class Arrangement:
             for bucket, bounds in zip(self.buckets, self._bounds)
         ]
 
-    def on_sums(self, look: Callable[[int, int, np.ndarray], None]) -> None:
+    def sums_view(self, look: Callable[[int, int, np.ndarray], None]) -> None:
         """Call ``look`` with parameter index, start and gradient for every piece of this rank's slices.
 
         It is called on the exchanging thread whenever the sum of a bucket is complete.
         """
 
-        def tell(own: Sequence[tuple[Piece, np.ndarray]]) -> None:
+        def tell(own: Sequence[tuple[ParameterSlice, np.ndarray]]) -> None:
             for piece, gradient in own:
                 look(piece.index, piece.start, gradient)
 
         for bucket, own in zip(self.buckets, self._own):
             bucket.on_sum = functools.partial(tell, own)
 
-    def look_at_sums(self) -> None:
-        """Run the callbacks for sums that were complete before :meth:`on_sums` was called."""
+    def read_sums(self) -> None:
+        """Run the callbacks for sums that were complete before :meth:`sums_view` was called."""
         for bucket in self.buckets:
-            assert bucket.on_sum is not None, "on_sums comes first"
+            assert bucket.on_sum is not None, "sums_view comes first"
             bucket.on_sum()
 
     def let_go(self) -> None:
@@ -125,13 +125,13 @@ class Arrangement:
         if self.shares_memory:
             self._channel.wait_for_host()
 
-    def _pieces(self, number: int, first: int, numel: int, shift: int) -> list[Piece]:
+    def _pieces(self, number: int, first: int, numel: int, shift: int) -> list[ParameterSlice]:
         """Return the parameters' pieces in a part of a bucket, with offsets that are larger by ``shift``."""
         pieces = []
         for slot in self.buckets[number].layout.slots:
             begin, end = max(slot.offset, first), min(slot.offset + slot.numel, first + numel)
             if begin < end:
-                pieces.append(Piece(slot.index, begin - slot.offset, end - slot.offset, begin + shift))
+                pieces.append(ParameterSlice(slot.index, begin - slot.offset, end - slot.offset, begin + shift))
         return pieces
 
     def segments(self, partition: Sequence[int], state: Mapping[str, np.ndarray]) -> list[Segment]:
@@ -149,7 +149,7 @@ class Arrangement:
                             self.weights.memory[base + begin : base + end],
                             array[begin - first : end - first],
                             {name: values[here] for name, values in state.items()},
-                            [Piece(part.index, part.start, part.stop, part.offset - begin) for part in run],
+                            [ParameterSlice(part.index, part.start, part.stop, part.offset - begin) for part in run],
                         )
                     )
                 length += len(array)
@@ -179,15 +179,15 @@ def _within(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
     return [(start, part) for start, part in found if len(part)]
 
 
-def _runs(pieces: Sequence[Piece], partition: Sequence[int]) -> list[list[Piece]]:
+def _runs(pieces: Sequence[ParameterSlice], partition: Sequence[int]) -> list[list[ParameterSlice]]:
     """Group consecutive pieces with the same number into runs of at most :data:`SEGMENT_NUMEL` elements."""
-    runs: list[list[Piece]] = []
+    runs: list[list[ParameterSlice]] = []
     previous: Optional[int] = None
     for piece in pieces:
         number = partition[piece.index]
         for start in range(piece.start, piece.stop, SEGMENT_NUMEL):
             stop = min(start + SEGMENT_NUMEL, piece.stop)
-            part = Piece(piece.index, start, stop, piece.offset + start - piece.start)
+            part = ParameterSlice(piece.index, start, stop, piece.offset + start - piece.start)
             if number >= 0 and number == previous and part.flat.stop - runs[-1][0].offset <= SEGMENT_NUMEL:
                 runs[-1].append(part)
             elif number >= 0:

@@ -11,17 +11,17 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.lazy_arrays import fetch_all
+from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.optim.parameter_slice import Piece
+from mindnlp_dp.optim.parameter_slice import ParameterSlice
 from mindnlp_dp.runtime.arrays import aligned_zeros, number_of, to_host
 
 # Ranks gather a parameter's state in messages of this many elements: larger ones need more memory and are not faster.
 MESSAGE_NUMEL = 1 << 20
 
 
-def put_together(
-    parts: Sequence[tuple[Piece, np.ndarray]], numel: int, dtype: Any, group: Optional[ProcessGroup]
+def gather_array(
+    parts: Sequence[tuple[ParameterSlice, np.ndarray]], numel: int, dtype: Any, group: Optional[ProcessGroup]
 ) -> np.ndarray:
     """Gather a flat array from all ranks' pieces of it. A collective of ``group``; None if this rank has all pieces."""
     kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
@@ -54,7 +54,7 @@ class StateShards:
         self,
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParameterSlice],
         numel: int,
         group: ProcessGroup,
         *,
@@ -65,7 +65,7 @@ class StateShards:
         self.shapes = shapes
         self._group = group
         self._is_whole = is_whole
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[ParameterSlice]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.index, []).append(piece)
 
@@ -83,7 +83,7 @@ class StateShards:
         """Gather a parameter's full state, in its shape, from all ranks' pieces. A collective of all ranks."""
         parts = [(piece, self.arrays[name][piece.flat]) for piece in self._pieces.get(index, ())]
         group = None if self._is_whole else self._group
-        return put_together(parts, math.prod(self.shapes[index]), np.float32, group).reshape(self.shapes[index])
+        return gather_array(parts, math.prod(self.shapes[index]), np.float32, group).reshape(self.shapes[index])
 
     def view(self, index: int, name: str) -> Any:
         """Return a parameter's full state as a tensor in the array's memory; valid if this rank has all of it."""
@@ -104,8 +104,8 @@ class StateShards:
         if self.steps[index] and not found:
             self.clear(index)
         for name, array in found.items():
-            self.put(index, name, to_host(fetch_all(array)))
-        self.steps[index] = int(number_of(fetch_all(state.get("step", 1)))) if found else 0
+            self.put(index, name, to_host(materialize(array)))
+        self.steps[index] = int(number_of(materialize(state.get("step", 1)))) if found else 0
 
     def clear(self, index: int) -> None:
         self.steps[index] = 0
@@ -118,7 +118,7 @@ class StateShards:
         self.arrays[name] = aligned_zeros(len(self.arrays[name]), np.float32)
 
 
-class StateOwners:
+class OptimizerStateRegistry:
     """Records which shards have the state of each parameter, because several train steps may use one optimizer.
 
     Attributes:

@@ -25,7 +25,7 @@ Rows = tuple[int, int]
 Move = tuple[int, int, Optional[Rows]]
 
 
-class Messages:
+class StageP2P:
     """Exchanges activations and gradients between this rank's stage and its neighbors.
 
     Attributes:
@@ -77,11 +77,11 @@ class Messages:
                 parts.append(part)
         return _joined(parts), note
 
-    def call_off(self, stage: int, number: int, direction: int, num_rows: int) -> None:
+    def send_abort(self, stage: int, number: int, direction: int, num_rows: int) -> None:
         """Send an abort instead of the data; it raises an error on the ranks that wait for the data."""
         for sender, receiver, _ in self._moves(self._stage, stage, num_rows):
             if sender == self._rank:
-                self.wire.call_off(receiver, number, direction)
+                self.wire.send_abort(receiver, number, direction)
 
     def _moves_between(self, source: int, destination: int, num_rows: Optional[int]) -> list[Move]:
         """Return all moves from one stage to another, in the order in which a rank sends them."""

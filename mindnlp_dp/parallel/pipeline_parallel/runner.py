@@ -26,11 +26,11 @@ from mindnlp_dp.communication.p2p import DOWN, UP
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, Share
-from mindnlp_dp.parallel.pipeline_parallel.p2p import Messages, to_arrays, to_tensors
-from mindnlp_dp.parallel.pipeline_parallel.stages import Inbox, StageOutput
+from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P, to_arrays, to_tensors
+from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, StageOutput
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import Tie, Ties
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
-from mindnlp_dp.runtime.autograd import make_leaves
+from mindnlp_dp.runtime.autograd import as_leaf_parameters
 from mindnlp_dp.runtime.random_state import seeded
 from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule
 
@@ -53,7 +53,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: Any, mesh: DeviceMesh, inbox: Inbox, schedule: str = "1f1b", *, recompute: bool = False
+        self, model: Any, mesh: DeviceMesh, inbox: StageInput, schedule: str = "1f1b", *, recompute: bool = False
     ) -> None:
         if not hasattr(_c_expression, "run_backward"):
             raise ValueError("a pipeline needs an autograd whose graphs stay alive: MindSpore 2.8 or later")
@@ -62,7 +62,7 @@ class Pipeline:
         self.schedule = check_schedule(schedule)
         self.recompute = recompute
         self.most_in_flight = 0
-        self.messages = Messages(mesh)
+        self.messages = StageP2P(mesh)
         self.ties: list[Tie] = []
         self._is_first, self._is_last = mesh.is_first_stage, mesh.is_last_stage
         self._inbox = inbox
@@ -120,9 +120,9 @@ class Pipeline:
         from mindnlp_dp.runtime.autograd import pynative_executor
 
         self.messages.wire.begin()
-        make_leaves(parameters)
+        as_leaf_parameters(parameters)
         ties, order = Ties(self.ties, parameters), self._actions(len(batches))
-        num_sharers = self._sharers.world_size
+        loss_replication = self._sharers.world_size
         graphs: dict[int, tuple[Any, Any]] = {}
         kept: Optional[MicroStep] = None
         self.most_in_flight, self._num_losses = 0, 0
@@ -148,12 +148,12 @@ class Pipeline:
                     order.popleft()
                     # Yield within the span: accumulating the gradients counts as part of the backward pass.
                     if not np.isfinite(loss):
-                        yield MicroStep(loss, gradients, batch.weight, batch.indices, num_sharers=num_sharers)
+                        yield MicroStep(loss, gradients, batch.weight, batch.indices, loss_replication=loss_replication)
                         continue
                     if kept is not None:
                         yield kept
-                    mine = ties.take(gradients, batch.weight / num_sharers)
-                    kept = MicroStep(loss, mine, batch.weight, batch.indices, num_sharers=num_sharers)
+                    mine = ties.take(gradients, batch.weight / loss_replication)
+                    kept = MicroStep(loss, mine, batch.weight, batch.indices, loss_replication=loss_replication)
             pynative_executor.set_grad_flag(False)
             if kept is not None and kept.gradients is not None:
                 yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
@@ -180,14 +180,14 @@ class Pipeline:
         for kind, number in left:
             num_rows = batches[number].num_rows
             if kind == FORWARD and not self._is_last:
-                self.messages.call_off(self.stage + 1, number, UP, num_rows)
+                self.messages.send_abort(self.stage + 1, number, UP, num_rows)
             elif kind != FORWARD and not self._is_first:
-                self.messages.call_off(self.stage - 1, number, DOWN, num_rows)
+                self.messages.send_abort(self.stage - 1, number, DOWN, num_rows)
         # Take part in the remaining all-reduces of losses, in the order of the backward passes, and report a failure.
         backward = [number for kind, number in self._actions(len(batches)) if kind != FORWARD]
         for number in backward[self._num_losses :] if waits else ():
             if self._tells_losses(batches[number]):
-                self._sharers.all_reduce(np.array([0.0, 1.0]), is_hot=True)
+                self._sharers.all_reduce(np.array([0.0, 1.0]), every_step=True)
 
     def _receive(self, kind: str, number: int, num_rows: int) -> tuple[Any, float]:
         """Return the input of a pass and the loss that came with it; the ends of the pipeline receive nothing."""
@@ -232,8 +232,8 @@ class Pipeline:
 
     def _tells_losses(self, batch: MicroBatch) -> bool:
         """Return whether the ranks of this stage must sum their parts of the loss, or some do not receive it."""
-        num_sharers = self._sharers.world_size
-        return num_sharers > 1 and (self._is_last or batch.num_rows < num_sharers)
+        loss_replication = self._sharers.world_size
+        return loss_replication > 1 and (self._is_last or batch.num_rows < loss_replication)
 
     def _loss(self, share: Share, output: Any, came: tuple[Any, float]) -> float:
         """Return the loss of the full micro-batch. A collective of the ranks that split it, if they need it."""
@@ -246,7 +246,7 @@ class Pipeline:
         if not self._is_last and self._sharers.rank:
             # The received loss is the full loss already: count it once, on the first rank, which always has rows.
             mine = 0.0
-        loss, num_failed = self._sharers.all_reduce(np.array([mine, 0.0]), is_hot=True)
+        loss, num_failed = self._sharers.all_reduce(np.array([mine, 0.0]), every_step=True)
         if num_failed:
             raise ValueError(
                 f"a rank that shares out the samples of a micro batch with rank {self.mesh.world.label()} has failed; "
@@ -261,19 +261,19 @@ class Pipeline:
         gradients: list[Optional[Any]] = [None] * len(parameters)
         down = None
         if output is not None:
-            num_sharers = self._sharers.world_size
+            loss_replication = self._sharers.world_size
             if self._is_last:
-                root = np.full(output.shape, num_sharers * share.part, np.float32)
+                root = np.full(output.shape, loss_replication * share.part, np.float32)
                 incoming = from_host(root, dtype_name(output))
-            elif num_sharers > 1:
-                incoming = incoming * num_sharers
+            elif loss_replication > 1:
+                incoming = incoming * loss_replication
             wanted = tuple(parameters) if received is None else (*parameters, received)
             gradients = list(
                 _c_expression.run_backward((output,), (incoming,), False, False, wanted, True, accumulate_grad=False)
             )
             if received is not None:
                 down = gradients.pop()
-                down = down / num_sharers if down is not None and num_sharers > 1 else down
+                down = down / loss_replication if down is not None and loss_replication > 1 else down
         if received is not None:
             down = _zeros_like(received) if down is None else down
             self.messages.send(down, self.stage - 1, share.number, DOWN, num_rows=share.micro.num_rows, note=loss)

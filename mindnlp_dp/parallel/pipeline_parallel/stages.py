@@ -13,7 +13,7 @@ from typing import Any, Optional
 from mindnlp.core import nn
 
 from mindnlp_dp.parallel.parallel_plan import PipelinePlan
-from mindnlp_dp.parallel.placement import Elsewhere, Placements, every_module, find_module, replace_module
+from mindnlp_dp.parallel.placement import Placements, PPMissingLayer, every_module, find_module, replace_module
 from mindnlp_dp.runtime.named_weights import all_names
 from mindnlp_dp.runtime.partition import shard_bounds
 
@@ -26,7 +26,7 @@ class StageOutput(Exception):  # noqa: N818
         self.hidden_states = hidden_states
 
 
-class Inbox:
+class StageInput:
     """Holds the activations that a stage has received for its next forward pass."""
 
     def __init__(self) -> None:
@@ -45,10 +45,10 @@ class Inbox:
         return received
 
 
-class Received(nn.Module):
+class ReceivedActivations(nn.Module):
     """Replaces an embedding or a first layer; returns the activations that the previous stage has sent."""
 
-    def __init__(self, inbox: Inbox, *, is_layer: bool = False) -> None:
+    def __init__(self, inbox: StageInput, *, is_layer: bool = False) -> None:
         super().__init__()
         self._inbox = inbox
         self._is_layer = is_layer
@@ -57,7 +57,7 @@ class Received(nn.Module):
         return _as_layer(self._inbox.take()) if self._is_layer else self._inbox.take()
 
 
-class ReceivedEncoding(Received):
+class ReceivedEncoding(ReceivedActivations):
     """Replaces an encoder; returns the encoder output that the previous stage has sent."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,14 +66,14 @@ class ReceivedEncoding(Received):
         return BaseModelOutput(last_hidden_state=self._inbox.take())
 
 
-class Nothing(nn.Module):
+class ZeroModule(nn.Module):
     """Replaces a further embedding, which is contained in the received activations; returns 0."""
 
     def forward(self, *args: Any, **kwargs: Any) -> float:
         return 0.0
 
 
-class PassesBy(nn.Module):
+class Identity(nn.Module):
     """Replaces a layer of an earlier stage, or a dropout after the embedding; returns its input."""
 
     def __init__(self, *, is_layer: bool) -> None:
@@ -89,14 +89,16 @@ def _as_layer(hidden_states: Any) -> tuple[Any, ...]:
     return hidden_states, None, None, None, None
 
 
-class Ends(nn.Module):
+class StageEnd(nn.Module):
     """Replaces the first layer of the next stage; ends the forward pass of this stage."""
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         raise StageOutput(hidden_states)
 
 
-def cut_stages(model: Any, plan: PipelinePlan, placements: Placements, layers_per_stage: Sequence[int] = ()) -> Inbox:
+def partition_stages(
+    model: Any, plan: PipelinePlan, placements: Placements, layers_per_stage: Sequence[int] = ()
+) -> StageInput:
     """Replace the modules of other stages in ``model``, and record in ``placements`` which stage has which weight.
 
     Returns:
@@ -106,7 +108,7 @@ def cut_stages(model: Any, plan: PipelinePlan, placements: Placements, layers_pe
         ValueError: there are more stages than layers, or ``layers_per_stage`` does not fit, or the plan names a module
             that the model does not have.
     """
-    inbox = Inbox()
+    inbox = StageInput()
     if plan.encoder:
         if layers_per_stage:
             raise ValueError(f"{type(model).__name__} is cut behind its encoder; leave layers_per_stage out")
@@ -116,7 +118,7 @@ def cut_stages(model: Any, plan: PipelinePlan, placements: Placements, layers_pe
     return inbox
 
 
-def _cut_behind_encoder(model: Any, plan: PipelinePlan, placements: Placements, inbox: Inbox) -> None:
+def _cut_behind_encoder(model: Any, plan: PipelinePlan, placements: Placements, inbox: StageInput) -> None:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     if num_stages != 2:
         raise ValueError(
@@ -132,7 +134,7 @@ def _cut_behind_encoder(model: Any, plan: PipelinePlan, placements: Placements, 
 
 
 def _cut_between_layers(
-    model: Any, plan: PipelinePlan, placements: Placements, inbox: Inbox, layers_per_stage: Sequence[int]
+    model: Any, plan: PipelinePlan, placements: Placements, inbox: StageInput, layers_per_stage: Sequence[int]
 ) -> None:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     layers = find_module(model, plan.layers, "the list of layers")
@@ -150,17 +152,17 @@ def _cut_between_layers(
     _place(model, own, placements)
     for number in range(len(layers)):
         if number < bounds[stage]:
-            layers[number] = PassesBy(is_layer=plan.tuples)
+            layers[number] = Identity(is_layer=plan.tuples)
         elif number >= bounds[stage + 1]:
-            layers[number] = Ends() if number == bounds[stage + 1] else Elsewhere()
+            layers[number] = StageEnd() if number == bounds[stage + 1] else PPMissingLayer()
     if stage > 0 and not plan.first:
-        layers[0] = Received(inbox, is_layer=plan.tuples)
+        layers[0] = ReceivedActivations(inbox, is_layer=plan.tuples)
     if stage > 0:
         for number, name in enumerate(plan.first):
             module = find_module(model, name, "a module of the first stage")
-            new = Received(inbox) if number == 0 else Nothing()
+            new = ReceivedActivations(inbox) if number == 0 else ZeroModule()
             if number and not any(True for _ in module.parameters()):
-                new = PassesBy(is_layer=False)
+                new = Identity(is_layer=False)
             replace_module(model, module, new)
     if stage < num_stages - 1:
         _take_out(model, [plan.layers, *plan.first])
@@ -206,4 +208,4 @@ def _take_out(model: Any, kept: list[str]) -> None:
         if holds or is_held or any(module is m for m in held_objects):
             continue
         if any(True for _ in module.parameters()):
-            replace_module(model, module, Elsewhere())
+            replace_module(model, module, PPMissingLayer())

@@ -17,7 +17,7 @@ from mindnlp_dp.parallel.parallel_plan import TensorPlan, first_match
 from mindnlp_dp.parallel.placement import Cut, Placements, every_module, replace_module
 from mindnlp_dp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
-    DrawsApart,
+    RankLocalDropout,
     RowParallelLinear,
     SharedInput,
     VocabularyParallelEmbedding,
@@ -37,7 +37,7 @@ class GatheredHead(ColumnParallelLinear):
         return gather_from(super().forward(x), self._group)
 
 
-def cut_layers(model: Any, plan: TensorPlan, placements: Placements) -> None:
+def apply_tensor_parallel(model: Any, plan: TensorPlan, placements: Placements) -> None:
     """Replace layers of ``model`` by parallel layers, and record in ``placements`` how their weights are sharded.
 
     Raises:
@@ -66,7 +66,7 @@ def cut_layers(model: Any, plan: TensorPlan, placements: Placements) -> None:
         replace_module(model, module, new)
     for name, module in model.named_modules():
         if any(fnmatchcase(name, pattern) for pattern in plan.apart):
-            module.forward = DrawsApart(module.forward, group)
+            module.forward = RankLocalDropout(module.forward, group)
 
 
 def _parallel_layer(

@@ -29,7 +29,7 @@ from mindspore.common._grad_function import _Function
 from mindnlp_dp.communication.autograd_ops import all_to_all
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan
-from mindnlp_dp.parallel.placement import Elsewhere, Placements, every_module, replace_module
+from mindnlp_dp.parallel.placement import Placements, PPMissingLayer, every_module, replace_module
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ExpertLoad:
         return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
 
 
-class RowWeights:
+class ExpertBatchWeights:
     """The loss weights of the current micro-step on the ranks of a row, used by the expert blocks.
 
     Attributes:
@@ -65,7 +65,7 @@ class RowWeights:
     @contextlib.contextmanager
     def micro_step(self, weight: float) -> Iterator[None]:
         """Set the weight of this rank's loss for the forward and backward pass in this block. A collective."""
-        self.total = float(self._group.all_reduce(np.array([weight]), is_hot=True)[0])
+        self.total = float(self._group.all_reduce(np.array([weight]), every_step=True)[0])
         self.share = weight / self.total if self.total else 0.0
         try:
             yield
@@ -82,7 +82,7 @@ class ExpertParallelBlock(nn.Module):
 
     load: ExpertLoad
 
-    def __init__(self, block: Any, group: ProcessGroup, weights: RowWeights, norm_topk: bool) -> None:
+    def __init__(self, block: Any, group: ProcessGroup, weights: ExpertBatchWeights, norm_topk: bool) -> None:
         super().__init__()
         for name, module in block._modules.items():
             setattr(self, name, module)
@@ -143,7 +143,7 @@ class ExpertParallelBlock(nn.Module):
         return _taken(ops.cat(outputs, 0), places)
 
 
-def spread_experts(model: Any, plan: ExpertPlan, placements: Placements) -> tuple[list[Any], RowWeights]:
+def apply_expert_parallel(model: Any, plan: ExpertPlan, placements: Placements) -> tuple[list[Any], ExpertBatchWeights]:
     """Keep only this rank's experts in ``model``, and record in ``placements`` which rank has each expert.
 
     Returns:
@@ -154,7 +154,7 @@ def spread_experts(model: Any, plan: ExpertPlan, placements: Placements) -> tupl
     """
     mesh = placements.mesh
     group, size = mesh.group("ep"), mesh.sizes["ep"]
-    weights, blocks = RowWeights(group), []
+    weights, blocks = ExpertBatchWeights(group), []
     for name, block in every_module(model):
         if not _is_block(name, block, plan):
             continue
@@ -166,7 +166,7 @@ def spread_experts(model: Any, plan: ExpertPlan, placements: Placements) -> tupl
             names = [f"{name}.experts.{number}.{n}" for n, _ in expert.named_parameters()]
             placements.change(names, expert_rank=number // per_rank)
             if number // per_rank != mesh.index("ep"):
-                block.experts[number] = Elsewhere()
+                block.experts[number] = PPMissingLayer()
         norm = getattr(block, "norm_topk_prob", True) if plan.norm_topk is None else plan.norm_topk
         new = ExpertParallelBlock(block, group, weights, norm)
         blocks.append(new)

@@ -1,4 +1,4 @@
-"""Provides the tensor-parallel layers, whose weights are sharded over ranks; cut_layers.py puts them into models.
+"""Provides the tensor-parallel layers, whose weights are sharded over ranks; apply_tensor_parallel.py puts them into models.
 
 A column-parallel and a row-parallel layer, with a computation between them that works on each shard alone, need one
 all-reduce in the forward pass and one in the backward pass (Shoeybi et al., Megatron-LM, 2019, section 3)::
@@ -25,7 +25,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import apply_to
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.partition import shard_bounds
-from mindnlp_dp.runtime.random_state import draws_apart
+from mindnlp_dp.runtime.random_state import rank_local_rng
 
 
 class SharedInput:
@@ -126,7 +126,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return reduce_from(part * Tensor.from_numpy(here[..., None].astype(np.float32)).astype(part.dtype), self._group)
 
 
-class DrawsApart:
+class RankLocalDropout:
     """Wraps the forward pass of a module on sharded tensors, so that each rank draws different random numbers in it."""
 
     def __init__(self, forward: Callable[..., Any], group: ProcessGroup) -> None:
@@ -135,7 +135,7 @@ class DrawsApart:
         self._rank = group.rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with draws_apart(self._rank):
+        with rank_local_rng(self._rank):
             return self._forward(*args, **kwargs)
 
 
@@ -172,12 +172,12 @@ class _CrossEntropy(_Function):
     def forward(ctx: Any, logits: Tensor, places: np.ndarray, counted: np.ndarray, group: ProcessGroup) -> Tensor:
         x = logits.asnumpy().astype(np.float32, copy=False)
         rows = np.flatnonzero((places >= 0) & (places < x.shape[1]) & counted)
-        largest = group.all_reduce(x.max(axis=1), op="max", is_hot=True)
+        largest = group.all_reduce(x.max(axis=1), op="max", every_step=True)
         powers = np.exp(x - largest[:, None])
         sums = np.zeros((2, len(x)), np.float32)
         sums[0] = powers.sum(axis=1)
         sums[1, rows] = x[rows, places[rows]]
-        totals, chosen = group.all_reduce(sums, is_hot=True)
+        totals, chosen = group.all_reduce(sums, every_step=True)
         powers /= totals[:, None]
         num_counted = np.float32(counted.sum())
         ctx.saved = powers, rows, places[rows], counted, num_counted, logits.dtype

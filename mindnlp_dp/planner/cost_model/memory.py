@@ -11,7 +11,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Optional
 
-from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, choose_roles, layouts
+from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, choose_shardings, layouts
 from mindnlp_dp.planner.profiles.cluster import Link
 from mindnlp_dp.planner.profiles.operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROW, VOCABULARY, Model, Operator
 
@@ -73,7 +73,7 @@ def memory_of(  # noqa: PLR0917
     if tp > 1 and ep > 1:
         raise ValueError(f"experts are spread with data parallelism alone, got tp={tp} and ep={ep}")
     operators = model.graph.operators[first : last + 1]
-    roles = roles_of(model, "ep" if ep > 1 else "tp", max(tp, ep))
+    roles = strategies_of(model, "ep" if ep > 1 else "tp", max(tp, ep))
     n = max(tp, ep)
     mine = {operator.name for operator in operators}
     numbers = {
@@ -128,7 +128,7 @@ def saved_of(operator: Operator, role: str, n: int) -> SavedActivations:
     return SavedActivations(of_input + operator.saved / inside, operator.masks / inside)
 
 
-def roles_of(model: Model, axis: str, n: int) -> dict[str, str]:
+def strategies_of(model: Model, axis: str, n: int) -> dict[str, str]:
     """Return each operator's role among ``n`` devices: for "tp" the roles that exchange the fewest bytes, or "ep"."""
     known = _roles_of.setdefault(model.graph, {})
     if (axis, n) not in known:
@@ -144,5 +144,5 @@ def _roles(model: Model, axis: str, n: int) -> dict[str, str]:
         return {o.name: EXPERT if o.kind == "experts" else BATCH for o in operators}
     mesh = Mesh((1, n), (Link(0.0, 1.0), Link(0.0, 1.0)))
     allowed = (None, (COLUMN, ROW, VOCABULARY, FEATURE, NONE))
-    _, chosen = choose_roles(model.graph, mesh, Work(), 1.0, redundant=False, axes_for=allowed)
+    _, chosen = choose_shardings(model.graph, mesh, Work(), 1.0, redundant=False, axes_for=allowed)
     return {name: roles[1] for name, roles in chosen.items()}

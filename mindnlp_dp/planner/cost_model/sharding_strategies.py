@@ -189,7 +189,7 @@ def resharding(mesh: Mesh, have: Layout, want: Layout, b: float) -> float:
     return total
 
 
-def choose_roles(
+def choose_shardings(
     graph: Graph, mesh: Mesh, work: Work, samples: float, *, num_micro_batches: int = 1, redundant: bool = True,
     axes_for: Sequence[Any] = (None, None), entering: Optional[Mapping[str, Layout]] = None,
     leaving: Optional[Layout] = None, input_gradient: bool = False, time_limit: float = 60.0, gap: float = 0.0,

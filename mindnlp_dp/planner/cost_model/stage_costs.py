@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.planner.cost_model.memory import MemoryUse, entering_values, parameter_memory, roles_of, saved_of
+from mindnlp_dp.planner.cost_model.memory import MemoryUse, entering_values, parameter_memory, saved_of, strategies_of
 from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, cost_of, layouts, resharding
 from mindnlp_dp.planner.profiles.cluster import Cluster, all_reduce
 from mindnlp_dp.planner.profiles.operators import (
@@ -33,7 +33,7 @@ from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
 
 
 @dataclass(frozen=True)
-class Sharing:
+class StageParallelism:
     """Holds the degrees of parallelism within a stage: (dp, tp), or (dp, ep) with expert parallelism."""
 
     dp: int = 1
@@ -58,7 +58,7 @@ class Sharing:
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
 
-def mesh_of(stages: Sequence[Sharing]) -> dict[str, MeshSize]:
+def mesh_of(stages: Sequence[StageParallelism]) -> dict[str, MeshSize]:
     """Return the sizes for ``--mesh`` of a pipeline with these stages."""
     if len(set(stages)) == 1:
         return dict(stages[0].mesh(len(stages)))
@@ -94,13 +94,13 @@ def layers_of(model: Model, most: int) -> list[int]:
 
 
 class StageCosts:
-    """Prices every contiguous range of layers for one :class:`Sharing`."""
+    """Prices every contiguous range of layers for one :class:`StageParallelism`."""
 
-    def __init__(self, model: Model, cluster: Cluster, sharing: Sharing, firsts: list[int]) -> None:
+    def __init__(self, model: Model, cluster: Cluster, sharing: StageParallelism, firsts: list[int]) -> None:
         self.model, self.cluster, self.sharing, self.firsts = model, cluster, sharing, firsts
         operators = model.graph.operators
         axis, n = ("ep", sharing.ep) if sharing.ep > 1 else ("tp", sharing.tp)
-        roles = roles_of(model, axis, n)
+        roles = strategies_of(model, axis, n)
         links = (cluster.link(sharing.dp, n), cluster.link(n, 1))
         mesh = Mesh((sharing.dp, n), links)
         size = cluster.bytes_per_value

@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(repr=False)
-class RankArguments(TrainingArguments):
+class DataParallelArgumentsBase(TrainingArguments):
     """The library's ``TrainingArguments`` with the settings of data parallelism; base of ``DataParallelArguments``."""
 
     dataset_shuffle: bool = field(
@@ -100,7 +100,7 @@ class RankArguments(TrainingArguments):
         raise NotImplementedError
 
     @property
-    def order_seed(self) -> int:
+    def shuffle_seed(self) -> int:
         return self.seed if self.data_seed is None else self.data_seed
 
     def data_order(self, loader: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class RankArguments(TrainingArguments):
         return {
             "num_samples": loader.num_samples,
             "seed": self.seed,
-            "data_seed": self.order_seed,
+            "data_seed": self.shuffle_seed,
             "dataset_shuffle": self.dataset_shuffle,
             "dataset_drop_last": self.drops_last,
             "lengths": loader.digest_of_lengths,

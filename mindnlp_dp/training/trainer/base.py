@@ -15,32 +15,32 @@ import numpy as np
 
 from mindnlp_dp.checkpoint.directory import choose_checkpoint, put_right, remove_unfinished_checkpoints
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
-from mindnlp_dp.checkpoint.full_model import WholeModel, data_group, load_checkpoint, whole_model
+from mindnlp_dp.checkpoint.full_model import ReplicatedModel, as_replicated, data_group, load_checkpoint
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.dataset_adapter import indexed_source, sample_lengths
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
-from mindnlp_dp.data_parallel.accumulation import GradientWindow
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.job_context import job_if_restarted
-from mindnlp_dp.training.trainer.arguments import RankArguments
+from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
 from mindnlp_dp.training.trainer.forward_backward import Passes
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
-from mindnlp_dp.training.trainer.shrink_recovery import can_go_on_without_lost, state_without_lost
+from mindnlp_dp.training.trainer.shrink_recovery import can_go_on_without_lost, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop
 from mindnlp_dp.training.uninitialized_weights import check_values
 
 
-class RankTrainer(abc.ABC):
+class DataParallelTrainerBase(abc.ABC):
     """Makes the library's ``Trainer`` data parallel; every ``DataParallelTrainerMixin`` derives from this class."""
 
     is_data_parallel = True
-    args: RankArguments
+    args: DataParallelArgumentsBase
     model: Any
     state: Any
     # The run whose checkpoints train() writes.
@@ -48,17 +48,17 @@ class RankTrainer(abc.ABC):
     preprocess_logits_for_metrics: Any
     training_loop: TrainingLoop
 
-    def __init__(self, model: Any, args: RankArguments, *rest: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, args: DataParallelArgumentsBase, *rest: Any, **kwargs: Any) -> None:
         # The ranks among which samples are split, and all ranks, which may hold shards of the model.
         self.group, self.world = get_data_group(), get_process_group()
-        self._synchronizer: Optional[GradientWindow] = None
+        self._synchronizer: Optional[GradientAccumulator] = None
         self._folder_lock: Optional[FolderLock] = None
         self.resumed_from: Optional[Path] = None
         self.trainer_loss = TrainerLoss(self)
         self.current_tokens = 0
         # Samples per update; None if it follows from the other settings and the number of ranks.
         self.global_batch_size: Optional[int] = None
-        # The gradient accumulation steps that open_data() set for it, and those that the user asked for.
+        # The gradient accumulation steps that make_epoch_loader() set for it, and those that the user asked for.
         self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         # Not earlier: model_init may have made the model, and sharded it.
@@ -82,7 +82,7 @@ class RankTrainer(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def beside_model(self) -> Any:
+    def processor(self) -> Any:
         """The tokenizer or processor that is saved and loaded with the model; None if there is none."""
 
     @abc.abstractmethod
@@ -90,17 +90,17 @@ class RankTrainer(abc.ABC):
         """Write a checkpoint of the run, by the method that a subclass may have overridden."""
 
     @abc.abstractmethod
-    def note_metrics(self, metrics: dict[str, float]) -> None:
+    def on_metrics(self, metrics: dict[str, float]) -> None:
         """Handle the metrics of an evaluation that has just run between two updates."""
 
     @abc.abstractmethod
-    def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
+    def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         """Prepare for a checkpoint at ``path``; ``metrics`` are of an evaluation after the last update, or None."""
 
     @property
-    def whole(self) -> WholeModel:
+    def whole(self) -> ReplicatedModel:
         """The full model, whether it is replicated or sharded."""
-        return whole_model(self.model, self.group)
+        return as_replicated(self.model, self.group)
 
     @property
     def passes(self) -> Passes:
@@ -122,7 +122,7 @@ class RankTrainer(abc.ABC):
         """Return the weight of a batch's loss in the mean loss of an evaluation."""
         return self.loss_weight(inputs)
 
-    def synchronizer(self, model: Any) -> GradientWindow:
+    def synchronizer(self, model: Any) -> GradientAccumulator:
         """Return the gradient exchange for ``model``'s trainable parameters; it is rebuilt when they change."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         current = self._synchronizer
@@ -153,7 +153,7 @@ class RankTrainer(abc.ABC):
         self._synchronizer = None
         self.prepare_output_dir()
         try:
-            self.resumed_from, self.run_id = self.world.call_on_main(
+            self.resumed_from, self.run_id = self.world.run_on_rank0(
                 lambda: choose_checkpoint(
                     Path(self.args.output_dir), resume_from, self._saves, job=job or job_if_restarted(os.environ)
                 ),
@@ -183,7 +183,7 @@ class RankTrainer(abc.ABC):
                 self._folder_lock = lock_folder(folder)
             remove_unfinished_checkpoints(folder)
 
-        self.world.call_where(self.args.should_save, prepare, "preparing output_dir")
+        self.world.run_on(self.args.should_save, prepare, "preparing output_dir")
 
     def _release_output_dir(self) -> None:
         lock, self._folder_lock = self._folder_lock, None
@@ -234,7 +234,7 @@ class RankTrainer(abc.ABC):
         while can_go_on_without_lost(self, error):
             self._synchronizer = None
             try:
-                return state_without_lost(self)
+                return state_of_survivors(self)
             except Exception as another:  # noqa: BLE001
                 caught = another
             error = caught
@@ -248,7 +248,7 @@ class RankTrainer(abc.ABC):
             dataset,
             self._train_batch_size,
             self.args.gradient_accumulation_steps,
-            seed=self.args.order_seed,
+            seed=self.args.shuffle_seed,
             shuffle=self.args.dataset_shuffle,
             uneven="drop" if self.args.drops_last else "keep",
             global_batch_size=self.global_batch_size,
@@ -263,7 +263,7 @@ class RankTrainer(abc.ABC):
         source, names = indexed_source(dataset), [self.args.length_column_name, self.main_input]
         if source is None:
             raise ValueError(f"group_by_length needs a data set with an index, and a {type(dataset).__name__} has none")
-        return self.world.call_on_main(lambda: sample_lengths(source, *names), "reading the samples' lengths")
+        return self.world.run_on_rank0(lambda: sample_lengths(source, *names), "reading the samples' lengths")
 
     @property
     def main_input(self) -> str:
@@ -325,7 +325,7 @@ class RankTrainer(abc.ABC):
 
     def save_model(self, output_dir: Optional[str] = None, _internal_call: bool = False) -> None:
         """Write the model to ``output_dir`` as one process would. A collective if the model is sharded."""
-        if not self.whole.is_parted:
+        if not self.whole.is_sharded:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         save_parts(self, Path(output_dir or self.args.output_dir))

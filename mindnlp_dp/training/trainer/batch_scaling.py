@@ -14,19 +14,19 @@ from dataclasses import replace
 from typing import Any, Optional
 
 from mindnlp_dp.data.loader import IndexedLoader
-from mindnlp_dp.runtime.job_context import full_size, scales_batch
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.job_context import max_world_size, scales_batch
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.training.run_state import Position
 from mindnlp_dp.training.trainer.mindnlp_trainer import has_length
 
 
 def batch_of(planned: int, num_ranks: int) -> int:
     """Return the samples per update with ``num_ranks`` ranks, if ``planned`` are for this elastic job's full size."""
-    full = full_size(os.environ)
+    full = max_world_size(os.environ)
     return planned if full is None or not scales_batch(os.environ) else max(1, round(planned * num_ranks / full))
 
 
-class Pace:
+class ElasticBatchSchedule:
     """Converts between planned updates and updates of the current batch size, for the training loop.
 
     Args:
@@ -113,7 +113,7 @@ class Pace:
         """
         if not self.is_scaled:
             return
-        kind = torch_like().optim.lr_scheduler.LambdaLR
+        kind = mindnlp_api().optim.lr_scheduler.LambdaLR
         if not isinstance(scheduler, kind) or type(scheduler).get_lr is not kind.get_lr:
             raise ValueError(
                 f"with --scale-batch the learning rate follows the batch, and a {type(scheduler).__name__} does not "

@@ -81,7 +81,7 @@ class ControlAgreement:
         # Ranks count from 1 here: 0 means that no rank has set a flag, and the maximum names a rank that has.
         set_by = mine * (group.rank + 1)
         of_rank_0 = mine[len(STOPS) :] * group.is_main
-        result = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max", is_hot=True)
+        result = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max", every_step=True)
         anybody, actions = result[: len(FLAGS)], result[len(FLAGS) :]
         self.agreed = {flag: bool(value) for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions])}
         for flag, value in self.agreed.items():

@@ -17,7 +17,7 @@ def run_evaluation(
     ignore_keys: Optional[list[str]],
     metric_key_prefix: str,
 ) -> EvalLoopOutput:
-    """Run the loop for :meth:`.RankTrainer.evaluation_loop` and return its result; every rank calls it."""
+    """Run the loop for :meth:`.DataParallelTrainerBase.evaluation_loop` and return its result; every rank calls it."""
     args, model = trainer.args, trainer.model
     if prediction_loss_only is None:
         prediction_loss_only = args.prediction_loss_only
@@ -67,7 +67,7 @@ def run_evaluation(
     if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
         inputs_seen = {"inputs": gathered["inputs"]} if "inputs" in gathered else {}
         prediction = EvalPrediction(predictions=predictions, label_ids=label_ids, **inputs_seen)
-        metrics = trainer.world.call_on_main(
+        metrics = trainer.world.run_on_rank0(
             lambda: denumpify_detensorize(trainer.compute_metrics(prediction)), "compute_metrics"
         )
     if mean_loss is not None:

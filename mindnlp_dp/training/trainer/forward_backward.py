@@ -66,10 +66,10 @@ class Passes:
                 among = contextlib.nullcontext() if parallel is None else parallel.micro_step(weight)
                 with seeded(self._seed(trainer, step, number)), sending, timed, among:
                     value = trainer.loss_of_training_step(inputs)
-                is_spoilt = parallel is not None and parallel.is_spoilt(value if weight > 0 else 0.0)
+                has_nonfinite_peer = parallel is not None and parallel.has_nonfinite_peer(value if weight > 0 else 0.0)
                 gradients = [p.grad for p in loop.synchronizer.parameters]
                 value = value if weight > 0 else 0.0
-                yield MicroStep(value, gradients, weight, batch.indices, is_spoilt)
+                yield MicroStep(value, gradients, weight, batch.indices, has_nonfinite_peer)
             elif mine is not None:
                 yield MicroStep.without_weight(mine.indices)
             if mine is not None and weight > 0:

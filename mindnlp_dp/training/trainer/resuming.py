@@ -11,12 +11,12 @@ from typing import Any, Optional
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_module, write_weights
-from mindnlp_dp.data.dataset_adapter import brings_batches
-from mindnlp_dp.runtime.job_context import full_size, job_if_restarted
+from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
+from mindnlp_dp.runtime.job_context import job_if_restarted, max_world_size
 from mindnlp_dp.training.run_state import Position, Run, check_same_data, warn_of_other_settings
 from mindnlp_dp.training.train_step import TrainStep
-from mindnlp_dp.training.trainer.arguments import RankArguments
-from mindnlp_dp.training.trainer.batch_scaling import Pace, batch_of
+from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
+from mindnlp_dp.training.trainer.batch_scaling import ElasticBatchSchedule, batch_of
 from mindnlp_dp.training.trainer.callbacks import (
     ControlAgreement,
     callback_states,
@@ -26,8 +26,8 @@ from mindnlp_dp.training.trainer.callbacks import (
 from mindnlp_dp.training.trainer.mindnlp_trainer import TRAINER_STATE_NAME, TrainerState
 
 
-def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, Pace]:
-    """Return the loader of the training data, and the :class:`.Pace` of its batches. A collective.
+def make_epoch_loader(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, ElasticBatchSchedule]:
+    """Return the loader of the training data, and the :class:`.ElasticBatchSchedule` of its batches. A collective.
 
     When the run ``saved`` is resumed, its global batch size is kept, whatever the number of ranks is now. An elastic
     job keeps the global batch of its full size, unless it scales the batch with the number of ranks. This may change
@@ -42,7 +42,7 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, Pace]
     planned = _global_batch(trainer) if saved is None else saved["planned_batch_size"]
     trainer.global_batch_size = None if planned is None else batch_of(planned, trainer.world.world_size)
     loader = trainer.open_training_data()
-    pace = Pace(loader, planned, trainer.global_batch_size, whole)
+    pace = ElasticBatchSchedule(loader, planned, trainer.global_batch_size, whole)
     # This collective runs even if nothing is resumed: after a rank was lost, ranks are at different places.
     data = trainer.args.data_order(loader)
     if saved is not None:
@@ -62,16 +62,16 @@ def open_data(trainer: Any, saved: Optional[dict[str, Any]]) -> tuple[Any, Pace]
     return loader, pace
 
 
-def _begins_its_epoch_anew(args: RankArguments, saved: Optional[dict[str, Any]]) -> bool:
+def _begins_its_epoch_anew(args: DataParallelArgumentsBase, saved: Optional[dict[str, Any]]) -> bool:
     """Tell whether ``ignore_data_skip`` restarts the epoch; never when a run continues in place without a lost rank."""
     return args.ignore_data_skip and not (saved or {}).get("in_place", False)
 
 
 def _global_batch(trainer: Any) -> Optional[int]:
     """Return the global batch size that was set, or an elastic job's at full size; None: other settings decide."""
-    full, args = full_size(os.environ), trainer.args
+    full, args = max_world_size(os.environ), trainer.args
     # The batch size of a batched pipeline does not depend on the number of ranks.
-    if args.global_batch_size is not None or full is None or brings_batches(trainer.train_dataset):
+    if args.global_batch_size is not None or full is None or is_batched_pipeline(trainer.train_dataset):
         return args.global_batch_size
     share_out = full * trainer.group.world_size // trainer.world.world_size
     return args.train_batch_size * args.gradient_accumulation_steps * share_out
@@ -81,15 +81,15 @@ class ResumableLoop:
     """Saves and restores the state of its subclass :class:`~.training_loop.TrainingLoop`, on every rank."""
 
     trainer: Any
-    args: RankArguments
+    args: DataParallelArgumentsBase
     loader: Any
-    pace: Pace
+    pace: ElasticBatchSchedule
     parts: Run
     train_step: TrainStep
     # Whether trainer.state and the train step already belong to this loop.
     is_set_up = False
     # The state that the loop continues from; None once an update is done.
-    taken_up: Optional[dict[str, Any]]
+    resumed_from: Optional[dict[str, Any]]
     agree: ControlAgreement
     position: Position
     grad_norm: Optional[float]
@@ -98,18 +98,18 @@ class ResumableLoop:
     @property
     def is_whole(self) -> bool:
         """Whether this rank alone has the full state of the last update that it has finished, to continue from."""
-        if self.begins_anew or not self.is_set_up:
-            return self.begins_anew
+        if self.starts_over or not self.is_set_up:
+            return self.starts_over
         return not self.train_step.is_updating and not self.train_step.updater.is_divided
 
     @property
-    def begins_anew(self) -> bool:
-        """Whether the loop continues after a lost rank and has done no update yet: ``taken_up`` is its state."""
-        return self.taken_up is not None and "pending" in self.taken_up
+    def starts_over(self) -> bool:
+        """Whether the loop continues after a lost rank and has done no update yet: ``resumed_from`` is its state."""
+        return self.resumed_from is not None and "pending" in self.resumed_from
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Mark this loop's state as invalid: another rank's weights are about to replace its own."""
-        self.taken_up, self.is_set_up = None, False
+        self.resumed_from, self.is_set_up = None, False
 
     def state(self, *, keep: Optional[bool] = None) -> dict[str, Any]:
         """Return the full state of this run, except the model's weights; the same on every rank.
@@ -188,7 +188,7 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     args, state = trainer.args, trainer.state
     folder = Path(args.output_dir)
     path = checkpoint_path(folder, state.global_step)
-    trainer.note_checkpoint(path, metrics)
+    trainer.on_checkpoint(path, metrics)
     trainer.store_flos()
     run = None if args.save_only_model else trainer.training_loop.state()
 
@@ -197,7 +197,7 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         if not any(folder.glob(MODEL_FILES)):
             write_weights(model, folder)
 
-    write_weights_of_all = trainer.whole.model_writer(folder, write_whole, [trainer.beside_model])
+    write_weights_of_all = trainer.whole.model_writer(folder, write_whole, [trainer.processor])
 
     def write_model(folder: Path) -> None:
         write_weights_of_all(folder)
@@ -208,18 +208,18 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
         remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id)
 
-    trainer.world.call_where(args.should_save, write, "saving a checkpoint")
+    trainer.world.run_on(args.should_save, write, "saving a checkpoint")
 
 
 def save_parts(trainer: Any, folder: Path) -> None:
     """Write a sharded model as one process would. A collective."""
-    write = trainer.whole.model_writer(folder, lambda folder: None, [trainer.beside_model])
-    trainer.world.call_where(trainer.world.is_main, lambda: write(folder), "writing the model")
+    write = trainer.whole.model_writer(folder, lambda folder: None, [trainer.processor])
+    trainer.world.run_on(trainer.world.is_main, lambda: write(folder), "writing the model")
 
 
 def save_module(trainer: Any, folder: Path) -> None:
     """Write a model that is not one of the library's, and its tokenizer or processor."""
     folder.mkdir(parents=True, exist_ok=True)
     write_module(trainer.model, folder)
-    if trainer.beside_model is not None:
-        trainer.beside_model.save_pretrained(str(folder))
+    if trainer.processor is not None:
+        trainer.processor.save_pretrained(str(folder))

@@ -1,6 +1,6 @@
 """This module lets training continue in the same processes after a rank was lost (``mindnlp-dp run --in-place``).
 
-When the training loop has failed on every surviving rank, :class:`~.rank_trainer.RankTrainer` gets from here the state
+When the training loop has failed on every surviving rank, :class:`~.rank_trainer.DataParallelTrainerBase` gets from here the state
 for the next loop, the same on every rank and as :func:`mindnlp_dp.checkpoint.full_model.load_checkpoint` returns it: that of
 the last update that any rank has finished, if a rank alone has all of it (``zero_stage=0``), else the newest
 checkpoint's.
@@ -14,7 +14,7 @@ from typing import Any
 from mindnlp_dp.checkpoint.full_model import load_checkpoint
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.communication.replicas import broadcast_parameters
-from mindnlp_dp.runtime.job_context import job_of_this_process, least_ranks
+from mindnlp_dp.runtime.job_context import job_id, min_world_size
 from mindnlp_dp.training.run_state import random_state
 from mindnlp_dp.training.trainer.callbacks import FLAGS, STOPS
 
@@ -24,10 +24,10 @@ _OWN = ("world_size", "ranks", "losses")
 
 def can_go_on_without_lost(trainer: Any, error: BaseException) -> bool:
     """Tell whether ``error`` reports a lost rank, and the model is replicated, so that training can continue."""
-    return trainer.world.tells_of_a_loss(error) and trainer.group is trainer.world and not trainer.whole.is_parted
+    return trainer.world.is_rank_failure(error) and trainer.group is trainer.world and not trainer.whole.is_sharded
 
 
-def state_without_lost(trainer: Any) -> dict[str, Any]:
+def state_of_survivors(trainer: Any) -> dict[str, Any]:
     """Shrink the group to the surviving ranks, and return the state to continue with.
 
     A collective of the surviving ranks; each one enters it after an error that reports a lost rank.
@@ -37,8 +37,8 @@ def state_without_lost(trainer: Any) -> dict[str, Any]:
     """
     world = trainer.world
     before = world.world_size
-    world.go_on_without_lost()
-    if world.world_size < (least := least_ranks(os.environ)):
+    world.shrink()
+    if world.world_size < (least := min_world_size(os.environ)):
         left = f"{world.world_size} rank{' is' if world.world_size == 1 else 's are'}"
         raise RuntimeError(f"{left} left of this job, which is to have {least} at least")
     loop = vars(trainer).get("training_loop")
@@ -58,8 +58,8 @@ def _step_of(trainer: Any, loop: Any) -> int:
     if loop.is_set_up and loop.train_step.num_updates > loop.updates_done:
         # The error was raised after the update was done and before the loop counted it.
         loop.count_update()
-    if loop.begins_anew:
-        return loop.taken_up["trainer_state"]["global_step"]
+    if loop.starts_over:
+        return loop.resumed_from["trainer_state"]["global_step"]
     return trainer.state.global_step if loop.is_whole else -1
 
 
@@ -70,11 +70,11 @@ def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[st
     all_have_it = min(steps) == steps[source]
     if not all_have_it:
         if steps[world.rank] < steps[source]:
-            loop.give_up()
+            loop.abandon()
         broadcast_parameters(trainer.model, world, src=source)
-    if all(world.all_gather_object(loop.begins_anew)):
+    if all(world.all_gather_object(loop.starts_over)):
         # Another rank was lost before any rank had continued after the first loss.
-        state = {**loop.taken_up, "world_size": world.world_size}
+        state = {**loop.resumed_from, "world_size": world.world_size}
         state["ranks"] = world.all_gather_object({"random": random_state()})
         # Forward passes may have changed the buffers.
         trainer.whole.broadcast_buffers()
@@ -92,7 +92,7 @@ def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[st
 
 
 def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
-    trainer.choose_run(trainer.resumed_from, job=job_of_this_process(os.environ))
+    trainer.choose_run(trainer.resumed_from, job=job_id(os.environ))
     if trainer.resumed_from is None:
         raise RuntimeError(
             "a rank was lost, and with it a part of the optimizer's state, which is divided; there is no checkpoint to "

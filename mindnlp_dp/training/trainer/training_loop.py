@@ -1,4 +1,4 @@
-"""This module is the Trainer's training loop; :class:`~.rank_trainer.RankTrainer` runs it for each ``train()``.
+"""This module is the Trainer's training loop; :class:`~.rank_trainer.DataParallelTrainerBase` runs it for each ``train()``.
 
 It trains the trainer's model, the same on every rank, and returns MindNLP's ``TrainOutput``. MindNLP's own loop cannot
 be used: it steps in the middle of a short window, does not let a rank without samples take part, and reads its data
@@ -27,7 +27,7 @@ from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
-from mindnlp_dp.runtime.mindnlp_api import torch_like
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
 from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
 from mindnlp_dp.training.run_state import Position, Run
@@ -35,7 +35,7 @@ from mindnlp_dp.training.timeline import Timeline
 from mindnlp_dp.training.train_step import TrainStep
 from mindnlp_dp.training.trainer.callbacks import STOPS, ControlAgreement
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
-from mindnlp_dp.training.trainer.resuming import ResumableLoop, open_data
+from mindnlp_dp.training.trainer.resuming import ResumableLoop, make_epoch_loader
 
 
 class TrainingLoop(ResumableLoop):
@@ -50,10 +50,10 @@ class TrainingLoop(ResumableLoop):
     ) -> None:
         self.trainer = trainer
         self.group, self.world = trainer.group, trainer.world
-        self.checkpoint = self.taken_up = checkpoint
+        self.checkpoint = self.resumed_from = checkpoint
         self.ignore_keys_for_eval = ignore_keys_for_eval
-        self.loader, self.pace = open_data(trainer, checkpoint)
-        # open_data() may have replaced the arguments, to change the accumulation steps.
+        self.loader, self.pace = make_epoch_loader(trainer, checkpoint)
+        # make_epoch_loader() may have replaced the arguments, to change the accumulation steps.
         self.args = trainer.args
         self.position = Position()
         self.agree = ControlAgreement(self.world)
@@ -110,7 +110,7 @@ class TrainingLoop(ResumableLoop):
         self.timer.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
         self._follow_optimizer()
-        if self.begins_anew:
+        if self.starts_over:
             is_over |= self._do_what_is_pending()
         self.agree(trainer.control)
         while not is_over and self.position.epoch < num_epochs:
@@ -132,7 +132,7 @@ class TrainingLoop(ResumableLoop):
         if all(self.world.all_gather_object(before.follows_optimizer())):
             return
         state = before.optimizer_state()
-        before.make_private()
+        before.unshare()
         self.train_step.updater = self._make_updater()
         self.train_step.updater.load_optimizer_state(state)
 
@@ -186,7 +186,7 @@ class TrainingLoop(ResumableLoop):
         """Record an update: advance the position, set the learning rate and call ``on_step_end``."""
         trainer, position = self.trainer, self.position
         self.updates_done += 1
-        self.taken_up = self.metrics = None
+        self.resumed_from = self.metrics = None
         position.update += 1
         trainer.state.global_step += 1
         trainer.state.epoch = position.epoch + position.update / (self.updates_per_epoch or trainer.state.max_steps)
@@ -209,7 +209,7 @@ class TrainingLoop(ResumableLoop):
         """Count the samples, floating point operations and tokens of a micro-batch that this rank has trained on."""
         trainer, args = self.trainer, self.args
         self.samples_seen += len(batch.indices)
-        trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.num_sharers
+        trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.loss_replication
         if args.include_num_input_tokens_seen or args.include_tokens_per_second:
             trainer.current_tokens += batch[trainer.main_input].size
 
@@ -228,7 +228,7 @@ class TrainingLoop(ResumableLoop):
 
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
-        self._obey_the_launcher()
+        self._handle_launcher_request()
         agreed = self.agree(trainer.control)
         if agreed["should_log"] and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log_loss()
@@ -237,20 +237,20 @@ class TrainingLoop(ResumableLoop):
         with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
             if agreed["should_evaluate"]:
                 metrics = self.metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
-                trainer.note_metrics(metrics)
-                if isinstance(trainer.lr_scheduler, torch_like().optim.lr_scheduler.ReduceLROnPlateau):
+                trainer.on_metrics(metrics)
+                if isinstance(trainer.lr_scheduler, mindnlp_api().optim.lr_scheduler.ReduceLROnPlateau):
                     trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
                 agreed = self.agree(trainer.control)
             if agreed["should_save"]:
                 # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
-                self.synchronizer.forget_errors()
+                self.synchronizer.reset_error_feedback()
                 request = heartbeat.checkpoint_request()
                 trainer.write_checkpoint(self.metrics)
                 heartbeat.has_saved(request)
                 trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
                 self.agree(trainer.control)
 
-    def _obey_the_launcher(self) -> None:
+    def _handle_launcher_request(self) -> None:
         """Set ``should_save`` if the launcher asks rank 0 for a checkpoint, as it does before it adds ranks."""
         if not self.world.is_main or not heartbeat.wants_checkpoint():
             return
@@ -274,7 +274,7 @@ class TrainingLoop(ResumableLoop):
     def make_weights_private(self) -> None:
         """Move the weights out of the memory that the ranks of a host share."""
         if self.is_set_up:
-            self.train_step.updater.make_private()
+            self.train_step.updater.unshare()
 
     def _finish(self, began: float, sync_seconds: float) -> TrainOutput:
         trainer, args, state = self.trainer, self.args, self.trainer.state
@@ -302,7 +302,7 @@ class TrainingLoop(ResumableLoop):
         trainer.log(dict(metrics))
         if state.best_model_checkpoint is not None and args.save_total_limit == 1:
             folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
-            self.world.call_where(
+            self.world.run_on(
                 args.should_save,
                 lambda: remove_old_checkpoints(folder, 1, [best], trainer.run_id),
                 "removing all checkpoints but the best",

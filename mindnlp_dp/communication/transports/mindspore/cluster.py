@@ -32,7 +32,7 @@ def meet() -> None:
 # Versions: MindSpore 2.7 to 2.10. Cause: its cluster's servers handle SIGINT themselves: they end, and the rank
 # continues, waits forever for their messages, or does not notice at all.
 # Goes when: SIGINT raises KeyboardInterrupt without this (tests/failure/test_ranks_that_fail.py).
-def take_back_ctrl_c() -> None:
+def restore_sigint_handler() -> None:
     """Restore the handler of SIGINT that was installed before MindSpore's cluster was joined."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is not None and threading.current_thread() is threading.main_thread():
@@ -75,7 +75,7 @@ def create_group(ranks: Sequence[int]) -> str:
     return name
 
 
-class SumsOnly(MintCalls):
+class AllReduceOnlyCalls(MintCalls):
     """Builds all-gather and broadcast from the float32 sum, which is all that MCCL can do among some ranks."""
 
     def __init__(self, group: str, ranks: Sequence[int], rank: int) -> None:

@@ -1,6 +1,6 @@
 """This module wraps the calls of MindSpore's collective libraries, whose names only it knows, for the transport.
 
-Calls take tensors of types that the library supports, and return new tensors; only :meth:`DeviceCalls.begin_sum` may
+Calls take tensors of types that the library supports, and return new tensors; only :meth:`DeviceCalls.all_reduce_async` may
 change its argument. ``mindspore.mint.distributed`` is documented for Ascend and CPU, the older primitives of
 ``mindspore.ops`` for GPU; the transport chooses once.
 """
@@ -37,15 +37,15 @@ class DeviceCalls(abc.ABC):
     def all_reduce(self, x: Any, op: str) -> Any: ...
 
     @abc.abstractmethod
-    def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
+    def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
         """Begin to sum ``x``, whose memory may be reused; return the future sum, and a handle to wait for or None."""
 
     @abc.abstractmethod
-    def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+    def reduce_scatter_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
         """Begin to reduce-scatter flat ``x`` of equal slices; return this rank's future slice, and a handle or None."""
 
     @abc.abstractmethod
-    def gather_slices(self, x: Any, world_size: int) -> Any:
+    def all_gather_flat(self, x: Any, world_size: int) -> Any:
         """Return every rank's flat ``x``, concatenated in one tensor."""
 
     @abc.abstractmethod
@@ -94,15 +94,15 @@ class MintCalls(DeviceCalls):
         self._distributed.all_reduce(out, op=op, group=self._group)
         return out
 
-    def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
+    def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
         return x, self._distributed.all_reduce(x, op="sum", group=self._group, async_op=True)
 
-    def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+    def reduce_scatter_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
         out = self._mint.empty(x.shape[0] // world_size, dtype=x.dtype, **self._here)
         handle = self._distributed.reduce_scatter_tensor(out, x, op="sum", group=self._group, async_op=True)
         return out, handle
 
-    def gather_slices(self, x: Any, world_size: int) -> Any:
+    def all_gather_flat(self, x: Any, world_size: int) -> Any:
         out = self._mint.empty(x.shape[0] * world_size, dtype=x.dtype, **self._here)
         self._distributed.all_gather_into_tensor(out, x, group=self._group)
         return out
@@ -151,13 +151,13 @@ class PrimitiveCalls(DeviceCalls):
     def all_reduce(self, x: Any, op: str) -> Any:
         return self._ops.AllReduce(op, **self._among)(x)
 
-    def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
+    def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
         return self.all_reduce(x, "sum"), None
 
-    def begin_scatter_sum(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
+    def reduce_scatter_async(self, x: Any, world_size: int) -> tuple[Any, Optional[Any]]:
         return self._ops.ReduceScatter("sum", **self._among)(x), None
 
-    def gather_slices(self, x: Any, world_size: int) -> Any:
+    def all_gather_flat(self, x: Any, world_size: int) -> Any:
         return self._ops.AllGather(**self._among)(x)
 
     def broadcast(self, x: Any, src: int) -> Any:
@@ -201,7 +201,7 @@ _NEARLY = 0.8
 _FAILED = re.compile(r"\b(AllGather|AllReduce|Broadcast|ReduceScatter) failed\b")
 
 
-class LateRankError(RuntimeError):
+class CollectiveTimeoutError(RuntimeError):
     """A rank did not arrive at a collective before MindSpore's timeout, or exited during it."""
 
 
@@ -213,15 +213,15 @@ def timeout_seconds() -> float:
         return DEFAULT_SECONDS
 
 
-class MissingMessageError(LateRankError, ValueError):
+class MissingMessageError(CollectiveTimeoutError, ValueError):
     """A rank failed before it could send a message that this rank waited for; its own error says why."""
 
 
-class WatchedCollectives:
+class TimeoutReportingCalls:
     """Wraps the methods of ``collectives``, which return when all ranks have arrived.
 
     The launcher's monitor sees which call this rank is blocked in, even when a backward pass begins the exchange of a
-    gradient. A call that fails after a long wait, or because a neighbour exited, raises :class:`LateRankError`.
+    gradient. A call that fails after a long wait, or because a neighbour exited, raises :class:`CollectiveTimeoutError`.
     """
 
     def __init__(self, collectives: Any, rank: int) -> None:
@@ -242,11 +242,11 @@ class WatchedCollectives:
                 if waited < _NEARLY * timeout_seconds():
                     if not _FAILED.search(str(error)):
                         raise
-                    raise LateRankError(
+                    raise CollectiveTimeoutError(
                         f"rank {self._rank} lost a rank that it exchanges with, {waited:.0f} s after it came to "
                         f"{name}: that one has ended, as its log says"
                     ) from error
-                raise LateRankError(
+                raise CollectiveTimeoutError(
                     f"rank {self._rank} waited {waited:.0f} s in {name} for a rank that did not come, and MindSpore "
                     f"gave up. That rank has ended, as its log says, or it is late by more than {VARIABLE}, which is "
                     f"{timeout_seconds():.0f} s here. mindnlp-dp run --backend mindspore sets it to an hour; "

@@ -13,12 +13,17 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import TensorChannel
-from mindnlp_dp.communication.transports.mindspore.cluster import SumsOnly, create_group, meet, take_back_ctrl_c
+from mindnlp_dp.communication.transports.mindspore.cluster import (
+    AllReduceOnlyCalls,
+    create_group,
+    meet,
+    restore_sigint_handler,
+)
 from mindnlp_dp.communication.transports.mindspore.collective_calls import (
     DeviceCalls,
     MintCalls,
     PrimitiveCalls,
-    WatchedCollectives,
+    TimeoutReportingCalls,
 )
 from mindnlp_dp.communication.transports.polling_wait import Patience
 from mindnlp_dp.communication.transports.single import SingleProcessTransport, reduce_arrays
@@ -47,14 +52,14 @@ class MindSporeChannel(TensorChannel):
     def sum(self, x: Any) -> Any:
         return self._transport.all_reduce(x, "sum")
 
-    def begin_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
-        return self._transport.calls.begin_sum(x)
+    def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
+        return self._transport.calls.all_reduce_async(x)
 
-    def begin_scatter_sum(self, x: Any) -> tuple[Any, Optional[Any]]:
-        return self._transport.calls.begin_scatter_sum(x, self.world_size)
+    def reduce_scatter_async(self, x: Any) -> tuple[Any, Optional[Any]]:
+        return self._transport.calls.reduce_scatter_async(x, self.world_size)
 
-    def gather_slices(self, x: Any) -> Any:
-        return self._transport.calls.gather_slices(x, self.world_size)
+    def all_gather_flat(self, x: Any) -> Any:
+        return self._transport.calls.all_gather_flat(x, self.world_size)
 
     def reduces_natively(self, dtype: str) -> bool:
         return self._transport.reduces_natively(dtype)
@@ -89,14 +94,14 @@ class MindSporeTransport(Transport):
         self.name = _LIBRARY[mindspore.get_context("device_target")]
         self.waits_for_a_device = self.name != "mccl"
         self._group = None if ranks is None else create_group(ranks)
-        take_back_ctrl_c()
+        restore_sigint_handler()
         self._in_job = range(communication.get_group_size()) if ranks is None else ranks
         self.rank, self.world_size = self._in_job.index(communication.get_rank()), len(self._in_job)
         kind = PrimitiveCalls if self.name == "nccl" else MintCalls
         calls: Any = kind() if self._group is None else kind(self._group, self._in_job)
         if self.name == "mccl":
-            calls = calls if self._group is None else SumsOnly(self._group, self._in_job, self.rank)
-            calls = WatchedCollectives(calls, self.rank)
+            calls = calls if self._group is None else AllReduceOnlyCalls(self._group, self._in_job, self.rank)
+            calls = TimeoutReportingCalls(calls, self.rank)
         self.calls: DeviceCalls = calls
         self.local_rank = communication.get_local_rank()
         self.local_world_size = communication.get_local_rank_size()
@@ -138,9 +143,9 @@ class MindSporeTransport(Transport):
         parts = [part.view(array.dtype) for part in self._gather(_as_bytes(array))]
         return self._ms.Tensor(np.asarray(reduce_arrays(parts, op), array.dtype).reshape(array.shape))
 
-    def sum_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
+    def all_reduce_header(self, numbers: np.ndarray, last: Any) -> np.ndarray:
         if not isinstance(last, self._ms.Tensor):
-            return super().sum_header(numbers, last)
+            return super().all_reduce_header(numbers, last)
         return to_host(self.all_reduce(self._ms.ops.cat([self._ms.Tensor(numbers), last]), "sum"))
 
     def broadcast(self, x: Any, src: int) -> Any:

@@ -32,15 +32,15 @@ _Trace = Optional[types.TracebackType]
 _everybody: Any = None
 
 
-def end_with(comm: Any) -> None:
+def set_exit_code(comm: Any) -> None:
     """Make this rank exit together with the ranks of ``comm`` only, from now on. A collective of these ranks."""
     global _everybody
     _everybody = comm.Dup()
 
 
-def end_together(mpi: Any) -> None:
+def abort_job_on_failure(mpi: Any) -> None:
     """Make a failure of this rank end all ranks of the job, from now on. A collective; ``mpi`` is ``mpi4py.MPI``."""
-    end_with(mpi.COMM_WORLD)
+    set_exit_code(mpi.COMM_WORLD)
     if _everybody.Get_size() == 1:
         return
     exits = _Exits()
@@ -64,7 +64,7 @@ def end_together(mpi: Any) -> None:
             _wait_for_the_others(_everybody)
         except mpi.Exception as error:
             # A lost rank cannot be waited for.
-            if not tells_of_a_loss(error):
+            if not is_rank_failure(error):
                 raise
 
     sys.excepthook = excepthook
@@ -151,7 +151,7 @@ def _was_raised_again(frame: types.FrameType) -> bool:
     return _last_instruction(frame) == ("RAISE_VARARGS", 0) or _last_instruction(frame)[0] == "RERAISE"
 
 
-def tells_of_a_loss(error: Optional[BaseException]) -> bool:
+def is_rank_failure(error: Optional[BaseException]) -> bool:
     """Return whether an error, or one of its causes, is MPI's error for a lost rank."""
     while error is not None:
         if type(error).__module__ == "mpi4py.MPI":
@@ -163,7 +163,7 @@ def tells_of_a_loss(error: Optional[BaseException]) -> bool:
     return False
 
 
-def those_left(comm: Any, others: Sequence[Any]) -> Any:
+def surviving_ranks(comm: Any, others: Sequence[Any]) -> Any:
     """Return a communicator of the surviving ranks of ``comm``, in its order; ``others`` are their other communicators.
 
     A collective of the surviving ranks. The old communicators can no longer be used. They are not freed, because

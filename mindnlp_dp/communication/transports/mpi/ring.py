@@ -21,7 +21,7 @@ def reduce_round_ring(
     array: np.ndarray,
     reduce: Callable[..., Any] = np.add,
     *,
-    wire: Optional[HalfWire] = None,
+    wire: Optional[HalfPrecisionCodec] = None,
     patience: Optional[Patience] = None,
     edges: Optional[Sequence[int]] = None,
     scatter: bool = False,
@@ -92,7 +92,7 @@ _LARGEST_EXPONENT = 15
 _LARGEST_SCALE = 120
 
 
-class HalfWire:
+class HalfPrecisionCodec:
     """Encodes numbers as float16 or bfloat16, sent as 16-bit integers, which MPI supports, and summed in float32.
 
     A float16 message is scaled by a power of two, whose exponent is its first number, so that its largest number almost
@@ -129,13 +129,13 @@ class HalfWire:
         return np.multiply(numbers, np.float32(2.0**-exponent), out=numbers) if exponent else numbers
 
 
-def wire_for(compression: Optional[str], dtype: np.dtype) -> Optional[HalfWire]:
+def wire_for(compression: Optional[str], dtype: np.dtype) -> Optional[HalfPrecisionCodec]:
     """Return the encoder for arrays of type ``dtype``; None to send them unchanged: only float32 is ever compressed."""
     if compression not in ("fp16", "bf16") or dtype != np.float32:
         return None
     import ml_dtypes
 
-    return HalfWire(np.float16 if compression == "fp16" else ml_dtypes.bfloat16)
+    return HalfPrecisionCodec(np.float16 if compression == "fp16" else ml_dtypes.bfloat16)
 
 
 # Elements of a block, which is sent completely or not at all: 256 bytes of float32, or one bit.
@@ -148,7 +148,7 @@ _WORTH_PACKING = 0.1
 def sum_over_hosts(
     peers: Any,
     array: np.ndarray,
-    wire: Optional[HalfWire],
+    wire: Optional[HalfPrecisionCodec],
     patience: Optional[Patience],
     skip_zeros: bool = True,
     *,

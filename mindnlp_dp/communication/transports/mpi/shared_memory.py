@@ -19,7 +19,12 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.mpi.ring import HalfWire, gather_round_ring, reduce_round_ring, sum_over_hosts
+from mindnlp_dp.communication.transports.mpi.ring import (
+    HalfPrecisionCodec,
+    gather_round_ring,
+    reduce_round_ring,
+    sum_over_hosts,
+)
 from mindnlp_dp.communication.transports.polling_wait import Patience, barrier
 
 # Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.
@@ -31,7 +36,7 @@ CACHE_LINE_BYTES = 64
 _NONCE_BYTES = 16
 
 
-def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
+def allocate_shared_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
     """Return a zeroed byte array that all ranks of ``host`` (an mpi4py communicator) see; None if any rank cannot.
 
     Its shape is ``(ranks of the host, row_bytes)``, with rows rounded up to cache lines.
@@ -66,10 +71,10 @@ def share_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
     return np.frombuffer(memory, np.uint8).reshape(host.size, -1)
 
 
-def why_no_memory_is_shared(ranks_by_host: Sequence[int]) -> str:
+def why_not_shared(ranks_by_host: Sequence[int]) -> str:
     """Return why memory is not shared; empty if all hosts have equally many ranks, so that rings have equal length.
 
-    >>> why_no_memory_is_shared([2, 2])
+    >>> why_not_shared([2, 2])
     ''
     """
     if len(set(ranks_by_host)) <= 1:
@@ -93,10 +98,10 @@ class HostMemory:
         self.is_available = is_available
 
     def rows(self, row_bytes: int) -> Optional[np.ndarray]:
-        """Return rows of :func:`share_rows`, or None on all ranks, which rank 0 reports once. A collective."""
+        """Return rows of :func:`allocate_shared_rows`, or None on all ranks, which rank 0 reports once. A collective."""
         if not self.is_available:
             return None
-        rows = share_rows(self._host, row_bytes)
+        rows = allocate_shared_rows(self._host, row_bytes)
         if not all(self._comm.allgather(rows is not None)):
             self.is_available = False
             if self._comm.rank == 0:
@@ -157,7 +162,7 @@ class HostExchange:
         rows: np.ndarray,
         bounds: Sequence[int],
         scale: float,
-        wire: Optional[HalfWire] = None,
+        wire: Optional[HalfPrecisionCodec] = None,
         patience: Optional[Patience] = None,
         *,
         scatter: bool = False,

@@ -14,12 +14,17 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import HostChannel
-from mindnlp_dp.communication.transports.mpi.faults import end_together, end_with, tells_of_a_loss, those_left
+from mindnlp_dp.communication.transports.mpi.faults import (
+    abort_job_on_failure,
+    is_rank_failure,
+    set_exit_code,
+    surviving_ranks,
+)
 from mindnlp_dp.communication.transports.mpi.shared_memory import (
     STAGE_BYTES,
     HostExchange,
     HostMemory,
-    why_no_memory_is_shared,
+    why_not_shared,
 )
 from mindnlp_dp.communication.transports.polling_wait import Patience, all_reduce_in_place
 from mindnlp_dp.communication.transports.single import REDUCTIONS, SingleProcessTransport, reduce_arrays
@@ -114,7 +119,7 @@ class MPITransport(HostTransport):
         self.local_rank, self.local_world_size = self._host.Get_rank(), self._host.Get_size()
         self._peers = self._comm.Split(self.local_rank, self.rank)
         self._exchange = HostExchange(self._host, self._peers)
-        why_not = why_no_memory_is_shared(self._comm.allgather(self.local_world_size))
+        why_not = why_not_shared(self._comm.allgather(self.local_world_size))
         self._memory = HostMemory(self._comm, self._host, is_available=self.world_size > 1 and not why_not)
         self._channels: list[MPIChannel] = []
         self.channel = self._new_channel()
@@ -122,7 +127,7 @@ class MPITransport(HostTransport):
         if comm is None:
             if why_not and self.rank == 0:
                 print(f"MPI itself moves gradients: {why_not}", flush=True)
-            end_together(self._mpi)
+            abort_job_on_failure(self._mpi)
 
     def split(self, ranks: Sequence[int]) -> Transport:
         comm = self._comm.Split(min(ranks), list(ranks).index(self.rank))
@@ -142,19 +147,19 @@ class MPITransport(HostTransport):
         self._channels.append(channel)
         return channel
 
-    def tells_of_a_loss(self, error: BaseException) -> bool:
-        return tells_of_a_loss(error)
+    def is_rank_failure(self, error: BaseException) -> bool:
+        return is_rank_failure(error)
 
-    def of_those_left(self) -> MPITransport:
+    def shrink(self) -> MPITransport:
         comm, others = self._comm, [self._host, self._peers, *(comm for c in self._channels for comm in c.comms)]
         while True:
-            comm, others = those_left(comm, others), []
+            comm, others = surviving_ranks(comm, others), []
             try:
                 transport = MPITransport(comm)
-                end_with(comm)
+                set_exit_code(comm)
             except self._mpi.Exception as error:
                 # Another rank may have been lost meanwhile.
-                if not tells_of_a_loss(error):
+                if not is_rank_failure(error):
                     raise
             else:
                 return transport

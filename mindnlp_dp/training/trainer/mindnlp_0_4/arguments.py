@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from mindnlp_dp.training.trainer.arguments import RankArguments, upgrade
+from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase, upgrade
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
 # Settings that MindNLP's TrainingArguments accept and its Trainer ignores.
@@ -22,7 +22,7 @@ _OF_PIPELINES = ("dataset_num_workers", "dataset_prefetch_factor")
 
 
 @dataclass(repr=False)
-class DataParallelArguments(RankArguments):
+class DataParallelArguments(DataParallelArgumentsBase):
     """MindNLP's ``TrainingArguments`` for one process of several.
 
     These fields of MindNLP control data parallelism: ``per_device_train_batch_size`` is a rank's micro-batch;

@@ -9,13 +9,13 @@ from typing import Any, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
-from mindnlp_dp.training.trainer.base import RankTrainer
+from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
 
 
-class DataParallelTrainerMixin(RankTrainer):
+class DataParallelTrainerMixin(DataParallelTrainerBase):
     """Makes a subclass of MindNLP's ``Trainer`` data parallel::
 
         class MyTrainer(dp.DataParallelTrainerMixin, Trainer): ...
@@ -55,7 +55,7 @@ class DataParallelTrainerMixin(RankTrainer):
         return self.data_collator
 
     @property
-    def beside_model(self) -> Any:
+    def processor(self) -> Any:
         return self.tokenizer
 
     # Gradients.
@@ -126,10 +126,10 @@ class DataParallelTrainerMixin(RankTrainer):
         """Write a checkpoint of the run; one rank writes, the others return when it is written, or raise its error."""
         save_checkpoint(self, model, metrics)
 
-    def note_metrics(self, metrics: dict[str, float]) -> None:
+    def on_metrics(self, metrics: dict[str, float]) -> None:
         """Do nothing: MindNLP 0.4 looks for the best model when it saves."""
 
-    def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
+    def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         args, state = self.args, self.state
         if metrics is not None and args.metric_for_best_model is not None:
             value = args.metric_to_watch(metrics)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.training_args import ParallelMode
 
-from mindnlp_dp.training.trainer.arguments import RankArguments, upgrade
+from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase, upgrade
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
 # Transformers implements these settings in Accelerate, PyTorch or its own loop, which this package replaces.
@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = (
 
 
 @dataclass(repr=False)
-class DataParallelArguments(RankArguments):
+class DataParallelArguments(DataParallelArgumentsBase):
     """Transformers' ``TrainingArguments`` for one process of several.
 
     These fields of Transformers control data parallelism: ``per_device_train_batch_size`` is a rank's micro-batch;

@@ -9,14 +9,14 @@ from typing import Any, Optional, Union
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.loss_weight import count_labels
 from mindnlp_dp.runtime.arrays import to_host
-from mindnlp_dp.runtime.mindnlp_api import torch_like
-from mindnlp_dp.training.trainer.base import RankTrainer
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
+from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
 
 
-class DataParallelTrainerMixin(RankTrainer):
+class DataParallelTrainerMixin(DataParallelTrainerBase):
     """Makes a subclass of Transformers' ``Trainer`` data parallel::
 
         class MyTrainer(dp.DataParallelTrainerMixin, transformers.Trainer): ...
@@ -43,7 +43,7 @@ class DataParallelTrainerMixin(RankTrainer):
         return collate
 
     @property
-    def beside_model(self) -> Any:
+    def processor(self) -> Any:
         return self.processing_class
 
     # Gradients.
@@ -75,7 +75,7 @@ class DataParallelTrainerMixin(RankTrainer):
         self.current_gradient_accumulation_steps = 1
         num_items = []
         if self._counts_labels(inputs):
-            num_items = [torch_like().tensor(self.loss_weight(inputs))]
+            num_items = [mindnlp_api().tensor(self.loss_weight(inputs))]
         loss = self.training_step(self.model, inputs, *num_items)  # type: ignore[attr-defined]
         return float(loss.asnumpy())
 
@@ -118,13 +118,13 @@ class DataParallelTrainerMixin(RankTrainer):
         """Write a checkpoint of the run; one rank writes, the others return when it is written, or raise its error."""
         save_checkpoint(self, model, None)
 
-    def note_metrics(self, metrics: dict[str, float]) -> None:
+    def on_metrics(self, metrics: dict[str, float]) -> None:
         if self.args.metric_for_best_model is not None:
             # It raises the same error message with either library.
             self.args.metric_to_watch(metrics)
         self._determine_best_metric(metrics, None)  # type: ignore[attr-defined]
 
-    def note_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
+    def on_checkpoint(self, path: Path, metrics: Optional[dict[str, float]]) -> None:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(path)
 
