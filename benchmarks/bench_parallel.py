@@ -82,7 +82,7 @@ def job(args: argparse.Namespace) -> dict[str, Any]:
     parameters = list(model.parameters())
     model.set_train(True)
 
-    rows = ROWS // args.micro_steps // mesh.data.world_size
+    rows = ROWS // args.micro_steps // mesh.dp_group.world_size
     window = [make_batch(args.model, rows)] * args.micro_steps
     step = make_step(dp, model, args.micro_steps)
     counts = {"tensor": 0}
@@ -124,7 +124,7 @@ def make_step(dp: Any, model: Any, num_micro_steps: int) -> Any:
 def formulas(args: argparse.Namespace, mesh: Any, parameters: Any) -> dict[str, float]:
     """Return the bytes per update that this rank should send, by the formulas."""
     sizes = MODELS[args.model]
-    hidden = 4 * (ROWS // mesh.data.world_size) * LENGTH * sizes["hidden_size"]
+    hidden = 4 * (ROWS // mesh.dp_group.world_size) * LENGTH * sizes["hidden_size"]
     layers, stages = sizes["num_layers"], mesh.sizes["pp"]
     # Each layer of this stage has two all-reduces in each pass; the embedding has one, in the forward pass. The output
     # layer of a masked language model has one more, for the gradient of its input.

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.atomic_write import atomic_write
 
 URL = "https://baidu-nlp.bj.bcebos.com/emotion_detection-dataset-1.0.0.tar.gz"
 # The hash that PaddleNLP publishes for this data.
@@ -43,13 +43,13 @@ def fetch(folder: Path, url: str = URL, md5: str = MD5) -> None:
         for name in FILES:
             member = opened.extractfile(f"data/{name}")
             assert member is not None, f"the archive with this hash holds data/{name}"
-            with in_place_of(folder / name) as temporary:
+            with atomic_write(folder / name) as temporary:
                 temporary.write_bytes(member.read())
 
 
 def _download(url: str, archive: Path) -> None:
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, in_place_of(archive) as temporary:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, atomic_write(archive) as temporary:
             temporary.write_bytes(answer.read())
     except http.client.IncompleteRead as error:
         got, lacking = len(error.partial), error.expected

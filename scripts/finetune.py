@@ -49,7 +49,7 @@ def main() -> None:
         args = training_arguments(config, mesh)
         task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
         with as_input_error():
-            check_every_rank_has_a_sample(len(task.train["labels"]), mesh.data.world_size)
+            check_every_rank_has_a_sample(len(task.train["labels"]), mesh.dp_group.world_size)
         report = train(config, args, task, group)
     except InputError as error:
         # Every rank gets this error and writes it to its own log.
@@ -61,7 +61,7 @@ def main() -> None:
 def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataParallelArguments:
     from mindnlp_dp.training.trainer.mindnlp_trainer import EVAL_STRATEGY
 
-    num_ranks = mesh.data.world_size
+    num_ranks = mesh.dp_group.world_size
     when_to_evaluate: dict[str, Any] = {EVAL_STRATEGY: "epoch"}
     with as_input_error():
         micro_batch_size = config.micro_batch_size

@@ -32,7 +32,7 @@ def one_mesh_at_a_time(group):
 
 def pieces_of(mesh, num_micro_steps):
     """Return a function that makes this rank's micro-batches from a global batch."""
-    size, rank = mesh.data.world_size, mesh.data.rank
+    size, rank = mesh.dp_group.world_size, mesh.dp_group.rank
 
     def pieces(columns):
         per_step = 8 // num_micro_steps

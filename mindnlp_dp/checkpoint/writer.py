@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from mindnlp_dp.checkpoint.manifest import MODEL, STATE, RunId, write_manifest
 from mindnlp_dp.checkpoint.state_tree import pack_state
 from mindnlp_dp.runtime.arrays import to_host
-from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.named_weights import named_weights
 
 
@@ -24,7 +24,7 @@ def write_checkpoint(
     the model into it. Without a state the folder holds the model alone, and no run can be resumed from it.
     """
     packed = None if state is None else pack_state(state)
-    with in_place_of(path) as folder:
+    with atomic_write(path) as folder:
         folder.mkdir()
         write_model(folder)
         if packed is not None:

@@ -54,7 +54,7 @@ def choose_backend(requested: str, launch: Launch, device: str) -> str:
     return requested
 
 
-def meet(kind: str, launch: Launch) -> Transport:
+def connect(kind: str, launch: Launch) -> Transport:
     """Join the other processes by the library that :func:`choose_backend` chose, and return the transport.
 
     Raises:

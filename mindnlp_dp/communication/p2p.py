@@ -17,7 +17,7 @@ from mindnlp_dp.runtime.arrays import from_host, to_host
 from mindnlp_dp.runtime.heartbeat import waiting
 
 # UP is the forward direction (hidden states), DOWN the backward direction (loss and gradients).
-UP, DOWN = 0, 1
+ACTIVATIONS, GRADIENTS = 0, 1
 
 _HEADER_NUMEL = message_header(None).size
 
@@ -25,7 +25,7 @@ _HEADER_NUMEL = message_header(None).size
 _windows: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class Wire:
+class PipelineP2P:
     """Sends and receives pipeline messages between the ranks of ``group``.
 
     Attributes:
@@ -91,7 +91,7 @@ class Wire:
                     handle.wait()
         self._under_way.clear()
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Abandon unfinished sends after a failure: no rank may receive them, so do not wait. Their memory is kept."""
         self._left += self._under_way
         self._under_way = []

@@ -41,12 +41,12 @@ G = TypeVar("G", bound="RankGroup")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def waits(method: F) -> F:
+def reports_blocking(method: F) -> F:
     """Decorate a method that may wait for other ranks: report it as a wait (:mod:`mindnlp_dp.runtime.heartbeat`)."""
 
     @functools.wraps(method)
     def call(self: RankGroup, *args: Any, **kwargs: Any) -> Any:
-        report = heartbeat.reporter()
+        report = heartbeat.writer()
         if report is None:
             return method(self, *args, **kwargs)
         report.begin_to_wait(f"{method.__name__} of {self.world_size} ranks")
@@ -87,7 +87,7 @@ class RankGroup:
     def backend(self) -> str:
         return self._transport.name
 
-    @waits
+    @reports_blocking
     def split(self: G, ranks: Sequence[int], labels: Sequence[str] = ()) -> G:
         """Return the subgroup of ``ranks``, which include this one. A collective; the subgroups must be disjoint."""
         transport = self._transport.split(ranks)
@@ -148,7 +148,7 @@ class RankGroup:
 
     # Python objects are pickled: only between the processes of one job, never from a file.
 
-    @waits
+    @reports_blocking
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Return rank ``src``'s object on every rank."""
         data = b""
@@ -163,7 +163,7 @@ class RankGroup:
         received = self._transport.broadcast_bytes(data, src)
         return obj if self.rank == src else pickle.loads(received)
 
-    @waits
+    @reports_blocking
     def all_gather_object(self, obj: T) -> list[T]:
         """Return the list of all ranks' objects, in rank order, on every rank."""
         data = b""
@@ -217,7 +217,7 @@ class ProcessGroup(RankGroup):
     # Arrays are NumPy arrays or MindSpore tensors of any real type, shape and memory layout. Shapes and types
     # must be the same on every rank.
 
-    @waits
+    @reports_blocking
     def all_reduce(self, x: Any, op: str = "sum", *, every_step: bool = False) -> Any:
         """Reduce ``x`` elementwise over the ranks; every rank gets the result, shaped like ``x``.
 
@@ -244,14 +244,14 @@ class ProcessGroup(RankGroup):
         wide = self._transport.widened(native) if dtype_name(x) in HALF_TYPES else native
         return _divide(self._transport.all_reduce(wide, "sum"), self.world_size)
 
-    @waits
+    @reports_blocking
     def reduce(self, x: Any, dst: int = 0, op: str = "sum") -> Optional[Any]:
         """Reduce like :meth:`all_reduce`; only rank ``dst`` gets the result, the others get None."""
         self._agree("reduce", lambda: (None, [check_rank("dst", dst, self)]))
         result = self.all_reduce(x, op)
         return result if self.rank == dst else None
 
-    @waits
+    @reports_blocking
     def reduce_scatter(self, x: Any, op: str = "sum") -> Any:
         """Reduce ``x`` of shape ``(world_size, ...)`` over the ranks; rank ``r`` gets row ``r`` of the result."""
 
@@ -270,7 +270,7 @@ class ProcessGroup(RankGroup):
             return x.copy()[self.rank]
         return self._transport.from_native(total[self.rank : self.rank + 1].reshape(x.shape[1:]), x)
 
-    @waits
+    @reports_blocking
     def broadcast(self, x: Any, src: int = 0) -> Any:
         """Return rank ``src``'s ``x`` on every rank."""
         x = self._agree("broadcast", lambda: (checked_array(x, self.label()), [check_rank("src", src, self)]))
@@ -278,7 +278,7 @@ class ProcessGroup(RankGroup):
             return x.copy()
         return self._transport.from_native(self._transport.broadcast(self._transport.to_native(x), src), x)
 
-    @waits
+    @reports_blocking
     def all_gather(self, x: Any) -> list[Any]:
         """Return the list of all ranks' ``x``, in rank order, on every rank."""
         x = self._agree("all_gather", lambda: (checked_array(x, self.label()), []))
@@ -287,14 +287,14 @@ class ProcessGroup(RankGroup):
         gathered = self._transport.all_gather(self._transport.to_native(x))
         return [self._transport.from_native(part, x) for part in gathered]
 
-    @waits
+    @reports_blocking
     def gather(self, x: Any, dst: int = 0) -> Optional[list[Any]]:
         """Return the list of all ranks' ``x``, in rank order, on rank ``dst``; the others get None."""
         self._agree("gather", lambda: (None, [check_rank("dst", dst, self)]))
         gathered = self.all_gather(x)
         return gathered if self.rank == dst else None
 
-    @waits
+    @reports_blocking
     def scatter(self, xs: Optional[Sequence[Any]], src: int = 0) -> Any:
         """Return ``xs[r]`` on rank ``r``; only rank ``src`` passes ``xs``, one array per rank, the others pass None."""
 
@@ -317,7 +317,7 @@ class ProcessGroup(RankGroup):
 
     # Point-to-point messages begin with a header of type and shape, so that rank ``dst`` never misreads the data.
 
-    @waits
+    @reports_blocking
     def send(self, x: Any, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which must call :meth:`recv` with an array of the same shape and type.
 
@@ -333,7 +333,7 @@ class ProcessGroup(RankGroup):
         if numel(x):
             self._transport.send(self._transport.to_native(x), dst)
 
-    @waits
+    @reports_blocking
     def recv(self, like: Any, src: int) -> Any:
         """Receive an array with the shape and type of ``like`` from rank ``src``.
 
@@ -357,7 +357,7 @@ class ProcessGroup(RankGroup):
             )
         return x.copy() if numel(like) == 0 else x
 
-    @waits
+    @reports_blocking
     def all_to_all(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
         """Send the first ``counts[0]`` rows of ``x`` to rank 0, the next to rank 1, and so on; a count may be 0.
 
@@ -379,7 +379,7 @@ class ProcessGroup(RankGroup):
         theirs = [int(to_host(part)[self.rank]) for part in everyone]
         return self.exchange_rows(x, counts, theirs), theirs
 
-    @waits
+    @reports_blocking
     def exchange_rows(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Any:
         """Exchange rows like :meth:`all_to_all` when every rank knows ``recv_counts``, without any check."""
         if math.prod(x.shape[1:]) == 0:
@@ -387,17 +387,17 @@ class ProcessGroup(RankGroup):
         rows = self._transport.all_to_all(self._transport.to_native(x), send_counts, recv_counts)
         return self._transport.from_native(rows, x)
 
-    @waits
+    @reports_blocking
     def barrier(self) -> None:
         """Return when every rank has called this method."""
         check_agreement(self._transport, "barrier")
         self._transport.barrier()
 
-    @waits
+    @reports_blocking
     def all_reduce_header(self, numbers: np.ndarray, last: Any = 0.0) -> np.ndarray:
         """Return the sums over the ranks of ``numbers`` (flat, float32) followed by ``last``; called at every update.
 
-        ``last`` may be a one-element tensor, so that the host waits for a device only once. See ``checks`` of
+        ``last`` may be a one-element tensor, so that the host reports_blocking for a device only once. See ``checks`` of
         :func:`~mindnlp_dp.init_process_group`.
         """
         self._agree("all_reduce_header", lambda: (numbers, []), every_step=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.kernels.dispatch import apply_to, given
-from mindnlp_dp.runtime.override import in_place_of
+from mindnlp_dp.kernels.dispatch import not_none, supports
+from mindnlp_dp.runtime.override import override
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 _PYTORCH, _TRANSFORMERS = {
@@ -29,38 +29,38 @@ _PYTORCH, _TRANSFORMERS = {
 def _layers(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @in_place_of(module)
+    @override(module)
     def linear(input: Any, weight: Any, bias: Any = None) -> Any:
-        fits = apply_to(input, weight, *given(bias)) and weight.ndim == 2 and input.shape[-1:] == weight.shape[1:]
+        fits = supports(input, weight, *not_none(bias)) and weight.ndim == 2 and input.shape[-1:] == weight.shape[1:]
         if fits and (bias is None or bias.shape == weight.shape[:1]):
             return kernels().linear(input, weight, bias)
         return NotImplemented
 
-    @in_place_of(module)
+    @override(module)
     def gelu(input: Any, approximate: str = "none") -> Any:
-        is_known = apply_to(input) and approximate in ("none", "tanh")
+        is_known = supports(input) and approximate in ("none", "tanh")
         return kernels().gelu(input, approximate) if is_known else NotImplemented
 
-    @in_place_of(module)
+    @override(module)
     def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
         is_plain = isinstance(normalized_shape, (int, tuple, list)) and isinstance(eps, (int, float))
-        if is_plain and apply_to(input, *given(weight, bias)):
+        if is_plain and supports(input, *not_none(weight, bias)):
             shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
             fits = all(x is None or x.shape == shape for x in (weight, bias)) and input.shape[-len(shape) :] == shape
             if fits and math.prod(shape):
                 return kernels().layer_norm(input, len(shape), weight, bias, eps)
         return NotImplemented
 
-    @in_place_of(module)
+    @override(module)
     def embedding(input: Any, weight: Any, *others: Any, **options: Any) -> Any:
         # MindNLP ignores the other arguments on CPU.
-        if apply_to(weight) and weight.ndim == 2 and _is_integer(input):
+        if supports(weight) and weight.ndim == 2 and _is_integer(input):
             ids = input.asnumpy()
             if not ids.size or (ids.min() >= 0 and ids.max() < weight.shape[0]):
                 return kernels().embedding(ids, weight)
         return NotImplemented
 
-    @in_place_of(module)
+    @override(module)
     def cross_entropy(  # noqa: PLR0917, it is MindNLP's signature
         input: Any,
         target: Any,
@@ -70,7 +70,7 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
         label_smoothing: Any = 0.0,
     ) -> Any:
         is_plain = weight is None and label_smoothing == 0 and reduction in ("mean", "sum", "none")
-        if is_plain and apply_to(input) and _is_integer(target) and input.ndim == 2 and math.prod(input.shape):
+        if is_plain and supports(input) and _is_integer(target) and input.ndim == 2 and math.prod(input.shape):
             classes = target.asnumpy()
             is_class = (classes == ignore_index) | ((classes >= 0) & (classes < input.shape[1]))
             if target.shape == input.shape[:1] and is_class.all():
@@ -82,18 +82,18 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
 def _matrix_products(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @in_place_of(module)
+    @override(module)
     def matmul(input: Any, other: Any) -> Any:
         return kernels().matmul(input, other) if _multiply(input, other) else NotImplemented
 
-    @in_place_of(module)
+    @override(module)
     def bmm(input: Any, other: Any) -> Any:
         is_batch = _multiply(input, other) and input.ndim == other.ndim == 3 and input.shape[0] == other.shape[0]
         return kernels().matmul(input, other) if is_batch else NotImplemented
 
-    @in_place_of(module)
+    @override(module)
     def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        if beta == alpha == 1 and apply_to(input) and _multiply(mat1, mat2) and mat1.ndim == mat2.ndim == 2:
+        if beta == alpha == 1 and supports(input) and _multiply(mat1, mat2) and mat1.ndim == mat2.ndim == 2:
             return input + kernels().matmul(mat1, mat2)
         return NotImplemented
 
@@ -114,9 +114,9 @@ def _rms_norm_of(class_name: str) -> Callable[[types.ModuleType], Iterator[None]
     def patch(module: types.ModuleType) -> Iterator[None]:
         yield
 
-        @in_place_of(getattr(module, class_name))
+        @override(getattr(module, class_name))
         def forward(self: Any, hidden_states: Any) -> Any:
-            if apply_to(hidden_states, self.weight) and hidden_states.shape[-1:] == self.weight.shape != (0,):
+            if supports(hidden_states, self.weight) and hidden_states.shape[-1:] == self.weight.shape != (0,):
                 return kernels().rms_norm(hidden_states, self.weight, self.variance_epsilon)
             return NotImplemented
 
@@ -130,7 +130,7 @@ for _model, _class in _RMS_NORMS.items():
 def _multiply(a: Any, b: Any) -> bool:
     """Return whether our kernels support a product: no vectors; for shapes that do not fit, MindSpore raises."""
     return (
-        apply_to(a, b)
+        supports(a, b)
         and a.ndim > 1 < b.ndim
         and a.shape[-1] == b.shape[-2]
         and all(m == n or 1 in (m, n) for m, n in zip(a.shape[-3::-1], b.shape[-3::-1]))

@@ -7,8 +7,8 @@ from typing import Any
 
 from mindnlp_dp.compat.mindspore_api import fix_generator_offset
 from mindnlp_dp.compat.random_operators import follow_the_seed
-from mindnlp_dp.kernels.dispatch import apply_to, given
-from mindnlp_dp.runtime.override import in_place_of
+from mindnlp_dp.kernels.dispatch import not_none, supports
+from mindnlp_dp.runtime.override import override
 
 
 # Versions: MindSpore 2.7+ on CPU. Cause: its kernels of these operators take 2 to 35 times as long as ours on one core
@@ -25,15 +25,15 @@ def use_kernels_in_layers() -> None:
     follow_the_seed()
     nn = mindspore.nn
 
-    @in_place_of(nn.Dense, "construct")
+    @override(nn.Dense, "construct")
     def dense(self: Any, x: Any) -> Any:
         bias = self.bias if self.has_bias else None
-        if _apply_in(self, x, self.weight, *given(bias)) and x.shape[-1:] == self.weight.shape[1:]:
+        if _apply_in(self, x, self.weight, *not_none(bias)) and x.shape[-1:] == self.weight.shape[1:]:
             out = functions.linear(x, self.weight, bias)
             return self.activation(out) if self.activation_flag else out
         return NotImplemented
 
-    @in_place_of(nn.LayerNorm, "construct")
+    @override(nn.LayerNorm, "construct")
     def layer_norm(self: Any, input_x: Any) -> Any:
         shape = tuple(self.normalized_shape)
         is_plain = self.begin_norm_axis == self.begin_params_axis and self.begin_norm_axis in (
@@ -44,11 +44,11 @@ def use_kernels_in_layers() -> None:
             return functions.layer_norm(input_x, len(shape), self.gamma, self.beta, self.epsilon)
         return NotImplemented
 
-    @in_place_of(nn.GELU, "construct")
+    @override(nn.GELU, "construct")
     def gelu(self: Any, x: Any) -> Any:
         return functions.gelu(x, self.approximate) if _apply_in(self, x) else NotImplemented
 
-    @in_place_of(nn.Dropout, "construct")
+    @override(nn.Dropout, "construct")
     def dropout(self: Any, x: Any) -> Any:
         p = 1 - self.keep_prob if self.p is None else self.p
         return functions.dropout(x, p) if self.training and 0 < p < 1 and _apply_in(self, x) else NotImplemented
@@ -56,4 +56,4 @@ def use_kernels_in_layers() -> None:
 
 def _apply_in(cell: Any, *tensors: Any) -> bool:
     """Return whether our kernels support a cell's call; not if ``to_float`` makes the cell compute in another type."""
-    return cell.mixed_precision_type is None and apply_to(*tensors)
+    return cell.mixed_precision_type is None and supports(*tensors)

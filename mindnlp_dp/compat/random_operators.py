@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.runtime.override import in_place_of
+from mindnlp_dp.runtime.override import override
 
 
 # Versions: MindSpore 2.7+ on CPU. Cause: the kernels of these operators take their seed from the clock, unless they are
@@ -42,26 +42,26 @@ def follow_the_seed() -> None:
         return x * kept, (kept != 0).broadcast_to(x.shape)
 
     for kind in (operations.Dropout2D, operations.Dropout3D):
-        in_place_of(kind, "__call__")(drop_channels)
+        override(kind, "__call__")(drop_channels)
 
     def with_seeds(self: Any, *args: Any) -> Any:
         seeds = None if self.seed or self.seed2 else next_seeds(self.name)
         return NotImplemented if seeds is None else type(self)(*seeds)(*args)
 
     for name in ("UniformReal", "UniformInt", "StandardLaplace"):
-        in_place_of(getattr(random_ops, name), "__call__")(with_seeds)
+        override(getattr(random_ops, name), "__call__")(with_seeds)
 
-    @in_place_of(math_ops.Bernoulli, "__call__")
+    @override(math_ops.Bernoulli, "__call__")
     def bernoulli(self: Any, x: Any, p: Any) -> Any:
         seeds = None if self.seed != -1 else next_seeds("Bernoulli")
         return NotImplemented if seeds is None else math_ops.Bernoulli(sum(seeds))(x, p)
 
-    @in_place_of(random_ops.RandomCategorical, "__call__")
+    @override(random_ops.RandomCategorical, "__call__")
     def random_categorical(self: Any, logits: Any, num_samples: Any, seed: Any = 0) -> Any:
         seeds = None if seed else next_seeds("RandomCategorical")
         return NotImplemented if seeds is None else self(logits, num_samples, sum(seeds))
 
-    in_place_of(random_ops.UniformCandidateSampler, "__call__")(_say_that_it_does_not)
+    override(random_ops.UniformCandidateSampler, "__call__")(_say_that_it_does_not)
 
 
 def _say_that_it_does_not(self: Any, *args: Any) -> Any:

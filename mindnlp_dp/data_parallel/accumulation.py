@@ -102,7 +102,7 @@ class GradientAccumulator(abc.ABC):
         try:
             yield
         except BaseException:
-            self.drop()
+            self.reset()
             raise
         finally:
             self._exchange_is_off = before
@@ -124,7 +124,7 @@ class GradientAccumulator(abc.ABC):
     def reset_error_feedback(self) -> None:  # noqa: B027
         """Clear the error feedback of compression, as a resumed process does; called by every rank."""
 
-    def settle(self) -> None:  # noqa: B027
+    def repack_if_learned(self) -> None:  # noqa: B027
         """Repack the buckets if a new order was learned; called after the window's update. A collective."""
 
     @abc.abstractmethod
@@ -144,7 +144,7 @@ class GradientAccumulator(abc.ABC):
         """Leave out one micro-batch, such as one whose loss is NaN; the next reduce tells all ranks the number."""
 
     @abc.abstractmethod
-    def drop(self) -> None:
+    def reset(self) -> None:
         """Discard what this rank has accumulated, as after an exception, so that no partial window is exchanged."""
 
     @abc.abstractmethod
@@ -188,7 +188,7 @@ class AccumulatingWindow(GradientAccumulator):
     def num_skipped(self) -> int:
         return self._num_skipped
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         self._begin_window()
 
     def _begin_window(self) -> None:

@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable
 from typing import Optional
 
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 
 
 class ExchangeThread:
     """Runs the submitted tasks in order on a separate thread, which ends with the window."""
 
     def __init__(self) -> None:
-        self.patience = Patience()
+        self.waiter = PollingWait()
         self._tasks: queue.SimpleQueue[Optional[Callable[[], None]]] = queue.SimpleQueue()
         self._error: Optional[BaseException] = None
         self._thread = threading.Thread(target=self._run, name="gradient-exchange", daemon=True)
@@ -45,7 +45,7 @@ class ExchangeThread:
 
     def abandon(self) -> None:
         """Stop the thread, even if it is blocked in a wait for other ranks."""
-        self.patience.give_up()
+        self.waiter.give_up()
         self._error = self._error or RuntimeError("abandoned")
         self._tasks.put(None)
         self._thread.join()
@@ -54,7 +54,7 @@ class ExchangeThread:
 class ImmediateExchange:
     """Runs each task immediately: a task only enqueues work that the device continues in the background."""
 
-    patience = None
+    waiter = None
 
     def submit(self, task: Callable[[], None]) -> None:
         task()

@@ -57,13 +57,13 @@ class MultiGroupExchange(GradientAccumulator):
         for window in self.windows:
             window.skip()
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         for window in self.windows:
-            window.drop()
+            window.reset()
 
-    def settle(self) -> None:
+    def repack_if_learned(self) -> None:
         for window in self.windows:
-            window.settle()
+            window.repack_if_learned()
 
     def reset_error_feedback(self) -> None:
         for window in self.windows:

@@ -140,12 +140,12 @@ class Overlap:
         self._missing = [len(bucket.layout.slots) for bucket in buckets]
         self._next = 0
         for bucket in buckets:
-            bucket.keep()
+            bucket.snapshot()
         runner = self._runner
 
         def agree() -> None:
             # The scale is None if the total weight is zero; then no rank exchanges anything.
-            self._scale = self._channel.inverse_total(weight, runner.patience)
+            self._scale = self._channel.inverse_total(weight, runner.waiter)
 
         runner.submit(agree)
 
@@ -175,7 +175,7 @@ class Overlap:
         def exchange() -> None:
             if self._scale is not None:
                 began = time.perf_counter()
-                bucket.start(self._scale, runner.patience)
+                bucket.start(self._scale, runner.waiter)
                 self._spans.append((f"bucket {number}", began, time.perf_counter()))
 
         runner.submit(exchange)
@@ -243,14 +243,14 @@ class Overlap:
         self._window += 1
         if self._window == 2 * TRIAL_PAIRS:
             without, overlapped = np.asarray(all_reduce(self._seconds, op="max"))[:, 1:]
-            if pays(without, overlapped):
+            if is_significant_speedup(without, overlapped):
                 self.state = "on"
             else:
                 slow, fast = (1e3 * np.median(seconds) for seconds in (overlapped, without))
                 self.turn_off(f"measured {slow:.1f} ms with it and {fast:.1f} ms without")
 
 
-def pays(without: np.ndarray, overlapped: np.ndarray) -> bool:
+def is_significant_speedup(without: np.ndarray, overlapped: np.ndarray) -> bool:
     """Return whether windows with overlap are significantly faster than the alternating windows without it.
 
     >>> pays(np.array([1.0, 1.1, 1.0]), np.array([0.8, 0.9, 0.8])), pays(np.array([1.0, 1.1]), np.array([1.05, 1.0]))

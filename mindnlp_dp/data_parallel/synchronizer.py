@@ -221,7 +221,7 @@ class GradientSynchronizer(AccumulatingWindow):
             self._next_order = self.group.broadcast_object(list(self.overlap.seen))
             self.overlap.recorded_order()
             if not self._in_place:
-                self.settle()
+                self.repack_if_learned()
         else:
             self.overlap.measure(self.group.all_reduce)
         return gradients
@@ -229,7 +229,7 @@ class GradientSynchronizer(AccumulatingWindow):
     def reduce_in_place(self) -> Optional[np.ndarray]:
         """Exchange the window, and leave its result in the buckets (:meth:`.Bucket.sums`) until the next one begins.
 
-        Call :meth:`settle` after the result has been used. Both are collectives.
+        Call :meth:`repack_if_learned` after the result has been used. Both are collectives.
 
         Returns a mask of the parameters that any rank used (a bucket without any is not exchanged); None if all
         micro-batches were skipped. Raises the same errors as :meth:`reduce`.
@@ -241,7 +241,7 @@ class GradientSynchronizer(AccumulatingWindow):
             self._in_place = False
         return marks if self.total_weight > 0 else None
 
-    def settle(self) -> None:
+    def repack_if_learned(self) -> None:
         """Repack the buckets in the order that was learned in this window, if any; called after the update.
 
         A collective.
@@ -257,7 +257,7 @@ class GradientSynchronizer(AccumulatingWindow):
         """
         if self._is_exchanged:
             for bucket in self.buckets:
-                bucket.restore()
+                bucket.rollback()
             for gradients, weight in self._late:
                 super()._add(gradients, weight)
             self._is_exchanged = False
@@ -285,7 +285,7 @@ class GradientSynchronizer(AccumulatingWindow):
             for slot in bucket.layout.slots:
                 if used[slot.index]:
                     gradients[slot.index] = True if self._in_place else bucket.get(slot.index)
-            leave = bucket.keep_shard if self.keeps_tensors else bucket.land
+            leave = bucket.keep_shard if self.keeps_tensors else bucket.copy_to_host
             leave() if self._in_place else bucket.release()
 
         for _, bucket in numbered:

@@ -1,6 +1,6 @@
 """This module decides whether a call runs on our CPU kernels or on MindSpore's.
 
-``init_process_group`` calls :func:`choose` once; the patched functions of MindNLP call :func:`apply_to` at every call.
+``init_process_group`` calls :func:`choose` once; the patched functions of MindNLP call :func:`supports` at every call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def choose(kernels: str, num_cores: int) -> None:
     use_cores(num_cores if _are_on else 1)
 
 
-def apply_to(*tensors: Any) -> bool:
+def supports(*tensors: Any) -> bool:
     """Return whether our kernels support a call with these tensors: float32, on CPU, PyNative mode, no AMP."""
     if not _are_on:
         return False
@@ -60,6 +60,6 @@ def _is_here(tensor: Any) -> bool:
     return mindnlp_series() == "0.4" or tensor.device.type == "cpu"
 
 
-def given(*tensors: Any) -> list[Any]:
+def not_none(*tensors: Any) -> list[Any]:
     """Return the tensors that are not None."""
     return [x for x in tensors if x is not None]

@@ -19,13 +19,13 @@ from typing import Optional
 from mindnlp_dp.launch.errors import POLL_SECONDS, TemporaryError
 from mindnlp_dp.launch.job_options import JobOptions
 from mindnlp_dp.launch.log_dir import VARIABLE as LOG_MB
-from mindnlp_dp.launch.monitor.attempt_monitor import Seen, Watch, first_lost, look
+from mindnlp_dp.launch.monitor.attempt_monitor import AttemptMonitor, JobSnapshot, first_lost, poll
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
-from mindnlp_dp.launch.monitor.recovery import Restarts
-from mindnlp_dp.launch.processes.attempt import Try
+from mindnlp_dp.launch.monitor.recovery import RestartPolicy
+from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import free_port
 from mindnlp_dp.launch.processes.exit_status import Status
-from mindnlp_dp.launch.rendezvous.membership import Host, Members
+from mindnlp_dp.launch.rendezvous.membership import Host, Membership
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 from mindnlp_dp.runtime.job_context import attempt_env
 
@@ -35,26 +35,26 @@ __all__ = ["Job", "JobOptions"]
 
 
 class Job:
-    """A command that the hosts of ``members`` run together, with restarts."""
+    """A command that the hosts of ``membership`` run together, with restarts."""
 
     def __init__(
         self,
         command: Sequence[str],
         backend: str,
-        members: Members,
+        membership: Membership,
         *,
         log_dir: Path,
         options: JobOptions,
         termination: Termination,
     ) -> None:
-        self._command, self._backend, self._members = list(command), backend, members
+        self._command, self._backend, self._membership = list(command), backend, membership
         self._log_dir, self._options = log_dir, options
-        self._sleep = members.local.sleep
+        self._sleep = membership.local.sleep
         self._termination = termination
-        self._restarts = Restarts(options.max_restarts, log_dir)
+        self._restart_policy = RestartPolicy(options.max_restarts, log_dir)
         self._name = secrets.token_hex(8)
         self._number = 0
-        self._seen = Seen([])
+        self._snapshot = JobSnapshot([])
         # The statuses of the ranks at the time when their logs were last shown.
         self._shown: dict[int, Status] = {}
 
@@ -66,12 +66,12 @@ class Job:
             LaunchError: the job cannot be started as asked.
         """
         while True:
-            hosts = self._members.gather()
-            this = self._next_try(hosts)
+            hosts = self._membership.gather()
+            attempt = self._next_attempt(hosts)
             began = time.monotonic()
-            self._seen = Seen([])
+            self._snapshot = JobSnapshot([])
             try:
-                failure, grows = self._run_once(hosts, this)
+                failure, grows = self._run_once(hosts, attempt)
             except TemporaryError as error:
                 if not self._number:
                     raise
@@ -81,23 +81,23 @@ class Job:
             self._number += 1
             if grows:
                 self._termination.end(is_saved=True)
-                self._restarts.got_on()
+                self._restart_policy.got_on()
                 continue
             if failure is None:
                 return 0
-            self._report(failure, hosts, this, seconds)
+            self._report(failure, hosts, attempt, seconds)
             # A job that was asked to end is not restarted.
             self._termination.end(is_saved=True)
-            wait = self._restarts.after(failure, update=self._seen.update, seconds=seconds)
+            wait = self._restart_policy.after(failure, update=self._snapshot.update, seconds=seconds)
             if wait is None:
-                if self._restarts.why_not:
-                    print(f"the job is over: {self._restarts.why_not}", file=sys.stderr)
+                if self._restart_policy.why_not:
+                    print(f"the job is over: {self._restart_policy.why_not}", file=sys.stderr)
                 return failure.exit_code
-            host = _host_of(failure.rank, hosts, this)
+            host = _host_of(failure.rank, hosts, attempt)
             if host is not None and not host.lost:
-                self._members.lose_a_rank(host)
+                self._membership.lose_a_rank(host)
             print(
-                f"restart {self._restarts.count} of {self._options.max_restarts}"
+                f"restart {self._restart_policy.count} of {self._options.max_restarts}"
                 + (f" in {wait:.0f} s" if wait else "")
                 + f", from the newest checkpoint; logs of this try: {self._log_dir}/try_{self._number}",
                 file=sys.stderr,
@@ -106,77 +106,84 @@ class Job:
             while (left := deadline - time.monotonic()) > 0:
                 self._sleep(min(left, POLL_SECONDS))
 
-    def _next_try(self, hosts: Sequence[Host]) -> Try:
-        members = self._members
+    def _next_attempt(self, hosts: Sequence[Host]) -> Attempt:
+        membership = self._membership
         others = [host for host in hosts if isinstance(host, RemoteHost)]
         # The first host's address as the others see it: the endpoint's may belong to a service in front of it.
-        addresses = [others[0].address_of_head, *(host.address for host in others)] if others else []
-        this = Try(
-            self._number, self._backend, self._command, str(self._log_dir.absolute()), members.counts(hosts), addresses,
+        addresses = [others[0].address_of_server, *(host.address for host in others)] if others else []
+        attempt = Attempt(
+            self._number, self._backend, self._command, str(self._log_dir.absolute()), membership.counts(hosts), addresses,
             port=free_port(), in_place=self._options.in_place,
             variables={
                 LOG_MB: str(self._options.log_mb),
                 **attempt_env(
-                    self._number, self._name, members.max_world_size if members.is_elastic else None,
-                    in_place=members.nproc.least if self._options.in_place else 0,
+                    self._number, self._name, membership.max_world_size if membership.is_elastic else None,
+                    in_place=membership.nproc.least if self._options.in_place else 0,
                     scale_batch=self._options.scale_batch,
                 ),
             },
         )  # fmt: skip
-        if members.is_elastic and self._number:
+        if membership.is_elastic and self._number:
             on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
-            print(f"the job goes on with {this.num_ranks} of {members.max_world_size} ranks{on}", file=sys.stderr)
-        return this
+            print(f"the job goes on with {attempt.num_ranks} of {membership.max_world_size} ranks{on}", file=sys.stderr)
+        return attempt
 
-    def _run_once(self, hosts: Sequence[Host], this: Try) -> tuple[Optional[Failure], bool]:
+    def _run_once(self, hosts: Sequence[Host], attempt: Attempt) -> tuple[Optional[Failure], bool]:
         """Run one attempt; return its failure, None if it succeeded, and whether it was ended in order to grow."""
         for host in hosts:
-            host.clear(this.log_dir, this.number)
-        for attempt in range(2):
-            watch = Watch(
-                hosts, this, self._members, self._restarts,
+            host.clear(attempt.log_dir, attempt.number)
+        for is_second_start in (False, True):
+            monitor = AttemptMonitor(
+                hosts, attempt, self._membership, self._restart_policy,
                 log_dir=self._log_dir, options=self._options, termination=self._termination,
             )  # fmt: skip
             try:
                 # The first host starts last: its mpirun asks the others for daemons, so they must know the attempt.
                 for index, host in reversed(list(enumerate(hosts))):
-                    host.start(replace(this, index=index))
-                watch.wait_until_over(self._sleep)
+                    host.start(replace(attempt, index=index))
+                monitor.wait_until_over(self._sleep)
             finally:
                 for host in hosts:
                     host.end()
-            self._shown = watch.seen.statuses
+            self._shown = monitor.snapshot.statuses
             # Ranks that had to be ended may have written their statuses meanwhile.
-            after = look(hosts, this)
-            self._seen = replace(watch.seen, ranks=after.ranks, statuses=after.statuses)
-            left = watch.losses.left
+            after = poll(hosts, attempt)
+            self._snapshot = replace(monitor.snapshot, ranks=after.ranks, statuses=after.statuses)
+            left = monitor.lost_ranks.left
             finished = [rank for rank in left if rank in after.statuses and not after.statuses[rank].exit_code]
-            if watch.grows and finished != left:
+            if monitor.grows and finished != left:
                 return None, True
-            failure = watch.losses.failure or watch.hang or self._verdict(hosts, this, left)
+            failure = monitor.lost_ranks.failure or monitor.hang or self._find_failure(hosts, attempt, left)
             # On a busy machine OpenMPI's own server may start too late ("The PMIx server's listener thread failed to
             # start").
             has_begun = self._has_begun or any(self._log_dir.glob("worker_*.log"))
-            if failure is None or watch.hang or attempt or has_begun or this.backend != "mpi" or len(hosts) > 1:
+            if (
+                failure is None
+                or monitor.hang
+                or is_second_start
+                or has_begun
+                or attempt.backend != "mpi"
+                or len(hosts) > 1
+            ):
                 break
             print("mpirun ended before any rank had begun; it is started once more", file=sys.stderr)
         return failure, False
 
-    def _verdict(self, hosts: Sequence[Host], this: Try, left: Sequence[int]) -> Optional[Failure]:
+    def _find_failure(self, hosts: Sequence[Host], attempt: Attempt, left: Sequence[int]) -> Optional[Failure]:
         """Return how an attempt failed, judged by the remaining ranks ``left``; None if it succeeded."""
-        ended = [process for report in self._seen.reports for process in report.ended]
-        statuses = {rank: status for rank, status in self._seen.statuses.items() if rank in left}
+        ended = [process for report in self._snapshot.reports for process in report.ended]
+        statuses = {rank: status for rank, status in self._snapshot.statuses.items() if rank in left}
         if all(rank in statuses and not statuses[rank].exit_code for rank in left):
             # All ranks succeeded, so a host that is lost now does not matter.
             return None
         lost = first_lost(hosts)
         if lost is not None and not any(status.exit_code and not status.waited for status in statuses.values()):
-            rank = replace(this, index=hosts.index(lost)).ranks.start
+            rank = replace(attempt, index=hosts.index(lost)).ranks.start
             return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
         failure = find_failure(ended, statuses, self._log_dir, left)
         missing = [rank for rank in left if rank not in statuses]
         # mpirun exits with 0 after it has lost a host, and in jobs that may continue without a rank.
-        if failure is None and missing and (len(hosts) > 1 or this.in_place or not self._has_begun):
+        if failure is None and missing and (len(hosts) > 1 or attempt.in_place or not self._has_begun):
             return Failure(missing[0], 1, "ended without a word")
         if failure is not None and failure.rank is None and not failure.what and self._has_begun:
             what = f"a rank failed with exit code {failure.exit_code}, and could not write to {self._log_dir},"
@@ -186,16 +193,16 @@ class Job:
     @property
     def _has_begun(self) -> bool:
         """Return whether any rank of the last attempt has started."""
-        return any(rank.pid for rank in self._seen.ranks)
+        return any(rank.pid for rank in self._snapshot.ranks)
 
-    def _report(self, failure: Failure, hosts: Sequence[Host], this: Try, seconds: float) -> None:
-        host = _host_of(failure.rank, hosts, this)
+    def _report(self, failure: Failure, hosts: Sequence[Host], attempt: Attempt, seconds: float) -> None:
+        host = _host_of(failure.rank, hosts, attempt)
         where = host.name if host is not None and len(hosts) > 1 else ""
         log_tail = host.tail(failure.rank) if host is not None and failure.rank is not None else ""
         report_failure(
             failure,
             self._log_dir,
-            this.num_ranks,
+            attempt.num_ranks,
             seconds,
             where=where,
             log_tail=log_tail,
@@ -204,8 +211,8 @@ class Job:
         )
 
 
-def _host_of(rank: Optional[int], hosts: Sequence[Host], this: Try) -> Optional[Host]:
+def _host_of(rank: Optional[int], hosts: Sequence[Host], attempt: Attempt) -> Optional[Host]:
     for index, host in enumerate(hosts):
-        if rank is not None and rank in replace(this, index=index).ranks:
+        if rank is not None and rank in replace(attempt, index=index).ranks:
             return host
     return None

@@ -28,7 +28,7 @@ _WRITTEN = re.compile(r"worker_\d+\.(log|log\.\d+|status|stacks)|launcher(_\d+)?
 
 _OF_THE_JOB = re.compile(rf"{re.escape(RECORD)}|progress(_\d+)?|fork_server\.log|environ_changes\.json")
 
-_TRY, _JOB = re.compile(r"try_(\d+)"), re.compile(r"job_(\d+)")
+_TRY, JOB_VARIABLE = re.compile(r"try_(\d+)"), re.compile(r"job_(\d+)")
 
 # The file that marks a folder as a job's.
 _MARKER = ".mindnlp_dp"
@@ -102,10 +102,10 @@ def put_earlier_job_aside(log_dir: Path) -> None:
     """
     claim(log_dir)
     if left := [path for path in log_dir.iterdir() if _is_left_by_a_job(path)]:
-        folder = _new_folder(log_dir / f"job_{_last_number(log_dir, _JOB) + 1}")
+        folder = _new_folder(log_dir / f"job_{_last_number(log_dir, JOB_VARIABLE) + 1}")
         for path in left:
             path.replace(folder / path.name)
-    _keep_the_last(log_dir, _JOB, _KEPT_JOBS)
+    _keep_the_last(log_dir, JOB_VARIABLE, _KEPT_JOBS)
 
 
 def claim(log_dir: Path) -> None:
@@ -116,7 +116,9 @@ def claim(log_dir: Path) -> None:
     """
     marker = log_dir / _MARKER
     if not marker.exists():
-        named = [path.name for path in log_dir.iterdir() if _is_left_by_a_job(path) or _JOB.fullmatch(path.name)]
+        named = [
+            path.name for path in log_dir.iterdir() if _is_left_by_a_job(path) or JOB_VARIABLE.fullmatch(path.name)
+        ]
         if named:
             raise LaunchError(
                 f"the log folder {log_dir} is no job's, and holds {', '.join(sorted(named))}, which a job would "

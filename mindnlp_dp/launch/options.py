@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.job_options import JobOptions
-from mindnlp_dp.launch.rendezvous.membership import Size
+from mindnlp_dp.launch.rendezvous.membership import MinMax
 from mindnlp_dp.launch.rendezvous.protocol import is_this_host, parse_endpoint, read_token
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
 from mindnlp_dp.runtime.devices import count_devices, default_device
@@ -73,7 +73,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         "dp.DataParallelTrainer trains; without it ranks take more micro steps",
     )  # fmt: skip
     add = _Adder(run.add_argument_group("several hosts; the same line on each"))
-    add("--nnodes", type=_size, default=Size(1, 1), metavar="N", help="hosts; MIN:MAX of an elastic job (default: 1)")
+    add("--nnodes", type=_size, default=MinMax(1, 1), metavar="N", help="hosts; MIN:MAX of an elastic job (default: 1)")
     add(
         "--rdzv-endpoint", metavar="HOST:PORT",
         help="where they meet: an address of the first one, and a port that is free there (29400)",
@@ -180,14 +180,14 @@ def _conf(text: str) -> dict[str, float]:
     return conf
 
 
-def _size(text: str) -> Size:
+def _size(text: str) -> MinMax:
     try:
-        return Size.parse(text)
+        return MinMax.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _nproc(text: str) -> Size:
+def _nproc(text: str) -> MinMax:
     """Parse ``N``, ``MIN:MAX``, ``auto`` or a device, for which the cards or the usable CPU cores are counted."""
     own = default_device(os.environ)
     device = {"auto": own, "cpu": "CPU", "gpu": "GPU", "npu": "Ascend"}.get(text)
@@ -200,7 +200,7 @@ def _nproc(text: str) -> Size:
     number = len(os.sched_getaffinity(0)) if device == "CPU" else count_devices(device, os.environ)
     if not number:
         raise argparse.ArgumentTypeError(f"{text}: this host has no {device} cards to use")
-    return Size(number, number)
+    return MinMax(number, number)
 
 
 def _whole(text: str) -> int:

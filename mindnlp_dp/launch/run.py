@@ -23,11 +23,11 @@ from mindnlp_dp.launch.job_options import JobOptions
 from mindnlp_dp.launch.log_dir import lock_log_dir, new_log_dir
 from mindnlp_dp.launch.monitor.nonblocking_stdio import NonBlockingStdio, stop_waiting_for_readers
 from mindnlp_dp.launch.processes.host import LocalHost
-from mindnlp_dp.launch.rendezvous.client import Agent
-from mindnlp_dp.launch.rendezvous.membership import Members, Size
+from mindnlp_dp.launch.rendezvous.client import HostAgent
+from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax
 from mindnlp_dp.launch.rendezvous.protocol import is_this_host
 from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
-from mindnlp_dp.launch.rendezvous.server import Head, Rendezvous
+from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer
 from mindnlp_dp.launch.termination import Interrupted, Termination
 from mindnlp_dp.runtime.devices import default_device, too_many_workers
 from mindnlp_dp.runtime.launch_env import node_rank_of
@@ -39,13 +39,13 @@ HANG_TIMEOUT_SECONDS = JobOptions.hang_timeout
 
 
 def run_job(
-    nproc: Union[int, Size],
+    nproc: Union[int, MinMax],
     command: Sequence[str],
     *,
     backend: Optional[str] = None,
     log_dir: Optional[Path] = None,
     options: Optional[JobOptions] = None,
-    nnodes: Optional[Size] = None,
+    nnodes: Optional[MinMax] = None,
     rendezvous: Optional[Rendezvous] = None,
     node_rank: Optional[int] = None,
 ) -> int:
@@ -55,7 +55,7 @@ def run_job(
         LaunchError: the script or ``mpirun`` does not exist, there are fewer devices than processes, or the rendezvous
             of the hosts fails.
     """
-    nproc = nproc if isinstance(nproc, Size) else Size(nproc, nproc)
+    nproc = nproc if isinstance(nproc, MinMax) else MinMax(nproc, nproc)
     options = options or JobOptions()
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise LaunchError(f"the script {command[0]} does not exist")
@@ -77,28 +77,32 @@ def run_job(
         try:
             if rendezvous is not None and not _leads(rendezvous, node_rank):
                 rank = node_rank if node_rank is not None else node_rank_of(environ)
-                return Agent(
+                return HostAgent(
                     rendezvous, environ, nproc.most, version=__version__, node_rank=rank, termination=termination
                 ).run()
-            head = Head(rendezvous, __version__, one_a_host=backend == "mpi") if rendezvous is not None else None
+            server = (
+                RendezvousServer(rendezvous, __version__, one_a_host=backend == "mpi")
+                if rendezvous is not None
+                else None
+            )
             log_dir = log_dir or new_log_dir()
-            if head is None or rendezvous is None:
+            if server is None or rendezvous is None:
                 local = LocalHost(environ, nproc.most)
             else:
-                shell = partial(remote_shell, head.own_endpoint, rendezvous.token)
-                local = LocalHost(environ, nproc.most, sleep=head.pump, remote_shell=shell)
+                shell = partial(remote_shell, server.own_endpoint, rendezvous.token)
+                local = LocalHost(environ, nproc.most, sleep=server.run_once, remote_shell=shell)
             job = Job(
                 command,
                 backend,
-                Members(
-                    local, head, rendezvous,
-                    nnodes=nnodes or Size(1, 1), nproc=nproc, grow_after=options.grow_after,
+                Membership(
+                    local, server, rendezvous,
+                    nnodes=nnodes or MinMax(1, 1), nproc=nproc, grow_after=options.grow_after,
                 ),
                 log_dir=log_dir,
                 options=options,
                 termination=termination,
             )  # fmt: skip
-            return _lead(job, local, head, log_dir, termination)
+            return _lead(job, local, server, log_dir, termination)
         except KeyboardInterrupt as interrupt:
             stop_waiting_for_readers()
             print("interrupted: all ranks were ended", file=sys.stderr)
@@ -111,7 +115,9 @@ def _leads(rendezvous: Rendezvous, node_rank: Optional[int]) -> bool:
     return is_this_host(rendezvous.host) if number is None else number == 0
 
 
-def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path, termination: Termination) -> int:
+def _lead(
+    job: Job, local: LocalHost, server: Optional[RendezvousServer], log_dir: Path, termination: Termination
+) -> int:
     """Lead a job from this host, and tell the other hosts its exit code."""
     code = 1
     try:
@@ -126,8 +132,8 @@ def _lead(job: Job, local: LocalHost, head: Optional[Head], log_dir: Path, termi
         raise
     finally:
         try:
-            if head is not None:
-                head.close(code)
+            if server is not None:
+                server.close(code)
         finally:
             with termination.ignored():
                 local.leave()

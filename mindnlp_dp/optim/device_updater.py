@@ -127,7 +127,7 @@ class DeviceUpdater(MindNLPUpdater):
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         return Updater.clip(self, gradients, max_norm)
 
-    def scaled(self, gradients: Any, factor: float) -> Any:
+    def scale(self, gradients: Any, factor: float) -> Any:
         slices, used = gradients
         if factor != 1:
             # A tensor is data; for a Python number an operator would be compiled for each value.

@@ -84,9 +84,11 @@ def make_updater(
         from mindnlp_dp.optim.flat_updater import FlatUpdater
 
         # Between hosts, weights are more bytes than gradients, whose blocks of zeros are not sent.
-        among = "host" if zero_stage == "auto" else "job"
+        shard_scope = "host" if zero_stage == "auto" else "world"
         may_share = _dispatches_synchronously()
-        return FlatUpdater(optimizer, window, rule, stage, scheduler, may_share=may_share, among=among, scope=scope)
+        return FlatUpdater(
+            optimizer, window, rule, stage, scheduler, may_share=may_share, shard_scope=shard_scope, scope=scope
+        )
     # A device slice contains several parameters, and the norm of a sharded model may count only some of them.
     if stage and scope.is_whole and isinstance(window, GradientSynchronizer) and _can_be_cut(optimizer, window):
         from mindnlp_dp.optim.device_updater import DeviceUpdater

@@ -27,7 +27,7 @@ from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.block_sums import BlockSums
-from mindnlp_dp.optim.fused.rules import Rule, Segment, Update
+from mindnlp_dp.optim.fused.rules import Rule, Segment, UpdateContext
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater, is_untouched
 from mindnlp_dp.optim.zero.partition import SEGMENT_NUMEL, Partition
 from mindnlp_dp.optim.zero.state_registry import OptimizerStateRegistry, StateShards
@@ -46,7 +46,7 @@ class FlatUpdater(MindNLPUpdater):
 
     Args:
         zero_stage: The ZeRO stage: 0, 1 or 2.
-        among: The ranks that shard the update in stages 1 and 2: those of each "host", so that every host has all of
+        shard_scope: The ranks that shard the update in stages 1 and 2: those of each "host", so that every host has all of
             the state, or those of the whole "job".
     """
 
@@ -59,7 +59,7 @@ class FlatUpdater(MindNLPUpdater):
         scheduler: Any = None,
         *,
         may_share: bool = True,
-        among: str = "job",
+        shard_scope: str = "world",
         scope: Optional[ModelScope] = None,
     ) -> None:
         super().__init__(optimizer, synchronizer.parameters, scheduler)
@@ -69,7 +69,7 @@ class FlatUpdater(MindNLPUpdater):
         self._sync = synchronizer
         self._group = synchronizer.group
         self._may_share = may_share and zero_stage > 0
-        self._among = among if zero_stage else "nobody"
+        self._shard_scope = shard_scope if zero_stage else None
         self._shapes = [tuple(p.shape) for p in self.parameters]
         self._blocks = BlockSums([math.prod(shape) for shape in self._shapes])
         # The block sums of this rank's slices of the gradients only.
@@ -82,18 +82,20 @@ class FlatUpdater(MindNLPUpdater):
         self._shards: Optional[StateShards] = None
         self._partition: Optional[tuple[int, ...]] = None
         self._cut: list[Segment] = []
-        synchronizer.scatter = zero_stage == 2 and among == "job" and isinstance(synchronizer.channel, HostChannel)
+        synchronizer.scatter = (
+            zero_stage == 2 and shard_scope == "world" and isinstance(synchronizer.channel, HostChannel)
+        )
         synchronizer.before_packing = self._let_go
         self._arrange()
 
     def _let_go(self) -> None:
         """Drop every view of the bucket memory before the buckets are repacked."""
-        self.place.let_go()
+        self.place.release_views()
         self._partition, self._cut = None, []
 
     def _arrange(self) -> None:
         """Arrange weights and state for the current buckets. A collective."""
-        self.place = Partition(self._sync, among=self._among, may_share=self._may_share)
+        self.place = Partition(self._sync, shard_scope=self._shard_scope, may_share=self._may_share)
         self._sums.fill(0)
         self.place.sums_view(functools.partial(self._blocks.put, self._sums))
         self._adopt_state(self._new_shards())
@@ -116,7 +118,7 @@ class FlatUpdater(MindNLPUpdater):
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:
         return Updater.clip(self, gradients, max_norm)
 
-    def scaled(self, gradients: Any, factor: float) -> Any:
+    def scale(self, gradients: Any, factor: float) -> Any:
         self._scale = factor
         return gradients
 
@@ -153,13 +155,13 @@ class FlatUpdater(MindNLPUpdater):
 
     def update(self, gradients: Any) -> None:
         if self._num_moved:
-            self.place.weights.put_back(self._group, writes=self.place.writes, wait=self.place.wait)
+            self.place.weights.write_back(self._group, writes=self.place.writes, wait=self.place.wait)
         self._take_back()
         steps = self._state.steps
         for index in np.flatnonzero(gradients):
             steps[index] += 1
         segments = self._segments(gradients)
-        update = Update(self._scale, self._scratch, self._groups(), steps, self._blocks, self._add)
+        update = UpdateContext(self._scale, self._scratch, self._groups(), steps, self._blocks, self._add)
         self._rule.apply(segments, update)
         if self.zero_stage:
             self.place.publish(self._group.all_gather)
@@ -208,18 +210,18 @@ class FlatUpdater(MindNLPUpdater):
 
     def _adopt_state(self, shards: StateShards) -> None:
         """Move the optimizer's state into ``shards``, from its own ``state`` or from other steps. A collective."""
-        self._owners.look_at(self.optimizer)
+        self._owners.changed(self.optimizer)
         # The optimizer's own state is the newest: it shows our arrays, or its own code has created it since.
         own = {id(p): state for p in self.parameters if (state := self.optimizer.state.pop(p, None))}
-        self._owners.accept(own)
-        self._owners.hand_over(self.parameters, shards)
+        self._owners.adopt(own)
+        self._owners.transfer(self.parameters, shards)
         self._shards, self._partition = shards, None
         self._show_state()
 
     def _take_back(self) -> None:
         """Adopt the state again if a state was loaded or another step of this optimizer had it. A collective."""
-        self._owners.look_at(self.optimizer)
-        if not self._owners.belongs_to(self._state, self.parameters):
+        self._owners.changed(self.optimizer)
+        if not self._owners.owner_of(self._state, self.parameters):
             self._adopt_state(self._state)
 
     def _show_state(self) -> None:

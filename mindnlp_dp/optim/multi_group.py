@@ -30,8 +30,8 @@ class MultiGroupUpdater(Updater):
     def norm(self, gradients: Any) -> float:
         return math.hypot(*(updater.norm(mine) for updater, mine in zip(self._updaters, gradients)))
 
-    def scaled(self, gradients: Any, factor: float) -> Any:
-        return [updater.scaled(mine, factor) for updater, mine in zip(self._updaters, gradients)]
+    def scale(self, gradients: Any, factor: float) -> Any:
+        return [updater.scale(mine, factor) for updater, mine in zip(self._updaters, gradients)]
 
     def are_finite(self, gradients: Any) -> bool:
         return math.isfinite(self.norm(gradients))

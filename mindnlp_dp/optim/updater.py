@@ -66,7 +66,7 @@ class Updater(abc.ABC):
         if norm * norm > np.finfo(np.float32).max:
             # MindNLP's clipping does the same: if the square overflows float32, the gradient is not usable.
             norm = math.inf
-        return self.scaled(gradients, min(1.0, max_norm / (norm + 1e-6))), norm
+        return self.scale(gradients, min(1.0, max_norm / (norm + 1e-6))), norm
 
     def follows_optimizer(self) -> bool:
         """Return whether this updater still computes what the optimizer itself would compute, on this rank."""
@@ -77,7 +77,7 @@ class Updater(abc.ABC):
         """Return the norm of all averaged gradients of the full model."""
 
     @abc.abstractmethod
-    def scaled(self, gradients: Any, factor: float) -> Any:
+    def scale(self, gradients: Any, factor: float) -> Any:
         """Return averaged gradients times ``factor``."""
 
     @abc.abstractmethod
@@ -136,7 +136,7 @@ class MindNLPUpdater(Updater):
     def norm(self, gradients: Sequence[Optional[Any]]) -> float:
         return math.sqrt(self._scope.total(_sums_of_squares(gradients)))
 
-    def scaled(self, gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
+    def scale(self, gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
         return _times(gradients, factor)
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:
@@ -202,7 +202,7 @@ class MindSporeUpdater(Updater):
     def norm(self, gradients: Sequence[Optional[Any]]) -> float:
         return math.sqrt(float(_sums_of_squares(gradients).sum()))
 
-    def scaled(self, gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
+    def scale(self, gradients: Sequence[Optional[Any]], factor: float) -> Sequence[Optional[Any]]:
         return _times(gradients, factor)
 
     def update(self, gradients: Sequence[Optional[Any]]) -> None:

@@ -30,7 +30,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.communication.default_group import get_process_group, set_data_group
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.schedules.mesh_spec import Size, _shown
+from mindnlp_dp.schedules.mesh_spec import Size, size_text
 
 # Data, pipeline, expert and tensor parallelism.
 AXES = ("dp", "pp", "ep", "tp")
@@ -50,13 +50,13 @@ class DeviceMesh:
     Attributes:
         axes: sizes of the axes that the user named, in order; tuples by stage if stages differ.
         sizes: sizes of all axes in this rank's stage; axes that the user did not name have size 1.
-        coordinates: coordinates of this rank. "cell" is the rank's number within its stage and row, along sub and tp.
+        coordinates: coordinates of this rank. "rank_in_stage" is the rank's number within its stage and row, along sub and tp.
         stages: (sub, tp) of every stage.
         world: group of all ranks.
-        data: group of the ranks with the same part of the model, except experts, that split the samples: ``dp x ep``.
-        copies: group of the same ranks and those that split the samples of a micro-batch: ``dp x ep x sub``.
-        replicas: group of the ranks with the same weights, including experts: ``dp x sub``.
-        parts: group of the ranks that together have the full model: ``pp x ep x sub x tp``.
+        dp_group: group of the ranks with the same part of the model, except experts, that split the samples: ``dp x ep``.
+        grad_sync_group: group of the same ranks and those that split the samples of a micro-batch: ``dp x ep x sub``.
+        expert_dp_group: group of the ranks with the same weights, including experts: ``dp x sub``.
+        model_parallel_group: group of the ranks that together have the full model: ``pp x ep x sub x tp``.
     """
 
     def __init__(self, sizes: Mapping[str, Size], world: ProcessGroup) -> None:
@@ -69,15 +69,18 @@ class DeviceMesh:
         self._places = self._arranged({"dp": rows, "pp": num_stages, "ep": self._of(0, "ep")})
         self.coordinates = self._places[world.rank]
         sub, tp = self.stages[self.coordinates["pp"]]
-        self.sizes = {"dp": rows, "pp": num_stages, "ep": self._of(0, "ep"), "sub": sub, "tp": tp}
+        self.sizes = {"dp": rows, "pp": num_stages, "ep": self._of(0, "ep"), "dp_in_stage": sub, "tp": tp}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world.world_size)): world}
         is_mesh = rows < world.world_size
         world.set_rank_labels([f"{r} ({self.label(place)})" for r, place in enumerate(self._places)] if is_mesh else [])
-        within = [("dp",), ("pp",), ("ep",), ("tp",), ("sub",), ("dp", "ep")]
-        for axes in [*within, ("dp", "ep", "sub"), ("dp", "sub"), ("pp", "ep", "sub", "tp")]:
+        within = [("dp",), ("pp",), ("ep",), ("tp",), ("dp_in_stage",), ("dp", "ep")]
+        for axes in [*within, ("dp", "ep", "dp_in_stage"), ("dp", "dp_in_stage"), ("pp", "ep", "dp_in_stage", "tp")]:
             self._make_group(axes)
-        self.data, self.copies = self.group("dp", "ep"), self.group("dp", "ep", "sub")
-        self.replicas, self.parts = self.group("dp", "sub"), self.group("pp", "ep", "sub", "tp")
+        self.dp_group, self.grad_sync_group = self.group("dp", "ep"), self.group("dp", "ep", "dp_in_stage")
+        self.expert_dp_group, self.model_parallel_group = (
+            self.group("dp", "dp_in_stage"),
+            self.group("pp", "ep", "dp_in_stage", "tp"),
+        )
 
     def _of(self, stage: int, axis: str) -> int:
         size = self.axes.get(axis, 1)
@@ -92,7 +95,7 @@ class DeviceMesh:
             cell = place.pop("tp")
             if cell < cells[place["pp"]]:
                 sub, tp = divmod(cell, self.stages[place["pp"]][1])
-                found.append({**place, "sub": sub, "tp": tp, "cell": cell})
+                found.append({**place, "dp_in_stage": sub, "tp": tp, "rank_in_stage": cell})
         return found
 
     def __repr__(self) -> str:
@@ -100,23 +103,27 @@ class DeviceMesh:
 
     def __str__(self) -> str:
         shown = {axis: size for axis, size in self.axes.items() if size != 1}
-        return ", ".join(f"{axis}={_shown(size)}" for axis, size in shown.items()) or "dp=1"
+        return ", ".join(f"{axis}={size_text(size)}" for axis, size in shown.items()) or "dp=1"
 
     def group(self, *axes: str) -> ProcessGroup:
         """Return the group of the ranks that differ from this one only in these axes, in the order of the mesh.
 
-        With "pp" but without "sub" and "tp", these are the ranks with the same cell in every stage.
+        With "pp" but without "dp_in_stage" and "tp", these are the ranks with the same cell in every stage.
         """
         return self._groups[self._ranks(axes)]
 
     def row(self, stage: int) -> list[int]:
         """Return the ranks within ``parts`` that are in a stage, ordered by cell."""
-        ranks = self._ranks(("pp", "ep", "sub", "tp"))
+        ranks = self._ranks(("pp", "ep", "dp_in_stage", "tp"))
         return [number for number, rank in enumerate(ranks) if self._places[rank]["pp"] == stage]
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         here = self.coordinates
-        within = [axis for axis in ("sub", "tp") if axis not in axes] if {"sub", "tp"} & set(axes) else ["cell"]
+        within = (
+            [axis for axis in ("dp_in_stage", "tp") if axis not in axes]
+            if {"dp_in_stage", "tp"} & set(axes)
+            else ["rank_in_stage"]
+        )
         same = [axis for axis in ("dp", "pp", "ep") if axis not in axes] + within
         return tuple(r for r, place in enumerate(self._places) if all(place[a] == here[a] for a in same))
 
@@ -132,9 +139,9 @@ class DeviceMesh:
         """Return the coordinates of a rank as text for messages."""
         sub, tp = (max(of_stages) for of_stages in zip(*self.stages))
         most = {axis: 1 + max(other[axis] for other in self._places) for axis in ("dp", "pp", "ep")}
-        most |= {"sub": sub, "tp": tp}
+        most |= {"dp_in_stage": sub, "tp": tp}
         place_of_tp = self._order.index("tp")
-        order = [*self._order[:place_of_tp], "sub", *self._order[place_of_tp:]]
+        order = [*self._order[:place_of_tp], "dp_in_stage", *self._order[place_of_tp:]]
         return ", ".join(f"{axis}={place[axis]}" for axis in order if most[axis] > 1) or "dp=0"
 
     def index(self, axis: str) -> int:
@@ -144,7 +151,7 @@ class DeviceMesh:
     @property
     def is_data_parallel(self) -> bool:
         """Whether every rank has the full model."""
-        return self.parts.world_size == 1
+        return self.model_parallel_group.world_size == 1
 
     @property
     def stages_differ(self) -> bool:
@@ -158,7 +165,7 @@ class DeviceMesh:
         of them compute what is not sharded.
         """
         before = sum(sub for sub, _ in self.stages[: self.index("pp")])
-        return self.copies.rank + self.sizes["dp"] * self.sizes["ep"] * before
+        return self.grad_sync_group.rank + self.sizes["dp"] * self.sizes["ep"] * before
 
     @property
     def is_first_stage(self) -> bool:
@@ -193,7 +200,7 @@ def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = 
     # Reuse an equal mesh, to make no new groups.
     mesh = known if known is not None and known.axes == checked else DeviceMesh(checked, group)
     _mesh_of[group] = mesh
-    set_data_group(mesh.data)
+    set_data_group(mesh.dp_group)
     return mesh
 
 
@@ -225,7 +232,7 @@ def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, Size]:
     if open_axes and group.world_size % known == 0:
         sizes[open_axes[0]] = group.world_size // known
     if _num_ranks(sizes) != group.world_size:
-        shown = " x ".join(f"{axis}={_shown(size)}" for axis, size in sizes.items()) or "no axis"
+        shown = " x ".join(f"{axis}={size_text(size)}" for axis, size in sizes.items()) or "no axis"
         made = "sizes multiply to the number of ranks" + (", by stage, and stages add up" if by_stage else "")
         raise ValueError(f"{shown} does not make {group.world_size} ranks, which this job has; {made}")
     for axis, need in _NEEDS.items():
@@ -241,9 +248,9 @@ def _checked_by_stage(axis: str, size: tuple[Any, ...], num_stages: Any) -> Size
     if axis not in _BY_STAGE:
         raise ValueError(f"the sizes of dp and tp may differ by stage, that of {axis} may not; got {size}")
     if any(not isinstance(number, int) or isinstance(number, bool) or number < 1 for number in size):
-        raise ValueError(f"sizes by stage are whole numbers from 1 on, got {axis}={_shown(size)}")
+        raise ValueError(f"sizes by stage are whole numbers from 1 on, got {axis}={size_text(size)}")
     if len(size) != num_stages:
-        raise ValueError(f"{axis}={_shown(size)} has {len(size)} stages, and pp={num_stages}")
+        raise ValueError(f"{axis}={size_text(size)} has {len(size)} stages, and pp={num_stages}")
     return size
 
 

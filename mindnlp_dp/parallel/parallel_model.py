@@ -43,11 +43,11 @@ class PartedModel(ReplicatedModel):
 
     def __init__(self, model: Any, placements: Placements) -> None:
         self.mesh = placements.mesh
-        super().__init__(model, self.mesh.data)
+        super().__init__(model, self.mesh.dp_group)
         self.world = self.mesh.world
         self.placements = placements
         self.seed_rank = self.mesh.seed_rank
-        self.loss_replication = self.mesh.sizes["sub"]
+        self.loss_replication = self.mesh.sizes["dp_in_stage"]
 
     def _own(self) -> dict[str, Any]:
         """Return this rank's parameters and buffers, by their names in the full model."""
@@ -58,14 +58,14 @@ class PartedModel(ReplicatedModel):
         own = list(self._own().items())
         experts = [(name, w) for name, w in own if self.placements[name].expert_rank is not None]
         others = [(name, w) for name, w in own if self.placements[name].expert_rank is None]
-        return [(self.mesh.copies, others), (self.mesh.replicas, experts)]
+        return [(self.mesh.grad_sync_group, others), (self.mesh.expert_dp_group, experts)]
 
     def broadcast_weights(self) -> None:
         for group, weights in self._replicas():
             broadcast_parameters(weights, group)
 
     def broadcast_buffers(self) -> None:
-        broadcast_buffers(self.model, self.mesh.copies)
+        broadcast_buffers(self.model, self.mesh.grad_sync_group)
 
     def assert_in_sync(self) -> str:
         problem = self._replica_that_differs() or self._copy_that_differs()
@@ -97,7 +97,7 @@ class PartedModel(ReplicatedModel):
             for name, weight in self._own().items()
             if self.placements[name].cut is None and self.placements[name].expert_rank is None
         ]
-        group = self.mesh.parts
+        group = self.mesh.model_parallel_group
         first: dict[str, tuple[int, bytes]] = {}
         for rank, theirs in enumerate(group.all_gather_object(copies)):
             for name, digest in theirs:
@@ -112,7 +112,7 @@ class PartedModel(ReplicatedModel):
     # Full arrays, one at a time.
 
     def whole_arrays(self) -> Iterator[tuple[Placement, np.ndarray]]:
-        """Yield every weight as a full array. A collective of ``mesh.parts``."""
+        """Yield every weight as a full array. A collective of ``mesh.model_parallel_group``."""
         own = self._own()
         for placement in self.placements.values():
             weight = own.get(placement.name)
@@ -204,7 +204,7 @@ class PartedModel(ReplicatedModel):
 
     def whole_optimizer(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
         names = [[self.placements[name].name for name in names] for names in own["parameters"]]
-        everyone = self.mesh.parts.all_gather_object(names)
+        everyone = self.mesh.model_parallel_group.all_gather_object(names)
         order = list(self.placements)
         groups = [sorted(set().union(*(theirs[g] for theirs in everyone)), key=order.index) for g in range(len(names))]
         numbers = [number for group in own["param_groups"] for number in group["params"]]
@@ -213,9 +213,11 @@ class PartedModel(ReplicatedModel):
         told = {
             name: {key: None if _is_array(value) else value for key, value in state.items()}
             for name, state in mine.items()
-            if state and self.placements.counts(self.placements[name])
+            if state and self.placements.owns(self.placements[name])
         }
-        outline = {name: s for theirs in self.mesh.parts.all_gather_object(told) for name, s in theirs.items()}
+        outline = {
+            name: s for theirs in self.mesh.model_parallel_group.all_gather_object(told) for name, s in theirs.items()
+        }
         state: dict[int, dict[str, Any]] = {}
         for number, name in enumerate(name for group in groups for name in group):
             placement = self.placements[name]

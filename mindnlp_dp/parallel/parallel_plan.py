@@ -81,7 +81,7 @@ class ExpertPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """Describes how a model is sharded by each kind of parallelism; None if it does not support one."""
 
     tensor: Optional[TensorPlan] = None
@@ -98,8 +98,8 @@ def first_match(patterns: Mapping[str, Any], name: str) -> Optional[Any]:
     return next((value for pattern, value in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
-def _bert(prefix: str, head: Optional[str]) -> Plan:
-    return Plan(
+def _bert(prefix: str, head: Optional[str]) -> ShardingPlan:
+    return ShardingPlan(
         TensorPlan(
             layers={
                 "*embeddings.word_embeddings": "vocabulary",
@@ -119,8 +119,8 @@ def _bert(prefix: str, head: Optional[str]) -> Plan:
     )
 
 
-def _gpt2(prefix: str, head: Optional[str]) -> Plan:
-    return Plan(
+def _gpt2(prefix: str, head: Optional[str]) -> ShardingPlan:
+    return ShardingPlan(
         TensorPlan(
             layers={
                 "*wte": "vocabulary",
@@ -137,8 +137,8 @@ def _gpt2(prefix: str, head: Optional[str]) -> Plan:
     )
 
 
-def _t5(prefix: str, head: Optional[str]) -> Plan:
-    return Plan(
+def _t5(prefix: str, head: Optional[str]) -> ShardingPlan:
+    return ShardingPlan(
         TensorPlan(
             layers={
                 "shared": "vocabulary",
@@ -161,8 +161,8 @@ def _t5(prefix: str, head: Optional[str]) -> Plan:
     )
 
 
-def _mixtral(prefix: str, head: Optional[str]) -> Plan:
-    return Plan(
+def _mixtral(prefix: str, head: Optional[str]) -> ShardingPlan:
+    return ShardingPlan(
         TensorPlan(
             layers={
                 "*embed_tokens": "vocabulary",
@@ -187,9 +187,9 @@ def _mixtral(prefix: str, head: Optional[str]) -> Plan:
     )
 
 
-def _qwen2_moe(prefix: str, head: Optional[str]) -> Plan:
+def _qwen2_moe(prefix: str, head: Optional[str]) -> ShardingPlan:
     plan = _mixtral(prefix, head)
-    return Plan(plan.tensor, plan.pipeline, ExpertPlan(blocks="*.mlp"))
+    return ShardingPlan(plan.tensor, plan.pipeline, ExpertPlan(blocks="*.mlp"))
 
 
 # The head styles for tasks whose loss depends on the output layer only.
@@ -205,7 +205,7 @@ _KINDS = {
 }
 
 
-def plan_for(model: Any) -> Plan:
+def plan_for(model: Any) -> ShardingPlan:
     """Return the plan for a MindNLP model.
 
     Raises:

@@ -23,10 +23,10 @@ from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
 from mindnlp_dp.parallel.parallel_model import PartedModel
-from mindnlp_dp.parallel.parallel_plan import Plan, plan_for
+from mindnlp_dp.parallel.parallel_plan import ShardingPlan, plan_for
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, partition_stages
-from mindnlp_dp.parallel.pipeline_parallel.tied_weights import Tie
+from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.tensor_parallel.apply import apply_tensor_parallel
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, apply_expert_parallel
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
@@ -60,8 +60,8 @@ class ParallelModel(PartedModel):
     def scope(self, parameters: Sequence[Any]) -> ModelScope:
         """Return the scope that tells which of these parameters this rank adds to a norm over the full model."""
         placed = [self.placements[p.name_in_whole] for p in parameters]
-        counts = [self.placements.counts(placement) for placement in placed]
-        return ModelScope(self.mesh.parts, counts, [placement.cut is not None for placement in placed])
+        counts = [self.placements.owns(placement) for placement in placed]
+        return ModelScope(self.mesh.model_parallel_group, counts, [placement.cut is not None for placement in placed])
 
     def window(
         self, named: Sequence[tuple[str, Any]], **exchange: Any
@@ -71,21 +71,21 @@ class ParallelModel(PartedModel):
             # A stage runs several backward passes per update, and does not know which one is the last.
             exchange["overlap"] = False
         if self._row_weights is None:
-            return GradientSynchronizer(named, self.mesh.copies, **exchange)
+            return GradientSynchronizer(named, self.mesh.grad_sync_group, **exchange)
         exchange["overlap"] = False
         weights = self._row_weights
         is_expert = [self.placements[p.name_in_whole].expert_rank is not None for _, p in named]
         places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
         windows = [
             GradientSynchronizer([named[place] for place in mine], group, **exchange)
-            for mine, group in zip(places, (self.mesh.copies, self.mesh.replicas))
+            for mine, group in zip(places, (self.mesh.grad_sync_group, self.mesh.expert_dp_group))
         ]
         return MultiGroupExchange(windows, places, [lambda weight: weight, lambda weight: weights.total])
 
-    def settle(self) -> None:
+    def resync_tied_weights(self) -> None:
         """Make tied weights bitwise equal on all stages; called after every update. A collective."""
         for tie in self.pipeline.ties if self.pipeline is not None else ():
-            tie.settle()
+            tie.resync()
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise ValueError if the optimizer updates parameters that are not (or no longer) in this model."""
@@ -108,7 +108,7 @@ class ParallelModel(PartedModel):
         with contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight):
             yield
 
-    def lend(self, batch: Optional[T]) -> Optional[T]:
+    def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
         """Return the batch to run: this rank's, or a dummy batch of weight 0 if only other ranks of the row have one.
 
         Returns None if no rank of the row has a batch. A collective of the row.
@@ -136,7 +136,7 @@ class ParallelModel(PartedModel):
 def parallelize(
     model: T,
     mesh: Optional[DeviceMesh] = None,
-    plan: Optional[Plan] = None,
+    plan: Optional[ShardingPlan] = None,
     *,
     weights: Optional[Union[str, Path]] = None,
     schedule: str = "1f1b",
@@ -208,7 +208,7 @@ def _open(
     return files, world.broadcast_object([] if files is None else files.missing)
 
 
-def _cut(model: Any, plan: Plan, parts: ParallelModel, layers_per_stage: Sequence[int]) -> Optional[StageInput]:
+def _cut(model: Any, plan: ShardingPlan, parts: ParallelModel, layers_per_stage: Sequence[int]) -> Optional[StageInput]:
     """Reduce the model to this rank's part; return the inbox for received activations if there is a pipeline."""
     mesh, placements = parts.mesh, parts.placements
     kinds = {"tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline")}
@@ -246,7 +246,7 @@ def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:
     """Make the stages that share a tied weight sum its gradients."""
     mesh = placements.mesh
     # A group has the ranks with the same cell if the stages are equal, otherwise all ranks of these stages.
-    among = mesh.parts if mesh.stages_differ else mesh.group("pp")
+    among = mesh.model_parallel_group if mesh.stages_differ else mesh.group("pp")
     stage = mesh.index("pp")
     shared = sorted({p.stages for p in placements.values() if len(p.stages) > 1 and p.trains})
     groups = {}
@@ -259,4 +259,4 @@ def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:
         stages = placements[name].stages
         if stages in groups and stage in stages:
             placement = placements[name] if mesh.stages_differ else None
-            pipeline.ties.append(Tie(parameter, groups[stages], placements, placement))
+            pipeline.ties.append(TiedParameter(parameter, groups[stages], placements, placement))

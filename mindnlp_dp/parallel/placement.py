@@ -22,7 +22,7 @@ from mindnlp_dp.runtime.partition import shard_bounds
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """Describes how a weight is sharded: dimension ``dim`` has ``num_blocks`` equal blocks, each split over the ranks.
 
     >>> [part.tolist() for part in (Cut(0, 2).part(np.arange(8), rank, 2) for rank in (0, 1))]
@@ -70,7 +70,7 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    cut: Optional[Cut] = None
+    cut: Optional[Shard] = None
     stages: tuple[int, ...] = (0,)
     expert_rank: Optional[int] = None
     trains: bool = True
@@ -125,12 +125,12 @@ class Placements(Mapping[str, Placement]):
         cut, mesh = placement.cut, self.mesh
         return placement.shape if cut is None else cut.shape(placement.shape, mesh.index("tp"), mesh.sizes["tp"])
 
-    def counts(self, placement: Placement) -> bool:
-        """Return whether this rank, of those in ``mesh.parts`` with the same data, adds it to a sum over the model."""
+    def owns(self, placement: Placement) -> bool:
+        """Return whether this rank, of those in ``mesh.model_parallel_group`` with the same data, adds it to a sum over the model."""
         here = self.mesh.coordinates
         return (
             here["pp"] == min(placement.stages)
-            and here["sub"] == 0
+            and here["dp_in_stage"] == 0
             and (placement.cut is not None or here["tp"] == 0)
             and (placement.expert_rank is not None or here["ep"] == 0)
         )
@@ -143,20 +143,20 @@ class Placements(Mapping[str, Placement]):
         *,
         group: Optional[ProcessGroup] = None,
     ) -> np.ndarray:
-        """Gather a full array from the shards of all ranks. A collective of ``mesh.parts``.
+        """Gather a full array from the shards of all ranks. A collective of ``mesh.model_parallel_group``.
 
         ``mine`` is this rank's shard, None if it has none. ``dtype`` is the type of the array if it is not the
-        parameter's; ``group`` is the group of ranks that take part if it is not ``mesh.parts``.
+        parameter's; ``group`` is the group of ranks that take part if it is not ``mesh.model_parallel_group``.
         """
         mesh = self.mesh
         dtype = dtype or placement.dtype
         whole = np.zeros(placement.shape, np.float32 if dtype == "bfloat16" else dtype)
-        if mine is not None and self.counts(placement):
+        if mine is not None and self.owns(placement):
             if placement.cut is None:
                 whole = mine
             else:
                 placement.cut.put(mine, whole, mesh.index("tp"), mesh.sizes["tp"])
-        return _exact_sum(whole, group or mesh.parts)
+        return _exact_sum(whole, group or mesh.model_parallel_group)
 
 
 def _exact_sum(array: np.ndarray, group: ProcessGroup) -> np.ndarray:

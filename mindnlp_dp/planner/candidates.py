@@ -128,7 +128,7 @@ class Candidates:
                 seconds, [(0, last, sharing)], firsts, [micro_batch], num, "", False, zero_stage
             )  # fmt: skip
             return
-        ways, size = self._ways(costs, micro_batch), sharing.num_devices
+        ways, size = self.boundary_costs(costs, micro_batch), sharing.num_devices
         known: dict[bytes, Any] = {}
         for recompute, schedule in itertools.product((False, True), self.schedules):
             cost, allowed = self._tables(costs, micro_batch, num, recompute, schedule)
@@ -178,7 +178,7 @@ class Candidates:
         allowed[upper] = most_following(fits, schedule, num)
         return seconds, allowed
 
-    def _ways(self, costs: StageCosts, micro_batch: int) -> np.ndarray:
+    def boundary_costs(self, costs: StageCosts, micro_batch: int) -> np.ndarray:
         sharing = costs.sharing
         pair = (sharing.dp, sharing.tp)
         boundary = self.boundaries.between(pair, pair, self._worst_place(sharing))

@@ -18,7 +18,7 @@ from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism, layers_o
 from mindnlp_dp.planner.plan import Plan, Plans
 from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
-from mindnlp_dp.planner.simulate_step import play
+from mindnlp_dp.planner.simulate_step import simulate_step
 from mindnlp_dp.planner.solver.integer_program import InfeasibleError
 from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
 from mindnlp_dp.schedules.pipeline import SCHEDULES
@@ -66,7 +66,7 @@ def plan(
     for candidate in candidates:
         if len(played) >= _PLAYED and candidate.seconds > 1.5 * min(p.seconds for p in played.values()):
             break
-        found = play(search, candidate)
+        found = simulate_step(search, candidate)
         # Keep the best combination of micro-batch and schedule for each mesh.
         if found is not None and (str(found) not in played or found.seconds < played[str(found)].seconds):
             played[str(found)] = found
@@ -124,7 +124,7 @@ def predict(
     slices = [(a, b - 1, sharing) for a, b, sharing in zip(bounds, bounds[1:], stages)]
     of_each = [total // sharing.num_data for sharing in stages]
     name = schedule if pp > 1 else ""
-    found = play(search, Candidate(0.0, slices, firsts, of_each, batch // total, name, recompute, zero_stage))
+    found = simulate_step(search, Candidate(0.0, slices, firsts, of_each, batch // total, name, recompute, zero_stage))
     assert found is not None, "memory is no matter"
     return found
 

@@ -18,7 +18,7 @@ from mindnlp_dp.schedules.pipeline_simulation import Timeline, simulate_pipeline
 _PLAYED_MICRO_BATCHES = 256
 
 
-def play(search: Candidates, candidate: Candidate) -> Optional[Plan]:
+def simulate_step(search: Candidates, candidate: Candidate) -> Optional[Plan]:
     """Return the plan with its timeline; None if the micro-batches that its schedule keeps do not fit into memory."""
     stages = [_stage(search, candidate, place) for place in range(len(candidate.slices))]
     if max(stage.memory.total for stage in stages) > search.room:

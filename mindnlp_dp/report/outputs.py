@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.atomic_write import atomic_write
 
 
 def write_outputs(
@@ -16,12 +16,12 @@ def write_outputs(
 ) -> bool:
     """Write the numbers and the plot that were asked for; return False if matplotlib is missing for the plot."""
     if json_file is not None:
-        with in_place_of(json_file) as temporary:
+        with atomic_write(json_file) as temporary:
             temporary.write_text(json.dumps(numbers, indent=2) + "\n")
         print(f"written to {json_file}")
     if plot_file is not None:
         try:
-            with in_place_of(plot_file) as temporary:
+            with atomic_write(plot_file) as temporary:
                 draw(temporary)
         except ImportError:
             print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"', file=sys.stderr)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.atomic_write import atomic_write
 
 from .pipeline import caption
 from .runs import RecordedRun, read_runs, speed_up
@@ -50,9 +50,9 @@ def write_report(runs: Sequence[RecordedRun], output: Path) -> None:
     """Write the page to ``output`` and the picture next to it; each file is written atomically."""
     from .figures import draw_png
 
-    with in_place_of(output.with_suffix(".png")) as temporary:
+    with atomic_write(output.with_suffix(".png")) as temporary:
         draw_png(temporary, runs, _title(runs))
-    with in_place_of(output) as temporary:
+    with atomic_write(output) as temporary:
         temporary.write_text(render(runs), encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ _OLD = "old"
 
 
 @contextmanager
-def in_place_of(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path; what the block writes there replaces ``path`` when the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     workspace = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))

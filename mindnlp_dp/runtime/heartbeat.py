@@ -45,7 +45,7 @@ VARIABLE = "MINDNLP_DP_PROGRESS"
 
 
 @dataclass(frozen=True)
-class Progress:
+class RankHeartbeat:
     """The heartbeat record of one rank, which the launcher reads.
 
     Attributes:
@@ -85,7 +85,7 @@ class Progress:
         return state if born == self.born else ""
 
 
-class Reporter:
+class HeartbeatWriter:
     """Writes the heartbeats of this process to its record in the file."""
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -113,7 +113,7 @@ class Reporter:
             self._members, self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
         )  # fmt: skip
 
-    def meet(self) -> None:
+    def mark_joined(self) -> None:
         self._has_met = True
         self._write()
 
@@ -166,37 +166,37 @@ class Reporter:
             self._write()
 
 
-_reporter: Optional[Reporter] = None
+_writer: Optional[HeartbeatWriter] = None
 
 
-def report_to(path: Path, rank: int) -> Reporter:
+def report_to(path: Path, rank: int) -> HeartbeatWriter:
     """Report this process's progress to the file ``path`` from now on, and return its reporter."""
-    global _reporter
-    _reporter = Reporter(path, rank)
-    return _reporter
+    global _writer
+    _writer = HeartbeatWriter(path, rank)
+    return _writer
 
 
-def reporter() -> Optional[Reporter]:
+def writer() -> Optional[HeartbeatWriter]:
     """Return this process's reporter; None if no launcher asked for one."""
-    return _reporter
+    return _writer
 
 
-def meet() -> None:
+def mark_joined() -> None:
     """Report that this rank has joined the others."""
-    if _reporter is not None:
-        _reporter.meet()
+    if _writer is not None:
+        _writer.mark_joined()
 
 
 def set_world_size(number: int) -> None:
     """Report that this rank continues in a group of ``number`` ranks, because others were lost."""
-    if _reporter is not None:
-        _reporter.set_world_size(number)
+    if _writer is not None:
+        _writer.set_world_size(number)
 
 
 def step() -> None:
     """Report that this rank has done something."""
-    if _reporter is not None:
-        _reporter.step()
+    if _writer is not None:
+        _writer.step()
 
 
 def checkpoint_request() -> int:
@@ -204,39 +204,39 @@ def checkpoint_request() -> int:
 
     A caller that writes a checkpoint reads this number before, and passes it to :func:`has_saved` afterwards.
     """
-    return 0 if _reporter is None else _reporter.request
+    return 0 if _writer is None else _writer.request
 
 
 def wants_checkpoint() -> bool:
     """Return whether the launcher has asked this rank for a checkpoint since it last wrote one."""
-    return _reporter is not None and _reporter.wants_checkpoint
+    return _writer is not None and _writer.wants_checkpoint
 
 
 def has_saved(request: int) -> None:
     """Report that a checkpoint was written, all of it after that request."""
-    if _reporter is not None:
-        _reporter.has_saved(request)
+    if _writer is not None:
+        _writer.has_saved(request)
 
 
 def finish_update(update: int, losses: Sequence[tuple[float, float]], samples: float) -> None:
     """Report that update ``update - 1`` is done: this rank's losses with their weights, and all ranks' samples."""
-    if _reporter is not None:
+    if _writer is not None:
         weight = sum(weight for _, weight in losses)
         loss = sum(loss * weight for loss, weight in losses) / weight if weight else None
-        _reporter.finish_update(update, loss, samples)
+        _writer.finish_update(update, loss, samples)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Report, within the block, that this rank may wait for others in ``what``."""
-    if _reporter is None:
+    if _writer is None:
         yield
         return
-    _reporter.begin_to_wait(what)
+    _writer.begin_to_wait(what)
     try:
         yield
     finally:
-        _reporter.end_wait()
+        _writer.end_wait()
 
 
 def state_and_birth_of(pid: int) -> tuple[str, int]:
@@ -288,7 +288,7 @@ def ask_for_checkpoint(path: Path, number: int) -> None:
         file.write(_REQUEST.pack(number))
 
 
-def read(path: Path) -> list[Progress]:
+def read(path: Path) -> list[RankHeartbeat]:
     """Return the records of all ranks; an empty list if the file does not exist."""
     try:
         data = path.read_bytes()
@@ -299,5 +299,5 @@ def read(path: Path) -> list[Progress]:
         *numbers, name = _FORMAT.unpack_from(data, begin)
         (born,) = _BORN.unpack_from(data, begin + _BORN_BEGIN)
         fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), born]
-        found.append(Progress(*fields))
+        found.append(RankHeartbeat(*fields))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Optional
 
 # The number of restarts of a job, and its unique name.
-_RESTART_COUNT, _JOB = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB"
+RESTART_COUNT_VARIABLE, JOB_VARIABLE = "MINDNLP_DP_RESTART_COUNT", "MINDNLP_DP_JOB"
 
 _HOST_RANKS = "MINDNLP_DP_HOST_RANKS"
 
@@ -31,7 +31,7 @@ def attempt_env(
     """
     # All are set, so that none is inherited from a job in which this one is started.
     sizes = {_FULL_SIZE: str(max_world_size or ""), _SCALE_BATCH: str(int(scale_batch))}
-    return {_RESTART_COUNT: str(number), _JOB: job, **sizes, _IN_PLACE: str(in_place)}
+    return {RESTART_COUNT_VARIABLE: str(number), JOB_VARIABLE: job, **sizes, _IN_PLACE: str(in_place)}
 
 
 def max_world_size(environ: Mapping[str, str]) -> Optional[int]:
@@ -56,12 +56,12 @@ def min_world_size(environ: Mapping[str, str]) -> int:
 
 def job_id(environ: Mapping[str, str]) -> Optional[str]:
     """Return the name of this process's job, the same in every attempt; None if our launcher did not start it."""
-    return environ.get(_JOB) or None
+    return environ.get(JOB_VARIABLE) or None
 
 
 def job_if_restarted(environ: Mapping[str, str]) -> Optional[str]:
     """Return the name of this process's job if this is not its first attempt, else None."""
-    return None if environ.get(_RESTART_COUNT, "0") == "0" else job_id(environ)
+    return None if environ.get(RESTART_COUNT_VARIABLE, "0") == "0" else job_id(environ)
 
 
 def host_environment(ranks: range) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def in_place_of(owner: Any, name: str = "") -> Callable[[Callable[..., Any]], None]:
+def override(owner: Any, name: str = "") -> Callable[[Callable[..., Any]], None]:
     """Replace the function ``name`` of a module or class by the decorated one; ``name`` defaults to the latter's name.
 
     If our function returns NotImplemented, the stock one is called.

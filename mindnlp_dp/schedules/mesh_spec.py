@@ -33,7 +33,7 @@ def _is_number(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
 
 
-def _shown(size: Any) -> str:
+def size_text(size: Any) -> str:
     return "|".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 

@@ -19,7 +19,7 @@ from mindnlp_dp.communication.replicas import replica_digest
 from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.pipeline import pipeline_of
 from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
-from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.machine import machine
 
 from .config import TaskConfig
@@ -92,15 +92,15 @@ def command_line(world_size: int, backend: str) -> str:
 
 def write_results(folder: Path, report: RunReport, save_model: Callable[[str], None]) -> None:
     """Write the model, the plot (if matplotlib is installed) and, last, the report."""
-    with in_place_of(folder / MODEL_FOLDER) as model_folder:
+    with atomic_write(folder / MODEL_FOLDER) as model_folder:
         save_model(str(model_folder))
     if importlib.util.find_spec("matplotlib") is None:
         print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"')
     else:
-        with in_place_of(folder / PLOT_FILE) as plot:
+        with atomic_write(folder / PLOT_FILE) as plot:
             title = "{num_labels} labels; {world_size} ranks over {backend}, {global_batch_size} samples an update"
             draw_png(plot, [RecordedRun(folder.name, report)], title.format_map(report))
-    with in_place_of(folder / REPORT_FILE) as file:
+    with atomic_write(folder / REPORT_FILE) as file:
         file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -60,11 +60,11 @@ def evaluate(
     if model is not None:
         broadcast_buffers(model, group)
     parallel = getattr(model, "parallel", None)
-    lend = parallel.lend if parallel is not None and parallel.has_experts else lambda batch: batch
+    dummy_batch_for = parallel.dummy_batch_for if parallel is not None and parallel.has_experts else lambda batch: batch
     run = EvaluationRun(group)
     for window in loader.windows():
         for mine in window:
-            batch = lend(mine)
+            batch = dummy_batch_for(mine)
             if batch is None:
                 run.add(None)
                 continue

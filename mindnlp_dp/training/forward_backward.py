@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.parallel.parallelize import ParallelModel
 
 
-class Passes:
+class ForwardBackward:
     """Runs ``forward_fn`` and its backward pass on the micro-batches of an update.
 
     Args:
@@ -76,7 +76,7 @@ class Passes:
         for number, mine in enumerate(window):
             weight, batch = weight_of(mine), mine
             if parallel is not None and parallel.has_experts:
-                batch = parallel.lend(batch if weight > 0 else None)
+                batch = parallel.dummy_batch_for(batch if weight > 0 else None)
                 if batch is None:
                     if mine is not None:
                         yield MicroStep.without_weight(getattr(mine, "indices", None))

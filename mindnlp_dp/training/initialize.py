@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from mindnlp_dp.communication.backend_selection import choose_backend, meet
+from mindnlp_dp.communication.backend_selection import choose_backend, connect
 from mindnlp_dp.communication.consistency_checks import check_level
 from mindnlp_dp.communication.default_group import current_group, set_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
@@ -51,7 +51,7 @@ def init_process_group(
     device = set_device_from_env()
     kind = choose_backend(backend, launch := detect_launch(os.environ), device)
     with heartbeat.waiting("init_process_group"):
-        transport = meet(kind, launch)
+        transport = connect(kind, launch)
     choose_kernels("mindspore", 1)
     if tune_runtime:
         from mindnlp_dp.runtime.threads import configure_runtime, usable_cores
@@ -64,5 +64,5 @@ def init_process_group(
             use_kernels_in_layers()
     group = ProcessGroup(transport, kind, checks=checks)
     set_process_group(group)
-    heartbeat.meet()
+    heartbeat.mark_joined()
     return group

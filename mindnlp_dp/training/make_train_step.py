@@ -30,7 +30,7 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.random_state import step_seed
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
-from mindnlp_dp.training.forward_backward import Passes, parallel_of
+from mindnlp_dp.training.forward_backward import ForwardBackward, parallel_of
 from mindnlp_dp.training.metrics import LossMeter
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.train_step import TrainStep
@@ -138,9 +138,9 @@ def make_train_step(
     updater = make_updater(optimizer, window, zero_stage, scheduler, scope)
     step = TrainStep(
         window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
-        settle=None if parallel is None else parallel.settle,
+        resync_tied_weights=None if parallel is None else parallel.resync_tied_weights,
     )  # fmt: skip
-    passes = Passes(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
+    passes = ForwardBackward(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
     span_loss = SpanLoss(model if weight_of is None else None, losses.group)
     weight_of = weight_of or BatchWeigher(forward_fn, model)
     return FunctionalStep(step, passes, accumulation_steps, weight_of, seed=seed, span_loss=span_loss)
@@ -194,7 +194,7 @@ class FunctionalStep:
     def __init__(
         self,
         train_step: TrainStep,
-        passes: Passes,
+        passes: ForwardBackward,
         accumulation_steps: int,
         weight_of: Callable[[Any], float],
         *,

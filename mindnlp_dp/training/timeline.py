@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.atomic_write import atomic_write
 
 LANES = ("compute", "exchange")
 
@@ -102,7 +102,7 @@ class Timeline:
         assert path is not None, "called with a path only"
 
         def write() -> None:
-            with in_place_of(path) as temporary:
+            with atomic_write(path) as temporary:
                 temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
         self._group.run_on(self._group.is_main, write, "writing the trace")

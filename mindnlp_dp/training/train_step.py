@@ -32,7 +32,7 @@ class TrainStep:
 
     It takes the micro-steps one by one as they are computed. If a loss is NaN or infinite, its micro-step is left out
     with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
-    FloatingPointError on every rank. ``settle`` is called after every update of the weights.
+    FloatingPointError on every rank. ``repack_if_learned`` is called after every update of the weights.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TrainStep:
         max_grad_norm: Optional[float] = None,
         leave_out_bad_losses: bool = True,
         timeline: Optional[Timeline] = None,
-        settle: Optional[Callable[[], None]] = None,
+        resync_tied_weights: Optional[Callable[[], None]] = None,
     ) -> None:
         self.synchronizer = synchronizer
         self.updater = updater
@@ -52,7 +52,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.leave_out_bad_losses = leave_out_bad_losses
         self.timeline = timeline or Timeline(synchronizer.group)
-        self._settle = settle
+        self._resync_tied_weights = resync_tied_weights
         # is_updating stays True if an error interrupts an update: weights or optimizer are then partly updated.
         self.num_updates = 0
         self.is_updating = False
@@ -79,8 +79,8 @@ class TrainStep:
                 self.is_updating = True
                 with self.timeline.span("update", step=step), heartbeat.waiting("the update"):
                     self.updater.update(gradients)
-                    if self._settle is not None:
-                        self._settle()
+                    if self._resync_tied_weights is not None:
+                        self._resync_tied_weights()
         self.is_updating = True
         self.updater.finish()
         self.is_updating = False
@@ -89,7 +89,7 @@ class TrainStep:
             self.losses.add(loss, weight)
         with heartbeat.waiting("the update"):
             self.updater.release()
-        sync.settle()
+        sync.repack_if_learned()
         heartbeat.finish_update(step + 1, losses, sync.total_weight)
         return norm
 
@@ -116,7 +116,7 @@ class TrainStep:
         except BaseException:
             # The next window must begin empty. Close the generator to remove its hooks from the model now: the
             # traceback would keep it alive.
-            sync.drop()
+            sync.reset()
             if isinstance(micro_steps, Generator):
                 micro_steps.close()
             raise

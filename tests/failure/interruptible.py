@@ -23,7 +23,7 @@ from mindnlp_dp.checkpoint.directory import has_checkpoints
 
 NUM_STEPS = 21
 # Lines of files in these folders count as lines of an update.
-UPDATING = ("/mindnlp_dp/update/", "/mindnlp_dp/gradients/", "/mindnlp_dp/communication/")
+UPDATING = ("/mindnlp_dp/optim/", "/mindnlp_dp/data_parallel/", "/mindnlp_dp/communication/")
 
 
 class KillAtLine:

@@ -17,10 +17,10 @@ NEVER_SAVES = """
 import signal, time
 from pathlib import Path
 import mindnlp_dp as dp
-from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime import heartbeat
 group = dp.init_process_group()
 for step in range(10_000):
-    progress.finish_update(step + 1, [], 1)
+    heartbeat.finish_update(step + 1, [], 1)
     time.sleep(0.02)
     if step == 100:
         open("updates", "w").close()

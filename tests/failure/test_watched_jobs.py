@@ -171,7 +171,7 @@ def test_status_from_another_shell(tmp_path):
         told = subprocess.run([*base, "status", str(log_dir), "--json"], stdout=subprocess.PIPE, check=True)
         status = json.loads(told.stdout)
         assert [rank["state"] for rank in status["ranks"]] == ["waits", "works"]
-        assert status["ranks"][0]["blocked_in"] == "barrier of 2 ranks"
+        assert status["ranks"][0]["waits_in"] == "barrier of 2 ranks"
         assert status["alive"] == 2
         os.kill(status["ranks"][1]["pid"], 0)
         text = subprocess.run([*base, "status", str(log_dir)], stdout=subprocess.PIPE, check=True, text=True).stdout
@@ -225,14 +225,14 @@ def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
 # Slow enough for a launcher on a busy machine: if two logs start between two polls, the first of them is lost.
 LINES = """
 import os, time
-from mindnlp_dp.runtime import progress
+from mindnlp_dp.runtime import heartbeat
 from mpi4py import MPI
 for update in range(20):
     for line in range(2000):
         print(MPI.COMM_WORLD.rank, update, line, 100 * "x")
     os.system("echo of a child")
     time.sleep(0.1)
-    progress.finish_update(update + 1, [], 1)
+    heartbeat.finish_update(update + 1, [], 1)
 print("the end")
 """
 

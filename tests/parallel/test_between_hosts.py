@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindnlp_dp.communication.transports.mpi.ring import reduce_round_ring, sum_over_hosts, wire_for
-from mindnlp_dp.communication.transports.polling_wait import AbandonedError, Patience, barrier
+from mindnlp_dp.communication.transports.polling_wait import AbandonedError, PollingWait, barrier
 
 HALVES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -35,13 +35,13 @@ def assert_all_ranks_have_the_same_bits(comm, array):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("patience", [None, Patience()])
+@pytest.mark.parametrize("patience", [None, PollingWait()])
 @pytest.mark.parametrize("numel", [0, 1, 3, 1000, 4097])
-def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, patience):
+def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, waiter):
     """The count of bytes holds for every length; without even division, a rank deviates by a few elements."""
     size = comm.size
     array = np.arange(numel, dtype=np.float32) + comm.rank
-    sent = reduce_round_ring(comm, array, patience=patience)
+    sent = reduce_round_ring(comm, array, waiter=waiter)
     np.testing.assert_array_equal(array, np.arange(numel) * size + size * (size - 1) / 2)
     everyone = sum(comm.allgather(sent))
     assert everyone == 2 * (size - 1) * numel * 4
@@ -110,7 +110,7 @@ def test_zero_blocks_stay_at_home(comm, num_rows, width, share, dtype, compressi
     whole, sparse = gradient(comm.rank), gradient(comm.rank)
     wire = wire_for(compression, whole.dtype)
     dense = sum_over_hosts(comm, whole, wire, None, skip_zeros=False)
-    sent = sum_over_hosts(comm, sparse, wire, Patience())
+    sent = sum_over_hosts(comm, sparse, wire, PollingWait())
     assert sum(comm.allgather(sent)) <= sum(comm.allgather(dense))
     if comm.size <= 2:
         np.testing.assert_array_equal(sparse, whole)
@@ -148,7 +148,7 @@ def test_a_patient_wait_sleeps(comm):
     if comm.rank == 0:
         time.sleep(0.5)
     began, used = time.perf_counter(), time.thread_time()
-    barrier(comm, Patience())
+    barrier(comm, PollingWait())
     waited, used = time.perf_counter() - began, time.thread_time() - used
     if comm.rank > 0:
         assert used < waited / 2
@@ -157,12 +157,12 @@ def test_a_patient_wait_sleeps(comm):
 def test_a_patient_wait_can_be_given_up(comm):
     if comm.size == 1:
         pytest.skip("nobody to wait for")
-    patience, mine = Patience(), comm.Dup()
+    waiter, mine = PollingWait(), comm.Dup()
     raised = []
 
     def wait():
         try:
-            barrier(mine, patience)
+            barrier(mine, waiter)
         except AbandonedError as error:
             raised.append(error)
 
@@ -170,7 +170,7 @@ def test_a_patient_wait_can_be_given_up(comm):
         thread = threading.Thread(target=wait)
         thread.start()
         time.sleep(0.05)
-        patience.give_up()
+        waiter.give_up()
         thread.join(5)
         assert not thread.is_alive()
         assert len(raised) == 1

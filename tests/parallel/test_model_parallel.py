@@ -27,7 +27,7 @@ from mindnlp.core import optim
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
-from mindnlp_dp.parallel.parallel_plan import ExpertPlan, PipelinePlan, Plan, TensorPlan, plan_for
+from mindnlp_dp.parallel.parallel_plan import ExpertPlan, PipelinePlan, ShardingPlan, TensorPlan, plan_for
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import Rows, alone
 from models import train as train_by_trainer
@@ -157,7 +157,7 @@ def test_micro_batches_of_different_sizes_and_none_at_all(group):
         pytest.skip("needs stages")
     mesh = dp.init_device_mesh({"dp": group.world_size // 2, "pp": 2})
     model = dp.parallelize(build("gpt2"), mesh)
-    size, rank = mesh.data.world_size, mesh.data.rank
+    size, rank = mesh.dp_group.world_size, mesh.dp_group.rank
     # With two data-parallel ranks, the first has 3 and 1 of the 8 rows, the second 4 and none.
     bounds = [(0, 5, 8)] if size == 1 else [(0, 3, 4), (4, 8, 8)]
     first, middle, last = bounds[rank]
@@ -209,7 +209,7 @@ def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     fails = {
         "every stage": True, "the last stage": mesh.is_last_stage, "the first stage": mesh.is_first_stage,
-        "one sharer": mesh.group("sub").world_size > 1 and mesh.index("sub") == 0,
+        "one sharer": mesh.group("dp_in_stage").world_size > 1 and mesh.index("dp_in_stage") == 0,
     }  # fmt: skip
     columns = batch("gpt2", 8)
     window = [rows(columns, first, first + num_rows) for first in (0, 2, 4, 6)]
@@ -288,7 +288,7 @@ def test_a_list_of_layers_of_ones_own(group):
         train(one, "bert", lambda c: [without_mask(c)], group=single, zero_stage=0)
         expected = whole_weights(one)
     mesh = dp.init_device_mesh({"pp": 2})
-    plan = Plan(pipeline=PipelinePlan(layers="layers", tuples=False))
+    plan = ShardingPlan(pipeline=PipelinePlan(layers="layers", tuples=False))
     for layers in ([], [1, 2], [2, 1]):
         model = dp.parallelize(make(), mesh, plan, layers_per_stage=layers)
         if layers:
@@ -340,7 +340,7 @@ def test_what_crosses_a_boundary_is_one_hidden_state_a_micro_batch_and_its_gradi
     model = dp.parallelize(build("gpt2"), mesh)
     train(model, "gpt2", pieces_of(mesh, 4), num_updates=3)
     # b * s * h floats cross the boundary per micro-batch in each direction.
-    assert model.parallel.pipeline.messages.wire.bytes_sent == 3 * 4 * (2 * 10 * 16 * 4)
+    assert model.parallel.pipeline.messages.p2p.bytes_sent == 3 * 4 * (2 * 10 * 16 * 4)
 
 
 # Tensor parallelism.
@@ -466,7 +466,7 @@ def test_a_plan_of_ones_own(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     mesh = dp.init_device_mesh({"tp": group.world_size})
-    plan = Plan(TensorPlan({"*intermediate.dense": "columns", "*layer.?.output.dense": "rows"}))
+    plan = ShardingPlan(TensorPlan({"*intermediate.dense": "columns", "*layer.?.output.dense": "rows"}))
     model = dp.parallelize(build("bert"), mesh, plan)
     cut = {name for name in model.parallel.placements if model.parallel.placements[name].cut is not None}
     assert len(cut) == 3 * 4
@@ -637,7 +637,7 @@ def test_a_loop_of_ones_own_is_taken_up_on_another_mesh_and_evaluated(group, sha
             lambda **inputs: model(**inputs)[0], optim.AdamW(parameters, lr=5e-4), parameters,
             accumulation_steps=2, max_grad_norm=0.5,
         )  # fmt: skip
-        loader = dp.make_loader(Sentences(), 4 // mesh.data.world_size, 2, shuffle=True, seed=1)
+        loader = dp.make_loader(Sentences(), 4 // mesh.dp_group.world_size, 2, shuffle=True, seed=1)
         run = dp.FunctionalRun(folder, model, step, loader)
         run.resume()
         for window in run.windows(num_epochs=3):
@@ -750,9 +750,9 @@ def test_models_that_cannot_be_cut_so(group):
 
         dp.parallelize(nn.Linear(4, 4), mesh)
     with pytest.raises(ValueError, match="fits no layer"):
-        dp.parallelize(build("bert"), mesh, Plan(TensorPlan({"*nowhere": "rows"})))
+        dp.parallelize(build("bert"), mesh, ShardingPlan(TensorPlan({"*nowhere": "rows"})))
     with pytest.raises(ValueError, match="does not say how to cut tensors"):
-        dp.parallelize(build("bert"), mesh, Plan())
+        dp.parallelize(build("bert"), mesh, ShardingPlan())
     with pytest.raises(ValueError, match="say where its weights are"):
         with dp.empty_weights():
             model = build("bert")
@@ -786,7 +786,7 @@ def test_stages_and_experts_that_cannot_be(group):
     with pytest.raises(ValueError, match="does not say how to cut experts"):
         dp.parallelize(build("bert"), mesh)
     with pytest.raises(ValueError, match="fits no block"):
-        dp.parallelize(build("mixtral"), mesh, Plan(experts=ExpertPlan("*.nowhere")))
+        dp.parallelize(build("mixtral"), mesh, ShardingPlan(experts=ExpertPlan("*.nowhere")))
 
 
 def test_ranks_that_build_other_models(group):
@@ -828,8 +828,8 @@ def test_data_parallel_is_a_mesh_of_one_axis(group):
     mesh = dp.init_device_mesh({"dp": group.world_size})
     assert mesh.is_data_parallel
     assert group.label() == str(group.rank)
-    assert mesh.data is group
-    assert mesh.replicas is group
+    assert mesh.dp_group is group
+    assert mesh.expert_dp_group is group
     model = dp.parallelize(build("bert", seed=group.rank), mesh)
     assert getattr(model, "parallel", None) is None
     dp.assert_replicas_in_sync(model)
@@ -858,7 +858,7 @@ def test_a_model_keeps_the_mesh_that_it_was_cut_for(group, tmp_path):
         if meanwhile:
             dp.init_device_mesh({"dp": group.world_size})
         train_by_trainer(
-            model, Sentences(), tmp_path, per_device_train_batch_size=4 // mesh.data.world_size, optim="sgd"
+            model, Sentences(), tmp_path, per_device_train_batch_size=4 // mesh.dp_group.world_size, optim="sgd"
         )
         return whole_weights(model)
 
@@ -876,5 +876,5 @@ def test_model_init_may_make_a_model_and_cut_it(group, tmp_path):
             super().__init__(None, *args, model_init=lambda: dp.parallelize(build("gpt2"), mesh), **kwargs)
 
     trainer = train_by_trainer(None, Sentences(), tmp_path, ByInit, per_device_train_batch_size=2)
-    assert trainer.group is mesh.data
+    assert trainer.group is mesh.dp_group
     assert trainer.state.global_step > 0

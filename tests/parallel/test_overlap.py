@@ -17,7 +17,7 @@ from mindnlp.core.autograd import value_and_grad
 import mindnlp_dp as dp
 import models
 from known_gradients import SHAPES, KnownGradients, num_exchange_threads, window
-from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, pays
+from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, is_significant_speedup
 
 
 def test_the_order_is_learnt_in_the_first_window(several, group, micro):
@@ -106,7 +106,7 @@ def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
     ],
 )
 def test_overlap_must_pay_beyond_chance(without, overlapped, expected):
-    assert pays(np.array(without), np.array(overlapped)) is expected
+    assert is_significant_speedup(np.array(without), np.array(overlapped)) is expected
 
 
 @pytest.mark.parametrize("faster", [True, False])

@@ -13,7 +13,7 @@ import mindnlp_dp as dp
 from mindnlp_dp.communication.transports.mpi import shared_memory
 from mindnlp_dp.communication.transports.mpi.ring import wire_for
 from mindnlp_dp.communication.transports.mpi.shared_memory import HostExchange, allocate_shared_rows, slice_bounds
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.shared_memory import SharedBucket, copy_range
 from mindnlp_dp.runtime.partition import even_edges
 
@@ -199,7 +199,7 @@ def test_hosts_of_two_ranks(group, numel, dtype, compression, skip_zeros, is_pat
     rows = allocate_shared_rows(host, numel * values.itemsize).view(dtype)[:, :numel]
     rows[host.rank] = values[comm.rank]
     parts = even_edges(numel, 4, 64)
-    exchange.sum_rows(rows, parts, 0.5, wire_for(compression, values.dtype), Patience() if is_patient else None)
+    exchange.sum_rows(rows, parts, 0.5, wire_for(compression, values.dtype), PollingWait() if is_patient else None)
     out = np.empty(numel, dtype)
     copy_range(rows, parts[::2], 0, out)
     np.testing.assert_array_equal(out, values.sum(0) * 0.5)

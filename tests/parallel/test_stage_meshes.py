@@ -37,17 +37,21 @@ def test_the_mesh(group):
     mesh = dp.init_device_mesh(parse_mesh(MIXED))
     assert str(mesh) == "pp=2, dp=2|1, tp=1|2"
     assert mesh.stages == [(2, 1), (1, 2)]
-    assert (mesh.data.world_size, mesh.parts.world_size) == (1, 4)
+    assert (mesh.dp_group.world_size, mesh.model_parallel_group.world_size) == (1, 4)
     expected = [(2, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 2)][group.rank]
-    assert (mesh.copies.world_size, mesh.group("sub").world_size, mesh.group("tp").world_size) == expected
+    assert (
+        mesh.grad_sync_group.world_size,
+        mesh.group("dp_in_stage").world_size,
+        mesh.group("tp").world_size,
+    ) == expected
     assert [mesh.row(stage) for stage in (0, 1)] == [[0, 1], [2, 3]]
     labels = ["pp=0, sub=0, tp=0", "pp=0, sub=1, tp=0", "pp=1, sub=0, tp=0", "pp=1, sub=0, tp=1"]
     assert labels[group.rank] in repr(mesh)
     assert len(set(group.all_gather_object(mesh.seed_rank))) == 3
     # Equal sizes in all stages make an ordinary mesh, whose dp axis splits the rows for all stages.
     mesh = dp.init_device_mesh({"dp": (2, 2), "pp": 2, "tp": (1, 1)})
-    assert (mesh.data.world_size, mesh.stages_differ) == (2, False)
-    assert dp.init_device_mesh({"pp": 2, "dp": (3, 1)}).group("sub").world_size == (3 if group.rank < 3 else 1)
+    assert (mesh.dp_group.world_size, mesh.stages_differ) == (2, False)
+    assert dp.init_device_mesh({"pp": 2, "dp": (3, 1)}).group("dp_in_stage").world_size == (3 if group.rank < 3 else 1)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +180,7 @@ def test_a_loss_that_is_no_number_in_one_share(group):
         def forward(**inputs):
             calls[0] += 1
             loss = model(**inputs)[0]
-            return loss * float("nan") if is_bad and calls[0] % 4 == 0 and mesh.index("sub") == 1 else loss
+            return loss * float("nan") if is_bad and calls[0] % 4 == 0 and mesh.index("dp_in_stage") == 1 else loss
 
         step = dp.make_train_step(forward, optimizer, list(model.parameters()), accumulation_steps=len(micro_steps))
         model.set_train(True)
@@ -231,7 +235,7 @@ def test_weights_of_shares_that_fail_on_some_ranks_only(group):
     parameters = list(model.parameters())
 
     def weight_of(inputs):
-        if len(inputs["labels"]) < 4 and mesh.index("sub") == 1:
+        if len(inputs["labels"]) < 4 and mesh.index("dp_in_stage") == 1:
             raise KeyError("a mistake of the user's")
         return len(inputs["labels"])
 

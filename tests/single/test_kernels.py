@@ -748,8 +748,8 @@ class TestWholeModels:
     )  # fmt: skip
     def test_models_of_mindnlp(self, make, config, monkeypatch):
         asked = []
-        stock = dispatch.apply_to
-        monkeypatch.setattr("mindnlp_dp.compat.cpu_kernels.apply_to", lambda *xs: asked.append(xs) or stock(*xs))
+        stock = dispatch.supports
+        monkeypatch.setattr("mindnlp_dp.compat.cpu_kernels.supports", lambda *xs: asked.append(xs) or stock(*xs))
         model = make(config)
         model.set_train(False)
         ids = Tensor(np.arange(12).reshape(2, 6))

@@ -14,13 +14,13 @@ from mindnlp_dp.launch import log_dir
 from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
-from mindnlp_dp.launch.processes.exit_status import Ended, Status, read_statuses, write_status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, read_statuses, write_status
 from mindnlp_dp.launch.processes.spawn import grace_seconds, terminate_ranks
 from mindnlp_dp.launch.processes.stack_dumps import stacks_of
 from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device, set_device_from_env
-from mindnlp_dp.runtime.heartbeat import Progress, state_and_birth_of
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, state_and_birth_of
 from mindnlp_dp.runtime.launch_env import launched_rank
 
 STALE = {
@@ -67,7 +67,7 @@ LEFT = """   Process name: [prterun-vm-3980@1,1]
    Exit code:    3"""
 LEFT_WELL = """prterun has exited due to process rank 1 with PID 4116 on node vm exiting
 improperly. There are three reasons this could occur:"""
-MPIRUN = [Ended(None, 1)]
+MPIRUN = [ExitedProcess(None, 1)]
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ MPIRUN = [Ended(None, 1)]
         ({}, MPIRUN, LEFT, (1, 3, "left with exit code 3")),
         ({}, MPIRUN, LEFT_WELL, (1, 1, "left with exit code 0")),
         ({}, MPIRUN, "no slots", (None, 1, "")),
-        ({}, [Ended(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
-        ({}, [Ended(1, -9)], "", (1, 137, "was killed by signal 9")),
-        ({}, [Ended(0, -15), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({}, [ExitedProcess(None, -9)], "", (None, 137, "mpirun was killed by signal 9")),
+        ({}, [ExitedProcess(1, -9)], "", (1, 137, "was killed by signal 9")),
+        ({}, [ExitedProcess(0, -15), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
         # A rank that waited is not blamed if another rank failed, left, finished, or never arrived.
         ({0: Status(1, 5.0, True), 1: Status(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
-        ({0: Status(1, 5.0, True)}, [Ended(0, 1), Ended(1, 0)], "", (1, 1, "left with exit code 0")),
+        ({0: Status(1, 5.0, True)}, [ExitedProcess(0, 1), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
         ({0: Status(1, 9.0, True), 1: Status(0, 1.0)}, [], "", (1, 1, "came to its end, and rank 0 waited 8 s longer")),
-        ({0: Status(1, 9.0, True)}, [Ended(0, 1)], "", (1, 1, "was still busy elsewhere when rank 0 gave up")),
+        ({0: Status(1, 9.0, True)}, [ExitedProcess(0, 1)], "", (1, 1, "was still busy elsewhere when rank 0 gave up")),
         ({0: Status(1, 9.0, True), 1: Status(1, 9.0, True)}, [], "", (0, 1, "failed with exit code 1")),
     ],
 )
@@ -104,7 +104,12 @@ def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
     for rank in range(2):
         write_status(tmp_path, rank, Status(0, 1.0))
     assert (
-        find_failure([Ended(0, returncode), Ended(1, 0)], read_statuses(tmp_path, range(2)), tmp_path, ranks=range(2))
+        find_failure(
+            [ExitedProcess(0, returncode), ExitedProcess(1, 0)],
+            read_statuses(tmp_path, range(2)),
+            tmp_path,
+            ranks=range(2),
+        )
         is None
     )
 
@@ -206,7 +211,7 @@ def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
 def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
     """Check a job that has long continued without rank 0."""
     waited = {rank: Status(1, 9.0, waited=True) for rank in (1, 2)}
-    failure = find_failure([Ended(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
+    failure = find_failure([ExitedProcess(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
     assert failure.rank == 3
     assert "was still busy elsewhere when rank 1 gave up" in failure.what
 
@@ -248,8 +253,8 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as other:
         state, born = state_and_birth_of(other.pid)
         assert state in ("S", "R")
-        ours = Progress(changes=1, pid=other.pid, born=born)
-        somebody_elses = Progress(changes=1, pid=other.pid, born=born - 1)
+        ours = RankHeartbeat(changes=1, pid=other.pid, born=born)
+        somebody_elses = RankHeartbeat(changes=1, pid=other.pid, born=born - 1)
         assert (ours.state, somebody_elses.state) == (state_and_birth_of(other.pid)[0], "")
         (tmp_path / "worker_0.stacks").write_text("")
         assert stacks_of({0: somebody_elses}, [], tmp_path) == {}
@@ -264,7 +269,7 @@ def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):
     ignores = "trap '' USR1; echo ready; exec sleep 60"
     with subprocess.Popen(["sh", "-c", ignores], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "ready\n"
-        rank = Progress(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
+        rank = RankHeartbeat(changes=1, pid=other.pid, born=state_and_birth_of(other.pid)[1])
         for number in range(64):
             (tmp_path / f"worker_{number}.stacks").write_text("x" * 70_000)
         found = stacks_of(dict.fromkeys(range(64), rank), [], tmp_path)
@@ -311,8 +316,8 @@ def test_without_descriptors_left_the_job_goes_on_unseen(tmp_path, monkeypatch):
 def test_a_record_that_is_read_while_it_is_written_is_not_taken_for_a_rank_that_is_gone(tmp_path):
     """Read a record that a rank writes thousands of times per second."""
     heartbeat.create(tmp_path / "progress", 1)
-    own = "import sys, threading\nfrom pathlib import Path\nfrom mindnlp_dp.runtime import progress\n" + (
-        "reporter = progress.report_to(Path(sys.argv[1]), 0)\nprint('ready', flush=True)\n"
+    own = "import sys, threading\nfrom pathlib import Path\nfrom mindnlp_dp.runtime import heartbeat\n" + (
+        "reporter = heartbeat.report_to(Path(sys.argv[1]), 0)\nprint('ready', flush=True)\n"
         "while True:\n    reporter.step()\n"
     )
     with subprocess.Popen(

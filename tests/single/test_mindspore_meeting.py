@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindnlp_dp.communication.transports.mindspore.cluster import meet
+from mindnlp_dp.communication.transports.mindspore.cluster import init_cluster
 
 
 def state(thread=0):
@@ -47,9 +47,9 @@ def test_cores_and_policy_are_given_back_to_threads_old_and_new(monkeypatch, dev
     try:
         if fails:
             with pytest.raises(RuntimeError, match="nobody comes"):
-                meet()
+                init_cluster()
         else:
-            meet()
+            init_cluster()
         of_one_core = (seen[0][0], os.SCHED_BATCH) if device == "CPU" else usual
         assert seen == [of_one_core, of_one_core, (kept, os.SCHED_OTHER)]
         assert len(seen[0][0]) == (1 if device == "CPU" else len(usual[0]))
@@ -70,5 +70,5 @@ def test_where_it_is_not_allowed_ranks_meet_as_ever(monkeypatch):
         communication=SimpleNamespace(init=lambda: met.append(state())), get_context=lambda name: "CPU"
     )
     monkeypatch.setitem(sys.modules, "mindspore", ms)
-    meet()
+    init_cluster()
     assert (met, state()) == ([usual], usual)

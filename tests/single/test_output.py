@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mindnlp_dp.launch.monitor.console import Screen
+from mindnlp_dp.launch.monitor.console import Console
 from mindnlp_dp.launch.monitor.nonblocking_stdio import (
     NonBlockingStdio,
     Output,
@@ -117,9 +117,9 @@ def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
         sys.stderr = open(pipe[1], "w", closefd=False)  # noqa: SIM115
         with open(tmp_path / "file", "w") as file, standard_output(file.fileno()), NonBlockingStdio():
             print("x" * MORE_THAN_A_PIPE_TAKES, file=sys.stderr)
-            screen = Screen(tmp_path, 1, "0", 0)
-            screen.show_all(time.sleep)
-            screen.close()
+            console = Console(tmp_path, 1, "0", 0)
+            console.show_all(time.sleep)
+            console.close()
             stop_waiting_for_readers()
     finally:
         sys.stderr = error
@@ -194,12 +194,12 @@ def test_streams_without_a_descriptor_stay_what_they_are(capsys):
 def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsys):
     os.close(pipe[0])
     with standard_output(pipe[1]), NonBlockingStdio():
-        screen = Screen(tmp_path, 1, "0", 0)
+        console = Console(tmp_path, 1, "0", 0)
         (tmp_path / "worker_0.log").write_text("a line\n")
-        screen.show()
+        console.show()
         (tmp_path / "worker_0.log").write_text("a line\nanother\n")
-        screen.show()
-        screen.close()
+        console.show()
+        console.close()
         print("nor does this")
     assert capsys.readouterr().err.count("nothing more is shown") == 1
 
@@ -207,12 +207,12 @@ def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsy
 def test_a_rank_is_lost_whose_output_nobody_reads_any_more(tmp_path, pipe, capsys):
     os.close(pipe[0])
     with standard_output(pipe[1]), NonBlockingStdio():
-        screen = Screen(tmp_path, 3, "0", 0)
+        console = Console(tmp_path, 3, "0", 0)
         for rank in range(3):
             (tmp_path / f"worker_{rank}.log").write_text("a line\n")
-        screen.stay_with([1, 2])
-        screen.stay_with([2])
-        screen.close()
+        console.stay_with([1, 2])
+        console.stay_with([2])
+        console.close()
     assert capsys.readouterr().err.count("nothing more is shown") == 1
 
 
@@ -220,9 +220,9 @@ def test_no_standard_output_at_all(tmp_path, monkeypatch):
     (tmp_path / "worker_0.log").write_text("a line\n")
     monkeypatch.setattr(sys, "stdout", None)
     with NonBlockingStdio():
-        screen = Screen(tmp_path, 1, "0", 0)
-        screen.show_all(time.sleep)
-        screen.close()
+        console = Console(tmp_path, 1, "0", 0)
+        console.show_all(time.sleep)
+        console.close()
 
 
 @pytest.mark.parametrize("tee", ["0", "all"])
@@ -231,14 +231,14 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     (tmp_path / "worker_0.log").write_text("".join(lines) + "its last")
     found = []
     with standard_output(pipe[1]), NonBlockingStdio():
-        screen = Screen(tmp_path, 1, tee, 0)
+        console = Console(tmp_path, 1, tee, 0)
         for _ in range(10):
-            screen.show()
+            console.show()
         held = sum(len(output._pending) for output in (sys.stdout.buffer,))
         reader = threading.Thread(target=read_all, args=(pipe[0], found))
         reader.start()
-        screen.show_all(time.sleep)
-        screen.close()
+        console.show_all(time.sleep)
+        console.close()
     os.close(pipe[1])
     reader.join()
     assert 0 < held <= 2 << 20
@@ -261,22 +261,22 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
 
     monkeypatch.setattr("mindnlp_dp.launch.monitor.console.has_unwritten", read_once_it_was_asked)
     with standard_output(pipe[1]), NonBlockingStdio():
-        screen = Screen(tmp_path, 1, "0", 0)
-        screen.show_all(slept.append)
+        console = Console(tmp_path, 1, "0", 0)
+        console.show_all(slept.append)
         found.append(os.read(pipe[0], 1 << 20))
         # Check this before close(), which waits for the reader for one second only.
         assert b"".join(found) == (tmp_path / "worker_0.log").read_bytes()
-        screen.close()
+        console.close()
 
 
 def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
     (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
     with NonBlockingStdio():
-        screen = Screen(tmp_path, 1, "all", 0)
-        screen.show_all(time.sleep)
+        console = Console(tmp_path, 1, "all", 0)
+        console.show_all(time.sleep)
         with open(tmp_path / "worker_0.log", "a") as log:
             log.write(" but this")
-        screen.close()
+        console.close()
     said = capfdbinary.readouterr().out
     assert said.count(b"x") == 5 << 20
     assert said.endswith(b"\n[0] its last\n[0] and no more but this\n")
@@ -289,16 +289,16 @@ def test_ctrl_c_while_nobody_reads_a_job_that_went_well(tmp_path, pipe):
         raise KeyboardInterrupt
 
     with standard_output(pipe[1]), NonBlockingStdio():
-        screen = Screen(tmp_path, 1, "0", 0)
-        screen.show_all(interrupt)
-        screen.close()
+        console = Console(tmp_path, 1, "0", 0)
+        console.show_all(interrupt)
+        console.close()
 
 
 def test_a_try_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
     with standard_output(pipe[1]), NonBlockingStdio():
-        screen = Screen(tmp_path, 1, "0", 0)
-        screen.show()
-        screen.close()
+        console = Console(tmp_path, 1, "0", 0)
+        console.show()
+        console.close()
         stop_waiting_for_readers()
     assert "nobody reads it here" in capsys.readouterr().err

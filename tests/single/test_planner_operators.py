@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, choose_shardings
+from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, choose_shardings
 from mindnlp_dp.planner.profiles.cluster import Link, all_reduce
 from mindnlp_dp.planner.profiles.operators import Graph, Operator
 
 # Alpa adds these costs to an all-reduce, an all-gather and an all-to-all.
 TIES = (0.01, 0.1, 0.001)
-COMMUNICATION_ONLY = Work(bytes_per_value=4)
+COMMUNICATION_ONLY = DeviceRates(bytes_per_value=4)
 
 
 def mlp(num_layers, width):
@@ -27,7 +27,7 @@ def mlp(num_layers, width):
 
 
 def mesh_of(shape, beta):
-    return Mesh(shape, (Link(1.0, beta[0]), Link(1.0, beta[1])), TIES)
+    return DeviceGroup(shape, (Link(1.0, beta[0]), Link(1.0, beta[1])), TIES)
 
 
 ONE, TWO = (1.0, 1.0), (1.0, 0.01)

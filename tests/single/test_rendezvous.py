@@ -18,15 +18,15 @@ import pytest
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
 from mindnlp_dp.launch.options import rendezvous_of
-from mindnlp_dp.launch.processes.attempt import Report, Try
+from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment
-from mindnlp_dp.launch.processes.exit_status import Ended, Status
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
 from mindnlp_dp.launch.processes.fork_client import VARIABLE, WorkerCall, run_in_fork_server
 from mindnlp_dp.launch.processes.fork_server import _forget_socket_of_the_dead, _Server
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.processes.spawn import start_mpi
-from mindnlp_dp.launch.rendezvous.client import Agent, call
-from mindnlp_dp.launch.rendezvous.membership import Members, Size
+from mindnlp_dp.launch.rendezvous.client import HostAgent, connect
+from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax
 from mindnlp_dp.launch.rendezvous.protocol import (
     AuthenticationError,
     Connection,
@@ -37,9 +37,9 @@ from mindnlp_dp.launch.rendezvous.protocol import (
     read_token,
 )
 from mindnlp_dp.launch.rendezvous.remote_shell import command as remote_shell
-from mindnlp_dp.launch.rendezvous.server import Head, Rendezvous
+from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer
 from mindnlp_dp.launch.termination import Termination
-from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 from mindnlp_dp.runtime.launch_env import node_rank_of
 
 TOKEN = b"0123456789abcdef"
@@ -102,7 +102,7 @@ def meeting():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    head = Head(Rendezvous("127.0.0.1", port, TOKEN), "1")
+    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1")
     join = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None, "launcher": "x"}
 
     def come(**said):
@@ -110,21 +110,21 @@ def meeting():
         connection.send({**join, **said})
         deadline = time.monotonic() + 10
         while not connection.is_ready and time.monotonic() < deadline:
-            head.pump(0.01)
+            server.run_once(0.01)
             connection.receive()
         return connection
 
-    yield head, come
-    head.close(0)
+    yield server, come
+    server.close(0)
 
 
 @pytest.mark.parametrize("speaks", [False, True])
 @pytest.mark.parametrize("late", [0, 0.5, 4])
 def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, speaks):
-    head, come = meeting
+    server, come = meeting
     connection = come()
-    while not head.hosts:
-        head.pump(0.01)
+    while not server.hosts:
+        server.run_once(0.01)
     report = {"say": "report", "try": 0, "report": {"text": "x" * 1000}}
     for _ in range(50):
         connection.send(report)
@@ -144,7 +144,7 @@ def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, s
     listener = threading.Thread(target=listen)
     listener.start()
     began = time.monotonic()
-    head.close(3)
+    server.close(3)
     # The head does not wait for a client that does not listen.
     assert time.monotonic() - began < 3.5
     listener.join()
@@ -152,16 +152,16 @@ def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, s
 
 
 def test_a_host_that_is_refused_hears_why(meeting):
-    head, come = meeting
+    server, come = meeting
     connection = come(version="2")
     for _ in range(50):
         connection.send({"say": "report", "try": 0, "report": {"text": "x" * 1000}})
-    head.pump(0.1)
-    assert not head.hosts
+    server.run_once(0.1)
+    assert not server.hosts
     deadline = time.monotonic() + 5
     heard = []
     while not heard and time.monotonic() < deadline:
-        head.pump(0.01)
+        server.run_once(0.01)
         heard = connection.receive()
     assert heard[-1]["code"] == 2
     assert "it has mindnlp_dp 2" in heard[-1]["why"]
@@ -194,10 +194,10 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    head = Head(Rendezvous("127.0.0.1", port, TOKEN), "1")
+    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1")
     try:
         with pytest.raises(LaunchError, match=f"port {port} of the endpoint cannot be listened at"):
-            Head(Rendezvous("127.0.0.1", port, TOKEN), "1")
+            RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1")
         noisy = socket.create_connection(("127.0.0.1", port))
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         noisier = socket.create_connection(("127.0.0.1", port))
@@ -209,11 +209,11 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
         other = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
         other.send({**said, "version": "2", "launcher": "y"})
         heard, deadline = [], time.monotonic() + 10
-        while (not head.hosts or not any(h["do"] == "over" for h in heard)) and time.monotonic() < deadline:
-            head.pump(0.01)
+        while (not server.hosts or not any(h["do"] == "over" for h in heard)) and time.monotonic() < deadline:
+            server.run_once(0.01)
             joined.receive()
             heard += other.receive()
-        assert [host.name for host in head.hosts] == ["b"]
+        assert [host.name for host in server.hosts] == ["b"]
         assert "it has mindnlp_dp 2, the endpoint's host 1" in heard[-1]["why"]
         noisy.settimeout(5)
         with pytest.raises((ConnectionError, AssertionError)):
@@ -224,48 +224,48 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
         # The same launcher joins over another connection: its first connection is dropped.
         again = Connection(socket.create_connection(("127.0.0.1", port)), TOKEN, is_server=False)
         again.send(said)
-        first, deadline = head.hosts[0], time.monotonic() + 10
-        while head.hosts != [] and head.hosts[0] is first and time.monotonic() < deadline:
-            head.pump(0.01)
+        first, deadline = server.hosts[0], time.monotonic() + 10
+        while server.hosts != [] and server.hosts[0] is first and time.monotonic() < deadline:
+            server.run_once(0.01)
             again.receive()
-        assert (len(head.hosts), first.lost) == (1, "its launcher came again")
-        assert head.hosts[0] is not first
+        assert (len(server.hosts), first.lost) == (1, "its launcher came again")
+        assert server.hosts[0] is not first
         again.socket.close()
-        head.pump_until(lambda: not head.hosts, 5)
-        assert head.hosts == []
+        server.run_until(lambda: not server.hosts, 5)
+        assert server.hosts == []
         for sock in (joined.socket, silent, noisier):
             sock.close()
     finally:
-        head.close(0)
+        server.close(0)
     assert capsys.readouterr().err == "somebody at 127.0.0.1 does not know this job's token, and was refused\n"
 
 
 def test_a_report_comes_over_with_times_of_the_readers_clock():
     now = time.monotonic()
-    report = Report(
-        {3: Progress(changes=7, pid=1, update=5, has_joined=True, changed=now - 2, since=now - 1, loss=0.5, blocked_in="x")},
-        {3: Status(1, 5.0, True)}, [Ended(3, -9)], True, [3],
+    report = HostReport(
+        {3: RankHeartbeat(changes=7, pid=1, update=5, has_joined=True, changed=now - 2, since=now - 1, loss=0.5, blocked_in="x")},
+        {3: Status(1, 5.0, True)}, [ExitedProcess(3, -9)], True, [3],
     )  # fmt: skip
-    again = Report.from_json(json.loads(json.dumps(report.to_json())))
+    again = HostReport.from_json(json.loads(json.dumps(report.to_json())))
     assert again.ranks[3].changed == pytest.approx(now - 2, abs=0.5)
     assert again.ranks[3].since == pytest.approx(now - 1, abs=0.5)
     assert again.statuses[3].time == pytest.approx(5.0, abs=0.5)
     assert (again.statuses[3].exit_code, again.statuses[3].waited) == (1, True)
     assert (again.ended, again.all_ended, again.stopped) == (report.ended, True, [3])
-    assert Report.from_json(json.loads(json.dumps(Report({0: Progress()}).to_json()))).ranks[0].since == 0
+    assert HostReport.from_json(json.loads(json.dumps(HostReport({0: RankHeartbeat()}).to_json()))).ranks[0].since == 0
 
 
 def test_ranks_of_a_host():
-    this = Try(0, "mpi", ["x"], "logs", [2, 3, 1], index=1)
-    assert (this.num_ranks, list(this.ranks)) == (6, [2, 3, 4])
+    attempt = Attempt(0, "mpi", ["x"], "logs", [2, 3, 1], index=1)
+    assert (attempt.num_ranks, list(attempt.ranks)) == (6, [2, 3, 4])
 
 
 def test_sizes():
     for wrong in ("0", "2:1", "a", "1:", ":2", "-1", "1:2:3", ""):
         with pytest.raises(ValueError, match="MIN:MAX"):
-            Size.parse(wrong)
+            MinMax.parse(wrong)
     local = LocalHost({}, 3)
-    members = Members(local, None, None, nnodes=Size(1, 1), nproc=Size(1, 3), grow_after=0.5)
+    members = Membership(local, None, None, nnodes=MinMax(1, 1), nproc=MinMax(1, 3), grow_after=0.5)
     assert members.counts([local]) == [3]
     for expected in (2, 1, 1):
         members.lose_a_rank(local)
@@ -273,7 +273,7 @@ def test_sizes():
     assert not members.could_grow(1)
     time.sleep(0.6)
     assert members.could_grow(1)
-    fixed = Members(local, None, None, nnodes=Size(1, 1), nproc=Size(2, 2), grow_after=0.5)
+    fixed = Membership(local, None, None, nnodes=MinMax(1, 1), nproc=MinMax(2, 2), grow_after=0.5)
     fixed.lose_a_rank(local)
     assert (fixed.counts([local]), fixed.is_elastic) == ([2], False)
 
@@ -343,7 +343,7 @@ def test_torchruns_words(monkeypatch):
     monkeypatch.setenv("MINDNLP_DP_RDZV_TOKEN", TOKEN.decode())
     words = "--nnodes=1:4 --nproc_per_node=2 --rdzv_id=j --rdzv_endpoint=n0:123 --max-restarts=3 --log_dir=l --tee all"
     args = _parser().parse_args(["run", *words.split(), "--node_rank", "1", "-m", "pkg.train", "--lr", "1"])
-    assert (args.nnodes, args.nproc, args.max_restarts) == (Size(1, 4), Size(2, 2), 3)
+    assert (args.nnodes, args.nproc, args.max_restarts) == (MinMax(1, 4), MinMax(2, 2), 3)
     assert (args.module, args.script, args.args) == (True, "pkg.train", ["--lr", "1"])
     meet = rendezvous_of(args)
     assert (meet.host, meet.port, meet.job, meet.lost_after) == ("n0", 123, "j", 10.0)
@@ -398,10 +398,10 @@ def test_as_many_ranks_as_there_are_cards_or_cores(monkeypatch, capsys):
 
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setenv("DEVICE_TARGET", "CPU")
-    assert nproc("auto") == nproc("cpu") == Size(cores, cores)
+    assert nproc("auto") == nproc("cpu") == MinMax(cores, cores)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,5")
     monkeypatch.setenv("DEVICE_TARGET", "Ascend")
-    assert nproc("auto") == nproc("npu") == Size(3, 3)
+    assert nproc("auto") == nproc("npu") == MinMax(3, 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for text, device, message in [
         ("gpu", "GPU", "this host has no GPU cards to use"), ("auto", "cpu", "DEVICE_TARGET is cpu, expected"),
@@ -487,17 +487,17 @@ def test_half_a_call_costs_a_fork_server_nothing(tmp_path):
 
 def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():
     local, other = LocalHost({}, 4), SimpleNamespace(name="b", address="10.0.0.2", slots=2)
-    members = Members(local, None, None, nnodes=Size(2, 2), nproc=Size(4, 4), grow_after=60)
+    members = Membership(local, None, None, nnodes=MinMax(2, 2), nproc=MinMax(4, 4), grow_after=60)
     assert members.counts([local, other]) == [4, 2]
-    elastic = Members(local, None, None, nnodes=Size(1, 2), nproc=Size(3, 8), grow_after=60)
+    elastic = Membership(local, None, None, nnodes=MinMax(1, 2), nproc=MinMax(3, 8), grow_after=60)
     elastic.lose_a_rank(local)
     assert elastic.counts([local, other]) == [3, 2]
 
 
 def test_many_silent_callers_keep_no_host_out(meeting):
     """Check this also for clients that connect again and again from the host's own address."""
-    head, come = meeting
-    port = head._listening.getsockname()[1]
+    server, come = meeting
+    port = server._listening.getsockname()[1]
     silent, until = [], time.monotonic() + 60
     is_over = threading.Event()
 
@@ -512,11 +512,11 @@ def test_many_silent_callers_keep_no_host_out(meeting):
     caller = threading.Thread(target=call_on)
     caller.start()
     try:
-        while not head.hosts and time.monotonic() < until:
+        while not server.hosts and time.monotonic() < until:
             with contextlib.suppress(OSError, EOFError):
                 come()
-        assert [host.name for host in head.hosts] == ["b"]
-        assert len(head._strangers) <= 64
+        assert [host.name for host in server.hosts] == ["b"]
+        assert len(server._strangers) <= 64
     finally:
         is_over.set()
         caller.join()
@@ -539,7 +539,7 @@ def test_a_full_endpoint_is_not_taken_for_another_token(monkeypatch):
         thread.start()
         try:
             with pytest.raises(RendezvousTimeoutError, match="hung up before it asked for our token"):
-                call(Rendezvous("127.0.0.1", listening.getsockname()[1], TOKEN), 0.3)
+                connect(Rendezvous("127.0.0.1", listening.getsockname()[1], TOKEN), 0.3)
         finally:
             is_over.set()
             thread.join()
@@ -553,10 +553,10 @@ class SlowHost:
     def __init__(self, sleep):
         self._sleep = sleep
 
-    def look(self):
-        return Report()
+    def poll(self):
+        return HostReport()
 
-    def start(self, this):
+    def start(self, attempt):
         pass
 
     def end(self):
@@ -569,37 +569,37 @@ class SlowHost:
 
 
 def test_a_host_that_takes_long_to_end_its_ranks_is_not_lost(meeting):
-    head, _ = meeting
-    port = head._listening.getsockname()[1]
+    server, _ = meeting
+    port = server._listening.getsockname()[1]
     rendezvous = Rendezvous("127.0.0.1", port, TOKEN, lost_after=1.0)
-    head._rendezvous = rendezvous
-    agent = Agent(rendezvous, {}, 1, version="1", node_rank=1, termination=Termination())
+    server._rendezvous = rendezvous
+    agent = HostAgent(rendezvous, {}, 1, version="1", node_rank=1, termination=Termination())
     agent._host = SlowHost(agent._sleep_and_say_so)
     codes = []
     thread = threading.Thread(target=lambda: codes.append(agent.run()))
     thread.start()
-    while not head.hosts:
-        head.pump(0.05)
-    [host] = head.hosts
-    host.start(Try(0, "mpi", ["x.py"], "logs", [1, 1], ["a", "b"], index=1))
+    while not server.hosts:
+        server.run_once(0.05)
+    [host] = server.hosts
+    host.start(Attempt(0, "mpi", ["x.py"], "logs", [1, 1], ["a", "b"], index=1))
     host.end()
-    assert (host.lost, head.hosts) == ("", [host])
-    head.close(7)
+    assert (host.lost, server.hosts) == ("", [host])
+    server.close(7)
     thread.join(10)
     assert codes == [7]
 
 
 def test_a_launcher_that_was_stopped_itself_blames_nobody(meeting):
-    head, come = meeting
+    server, come = meeting
     connection = come()
-    while not head.hosts:
-        head.pump(0.01)
+    while not server.hosts:
+        server.run_once(0.01)
     connection.send({"say": "busy"})
     # The state after SIGSTOP, or after a disk did not respond.
-    head._pumped -= 60
-    head.hosts[0].heard -= 60
-    head.pump(0.01)
-    assert [host.lost for host in head.hosts] == [""]
+    server._pumped -= 60
+    server.hosts[0].heard -= 60
+    server.run_once(0.01)
+    assert [host.lost for host in server.hosts] == [""]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost", "service.example"])

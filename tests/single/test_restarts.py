@@ -21,18 +21,18 @@ from mindnlp_dp.launch.log_dir import (
     new_log_dir,
     put_earlier_job_aside,
 )
-from mindnlp_dp.launch.monitor.attempt_monitor import Seen
+from mindnlp_dp.launch.monitor.attempt_monitor import JobSnapshot
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
-from mindnlp_dp.launch.monitor.recovery import Restarts
-from mindnlp_dp.launch.processes.attempt import Report
-from mindnlp_dp.launch.processes.exit_status import Ended, Status
+from mindnlp_dp.launch.monitor.recovery import RestartPolicy
+from mindnlp_dp.launch.processes.attempt import HostReport
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
 from mindnlp_dp.launch.processes.host import LocalHost
 
 FAILURE = Failure(1, 9, "failed")
 
 
 def waits(tmp_path, updates, most=100):
-    restarts = Restarts(most, tmp_path)
+    restarts = RestartPolicy(most, tmp_path)
     return [restarts.after(FAILURE, update=update, seconds=1.0) for update in updates], restarts
 
 
@@ -121,30 +121,30 @@ def test_another_hosts_clock_does_not_say_who_failed_first(monkeypatch):
     """Convert the time of a failure two seconds ago from a host whose clock is an hour ahead."""
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
-    sent = json.loads(json.dumps(Report(statuses={3: Status(1, now + 3600 - 2.0)}).to_json()))
+    sent = json.loads(json.dumps(HostReport(statuses={3: Status(1, now + 3600 - 2.0)}).to_json()))
     monkeypatch.setattr(time, "monotonic", lambda: now + 0.5)
-    assert Report.from_json(sent).statuses[3].time == pytest.approx(now + 0.5 - 2.0)
+    assert HostReport.from_json(sent).statuses[3].time == pytest.approx(now + 0.5 - 2.0)
 
 
 def test_a_rank_that_was_ended_for_anothers_failure_is_not_to_blame(tmp_path):
-    failure = find_failure([Ended(0, -15), Ended(1, -9)], {}, tmp_path, ranks=range(2))
+    failure = find_failure([ExitedProcess(0, -15), ExitedProcess(1, -9)], {}, tmp_path, ranks=range(2))
     assert (failure.rank, failure.exit_code) == (1, 137)
 
 
 def test_without_a_log_folder_there_is_a_verdict(tmp_path):
-    failure = find_failure([Ended(None, 3)], {}, tmp_path / "gone", ranks=range(2))
+    failure = find_failure([ExitedProcess(None, 3)], {}, tmp_path / "gone", ranks=range(2))
     assert (failure.rank, failure.exit_code) == (None, 3)
 
 
 def test_echoes_wait_for_their_cause():
     def has_only_echoes(statuses, *ended):
-        return Seen([], statuses, [Report(ended=list(ended))]).has_only_echoes
+        return JobSnapshot([], statuses, [HostReport(ended=list(ended))]).has_only_echoes
 
     echo, cause = Status(1, 1.0, waited=True), Status(1, 1.0)
     assert has_only_echoes({0: echo})
-    assert has_only_echoes({0: echo, 2: Status(0, 1.0)}, Ended(0, 1))
+    assert has_only_echoes({0: echo, 2: Status(0, 1.0)}, ExitedProcess(0, 1))
     assert not has_only_echoes({0: echo, 1: cause})
-    assert not has_only_echoes({0: echo}, Ended(1, -9))
+    assert not has_only_echoes({0: echo}, ExitedProcess(1, -9))
     assert not has_only_echoes({})
 
 
@@ -153,10 +153,10 @@ def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path, monkeypatch)
     from mindnlp_dp.runtime import heartbeat
 
     def write(path, rank, pid):
-        reporter = heartbeat.Reporter(path, rank)
-        reporter._pid = pid
-        reporter.meet()
-        return reporter
+        writer = heartbeat.HeartbeatWriter(path, rank)
+        writer._pid = pid
+        writer.mark_joined()
+        return writer
 
     gone = subprocess.Popen(["true"])
     gone.wait()

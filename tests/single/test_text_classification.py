@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
 from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
 from mindnlp_dp.text_classification.examples import Columns, Examples, InputError, label_ids, read_examples
@@ -210,16 +210,16 @@ def test_every_shipped_config_is_valid(pytestconfig):
 
 def test_files_are_complete_or_not_there(tmp_path):
     target = tmp_path / "out" / "report.json"
-    with pytest.raises(RuntimeError), in_place_of(target) as temporary:
+    with pytest.raises(RuntimeError), atomic_write(target) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert list(target.parent.iterdir()) == []
     for text in ("first", "second"):
-        with in_place_of(target) as temporary:
+        with atomic_write(target) as temporary:
             temporary.write_text(text)
     assert target.read_text() == "second"
     for name in ("old", "new"):
-        with in_place_of(tmp_path / "model") as temporary:
+        with atomic_write(tmp_path / "model") as temporary:
             temporary.mkdir()
             (temporary / name).write_text(name)
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]

@@ -24,7 +24,7 @@ from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
 from mindnlp_dp.planner.profiles.cluster import Cluster, Link
 from mindnlp_dp.planner.profiles.models import load_model
-from mindnlp_dp.runtime.atomic_write import in_place_of
+from mindnlp_dp.runtime.atomic_write import atomic_write
 
 # Terms of the fit, in the order of the formula above.
 TERMS = ("flops", "values", "scores", "draws", "calls", "gradients", "parameters")
@@ -45,7 +45,7 @@ def measure_to(path: Path, num_ranks: int) -> dict[str, Any]:
     """Measure this machine, write its keys to a YAML file for ``--cluster``, and return them."""
     print(f"measuring this machine with {num_ranks} ranks, which takes a minute or two ...", flush=True)
     keys = measure_cluster(num_ranks)
-    with in_place_of(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
     print(f"written to {path}\n")
     return keys

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 
 
 class Channel(abc.ABC):
@@ -44,10 +44,10 @@ class Channel(abc.ABC):
     bytes_sent: Optional[int] = None
 
     @abc.abstractmethod
-    def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
+    def inverse_total(self, number: float, waiter: Optional[PollingWait] = None) -> Any:
         """Return one over the sum of the ranks' numbers, the scale of gradient sums; None if the sum is 0.
 
-        On a background thread, pass ``patience``. On a device, the result is a tensor, and the host does not wait.
+        On a background thread, pass ``waiter``. On a device, the result is a tensor, and the host does not wait.
         """
 
     # Weights, which ranks that shard an update keep in shared memory or send to each other.
@@ -88,12 +88,12 @@ class HostChannel(Channel):
     """Sums NumPy arrays in host memory."""
 
     @abc.abstractmethod
-    def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
-        """Sum a contiguous float32 or float64 array over the ranks; on a background thread, pass ``patience``."""
+    def all_reduce_in_place(self, buffer: np.ndarray, waiter: Optional[PollingWait] = None) -> None:
+        """Sum a contiguous float32 or float64 array over the ranks; on a background thread, pass ``waiter``."""
 
-    def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
+    def inverse_total(self, number: float, waiter: Optional[PollingWait] = None) -> Any:
         mine = np.array([number], np.float32)
-        self.all_reduce_in_place(mine, patience)
+        self.all_reduce_in_place(mine, waiter)
         return 1.0 / float(mine[0]) if mine[0] > 0 else None
 
 

@@ -20,7 +20,7 @@ class AbandonedError(RuntimeError):
     """The exchange was given up before it was complete."""
 
 
-class Patience:
+class PollingWait:
     """Waits for MPI without occupying the core on which another thread of this process computes.
 
     MPI's own waits spin. This class polls and sleeps; :meth:`give_up` ends the wait from another thread.
@@ -47,21 +47,21 @@ class Patience:
             nap = min(2 * nap, _LONGEST_NAP)
 
 
-def barrier(comm: Any, patience: Optional[Patience]) -> None:
-    """Call MPI's barrier; on a background thread, pass ``patience`` to poll instead of spinning."""
+def barrier(comm: Any, waiter: Optional[PollingWait]) -> None:
+    """Call MPI's barrier; on a background thread, pass ``waiter`` to poll instead of spinning."""
     if comm.size == 1:
         return
-    if patience is None:
+    if waiter is None:
         comm.Barrier()
     else:
-        patience.wait([comm.Ibarrier()])
+        waiter.wait([comm.Ibarrier()])
 
 
-def all_reduce_in_place(comm: Any, array: np.ndarray, op: Any, patience: Optional[Patience]) -> None:
-    """Call MPI's own all-reduce in place; on a background thread, pass ``patience`` to poll instead of spinning."""
+def all_reduce_in_place(comm: Any, array: np.ndarray, op: Any, waiter: Optional[PollingWait]) -> None:
+    """Call MPI's own all-reduce in place; on a background thread, pass ``waiter`` to poll instead of spinning."""
     from mpi4py import MPI
 
-    if patience is None:
+    if waiter is None:
         comm.Allreduce(MPI.IN_PLACE, array, op=op)
     else:
-        patience.wait([comm.Iallreduce(MPI.IN_PLACE, array, op=op)], array)
+        waiter.wait([comm.Iallreduce(MPI.IN_PLACE, array, op=op)], array)

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import HostChannel
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.communication.transports.transport import HostTransport, Transport
 
 
@@ -19,7 +19,7 @@ class SingleProcessChannel(HostChannel):
     world_size, slice_index = 1, 0
     cannot_overlap = "there is one rank"
 
-    def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
+    def all_reduce_in_place(self, buffer: np.ndarray, waiter: Optional[PollingWait] = None) -> None:
         pass
 
 

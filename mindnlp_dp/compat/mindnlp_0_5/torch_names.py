@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.runtime.override import in_place_of
+from mindnlp_dp.runtime.override import override
 
 
 # Versions: MindNLP 0.5.1. Cause: its optimizers' zero_grad() calls torch.autograd.profiler, which mindtorch lacks.
@@ -35,7 +35,7 @@ def _profiler(module: types.ModuleType) -> Iterator[None]:
 def _modules_are_pytorchs(module: types.ModuleType) -> Iterator[None]:
     yield
 
-    @in_place_of(module)
+    @override(module)
     def infer_framework(model_class: Any) -> Any:
         """Return "pt" for a subclass of ``mindtorch.nn.Module``."""
         return "pt" if any(base.__module__.startswith("mindtorch") for base in model_class.__mro__) else NotImplemented

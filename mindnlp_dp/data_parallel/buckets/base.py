@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.layout import BucketLayout
 
 
@@ -22,8 +22,8 @@ class Bucket(abc.ABC):
 
     ``put`` adds ``weight * gradient`` to a slot, ``start`` scales the accumulated values and begins the sum over the
     ranks, ``wait`` waits for the sum, ``get`` returns a copy of one slot of the result, ``release`` says that this rank
-    does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros. ``keep`` saves
-    the accumulated values, and ``restore`` returns to them, before or after the exchange.
+    does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros. ``snapshot`` saves
+    the accumulated values, and ``rollback`` returns to them, before or after the exchange.
 
     Attributes:
         scatter: Whether this rank reads only its own slice of the sum; set before the exchange begins.
@@ -31,7 +31,7 @@ class Bucket(abc.ABC):
             :meth:`sums` returns; the slice is in the processor's cache at that time.
         is_asynchronous: Whether ``start`` returns before the exchange has ended. If not, it is best to exchange
             buckets one after another, while each is in the cache, or on a separate thread. That thread passes its
-            ``patience`` to ``start``, so that its waits leave the core to the computing thread.
+            ``waiter`` to ``start``, so that its waits leave the core to the computing thread.
     """
 
     scatter = False
@@ -46,13 +46,13 @@ class Bucket(abc.ABC):
     def put(self, index: int, gradient: Any, weight: float) -> None: ...
 
     @abc.abstractmethod
-    def keep(self) -> None: ...
+    def snapshot(self) -> None: ...
 
     @abc.abstractmethod
-    def restore(self) -> None: ...
+    def rollback(self) -> None: ...
 
     @abc.abstractmethod
-    def start(self, scale: Any, patience: Optional[Patience] = None) -> None: ...
+    def start(self, scale: Any, waiter: Optional[PollingWait] = None) -> None: ...
 
     @abc.abstractmethod
     def wait(self) -> None: ...
@@ -62,12 +62,12 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def sums(self) -> list[tuple[int, np.ndarray]]:
-        """Return host memory for the result, filled by :meth:`land`: pairs of an offset in the bucket and an array.
+        """Return host memory for the result, filled by :meth:`copy_to_host`: pairs of an offset in the bucket and an array.
 
         The arrays are the same for the lifetime of the bucket.
         """
 
-    def land(self) -> None:  # noqa: B027
+    def copy_to_host(self) -> None:  # noqa: B027
         """Copy the result to the memory of :meth:`sums` if it is not there; called after ``wait``."""
 
     def keep_shard(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import TensorChannel
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.base import Bucket
 from mindnlp_dp.data_parallel.buckets.host import sum_dtype
 from mindnlp_dp.data_parallel.buckets.layout import ALIGN_NUMEL, BucketLayout
@@ -89,15 +89,15 @@ class DeviceBucket(Bucket):
         ]
         return self._ms.ops.cat(parts) if len(parts) > 1 else parts[0]
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         self._add_waiting()
         self._kept = self._sum
 
-    def restore(self) -> None:
+    def rollback(self) -> None:
         self._waiting.clear()
         self._sum = self._kept
 
-    def start(self, scale: Any, patience: Optional[Patience] = None) -> None:
+    def start(self, scale: Any, waiter: Optional[PollingWait] = None) -> None:
         self._add_waiting()
         mine = self._flattened({}, self._sum_dtype) if self._sum is None else self._sum * scale
         wire = mine if self._wire_dtype == self._sum_dtype else mine.astype(self._wire_dtype)
@@ -140,7 +140,7 @@ class DeviceBucket(Bucket):
         if not self._is_scattered:
             self.own_slice = copy_of(self._padded(self._result)[slice(*self.own_range)])
 
-    def land(self) -> None:
+    def copy_to_host(self) -> None:
         [(_, on_host)] = self.sums()
         for slot in self.layout.slots:
             on_host[slot.offset : slot.offset + slot.numel] = to_host(self._slices[slot.index]).reshape(-1)

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import HostChannel
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.base import Bucket
 from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
 from mindnlp_dp.runtime.arrays import aligned_zeros, from_host, to_host
@@ -74,21 +74,21 @@ class HostBucket(Bucket):
         for index in self._slots.keys() - self._filled:
             self._view(index).fill(0)
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Save the accumulated values in the memory of the results, which is not needed before this sum is done."""
         self._kept = set(self._filled)
         for index in self._kept:
             np.copyto(self._result_memory(index), self._view(index).reshape(-1))
 
-    def restore(self) -> None:
+    def rollback(self) -> None:
         self._filled = set(self._kept)
         for index in self._kept:
             np.copyto(self._view(index).reshape(-1), self._results[index])
 
-    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
+    def start(self, scale: float, waiter: Optional[PollingWait] = None) -> None:
         self._fill_gaps()
         np.multiply(self._buffer, self._buffer.dtype.type(scale), out=self._buffer)
-        self._channel.all_reduce_in_place(self._buffer, patience)
+        self._channel.all_reduce_in_place(self._buffer, waiter)
         self._has_sum()
 
     def wait(self) -> None:

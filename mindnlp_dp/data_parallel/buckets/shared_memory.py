@@ -14,7 +14,7 @@ own it on each host (host_ring.py). There it is packed if blocks are zero (zero_
 compressed (half_wire.py): these are copies of the bytes that are sent. ③ is the only copy out: the memory of
 ``param.grad`` is private. Between ② and ③ there are barriers of the host. If the exchange overlaps and a window has
 several micro-batches, the sum of the first ones is also copied from the row to the memory of the result, in case the
-last one must be undone (:meth:`.HostBucket.keep`).
+last one must be undone (:meth:`.HostBucket.snapshot`).
 
 So a rank's gradients need one row of shared memory and as much private memory, and no more.
 """
@@ -28,7 +28,7 @@ import numpy as np
 
 from mindnlp_dp.communication.transports.mpi.ring import wire_for
 from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.host import HostBucket
 from mindnlp_dp.data_parallel.buckets.layout import BucketLayout, Slot
 
@@ -50,9 +50,9 @@ class SharedBucket(HostBucket):
         # The slices of the host's ranks; each slice has one part for each host.
         self._bounds = self._parts[:: channel.world_size // len(rows)]
 
-    def start(self, scale: float, patience: Optional[Patience] = None) -> None:
+    def start(self, scale: float, waiter: Optional[PollingWait] = None) -> None:
         self._fill_gaps()
-        self._exchange.sum_rows(self._rows, self._parts, scale, self._wire, patience, scatter=self.scatter)
+        self._exchange.sum_rows(self._rows, self._parts, scale, self._wire, waiter, scatter=self.scatter)
         self._has_sum()
 
     def sums(self) -> list[tuple[int, np.ndarray]]:

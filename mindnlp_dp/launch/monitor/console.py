@@ -16,7 +16,7 @@ from typing import BinaryIO, Optional
 from mindnlp_dp.launch.errors import POLL_SECONDS
 from mindnlp_dp.launch.monitor.nonblocking_stdio import has_unwritten, stop_waiting_for_readers, write_error
 from mindnlp_dp.launch.monitor.status import StatusLine
-from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 _CLEAR = "\r\x1b[K"
 
@@ -31,8 +31,8 @@ _MOST_BYTES, _MOST_READS = 1 << 20, 16
 _REST_SECONDS = 1.0
 
 
-class Screen:
-    """Shows the output and the status line of one attempt; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.Watch`.
+class Console:
+    """Shows the output and the status line of one attempt; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.AttemptMonitor`.
 
     Args:
         tee: output to show: "0", rank 0's; "all", every line with its rank in front; "none".
@@ -56,7 +56,7 @@ class Screen:
             # The list is empty if the reader has gone.
             self._logs = [_Log(self._log_dir, left[0], "")] if self._logs else []
 
-    def say(self, ranks: Sequence[Progress], num_ended: int) -> None:
+    def say(self, ranks: Sequence[RankHeartbeat], num_ended: int) -> None:
         """Replace the status line by a new one, at most once a second."""
         is_time = time.monotonic() - self._said >= _LINE_SECONDS
         if self._is_terminal and is_time and any(rank.has_joined for rank in ranks) and not has_unwritten(sys.stderr):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from mindnlp_dp.launch.processes.exit_status import Ended, Status, tail
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, tail
 
 # The exit codes of processes that are ended because another one failed.
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM, 14)
@@ -34,7 +34,7 @@ class Failure:
 
 
 def find_failure(
-    ended: Sequence[Ended], statuses: Mapping[int, Status], log_dir: Path, ranks: Sequence[int]
+    ended: Sequence[ExitedProcess], statuses: Mapping[int, Status], log_dir: Path, ranks: Sequence[int]
 ) -> Optional[Failure]:
     """Return which of these ranks ended the job, and how; None if the job succeeded."""
     gone = {process.rank: process.returncode for process in ended if process.rank is not None}

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from mindnlp_dp.launch.monitor.failure_attribution import Failure
-from mindnlp_dp.launch.processes.stack_dumps import _where
-from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.launch.processes.stack_dumps import describe_location
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 # The exit code of timeout(1).
 EXIT_CODE = 124
@@ -26,7 +26,7 @@ START_SECONDS = 120.0
 
 
 class HangDetector:
-    """Checks whether ranks make progress; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.Watch`.
+    """Checks whether ranks make progress; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.AttemptMonitor`.
 
     Args:
         timeout: seconds after which the job hangs if some rank waits for others and no rank makes progress; 0: never.
@@ -37,7 +37,7 @@ class HangDetector:
         self._seen: list[int] = []
         self._stalled, self._looked = 0.0, time.monotonic()
 
-    def look(self, ranks: Sequence[Progress], is_stopped: bool = False) -> bool:
+    def poll(self, ranks: Sequence[RankHeartbeat], is_stopped: bool = False) -> bool:
         """Return whether the ranks hang. Until all have joined, no rank reports progress, and imports take time.
 
         Args:
@@ -56,7 +56,7 @@ class HangDetector:
 
 
 def describe_hang(
-    ranks: Sequence[Progress],
+    ranks: Sequence[RankHeartbeat],
     finished: Sequence[int],
     stacks: Mapping[int, str],
     stopped: Collection[int],
@@ -86,7 +86,9 @@ def describe_hang(
         verb = "waits" if len(numbers) == 1 else "wait"
         said.append(f"{_ranks(numbers)} {verb} in {call}, since {since:.0f} s.")
     for number in others:
-        said.append(f"Rank {number} never came: {_where(ranks[number], stacks.get(number, ''), number in stopped)}.")
+        said.append(
+            f"Rank {number} never came: {describe_location(ranks[number], stacks.get(number, ''), number in stopped)}."
+        )
     if finished and not others:
         said.append(
             f"{_ranks(list(finished))} {'has' if len(finished) == 1 else 'have'} come to the end of the script."

@@ -6,6 +6,7 @@ Ranks recover by themselves (:mod:`mindnlp_dp.training.trainer.shrink_recovery`)
 
 from __future__ import annotations
 
+import enum
 import json
 import sys
 import time
@@ -16,14 +17,22 @@ from typing import Any, Optional
 from mindnlp_dp.launch.log_dir import RECORD
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, describe_exit
 from mindnlp_dp.launch.processes.exit_status import Status
-from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 # How long the remaining ranks may all be waiting before they continue without a lost rank.
 PATIENCE_SECONDS = 5.0
 
 
-class Losses:
-    """The lost ranks of one attempt; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.Watch`.
+class Outcome(enum.Enum):
+    """What has become of an attempt that may continue without lost ranks."""
+
+    UNCHANGED = "unchanged"
+    CONTINUED = "continued"
+    FAILED = "failed"
+
+
+class LostRanks:
+    """The lost ranks of one attempt; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.AttemptMonitor`.
 
     Args:
         num_ranks: number of ranks at the start of the attempt.
@@ -45,8 +54,10 @@ class Losses:
     def left(self) -> list[int]:
         return [rank for rank in range(self._num_ranks) if rank not in self.ranks]
 
-    def look(self, ranks: Sequence[Progress], statuses: Mapping[int, Status], gone: Collection[int], now: float) -> str:
-        """Return "went on" once when the others continue without lost ranks, "failed", or "" if nothing is new."""
+    def poll(
+        self, ranks: Sequence[RankHeartbeat], statuses: Mapping[int, Status], gone: Collection[int], now: float
+    ) -> Outcome:
+        """Return CONTINUED once when the others continue without lost ranks, FAILED, or UNCHANGED."""
         # Ranks that are gone without a status come before those with one, because they may be the cause.
         for number in [rank for rank in self.left if rank in gone and rank not in statuses]:
             self._lose(number, Failure(number, 1, "was killed, or left past the end of the script,"))
@@ -58,19 +69,19 @@ class Losses:
         left = self.left
         # For example a rank that has tried to continue, and could not.
         if any(statuses[number].exit_code for number in left if number in statuses):
-            return "failed"
+            return Outcome.FAILED
         if not self._has_new:
-            return ""
+            return Outcome.UNCHANGED
         if len(left) < self._least or not all(ranks[number].has_joined for number in left):
-            return "failed"
+            return Outcome.FAILED
         if all(ranks[number].members == len(left) for number in left):
             self._has_new = False
-            return "went on"
+            return Outcome.CONTINUED
         if any(number in statuses for number in left):
-            return "failed"
+            return Outcome.FAILED
         waits = all(ranks[number].blocked_in for number in left)
         self._stuck_since = (self._stuck_since or now) if waits else 0.0
-        return "failed" if waits and now - self._stuck_since > PATIENCE_SECONDS else ""
+        return Outcome.FAILED if waits and now - self._stuck_since > PATIENCE_SECONDS else Outcome.UNCHANGED
 
     def _lose(self, number: int, failure: Failure) -> None:
         self.ranks[number] = failure
@@ -96,7 +107,7 @@ _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 30.0
 
 
-class Restarts:
+class RestartPolicy:
     """The restart policy of one job; used by :class:`~mindnlp_dp.launch.job.Job`.
 
     Attributes:

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.launch.log_dir import PROGRESS, RECORD, progress_file
 from mindnlp_dp.launch.processes.exit_status import read_statuses
-from mindnlp_dp.runtime.heartbeat import Progress, is_of_this_system, read
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat, is_of_this_system, read
 
 # The time over which samples per second are averaged.
 _WINDOW_SECONDS = 10.0
@@ -27,7 +27,7 @@ class StatusLine:
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float]] = deque()
 
-    def text(self, ranks: Sequence[Progress], num_ended: int, num_restarts: int) -> str:
+    def text(self, ranks: Sequence[RankHeartbeat], num_ended: int, num_restarts: int) -> str:
         """Return update, loss, samples per second, ranks alive and restarts; unknown values are left out."""
         # Not simply rank 0, which may have been lost.
         now, first = time.monotonic(), max(ranks, key=lambda rank: rank.samples)
@@ -47,12 +47,12 @@ class StatusLine:
         return ", ".join(parts)
 
 
-def read_of_all_hosts(log_dir: Path) -> list[Progress]:
+def read_of_all_hosts(log_dir: Path) -> list[RankHeartbeat]:
     """Return the progress of all ranks; ranks of hosts that do not share this folder appear as not started."""
     return [rank for rank, _ in _read_of_all_hosts(log_dir)]
 
 
-def _read_of_all_hosts(log_dir: Path) -> list[tuple[Progress, bool]]:
+def _read_of_all_hosts(log_dir: Path) -> list[tuple[RankHeartbeat, bool]]:
     """Return each rank's progress, and whether it is on this system: only then its process and times can be used."""
     others = log_dir.glob(progress_file(1).replace("1", "*"))
     paths = [log_dir / PROGRESS, *(path for path in others if path.name.rpartition("_")[2].isdecimal())]
@@ -99,7 +99,7 @@ def status_of(log_dir: Path) -> dict[str, Any]:
     }
 
 
-def _state(rank: Progress, exit_code: Optional[int], *, is_here: bool) -> str:
+def _state(rank: RankHeartbeat, exit_code: Optional[int], *, is_here: bool) -> str:
     if exit_code is not None:
         return "done" if exit_code == 0 else f"failed with exit code {exit_code}"
     if not rank.pid:

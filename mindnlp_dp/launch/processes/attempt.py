@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from mindnlp_dp.launch.processes.environment import name_of_try
-from mindnlp_dp.launch.processes.exit_status import Ended, Status
-from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.launch.processes.environment import attempt_name
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 
 @dataclass(frozen=True)
-class Try:
+class Attempt:
     """One attempt of a job, as one of its hosts needs to know it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Try:
     @property
     def name(self) -> str:
         """Return the name by which its ranks know the attempt."""
-        return name_of_try(self.variables)
+        return attempt_name(self.variables)
 
     @property
     def ranks(self) -> range:
@@ -57,7 +57,7 @@ class Try:
 
 
 @dataclass
-class Report:
+class HostReport:
     """What one host reports about its ranks to the launcher that leads the job.
 
     Attributes:
@@ -69,9 +69,9 @@ class Report:
         gone: ranks whose process has ended.
     """
 
-    ranks: dict[int, Progress] = field(default_factory=dict)
+    ranks: dict[int, RankHeartbeat] = field(default_factory=dict)
     statuses: dict[int, Status] = field(default_factory=dict)
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[ExitedProcess] = field(default_factory=list)
     all_ended: bool = False
     stopped: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
@@ -89,12 +89,12 @@ class Report:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Report:
+    def from_json(cls, data: Mapping[str, Any]) -> HostReport:
         now = time.monotonic()
         return cls(
-            {int(n): _shifted(Progress(**rank), now) for n, rank in data["ranks"].items()},
+            {int(n): _shifted(RankHeartbeat(**rank), now) for n, rank in data["ranks"].items()},
             {int(n): _since(Status(**status), now) for n, status in data["statuses"].items()},
-            [Ended(**ended) for ended in data["ended"]],
+            [ExitedProcess(**ended) for ended in data["ended"]],
             bool(data["all_ended"]),
             [int(n) for n in data["stopped"]],
             [int(n) for n in data["gone"]],
@@ -106,7 +106,7 @@ def _since(status: Status, now: float) -> Status:
     return replace(status, time=now - status.time)
 
 
-def _shifted(rank: Progress, seconds: float) -> Progress:
+def _shifted(rank: RankHeartbeat, seconds: float) -> RankHeartbeat:
     """Return the progress with times by a clock that is ahead by ``seconds``; 0 means "no time" and stays."""
     return replace(
         rank,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 from mindnlp_dp.launch.rendezvous.protocol import TOKEN_VARIABLE
-from mindnlp_dp.runtime.job_context import _JOB, _RESTART_COUNT
+from mindnlp_dp.runtime.job_context import JOB_VARIABLE, RESTART_COUNT_VARIABLE
 
 # Variables that earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale
 # role makes a process of an MPI job wait for a cluster.
@@ -55,9 +55,9 @@ NODE_TIMEOUT_SECONDS = 3600
 _HEARTBEATS, HEARTBEAT_SECONDS = ("MS_RETRY_INTERVAL_LOWER", "MS_RETRY_INTERVAL_UPPER"), 1
 
 
-def name_of_try(environ: Mapping[str, str]) -> str:
+def attempt_name(environ: Mapping[str, str]) -> str:
     """Return a name for the job and the attempt that these variables belong to."""
-    return f"{environ.get(_JOB, '')}:{environ.get(_RESTART_COUNT, '0')}"
+    return f"{environ.get(JOB_VARIABLE, '')}:{environ.get(RESTART_COUNT_VARIABLE, '0')}"
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:

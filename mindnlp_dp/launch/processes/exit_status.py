@@ -22,7 +22,7 @@ class Status:
     Attributes:
         time: time of the end, by the clock of :func:`time.monotonic`, which users cannot set.
         waited: whether the rank gave up waiting for another rank.
-        of: attempt of the rank (:func:`~mindnlp_dp.launch.processes.environment.name_of_try`): a rank of a host that was cut
+        of: attempt of the rank (:func:`~mindnlp_dp.launch.processes.environment.attempt_name`): a rank of a host that was cut
             off may write its status to a shared folder when another attempt has already started.
     """
 
@@ -33,7 +33,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ExitedProcess:
     """A process that has ended: its rank, None for mpirun, and its return code as subprocess gives it."""
 
     rank: Optional[int]

@@ -23,9 +23,9 @@ from mindnlp_dp.launch.log_dir import (
     progress_file,
     put_earlier_job_aside,
 )
-from mindnlp_dp.launch.processes.attempt import Report, Try
+from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import this_host_name
-from mindnlp_dp.launch.processes.exit_status import Ended, Status, read_statuses, tail
+from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, read_statuses, tail
 from mindnlp_dp.launch.processes.fork_client import VARIABLE
 from mindnlp_dp.launch.processes.fork_server import ForkServer
 from mindnlp_dp.launch.processes.run_module import command as module_command
@@ -33,19 +33,19 @@ from mindnlp_dp.launch.processes.spawn import (
     GRACE_SECONDS,
     Cluster,
     Process,
-    end,
     grace_seconds,
     kill_process_group,
     start_cluster,
     start_daemon,
     start_mpi,
     start_scheduler,
+    terminate,
     terminate_ranks,
 )
 from mindnlp_dp.launch.processes.stack_dumps import stacks_of
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device
-from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 from mindnlp_dp.runtime.job_context import host_environment
 
 _LOOK_SECONDS = 0.5
@@ -80,18 +80,18 @@ class LocalHost:
         self._environ = dict(environ)
         self._processes: list[Process] = []
         self._daemons: list[Process] = []
-        self._try: Optional[Try] = None
+        self._attempt: Optional[Attempt] = None
         self._log: Optional[BinaryIO] = None
         self._fork_server: Optional[ForkServer] = None
         self._scratch: Optional[ScratchDir] = None
         self._looked, self._changed, self._statuses = 0.0, 0, dict[int, Status]()
-        self._so_far, self._states = dict[int, Progress](), dict[int, str]()
+        self._so_far, self._states = dict[int, RankHeartbeat](), dict[int, str]()
         self._has_ended = True
 
     @property
     def number(self) -> int:
         """Return the number of the attempt whose ranks run here; -1 without ranks."""
-        return -1 if self._try is None or self._has_ended else self._try.number
+        return -1 if self._attempt is None or self._has_ended else self._attempt.number
 
     def clear(self, log_dir: str, number: int) -> None:
         """Archive what the previous attempt has written or, before the first attempt, what an earlier job has.
@@ -106,7 +106,7 @@ class LocalHost:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if number:
-                if self._try is None:
+                if self._attempt is None:
                     # This host has joined a job that had already started.
                     claim(folder)
                 archive_attempt_logs(folder, number)
@@ -124,93 +124,93 @@ class LocalHost:
             f"the log folder {log_dir} of {self.name} cannot be written to ({error}); --log-dir names another"
         )
 
-    def start(self, this: Try) -> None:
+    def start(self, attempt: Attempt) -> None:
         """Start this host's ranks of an attempt.
 
         Raises:
             LaunchError: the engine is not installed.
             TemporaryError: the log folder cannot be written to, or the engine cannot be started now.
         """
-        self._try, self._processes, self._daemons = this, [], []
-        log_dir = Path(this.log_dir)
+        self._attempt, self._processes, self._daemons = attempt, [], []
+        log_dir = Path(attempt.log_dir)
         self._looked, self._changed, self._statuses, self._has_ended = 0.0, 0, {}, False
         self._so_far, self._states = {}, {}
         try:
-            heartbeat.create(log_dir / progress_file(this.index), this.num_ranks)
-            if this.backend == "mpi" and this.index:
+            heartbeat.create(log_dir / progress_file(attempt.index), attempt.num_ranks)
+            if attempt.backend == "mpi" and attempt.index:
                 # The first host's mpirun has its daemon started here: :meth:`run_daemon`.
                 return
-            name = f"launcher_{this.index}.log" if this.index else "launcher.log"
+            name = f"launcher_{attempt.index}.log" if attempt.index else "launcher.log"
             self._log = open(log_dir / name, "wb")  # noqa: SIM115 -- closed by end()
         except OSError as error:
             raise self._cannot_be_written(log_dir, error) from None
         try:
-            self._start_processes(this, log_dir)
+            self._start_processes(attempt, log_dir)
         except OSError as error:
             raise TemporaryError(f"the ranks of {self.name} cannot be started: {error}") from None
 
-    def _start_processes(self, this: Try, log_dir: Path) -> None:
+    def _start_processes(self, attempt: Attempt, log_dir: Path) -> None:
         assert self._log is not None
         worker = [
             *module_command(sys.executable, "mindnlp_dp.launch.processes.worker"),
-            this.log_dir, str(this.num_ranks), "--", *this.command,
+            attempt.log_dir, str(attempt.num_ranks), "--", *attempt.command,
         ]  # fmt: skip
-        environ = self._environment(this)
-        if this.backend == "mpi":
-            counts = dict(zip(this.addresses or ["localhost"], this.counts))
+        environ = self._environment(attempt)
+        if attempt.backend == "mpi":
+            counts = dict(zip(attempt.addresses or ["localhost"], attempt.counts))
             self._scratch = self._scratch or ScratchDir()
             self._processes = start_mpi(
                 counts, worker, environ, self._log,
-                scratch=self._scratch.path, remote_shell=self._remote_shell(self._scratch.path), in_place=this.in_place,
+                scratch=self._scratch.path, remote_shell=self._remote_shell(self._scratch.path), in_place=attempt.in_place,
             )  # fmt: skip
             return
-        cluster = Cluster(this.num_ranks, (this.addresses[0] if this.addresses else "127.0.0.1", this.port))
-        if not this.index:
+        cluster = Cluster(attempt.num_ranks, (attempt.addresses[0] if attempt.addresses else "127.0.0.1", attempt.port))
+        if not attempt.index:
             # The scheduler comes first, because a rank that does not find it sleeps.
             self._processes.append(start_scheduler(cluster, environ, log_dir / "scheduler.log"))
-        self._processes += start_cluster(cluster, this.ranks, worker, environ, self._log)
+        self._processes += start_cluster(cluster, attempt.ranks, worker, environ, self._log)
 
-    def _environment(self, this: Try) -> dict[str, str]:
+    def _environment(self, attempt: Attempt) -> dict[str, str]:
         return {
             **self._environ,
-            **this.variables,
-            **host_environment(this.ranks),
-            heartbeat.VARIABLE: progress_file(this.index),
+            **attempt.variables,
+            **host_environment(attempt.ranks),
+            heartbeat.VARIABLE: progress_file(attempt.index),
             **(self._fork_server.environment if self._fork_server is not None else {}),
         }
 
     def run_daemon(self, command: str) -> None:
         """Start the daemon that the first host's mpirun needs here; the daemon starts this host's ranks."""
-        assert self._try is not None
+        assert self._attempt is not None
         if self._log is None or self._log.closed:
-            path = Path(self._try.log_dir, f"launcher_{self._try.index}.log")
+            path = Path(self._attempt.log_dir, f"launcher_{self._attempt.index}.log")
             try:
                 self._log = open(path, "ab")  # noqa: SIM115 -- closed by end()
             except OSError as error:
                 print(f"what mpirun's daemon says is not in {path}: {error}", file=sys.stderr)
                 self._log = open(os.devnull, "ab")  # noqa: SIM115 -- closed by end()
-        self._daemons.append(start_daemon(command, self._environment(self._try), self._log))
+        self._daemons.append(start_daemon(command, self._environment(self._attempt), self._log))
 
     def prepare_restart(self) -> None:
         """Start a fork server, which imports what the next attempt needs while the ranks work."""
-        this = self._try
+        attempt = self._attempt
         if (
             self._fork_server is None
             and VARIABLE not in self._environ
-            and this is not None
+            and attempt is not None
             and default_device(self._environ) == "CPU"
         ):
             try:
-                self._fork_server = ForkServer(self._environ, Path(this.log_dir))
+                self._fork_server = ForkServer(self._environ, Path(attempt.log_dir))
             except OSError as error:
                 print(f"there is no fork server for the next try, which imports as ever: {error}", file=sys.stderr)
 
-    def look(self) -> Report:
+    def poll(self) -> HostReport:
         """Return a report on this host's ranks. It is cheap enough for many calls a second."""
-        this = self._try
-        if this is None:
-            return Report()
-        log_dir, now = Path(this.log_dir), time.monotonic()
+        attempt = self._attempt
+        if attempt is None:
+            return HostReport()
+        log_dir, now = Path(attempt.log_dir), time.monotonic()
         # Opening a file of each rank many times a second costs more than asking whether the folder has a new file. A
         # file that came within the same tick of the file system's clock is found at most _LOOK_SECONDS later.
         try:
@@ -223,47 +223,47 @@ class LocalHost:
             self._so_far = self._ranks()
             self._states = {n: rank.state for n, rank in self._so_far.items() if rank.pid}
             # Read after the states: a rank that is gone has written its status by now, if it ever does.
-            self._statuses = read_statuses(log_dir, this.ranks, this.name)
+            self._statuses = read_statuses(log_dir, attempt.ranks, attempt.name)
         working = [process for process in self._processes if not process.serves]
-        ended = [Ended(p.rank, p.popen.returncode) for p in working if p.popen.poll() is not None]
+        ended = [ExitedProcess(p.rank, p.popen.returncode) for p in working if p.popen.poll() is not None]
         stopped, gone = ([n for n, state in self._states.items() if state == which] for which in ("T", ""))
-        return Report(self._so_far, self._statuses, ended, len(ended) == len(working), stopped, gone)
+        return HostReport(self._so_far, self._statuses, ended, len(ended) == len(working), stopped, gone)
 
-    def _ranks(self) -> dict[int, Progress]:
-        assert self._try is not None
-        found = heartbeat.read(Path(self._try.log_dir) / progress_file(self._try.index))
+    def _ranks(self) -> dict[int, RankHeartbeat]:
+        assert self._attempt is not None
+        found = heartbeat.read(Path(self._attempt.log_dir) / progress_file(self._attempt.index))
         if not found:
             # The file was removed, or the disk is gone: return what was read last.
             return self._so_far
-        return {number: found[number] for number in self._try.ranks if number < len(found)}
+        return {number: found[number] for number in self._attempt.ranks if number < len(found)}
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks of those of this host's ranks that answer."""
-        return {} if self._try is None else stacks_of(self._ranks(), self._statuses, Path(self._try.log_dir))
+        return {} if self._attempt is None else stacks_of(self._ranks(), self._statuses, Path(self._attempt.log_dir))
 
     def tail(self, rank: int) -> str:
         """Return the end of the log of one of this host's ranks."""
-        return "" if self._try is None else tail(Path(self._try.log_dir) / f"worker_{rank}.log")
+        return "" if self._attempt is None else tail(Path(self._attempt.log_dir) / f"worker_{rank}.log")
 
     def ask_for_checkpoint(self, number: int) -> None:
         """Ask this host's first rank for a checkpoint as soon as possible; requests are numbered from 1."""
-        assert self._try is not None
+        assert self._attempt is not None
         try:
-            heartbeat.ask_for_checkpoint(Path(self._try.log_dir) / progress_file(self._try.index), number)
+            heartbeat.ask_for_checkpoint(Path(self._attempt.log_dir) / progress_file(self._attempt.index), number)
         except OSError as error:
             # The folder was removed; the ranks continue.
-            print(f"rank {self._try.ranks.start} cannot be asked for a checkpoint: {error}", file=sys.stderr)
+            print(f"rank {self._attempt.ranks.start} cannot be asked for a checkpoint: {error}", file=sys.stderr)
 
     def end(self) -> None:
         """End this host's ranks; on return none is left, and each has had time to write its status."""
         if self._has_ended:
             return
         grace = grace_seconds(self._environ)
-        end([*self._processes, *self._daemons], grace, self.sleep)
-        assert self._try is not None
+        terminate([*self._processes, *self._daemons], grace, self.sleep)
+        assert self._attempt is not None
         ranks = {number: rank for number, rank in self._ranks().items() if rank.pid}
         terminate_ranks(list(ranks.values()), GRACE_SECONDS, self.sleep)
-        statuses = read_statuses(Path(self._try.log_dir), ranks, self._try.name)
+        statuses = read_statuses(Path(self._attempt.log_dir), ranks, self._attempt.name)
         for number, rank in ranks.items():
             if number not in statuses or statuses[number].exit_code:
                 kill_process_group(rank.pid)

@@ -19,7 +19,7 @@ from typing import BinaryIO, Optional
 from mindnlp_dp.launch.errors import POLL_SECONDS, LaunchError
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, find_mpirun
 from mindnlp_dp.launch.processes.run_module import command as module_command
-from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 GRACE_SECONDS = 3.0
 
@@ -156,7 +156,7 @@ def grace_seconds(environ: Mapping[str, str]) -> float:
     return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
 
 
-def end(processes: list[Process], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def terminate(processes: list[Process], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """End the processes that still run, by SIGTERM and, after a grace period, by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
@@ -177,7 +177,7 @@ def kill_process_group(pid: int) -> None:
         _signal_session(pid, signal.SIGKILL)
 
 
-def terminate_ranks(ranks: Sequence[Progress], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def terminate_ranks(ranks: Sequence[RankHeartbeat], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """Wait until ranks have ended, and kill those that do not; they may be children of mpirun or a fork server."""
     deadline = time.monotonic() + grace
     while (left := [rank for rank in ranks if rank.state]) and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mindnlp_dp.runtime.heartbeat import Progress
+from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
 # The limit for all ranks of a host together: their stacks go to the first host in one message (messages.py).
 _MOST_STACKS_BYTES = 1 << 20
@@ -29,7 +29,7 @@ _STACK_SECONDS = 1.0
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 
-def stacks_of(ranks: Mapping[int, Progress], finished: Collection[int], log_dir: Path) -> dict[int, str]:
+def stacks_of(ranks: Mapping[int, RankHeartbeat], finished: Collection[int], log_dir: Path) -> dict[int, str]:
     """Return what :mod:`faulthandler`, set up by the workers for a signal, writes for the ranks that answer."""
     asked = {}
     for number, rank in ranks.items():
@@ -50,7 +50,7 @@ def stacks_of(ranks: Mapping[int, Progress], finished: Collection[int], log_dir:
     return {number: text[:most] for number, text in texts.items()}
 
 
-def _where(rank: Progress, stacks: str, is_stopped: bool) -> str:
+def describe_location(rank: RankHeartbeat, stacks: str, is_stopped: bool) -> str:
     """Describe where a rank is that waits for no other rank, as far as it answers."""
     if not rank.pid:
         return "it has not begun"

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Optional
 
 from mindnlp_dp.launch.log_dir import PROGRESS, LogFile
-from mindnlp_dp.launch.processes.environment import name_of_try
+from mindnlp_dp.launch.processes.environment import attempt_name
 from mindnlp_dp.launch.processes.exit_status import Status, write_status
 from mindnlp_dp.launch.processes.fork_client import ENVIRON_CHANGES, changes_of, exit_like, run_in_fork_server
 from mindnlp_dp.runtime import heartbeat
@@ -53,7 +53,7 @@ def run() -> None:
     """Run the script as the rank that this process was started for, and record how it ended."""
     log_dir, nproc = Path(sys.argv[1]), int(sys.argv[2])
     # Read before the script can change its environment.
-    name = name_of_try(os.environ)
+    name = attempt_name(os.environ)
     command = sys.argv[4:]
     rank = launched_rank(os.environ)
     # With cards, a block of cores may be far from the rank's card; the card's driver knows better.
@@ -62,11 +62,11 @@ def run() -> None:
         os.sched_setaffinity(0, split_cores(sorted(os.sched_getaffinity(0)), len(own), rank - own.start))
     log = LogFile(log_dir / f"worker_{rank}.log", os.environ)
     # For the launcher: this rank's progress, and its stacks when a signal asks for them.
-    reporter = heartbeat.report_to(log_dir / os.environ.get(heartbeat.VARIABLE, PROGRESS), rank)
-    reporter.after_update = log.begin_anew_if_large
+    writer = heartbeat.report_to(log_dir / os.environ.get(heartbeat.VARIABLE, PROGRESS), rank)
+    writer.after_update = log.begin_anew_if_large
     if rank == 0:
         environ = dict(os.environ)
-        reporter.before_it_meets = lambda: _write_changes(log_dir, environ)
+        writer.before_it_meets = lambda: _write_changes(log_dir, environ)
     stacks = open(log_dir / f"worker_{rank}.stacks", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 

@@ -1,6 +1,6 @@
 """The launcher of every host but the first: it follows the orders of the first host's launcher, and reports to it.
 
-:mod:`mindnlp_dp.launch.run` creates the :class:`Agent`. If the connection to the endpoint is lost, the agent ends this
+:mod:`mindnlp_dp.launch.run` creates the :class:`HostAgent`. If the connection to the endpoint is lost, the agent ends this
 host's ranks, because no launcher monitors them any more, and tries for a while to connect again.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
-from mindnlp_dp.launch.processes.attempt import Try
+from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import this_host_name
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection
@@ -35,11 +35,11 @@ _SILENT_SECONDS = 5.0
 REJOIN_SECONDS = 30.0
 
 
-class _HeadIsLostError(Exception):
+class _ServerLostError(Exception):
     """Raised when the endpoint has closed the connection, or has been silent for too long."""
 
 
-def call(rendezvous: Rendezvous, seconds: float) -> Connection:
+def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
     """Connect to the endpoint, which may not be up yet, and return the connection.
 
     Raises:
@@ -80,7 +80,7 @@ def call(rendezvous: Rendezvous, seconds: float) -> Connection:
         time.sleep(_RETRY_SECONDS)
 
 
-class Agent:
+class HostAgent:
     """Runs the ranks of this host, ``slots`` at most, as the first host orders."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Agent:
         try:
             while True:
                 try:
-                    self._connection = call(self._rendezvous, patience)
+                    self._connection = connect(self._rendezvous, patience)
                 except RendezvousTimeoutError as error:
                     if patience == REJOIN_SECONDS:
                         print(f"{error}; the job is over for this host", file=sys.stderr)
@@ -121,7 +121,7 @@ class Agent:
                     raise
                 try:
                     return self._serve(self._connection)
-                except _HeadIsLostError as error:
+                except _ServerLostError as error:
                     self._termination.end(is_saved=True)
                     print(f"{error}; this host's ranks are ended, and it is called again", file=sys.stderr)
                     self._host.end()
@@ -159,7 +159,7 @@ class Agent:
                 try:
                     orders = connection.receive()
                 except (EOFError, OSError, AuthenticationError) as error:
-                    raise _HeadIsLostError(
+                    raise _ServerLostError(
                         f"the endpoint {self._rendezvous.host}:{self._rendezvous.port} is gone ({error or 'closed'})"
                     ) from None
                 now = time.monotonic()
@@ -170,7 +170,7 @@ class Agent:
                 if orders:
                     heard = now
                 elif now - heard > self._rendezvous.lost_after:
-                    raise _HeadIsLostError(
+                    raise _ServerLostError(
                         f"nothing was heard of the endpoint {self._rendezvous.host}:{self._rendezvous.port} for "
                         f"{self._rendezvous.lost_after:.0f} s"
                     )
@@ -186,7 +186,7 @@ class Agent:
                     self._say(say="terminates")
                 self._termination.end(is_saved=self._host.number < 0)
                 # Ends are reported at once, progress twice a second. Between attempts the report is a heartbeat.
-                report = self._host.look()
+                report = self._host.poll()
                 ended = (sorted(report.statuses), len(report.ended))
                 if now - reported >= _REPORT_SECONDS or ended != last:
                     reported, last = now, ended
@@ -195,14 +195,14 @@ class Agent:
     def _obey(self, order: Mapping[str, Any]) -> None:
         do = order["do"]
         if do == "start":
-            this = Try(**order["this"])
-            ranks = this.ranks
+            attempt = Attempt(**order["attempt"])
+            ranks = attempt.ranks
             print(
-                f"try {this.number}: ranks {ranks.start} to {ranks.stop - 1} of {this.num_ranks}; logs: {this.log_dir}",
+                f"try {attempt.number}: ranks {ranks.start} to {ranks.stop - 1} of {attempt.num_ranks}; logs: {attempt.log_dir}",
                 flush=True,
             )
             try:
-                self._host.start(this)
+                self._host.start(attempt)
             except LaunchError as error:
                 self._say(say="leave", why=str(error))
                 raise
@@ -213,7 +213,7 @@ class Agent:
         elif do == "answer":
             self._say(say="answer", answer=self._answer(order))
         elif do == "end":
-            report = self._host.look()
+            report = self._host.poll()
             self._host.end()
             self._say(say="ended", **{"try": order["number"]}, report=report.to_json())
 

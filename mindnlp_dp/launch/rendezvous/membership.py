@@ -15,7 +15,7 @@ from typing import Optional, Union
 from mindnlp_dp.launch.errors import RendezvousTimeoutError
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
-from mindnlp_dp.launch.rendezvous.server import Head, Rendezvous
+from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer
 
 Host = Union[LocalHost, RemoteHost]
 
@@ -24,14 +24,14 @@ _SILENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Size:
+class MinMax:
     """A number of hosts or ranks or, for an elastic job, its minimum and maximum."""
 
     least: int
     most: int
 
     @classmethod
-    def parse(cls, text: str) -> Size:
+    def parse(cls, text: str) -> MinMax:
         """Parse ``N`` or ``MIN:MAX``.
 
         >>> Size.parse("2"), Size.parse("1:3")
@@ -59,7 +59,7 @@ def _place(host: Host) -> str:
     return f"{host.name} {host.address}" if isinstance(host, RemoteHost) else host.name
 
 
-class Members:
+class Membership:
     """The hosts of a job, and the number of ranks on each.
 
     Args:
@@ -71,14 +71,14 @@ class Members:
     def __init__(
         self,
         local: LocalHost,
-        head: Optional[Head],
+        server: Optional[RendezvousServer],
         rendezvous: Optional[Rendezvous],
         *,
-        nnodes: Size,
-        nproc: Size,
+        nnodes: MinMax,
+        nproc: MinMax,
         grow_after: float,
     ) -> None:
-        self.local, self._head, self._rendezvous = local, head, rendezvous
+        self.local, self._server, self._rendezvous = local, server, rendezvous
         self.nnodes, self.nproc, self._grow_after = nnodes, nproc, grow_after
         self._has_begun = False
         # The times at which ranks were lost, by host.
@@ -98,12 +98,12 @@ class Members:
         Raises:
             RendezvousTimeoutError: too few hosts have joined after ``join_timeout``.
         """
-        if self._head is None or self._rendezvous is None:
+        if self._server is None or self._rendezvous is None:
             return [self.local]
         began, enough, is_silent = time.monotonic(), None, True
         where = f"{self._rendezvous.host}:{self._rendezvous.port}"
         while True:
-            self._head.pump(0.05)
+            self._server.run_once(0.05)
             hosts = self._there()
             now = time.monotonic()
             if is_silent and now - began > _SILENT_SECONDS:
@@ -125,7 +125,7 @@ class Members:
         return hosts
 
     def _there(self) -> list[Host]:
-        others: Sequence[Host] = self._head.hosts if self._head is not None else []
+        others: Sequence[Host] = self._server.hosts if self._server is not None else []
         return [self.local, *others][: self.nnodes.most]
 
     def counts(self, hosts: Sequence[Host]) -> list[int]:

@@ -184,17 +184,17 @@ class Connection:
         self._kept = []
 
     def _next(self) -> Optional[bytes]:
-        head = _LENGTH.size + _MAC_BYTES
-        if len(self._in) < head:
+        server = _LENGTH.size + _MAC_BYTES
+        if len(self._in) < server:
             return None
         (length,) = _LENGTH.unpack_from(self._in)
         if length > LONGEST_BYTES:
             raise AuthenticationError(f"a frame of {length} bytes")
-        if len(self._in) < head + length:
+        if len(self._in) < server + length:
             return None
-        mac, payload = self._in[_LENGTH.size : head], self._in[head : head + length]
+        mac, payload = self._in[_LENGTH.size : server], self._in[server : server + length]
         self._check(mac, self._mac(self._num_in, payload, sends=False))
-        self._in = self._in[head + length :]
+        self._in = self._in[server + length :]
         self._num_in += 1
         return payload
 

@@ -1,6 +1,6 @@
 """A proxy, in the first host's launcher, for another host that has joined the job.
 
-:class:`~mindnlp_dp.launch.rendezvous.server.Head` creates it. It has the methods of :class:`~mindnlp_dp.launch.processes.host.LocalHost`; the
+:class:`~mindnlp_dp.launch.rendezvous.server.RendezvousServer` creates it. It has the methods of :class:`~mindnlp_dp.launch.processes.host.LocalHost`; the
 other host's launcher (:mod:`mindnlp_dp.launch.rendezvous.client`) carries them out.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from mindnlp_dp.launch.processes.attempt import Report, Try
+from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.rendezvous.protocol import Connection, address_of
 
 # Twice the time that ranks with devices have (engines.py), once to end and once to be killed, and a margin.
@@ -42,9 +42,9 @@ class RemoteHost:
         self.launcher = str(said["launcher"])
         self.address = address_of(connection.socket.getpeername())
         # The address by which this host reaches the first one.
-        self.address_of_head = address_of(connection.socket.getsockname())
+        self.address_of_server = address_of(connection.socket.getsockname())
         self.heard, self.lost, self.terminates = time.monotonic(), "", False
-        self._number, self._report = -1, Report()
+        self._number, self._report = -1, HostReport()
         self._has_ended = True
         self._answer: Any = None
 
@@ -52,9 +52,9 @@ class RemoteHost:
         self.heard = time.monotonic()
         what = said["say"]
         if what == "report" and said["try"] == self._number:
-            self._report = Report.from_json(said["report"])
+            self._report = HostReport.from_json(said["report"])
         elif what == "ended" and said["try"] == self._number:
-            self._report, self._has_ended = Report.from_json(said["report"]), True
+            self._report, self._has_ended = HostReport.from_json(said["report"]), True
         elif what == "answer":
             self._answer = said["answer"]
         elif what == "terminates":
@@ -74,9 +74,9 @@ class RemoteHost:
         if answer is None and not self.lost:
             self.lost = "it does not answer"
 
-    def start(self, this: Try) -> None:
-        self._number, self._report, self._has_ended = this.number, Report(), False
-        self.say(do="start", this=asdict(this))
+    def start(self, attempt: Attempt) -> None:
+        self._number, self._report, self._has_ended = attempt.number, HostReport(), False
+        self.say(do="start", attempt=asdict(attempt))
 
     def run_daemon(self, command: str) -> None:
         self.say(do="daemon", command=command)
@@ -84,7 +84,7 @@ class RemoteHost:
     def prepare_restart(self) -> None:
         self.say(do="prepare")
 
-    def look(self) -> Report:
+    def poll(self) -> HostReport:
         return self._report
 
     def stacks(self) -> dict[int, str]:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from mindnlp_dp.launch.processes.run_module import command as module_command
-from mindnlp_dp.launch.rendezvous.client import call
+from mindnlp_dp.launch.rendezvous.client import connect
 from mindnlp_dp.launch.rendezvous.protocol import parse_endpoint
 from mindnlp_dp.launch.rendezvous.server import Rendezvous
 
@@ -28,7 +28,7 @@ def main() -> int:
         arguments.pop(0)
     endpoint, token = Path(file).read_text(encoding="utf-8").splitlines()
     host, port = parse_endpoint(endpoint)
-    connection = call(Rendezvous(host, port, token.encode()), _SECONDS)
+    connection = connect(Rendezvous(host, port, token.encode()), _SECONDS)
     connection.send({"say": "daemon", "host": arguments[0], "command": " ".join(arguments[1:])})
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:

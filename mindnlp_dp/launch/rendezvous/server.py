@@ -1,8 +1,8 @@
 """The first host's side of the rendezvous, where the launchers of a job's hosts join.
 
-:mod:`mindnlp_dp.launch.run` creates the :class:`Head`, which holds a proxy for each host that has joined
+:mod:`mindnlp_dp.launch.run` creates the :class:`RendezvousServer`, which holds a proxy for each host that has joined
 (:mod:`mindnlp_dp.launch.rendezvous.remote_host`). The first host decides; the others start, report and end ranks
-(:mod:`mindnlp_dp.launch.rendezvous.client`). One thread does everything, so all waiting is done in :meth:`Head.pump`.
+(:mod:`mindnlp_dp.launch.rendezvous.client`). One thread does everything, so all waiting is done in :meth:`RendezvousServer.run_once`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rendezvous:
     lost_after: float = 10.0
 
 
-class Head:
+class RendezvousServer:
     """Listens at the endpoint, lets hosts join, and exchanges messages with them; used by the first host's launcher.
 
     Args:
@@ -73,7 +73,7 @@ class Head:
         self._parting: dict[Connection, float] = {}
         # Addresses that were already named in a message.
         self._refused: set[str] = set()
-        self._beat = self._pumped = 0.0
+        self._beat = self._last_run = 0.0
         try:
             self._listening = listen_at(rendezvous.host, rendezvous.port)
         except OSError as error:
@@ -87,7 +87,7 @@ class Head:
         address = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(address, address)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
-    def pump(self, seconds: float) -> None:
+    def run_once(self, seconds: float) -> None:
         """Receive the hosts' messages for at most ``seconds``; return earlier if one arrives."""
         self._forgive_own_absence()
         everybody = (*self._strangers, *self._by_connection, *self._parting)
@@ -116,16 +116,16 @@ class Head:
 
     def _forgive_own_absence(self) -> None:
         """Do not count the time for which this launcher was stopped: the hosts' messages from then are still unread."""
-        now, before = time.monotonic(), self._pumped
-        self._pumped = now
+        now, before = time.monotonic(), self._last_run
+        self._last_run = now
         if before and now - before > self._rendezvous.lost_after / 2:
             for host in self._by_connection.values():
                 host.heard = now
 
-    def pump_until(self, is_done: Callable[[], bool], seconds: float) -> None:
+    def run_until(self, is_done: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not is_done() and (left := deadline - time.monotonic()) > 0:
-            self.pump(min(left, 0.05))
+            self.run_once(min(left, 0.05))
 
     @staticmethod
     def _wait(sockets: list[socket.socket], seconds: float) -> None:
@@ -229,7 +229,7 @@ class Head:
         if wrong:
             self._part_from(connection, 2, wrong)
             return None
-        host = RemoteHost(connection, said, wait=self.pump_until)
+        host = RemoteHost(connection, said, wait=self.run_until)
         del self._strangers[connection]
         self._by_connection[connection] = host
         self.hosts.append(host)
@@ -250,7 +250,7 @@ class Head:
                 self._part_from(connection, code)
             return not self._parting
 
-        self.pump_until(is_heard, _PARTING_SECONDS)
+        self.run_until(is_heard, _PARTING_SECONDS)
         for connection in [*self._strangers, *self._parting]:
             connection.close()
         self._listening.close()

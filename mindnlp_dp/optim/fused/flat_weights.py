@@ -42,7 +42,7 @@ def _is_in(memory: Optional[np.ndarray], parameter: Any) -> bool:
 class FlatWeights:
     """Places float32 parameters in ``memory``, one bucket of ``layouts`` after another.
 
-    The caller must wait for all ranks that share the memory before it calls :meth:`adopt`.
+    The caller must wait for all ranks that share the memory before it calls :meth:`bind`.
 
     Attributes:
         memory: The flat float32 array.
@@ -73,12 +73,12 @@ class FlatWeights:
                 self._views[slot.index] = memory[begin : begin + slot.numel].reshape(slot.shape)
                 self._addresses[slot.index] = self._views[slot.index].ctypes.data
 
-    def take_over(self) -> None:
+    def attach(self) -> None:
         """Copy the parameters' values into the memory."""
         for index, view in self._views.items():
             np.copyto(view, self._parameters[index].asnumpy())
 
-    def adopt(self) -> None:
+    def bind(self) -> None:
         """Make the parameters point into the memory."""
         for index in self._views:
             self._point(index)
@@ -120,7 +120,7 @@ class FlatWeights:
             return parameter.asnumpy().tobytes() != view.tobytes()
         return bool(view.size) and parameter.data_ptr() != self._addresses[index]
 
-    def put_back(self, group: ProcessGroup, *, writes: bool, wait: Any) -> None:
+    def write_back(self, group: ProcessGroup, *, writes: bool, wait: Any) -> None:
         """Move parameters that have left their places back into the memory, with their new values; a collective.
 
         ``writes`` tells whether this rank writes to the memory, ``wait`` is the barrier of the ranks that share it.

@@ -43,7 +43,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateContext:
     """Holds the inputs of one update that are not part of a segment.
 
     Attributes:
@@ -79,7 +79,7 @@ class Rule(abc.ABC):
         """Return a key; consecutive parameters in memory that have the same key are updated as one segment."""
 
     @abc.abstractmethod
-    def apply(self, segments: Sequence[Segment], update: Update) -> None:
+    def apply(self, segments: Sequence[Segment], update: UpdateContext) -> None:
         """Change weights and state in place. A collective if ranks shard the update."""
 
 
@@ -121,7 +121,7 @@ class AdamRule(Rule):
     def key(self, group: Group, step: int) -> Hashable:
         return (number_of(group["lr"]), *group["betas"], group["eps"], step)
 
-    def apply(self, segments: Sequence[Segment], update: Update) -> None:
+    def apply(self, segments: Sequence[Segment], update: UpdateContext) -> None:
         for segment in segments:
             first = segment.parts[0].index
             group, step = update.groups[first], update.steps[first]
@@ -147,7 +147,7 @@ class AdamRule(Rule):
             )  # fmt: skip
 
 
-def _gradient(segment: Segment, update: Update, *, with_decay: bool) -> np.ndarray:
+def _gradient(segment: Segment, update: UpdateContext, *, with_decay: bool) -> np.ndarray:
     """Return the scaled gradient, plus weight decay if ``with_decay``; in scratch memory unless it is unchanged."""
     gradient = segment.gradient
     if update.scale != 1:
@@ -175,7 +175,7 @@ class SGDRule(Rule):
         # The first velocity is the gradient itself.
         return (number_of(group["lr"]), group["momentum"], group["dampening"], bool(group["nesterov"]), step == 1)
 
-    def apply(self, segments: Sequence[Segment], update: Update) -> None:
+    def apply(self, segments: Sequence[Segment], update: UpdateContext) -> None:
         for segment in segments:
             first = segment.parts[0].index
             group = update.groups[first]
@@ -207,7 +207,7 @@ class TrustRatioRule(Rule):
         values = ((name, value) for name, value in sorted(group.items()) if name != "params")
         return (step, *((name, _hashable(value)) for name, value in values))
 
-    def apply(self, segments: Sequence[Segment], update: Update) -> None:
+    def apply(self, segments: Sequence[Segment], update: UpdateContext) -> None:
         directions = [self._direction(segment, update) for segment in segments]
         weights, lengths = update.blocks.zeros(), update.blocks.zeros()
         for segment, direction in zip(segments, directions):
@@ -223,7 +223,7 @@ class TrustRatioRule(Rule):
                 self._move(segment, part, direction[part.flat], both if is_trusted else None, update.groups[index])
 
     @abc.abstractmethod
-    def _direction(self, segment: Segment, update: Update) -> np.ndarray: ...
+    def _direction(self, segment: Segment, update: UpdateContext) -> np.ndarray: ...
 
     @abc.abstractmethod
     def _move(
@@ -237,7 +237,7 @@ class LAMBRule(TrustRatioRule):
     state_names = ("exp_avg", "exp_avg_sq")
     counts_steps = True
 
-    def _direction(self, segment: Segment, update: Update) -> np.ndarray:
+    def _direction(self, segment: Segment, update: UpdateContext) -> np.ndarray:
         first = segment.parts[0].index
         group, step = update.groups[first], update.steps[first]
         (beta1, beta2), gradient = group["betas"], _gradient(segment, update, with_decay=False)
@@ -259,7 +259,7 @@ class LARSRule(TrustRatioRule):
 
     state_names = ("momentum_buffer",)
 
-    def _direction(self, segment: Segment, update: Update) -> np.ndarray:
+    def _direction(self, segment: Segment, update: UpdateContext) -> np.ndarray:
         # Scratch memory is not possible: all directions are needed at the same time.
         return segment.gradient * np.float32(update.scale)
 

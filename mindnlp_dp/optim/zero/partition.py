@@ -34,7 +34,7 @@ class Partition:
     The constructor moves the parameters into the flat array; it is a collective.
 
     Args:
-        among: The ranks that shard the update: "nobody", the ranks of each "host", or of the whole "job".
+        shard_scope: The ranks that shard the update: those of each "host", those of the whole "world", or None if no rank does.
         may_share: Whether the ranks of a host may share one set of weights.
 
     Attributes:
@@ -45,27 +45,29 @@ class Partition:
         state_numel: The length of the arrays of its state.
     """
 
-    def __init__(self, sync: GradientSynchronizer, *, among: str, may_share: bool) -> None:
+    def __init__(self, sync: GradientSynchronizer, *, shard_scope: Optional[str], may_share: bool) -> None:
         self.buckets: Sequence[Bucket] = sync.buckets
         self._channel: Channel = sync.channel
-        self._among = among
+        self._shard_scope = shard_scope
         layouts = [bucket.layout for bucket in self.buckets]
         self._bounds = [layout.slice_bounds(self._channel.world_size) for layout in layouts]
         numel = sum(layout.numel for layout in layouts)
         shared = self._channel.share(4 * numel) if may_share and numel else None
         self.shares_memory = shared is not None
-        if among == "host" and shared is None:
+        if shard_scope == "host" and shared is None:
             # Without shared memory this rank would not get the slices of the host's other ranks.
-            self._among = among = "job"
+            self._shard_scope = shard_scope = "world"
         # The slice index of each rank; the same list on every rank.
-        self._slices: list[int] = sync.group.all_gather_object(self._channel.slice_index) if among == "job" else []
+        self._slices: list[int] = (
+            sync.group.all_gather_object(self._channel.slice_index) if shard_scope == "world" else []
+        )
         self.writes = not self.shares_memory or self._channel.is_first_of_host
         memory = aligned_zeros(numel, np.float32) if shared is None else shared.view(np.float32)
         self.weights = FlatWeights(sync.names, sync.parameters, layouts, memory, is_shared=self.shares_memory)
         if self.writes:
-            self.weights.take_over()
+            self.weights.attach()
         self.wait()
-        self.weights.adopt()
+        self.weights.bind()
         number = self._channel.slice_index
         own = [
             _within(bucket.sums(), bounds[number], bounds[number + 1])
@@ -80,7 +82,7 @@ class Partition:
             for number, ranges in enumerate(own)
         ]
         whole = [[(first, array) for first, array in bucket.sums() if len(array)] for bucket in self.buckets]
-        self._ranges = {"nobody": whole, "host": self._of_host(), "job": own}[among]
+        self._ranges = {None: whole, "host": self._of_host(), "world": own}[shard_scope]
         self.updated: list[ParameterSlice] = []
         self.state_numel = 0
         for number, ranges in enumerate(self._ranges):
@@ -116,7 +118,7 @@ class Partition:
             assert bucket.on_sum is not None, "sums_view comes first"
             bucket.on_sum()
 
-    def let_go(self) -> None:
+    def release_views(self) -> None:
         """Release the buckets, so that their memory can be reused; only the weights remain."""
         self.buckets, self._own, self._ranges = (), [], []
 
@@ -157,7 +159,7 @@ class Partition:
 
     def publish(self, gather: Any) -> None:
         """Give all new weights to every rank; ``gather`` is the group's ``all_gather``. A collective."""
-        if self._among == "job" and self._channel.world_size > 1:
+        if self._shard_scope == "world" and self._channel.world_size > 1:
             for base, bounds in zip(self.weights.bases, self._bounds):
                 flat = self.weights.memory[base : base + bounds[-1]]
                 if self.shares_memory:
@@ -168,7 +170,7 @@ class Partition:
 
     def release(self) -> None:
         """Wait until this host's ranks may overwrite their rows of gradients: a replicated update reads all rows."""
-        if self._among == "nobody":
+        if self._shard_scope is None:
             self._channel.wait_for_host()
 
 

@@ -131,11 +131,11 @@ class OptimizerStateRegistry:
         self._owners: dict[int, tuple[StateShards, int]] = {}
         self._loaded: dict[int, Mapping[str, Any]] = {}
 
-    def belongs_to(self, shards: StateShards, parameters: Sequence[Any]) -> bool:
+    def owner_of(self, shards: StateShards, parameters: Sequence[Any]) -> bool:
         """Return whether the state of all these parameters is in ``shards``."""
         return all((owner := self._owners.get(id(p))) is not None and owner[0] is shards for p in parameters)
 
-    def look_at(self, optimizer: Any) -> None:
+    def changed(self, optimizer: Any) -> None:
         """Load the optimizer's ``state`` if the user has replaced it.
 
         Raises:
@@ -156,15 +156,15 @@ class OptimizerStateRegistry:
         self._seen, self.last = optimizer.state, None
         self._owners.clear()
         self._loaded.clear()
-        self.accept(states)
+        self.adopt(states)
 
-    def accept(self, states: dict[int, Mapping[str, Any]]) -> None:
+    def adopt(self, states: dict[int, Mapping[str, Any]]) -> None:
         """Replace the recorded state of some parameters by ``states``, by the parameters' ids."""
         self._loaded.update(states)
         for parameter in states:
             self._owners.pop(parameter, None)
 
-    def hand_over(self, parameters: Sequence[Any], shards: StateShards) -> None:
+    def transfer(self, parameters: Sequence[Any], shards: StateShards) -> None:
         """Move the state of these parameters, which are in the order of ``shards``, to ``shards``. A collective."""
         taken: dict[int, tuple[StateShards, int]] = {}
         for index, parameter in enumerate(parameters):

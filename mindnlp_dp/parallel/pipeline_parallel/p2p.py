@@ -13,7 +13,7 @@ from typing import Any, Optional
 import numpy as np
 from mindspore import Tensor
 
-from mindnlp_dp.communication.p2p import Wire
+from mindnlp_dp.communication.p2p import PipelineP2P
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 from mindnlp_dp.schedules.resharding import box_of, unit_tasks
@@ -21,7 +21,7 @@ from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
 Rows = tuple[int, int]
 
-# (sender, receiver, rows), with ranks of ``mesh.parts``; None stands for all rows that the sender has.
+# (sender, receiver, rows), with ranks of ``mesh.model_parallel_group``; None stands for all rows that the sender has.
 Move = tuple[int, int, Optional[Rows]]
 
 
@@ -33,18 +33,18 @@ class StageP2P:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.wire = Wire(mesh.parts)
+        self.p2p = PipelineP2P(mesh.model_parallel_group)
         self._mesh = mesh
-        self._rank, self._stage = mesh.parts.rank, mesh.index("pp")
+        self._rank, self._stage = mesh.model_parallel_group.rank, mesh.index("pp")
         self._moves = functools.lru_cache(maxsize=64)(self._moves_between)
 
     def rows(self, num_rows: int) -> Rows:
         """Return this rank's range of a micro-batch's rows; it may be empty if there are fewer rows than ranks."""
-        return self.rows_of_each(num_rows)[self._mesh.index("sub")]
+        return self.rows_of_each(num_rows)[self._mesh.index("dp_in_stage")]
 
     def rows_of_each(self, num_rows: int) -> list[Rows]:
         """Return the range of rows for every rank of this stage that splits the micro-batch."""
-        sub = self._mesh.sizes["sub"]
+        sub = self._mesh.sizes["dp_in_stage"]
         return [box_of((num_rows,), (sub, 1), [(0,)], (number, 0))[0] for number in range(sub)]
 
     def send(
@@ -66,14 +66,14 @@ class StageP2P:
         for sender, receiver, rows in self._moves(self._stage, stage, num_rows):
             if sender == self._rank:
                 part = x if rows is None else _part(x, rows[0] - begin, rows[1] - begin)
-                self.wire.send(part, receiver, number, direction, note)
+                self.p2p.send(part, receiver, number, direction, note)
 
     def receive(self, stage: int, number: int, direction: int, *, num_rows: Optional[int] = None) -> tuple[Any, float]:
         """Return this rank's rows from a stage (None if it has no rows), and the number sent with them."""
         parts, note = [], 0.0
         for sender, receiver, _ in sorted(self._moves(stage, self._stage, num_rows), key=lambda move: move[2] or ()):
             if receiver == self._rank:
-                part, note = self.wire.receive(sender, number, direction)
+                part, note = self.p2p.receive(sender, number, direction)
                 parts.append(part)
         return _joined(parts), note
 
@@ -81,7 +81,7 @@ class StageP2P:
         """Send an abort instead of the data; it raises an error on the ranks that wait for the data."""
         for sender, receiver, _ in self._moves(self._stage, stage, num_rows):
             if sender == self._rank:
-                self.wire.send_abort(receiver, number, direction)
+                self.p2p.send_abort(receiver, number, direction)
 
     def _moves_between(self, source: int, destination: int, num_rows: Optional[int]) -> list[Move]:
         """Return all moves from one stage to another, in the order in which a rank sends them."""

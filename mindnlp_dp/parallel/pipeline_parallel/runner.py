@@ -22,13 +22,13 @@ import numpy as np
 from mindnlp.core.nn import Parameter
 from mindspore import _c_expression
 
-from mindnlp_dp.communication.p2p import DOWN, UP
+from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, Share
 from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P, to_arrays, to_tensors
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, StageOutput
-from mindnlp_dp.parallel.pipeline_parallel.tied_weights import Tie, Ties
+from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedGradients, TiedParameter
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.autograd import as_leaf_parameters
 from mindnlp_dp.runtime.random_state import seeded
@@ -63,7 +63,7 @@ class Pipeline:
         self.recompute = recompute
         self.most_in_flight = 0
         self.messages = StageP2P(mesh)
-        self.ties: list[Tie] = []
+        self.ties: list[TiedParameter] = []
         self._is_first, self._is_last = mesh.is_first_stage, mesh.is_last_stage
         self._inbox = inbox
         self._config: Any = getattr(model, "config", None)
@@ -74,7 +74,7 @@ class Pipeline:
             model.generate = _cannot_generate
         self._stage_forward = model.forward
         self._is_training = False
-        self._sharers = mesh.group("sub")
+        self._sharers = mesh.group("dp_in_stage")
         self._num_losses = 0
         # Keep the signature, which is read, for example, to find the columns that the model uses.
         model.forward = functools.update_wrapper(functools.partial(self._forward), model.forward)
@@ -94,17 +94,19 @@ class Pipeline:
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
         messages, stage = self.messages, self.stage
-        messages.wire.begin()
+        messages.p2p.begin()
         if not self._is_first:
-            self._inbox.put(messages.receive(stage - 1, 0, UP)[0])
+            self._inbox.put(messages.receive(stage - 1, 0, ACTIVATIONS)[0])
         outputs = None
         try:
             outputs = self._stage_forward(*args, **kwargs)
         except StageOutput as output:
-            messages.send(output.hidden_states, stage + 1, 0, UP)
+            messages.send(output.hidden_states, stage + 1, 0, ACTIVATIONS)
         packed = to_arrays(outputs) if self._is_last else None
-        outputs = to_tensors(self.mesh.parts.broadcast_object(packed, self.mesh.row(self.num_stages - 1)[0]))
-        messages.wire.wait()
+        outputs = to_tensors(
+            self.mesh.model_parallel_group.broadcast_object(packed, self.mesh.row(self.num_stages - 1)[0])
+        )
+        messages.p2p.wait()
         return outputs
 
     # A window.
@@ -119,9 +121,9 @@ class Pipeline:
         """
         from mindnlp_dp.runtime.autograd import pynative_executor
 
-        self.messages.wire.begin()
+        self.messages.p2p.begin()
         as_leaf_parameters(parameters)
-        ties, order = Ties(self.ties, parameters), self._actions(len(batches))
+        ties, order = TiedGradients(self.ties, parameters), self._actions(len(batches))
         loss_replication = self._sharers.world_size
         graphs: dict[int, tuple[Any, Any]] = {}
         kept: Optional[MicroStep] = None
@@ -157,10 +159,10 @@ class Pipeline:
             pynative_executor.set_grad_flag(False)
             if kept is not None and kept.gradients is not None:
                 yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
-            self.messages.wire.wait()
+            self.messages.p2p.wait()
         except BaseException as error:
             self._call_off(order, batches, waits=not isinstance(error, (KeyboardInterrupt, SystemExit)))
-            self.messages.wire.forget()
+            self.messages.p2p.abandon()
             pynative_executor.set_grad_flag(False)
             pynative_executor.clear_res()
             raise
@@ -180,9 +182,9 @@ class Pipeline:
         for kind, number in left:
             num_rows = batches[number].num_rows
             if kind == FORWARD and not self._is_last:
-                self.messages.send_abort(self.stage + 1, number, UP, num_rows)
+                self.messages.send_abort(self.stage + 1, number, ACTIVATIONS, num_rows)
             elif kind != FORWARD and not self._is_first:
-                self.messages.send_abort(self.stage - 1, number, DOWN, num_rows)
+                self.messages.send_abort(self.stage - 1, number, GRADIENTS, num_rows)
         # Take part in the remaining all-reduces of losses, in the order of the backward passes, and report a failure.
         backward = [number for kind, number in self._actions(len(batches)) if kind != FORWARD]
         for number in backward[self._num_losses :] if waits else ():
@@ -192,9 +194,9 @@ class Pipeline:
     def _receive(self, kind: str, number: int, num_rows: int) -> tuple[Any, float]:
         """Return the input of a pass and the loss that came with it; the ends of the pipeline receive nothing."""
         if kind == FORWARD:
-            stage, direction, is_end = self.stage - 1, UP, self._is_first
+            stage, direction, is_end = self.stage - 1, ACTIVATIONS, self._is_first
         else:
-            stage, direction, is_end = self.stage + 1, DOWN, self._is_last
+            stage, direction, is_end = self.stage + 1, GRADIENTS, self._is_last
         return (None, 0.0) if is_end else self.messages.receive(stage, number, direction, num_rows=num_rows)
 
     def _run_forward(self, share: Share, came: tuple[Any, float]) -> tuple[Any, Any]:
@@ -205,7 +207,7 @@ class Pipeline:
             return received, None
         received, output = self._compute(received, share, records=not self.recompute)
         if not self._is_last:
-            self.messages.send(output, self.stage + 1, share.number, UP, num_rows=share.micro.num_rows)
+            self.messages.send(output, self.stage + 1, share.number, ACTIVATIONS, num_rows=share.micro.num_rows)
         return received, None if self.recompute else output
 
     def _compute(self, received: Any, share: Share, *, records: bool) -> tuple[Any, Any]:
@@ -276,7 +278,7 @@ class Pipeline:
                 down = down / loss_replication if down is not None and loss_replication > 1 else down
         if received is not None:
             down = _zeros_like(received) if down is None else down
-            self.messages.send(down, self.stage - 1, share.number, DOWN, num_rows=share.micro.num_rows, note=loss)
+            self.messages.send(down, self.stage - 1, share.number, GRADIENTS, num_rows=share.micro.num_rows, note=loss)
         # As in one process, an unused parameter has a gradient of zeros, so that the optimizer applies weight decay.
         return [_zeros_like(p) if gradient is None else gradient for p, gradient in zip(parameters, gradients)]
 

@@ -19,7 +19,7 @@ from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedParameter:
     """A tied parameter that several stages have.
 
     Attributes:
@@ -46,7 +46,7 @@ class Tie:
             whole = mine
         return np.ascontiguousarray(self.placements.part(placement, self.group.all_reduce(whole)))
 
-    def settle(self) -> None:
+    def resync(self) -> None:
         """Copy the first stage's value to all stages, if stages differ. It is then a collective of ``group``."""
         placement = self.placement
         if placement is None:
@@ -57,10 +57,10 @@ class Tie:
             set_weight(self.parameter, from_host(mine, placement.dtype))
 
 
-class Ties:
+class TiedGradients:
     """Sums the gradients of tied parameters over a window, then over the stages; the pipeline uses it."""
 
-    def __init__(self, ties: Sequence[Tie], parameters: Sequence[Any]) -> None:
+    def __init__(self, ties: Sequence[TiedParameter], parameters: Sequence[Any]) -> None:
         places = {id(p): index for index, p in enumerate(parameters)}
         self._ties = [(places[id(tie.parameter)], tie) for tie in ties if id(tie.parameter) in places]
         self._sums = [np.zeros(tuple(tie.parameter.shape), np.float32) for _, tie in self._ties]

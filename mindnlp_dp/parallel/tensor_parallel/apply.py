@@ -14,7 +14,7 @@ from mindnlp.core import nn
 from mindnlp_dp.communication.autograd_ops import gather_from
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.parallel_plan import TensorPlan, first_match
-from mindnlp_dp.parallel.placement import Cut, Placements, every_module, replace_module
+from mindnlp_dp.parallel.placement import Placements, Shard, every_module, replace_module
 from mindnlp_dp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RankLocalDropout,
@@ -117,9 +117,9 @@ def _place(name: str, module: Any, style: str, placements: Placements) -> None:
     num_blocks = 3 if style == "columns of 3" else 1
     by_rows = style in ("rows", "table columns")
     dim = int(by_rows != is_conv1d(module))
-    cuts = {"weight": Cut(dim, num_blocks)}
+    cuts = {"weight": Shard(dim, num_blocks)}
     if not by_rows and getattr(module, "bias", None) is not None:
-        cuts["bias"] = Cut(0, num_blocks)
+        cuts["bias"] = Shard(0, num_blocks)
     for kind, cut in cuts.items():
         placement = placements[f"{name}.{kind}"]
         if placement.cut not in (None, cut):

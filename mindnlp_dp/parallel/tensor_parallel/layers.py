@@ -22,7 +22,7 @@ from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.autograd_ops import copy_to, gather_from, reduce_from
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.kernels.dispatch import apply_to
+from mindnlp_dp.kernels.dispatch import supports
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.partition import shard_bounds
 from mindnlp_dp.runtime.random_state import rank_local_rng
@@ -92,7 +92,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    if apply_to(y, bias):
+    if supports(y, bias):
         from mindnlp_dp.kernels import functions
 
         return functions.add_bias(y, bias)

@@ -11,7 +11,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Optional
 
-from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, choose_shardings, layouts
+from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, choose_shardings, layouts
 from mindnlp_dp.planner.profiles.cluster import Link
 from mindnlp_dp.planner.profiles.operators import BATCH, COLUMN, EXPERT, FEATURE, NONE, ROW, VOCABULARY, Model, Operator
 
@@ -142,7 +142,7 @@ def _roles(model: Model, axis: str, n: int) -> dict[str, str]:
         return {o.name: NONE for o in operators}
     if axis == "ep":
         return {o.name: EXPERT if o.kind == "experts" else BATCH for o in operators}
-    mesh = Mesh((1, n), (Link(0.0, 1.0), Link(0.0, 1.0)))
+    mesh = DeviceGroup((1, n), (Link(0.0, 1.0), Link(0.0, 1.0)))
     allowed = (None, (COLUMN, ROW, VOCABULARY, FEATURE, NONE))
-    _, chosen = choose_shardings(model.graph, mesh, Work(), 1.0, redundant=False, axes_for=allowed)
+    _, chosen = choose_shardings(model.graph, mesh, DeviceRates(), 1.0, redundant=False, axes_for=allowed)
     return {name: roles[1] for name, roles in chosen.items()}

@@ -37,7 +37,7 @@ Layout = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Mesh:
+class DeviceGroup:
     """Describes devices on two axes.
 
     Attributes:
@@ -64,7 +64,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceRates:
     """Holds the speed of a device: seconds per unit of work, and bytes per value.
 
     The units are a FLOP, a value moved, an attention score, a random number, an operator call, and a weight gradient
@@ -91,7 +91,7 @@ class Cost:
 
 
 def strategies(
-    operator: Operator, mesh: Mesh, *, redundant: bool, axes_for: Sequence[Any] = (None, None)
+    operator: Operator, mesh: DeviceGroup, *, redundant: bool, axes_for: Sequence[Any] = (None, None)
 ) -> list[Roles]:
     """Return the pairs of roles that an operator may have.
 
@@ -119,31 +119,31 @@ def layouts(operator: Operator, roles: Roles) -> tuple[Layout, Layout]:
 
 
 def cost_of(
-    operator: Operator, roles: Roles, mesh: Mesh, work: Work, samples: float, *, input_has_gradient: bool = True,
+    operator: Operator, roles: Roles, mesh: DeviceGroup, rates: DeviceRates, samples: float, *, input_has_gradient: bool = True,
     backwards: bool = True,
 ) -> Cost:  # fmt: skip
     """Return the cost of a micro-batch of ``samples`` on the full mesh, with the communication of its roles.
 
     If both axes have the same role, they all-reduce one after another, each the full output, as Alpa prices it.
     """
-    size = work.bytes_per_value
+    size = rates.bytes_per_value
     shares = dict.fromkeys((BATCH, COLUMN, ROW, VOCABULARY, EXPERT, FEATURE, NONE), 1)
     for role, n in zip(roles, mesh.shape):
         shares[role] *= n
     num_parts = int(np.prod([n for role, n in shares.items() if role != NONE]))
     # Calls are not divided: each device starts its own.
     passes = (3 if input_has_gradient else 2) if backwards else 1
-    compute = passes * samples * operator.flops / num_parts * work.flop
-    compute += samples * operator.masks / num_parts * work.draw
+    compute = passes * samples * operator.flops / num_parts * rates.flop
+    compute += samples * operator.masks / num_parts * rates.draw
     compute += (3 if backwards else 1) * (
-        samples * (operator.traffic * work.value + operator.scores * work.score) / num_parts
-        + operator.calls * work.call
+        samples * (operator.traffic * rates.value + operator.scores * rates.score) / num_parts
+        + operator.calls * rates.call
     )
     weights = operator.parameters
     for role in (COLUMN, ROW, VOCABULARY, EXPERT):
         weights /= shares[role]
     # This term does not depend on the number of samples.
-    compute += weights * work.gradient if backwards else 0.0
+    compute += weights * rates.gradient if backwards else 0.0
     output = size * samples * operator.num_out / (shares[BATCH] * shares[COLUMN] * shares[EXPERT])
     inputs = size * samples * operator.num_in / (shares[BATCH] * shares[ROW] * shares[EXPERT])
     forward = backward = update = 0.0
@@ -170,7 +170,7 @@ def cost_of(
     return Cost(compute, forward, backward, update)
 
 
-def resharding(mesh: Mesh, have: Layout, want: Layout, b: float) -> float:
+def resharding(mesh: DeviceGroup, have: Layout, want: Layout, b: float) -> float:
     """Return the seconds to convert a tensor of b bytes from one layout to another, axis by axis."""
     cut = [n for n, lies in zip(mesh.shape, have) if lies != NONE]
     held = b / int(np.prod(cut)) if cut else b
@@ -190,7 +190,7 @@ def resharding(mesh: Mesh, have: Layout, want: Layout, b: float) -> float:
 
 
 def choose_shardings(
-    graph: Graph, mesh: Mesh, work: Work, samples: float, *, num_micro_batches: int = 1, redundant: bool = True,
+    graph: Graph, mesh: DeviceGroup, rates: DeviceRates, samples: float, *, num_micro_batches: int = 1, redundant: bool = True,
     axes_for: Sequence[Any] = (None, None), entering: Optional[Mapping[str, Layout]] = None,
     leaving: Optional[Layout] = None, input_gradient: bool = False, time_limit: float = 60.0, gap: float = 0.0,
 ) -> tuple[Choice, dict[str, Roles]]:  # fmt: skip
@@ -205,13 +205,13 @@ def choose_shardings(
     """
     places = {operator.name: v for v, operator in enumerate(graph.operators)}
     options = [strategies(o, mesh, redundant=redundant, axes_for=axes_for) for o in graph.operators]
-    size = work.bytes_per_value
+    size = rates.bytes_per_value
     costs, edges = [], []
     for v, operator in enumerate(graph.operators):
         has_gradient = bool(operator.inputs) or (input_gradient and operator.kind != "embedding")
         row = []
         for roles in options[v]:
-            cost = cost_of(operator, roles, mesh, work, samples, input_has_gradient=has_gradient)
+            cost = cost_of(operator, roles, mesh, rates, samples, input_has_gradient=has_gradient)
             seconds = cost.compute + cost.collectives + cost.backward_collectives
             if entering is not None and operator.name in entering:
                 want = layouts(operator, roles)[0]

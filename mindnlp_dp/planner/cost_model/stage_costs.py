@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindnlp_dp.planner.cost_model.memory import MemoryUse, entering_values, parameter_memory, saved_of, strategies_of
-from mindnlp_dp.planner.cost_model.sharding_strategies import Mesh, Work, cost_of, layouts, resharding
+from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, cost_of, layouts, resharding
 from mindnlp_dp.planner.profiles.cluster import Cluster, all_reduce
 from mindnlp_dp.planner.profiles.operators import (
     BATCH,
@@ -89,8 +89,8 @@ class Times:
 def layers_of(model: Model, most: int) -> list[int]:
     """Group the operators into at most ``most`` layers between the model's cuts; return the first operator of each."""
     num_layers = min(most, len(model.cuts) + 1)
-    work = [o.flops for o in model.graph.operators]
-    return cluster_layers(work, crossing(model.graph), num_layers, cuts=model.cuts)
+    flops = [o.flops for o in model.graph.operators]
+    return cluster_layers(flops, crossing(model.graph), num_layers, cuts=model.cuts)
 
 
 class StageCosts:
@@ -102,9 +102,9 @@ class StageCosts:
         axis, n = ("ep", sharing.ep) if sharing.ep > 1 else ("tp", sharing.tp)
         roles = strategies_of(model, axis, n)
         links = (cluster.link(sharing.dp, n), cluster.link(n, 1))
-        mesh = Mesh((sharing.dp, n), links)
+        mesh = DeviceGroup((sharing.dp, n), links)
         size = cluster.bytes_per_value
-        work = Work(
+        rates = DeviceRates(
             1 / (cluster.flops * cluster.efficiency), size / cluster.memory_bandwidth, 1 / cluster.score_rate,
             1 / cluster.draw_rate, cluster.call, 1 / cluster.gradient_rate, size,
         )  # fmt: skip
@@ -118,10 +118,10 @@ class StageCosts:
                 bool(operator.inputs),
             )
             if key not in known:
-                known[key] = _column(operator, roles[operator.name], mesh, work)
+                known[key] = _column(operator, roles[operator.name], mesh, rates)
             column = known[key].copy()
             for source in operator.inputs:
-                column += _way(model.graph, roles, (source, operator.name), mesh, size)
+                column += reshard_cost(model.graph, roles, (source, operator.name), mesh, size)
             columns.append(column)
         table = np.array(columns)
         bounds = [*firsts, len(operators)]
@@ -223,7 +223,7 @@ class StageCosts:
         return exchange, numbers / self.cluster.update_rate
 
 
-def _column(operator: Operator, role: str, mesh: Mesh, work: Work) -> np.ndarray:
+def _column(operator: Operator, role: str, mesh: DeviceGroup, rates: DeviceRates) -> np.ndarray:
     """Return an operator's entries of the table: seconds of four kinds, parameters, expert parameters, kept bytes."""
     dp, n = mesh.shape
     roles = (BATCH if dp > 1 else NONE, role)
@@ -231,8 +231,8 @@ def _column(operator: Operator, role: str, mesh: Mesh, work: Work) -> np.ndarray
     is_first = not operator.inputs
     costs = []
     for per_device in (1, 2):
-        full = cost_of(operator, roles, mesh, work, per_device * num_data, input_has_gradient=not is_first)
-        ahead = cost_of(operator, roles, mesh, work, per_device * num_data, backwards=False)
+        full = cost_of(operator, roles, mesh, rates, per_device * num_data, input_has_gradient=not is_first)
+        ahead = cost_of(operator, roles, mesh, rates, per_device * num_data, backwards=False)
         backward = full.compute - ahead.compute
         costs.append([ahead.compute, backward, full.collectives, full.backward_collectives])
     (one, two) = np.array(costs)
@@ -241,11 +241,13 @@ def _column(operator: Operator, role: str, mesh: Mesh, work: Work) -> np.ndarray
     parameters = operator.parameters / (n if role in (COLUMN, ROW, VOCABULARY, EXPERT) else 1)
     mine = 0.0 if operator.tied_to is not None else parameters
     saved = saved_of(operator, role, n)
-    kept = work.bytes_per_value * saved.values + saved.masks
+    kept = rates.bytes_per_value * saved.values + saved.masks
     return np.array([*seconds, 0.0 if role == EXPERT else mine, mine if role == EXPERT else 0.0, kept])
 
 
-def _way(graph: Graph, roles: dict[str, str], edge: tuple[str, str], mesh: Mesh, size: int) -> np.ndarray:
+def reshard_cost(
+    graph: Graph, roles: dict[str, str], edge: tuple[str, str], mesh: DeviceGroup, size: int
+) -> np.ndarray:
     """Return the table entries of the resharding between two operators of a stage, zero if their layouts agree."""
     source, to = edge
     have = layouts(graph.by_name[source], (NONE, roles[source]))[1][1]
@@ -253,7 +255,7 @@ def _way(graph: Graph, roles: dict[str, str], edge: tuple[str, str], mesh: Mesh,
     column = np.zeros(_KEPT + 1)
     if have == want or mesh.shape[1] == 1:
         return column
-    alone = Mesh((1, mesh.shape[1]), mesh.links)
+    alone = DeviceGroup((1, mesh.shape[1]), mesh.links)
     for row, (a, b) in ((_AHEAD, (have, want)), (_BACK, (want, have))):
         one, two = (
             resharding(alone, (NONE, a), (NONE, b), size * samples * graph.by_name[source].num_out)

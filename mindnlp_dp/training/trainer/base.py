@@ -27,7 +27,7 @@ from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
-from mindnlp_dp.training.trainer.forward_backward import Passes
+from mindnlp_dp.training.trainer.forward_backward import TrainerForwardBackward
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_go_on_without_lost, state_of_survivors
@@ -103,9 +103,9 @@ class DataParallelTrainerBase(abc.ABC):
         return as_replicated(self.model, self.group)
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> TrainerForwardBackward:
         """The forward and backward passes of the model, whether it is replicated or sharded."""
-        return Passes(getattr(self.model, "parallel", None))
+        return TrainerForwardBackward(getattr(self.model, "parallel", None))
 
     # Gradients.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.parallel.parallelize import ParallelModel
 
 
-class Passes:
+class TrainerForwardBackward:
     """Runs the passes of a Trainer whose model is sharded as ``parallel`` says; None: every rank has the full model."""
 
     def __init__(self, parallel: Optional[ParallelModel]) -> None:
@@ -33,15 +33,15 @@ class Passes:
         self._parallel.check_optimizer(optimizer)
         return self._parallel.scope(parameters)
 
-    def settle(self) -> None:
+    def resync_tied_weights(self) -> None:
         """Resync tied weights of pipeline stages; called after every update."""
         if self._parallel is not None:
-            self._parallel.settle()
+            self._parallel.resync_tied_weights()
 
     def to_run(self, batch: Optional[Batch]) -> Optional[Batch]:
         """Return this rank's batch, or a dummy batch if other ranks need its experts; None if nothing is to be run."""
         has_experts = self._parallel is not None and self._parallel.has_experts
-        return self._parallel.lend(batch) if has_experts else batch  # type: ignore[union-attr]
+        return self._parallel.dummy_batch_for(batch) if has_experts else batch  # type: ignore[union-attr]
 
     def micro_steps(self, loop: Any, window: Sequence[Optional[Batch]], step: int) -> Iterator[MicroStep]:
         """Run this rank's micro-batches of a global batch and yield the results; ``loop`` is the Trainer's loop."""

@@ -96,7 +96,7 @@ class ResumableLoop:
     checkpoint: Optional[dict[str, Any]]
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether this rank alone has the full state of the last update that it has finished, to continue from."""
         if self.starts_over or not self.is_set_up:
             return self.starts_over

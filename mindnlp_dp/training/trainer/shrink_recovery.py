@@ -60,7 +60,7 @@ def _step_of(trainer: Any, loop: Any) -> int:
         loop.count_update()
     if loop.starts_over:
         return loop.resumed_from["trainer_state"]["global_step"]
-    return trainer.state.global_step if loop.is_whole else -1
+    return trainer.state.global_step if loop.is_complete else -1
 
 
 def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class TrainingLoop(ResumableLoop):
         self.train_step = TrainStep(
             self.synchronizer, self._make_updater(), self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
-            settle=passes.settle,
+            resync_tied_weights=passes.resync_tied_weights,
         )  # fmt: skip
         self.parts = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()

@@ -18,7 +18,7 @@ from mindnlp_dp.communication.transports.mindspore.collective_calls import MintC
 from mindnlp_dp.runtime.arrays import to_host
 
 
-def meet() -> None:
+def init_cluster() -> None:
     """Join all ranks of the job. In MindSpore's scheduler process, this call serves the job and never returns."""
     from mindspore import communication, get_context
 

@@ -16,7 +16,7 @@ from mindnlp_dp.communication.transports.channel import TensorChannel
 from mindnlp_dp.communication.transports.mindspore.cluster import (
     AllReduceOnlyCalls,
     create_group,
-    meet,
+    init_cluster,
     restore_sigint_handler,
 )
 from mindnlp_dp.communication.transports.mindspore.collective_calls import (
@@ -25,7 +25,7 @@ from mindnlp_dp.communication.transports.mindspore.collective_calls import (
     PrimitiveCalls,
     TimeoutReportingCalls,
 )
-from mindnlp_dp.communication.transports.polling_wait import Patience
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.communication.transports.single import SingleProcessTransport, reduce_arrays
 from mindnlp_dp.communication.transports.transport import Transport
 from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name, to_host
@@ -71,7 +71,7 @@ class MindSporeChannel(TensorChannel):
                 'use "fp16"'
             )
 
-    def inverse_total(self, number: float, patience: Optional[Patience] = None) -> Any:
+    def inverse_total(self, number: float, waiter: Optional[PollingWait] = None) -> Any:
         total = self.sum(self._transport.to_native(np.array([number], np.float32)))
         if self._transport.waits_for_a_device:
             # If the total is 0, this is infinite, and results scaled by it are not used.
@@ -87,7 +87,7 @@ class MindSporeTransport(Transport):
         from mindspore import communication
 
         if ranks is None:
-            meet()
+            init_cluster()
 
         self._ms = mindspore
         self._communication = communication

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.polling_wait import Patience, all_reduce_in_place
+from mindnlp_dp.communication.transports.polling_wait import PollingWait, all_reduce_in_place
 from mindnlp_dp.runtime.partition import even_edges
 
 
@@ -22,7 +22,7 @@ def reduce_round_ring(
     reduce: Callable[..., Any] = np.add,
     *,
     wire: Optional[HalfPrecisionCodec] = None,
-    patience: Optional[Patience] = None,
+    waiter: Optional[PollingWait] = None,
     edges: Optional[Sequence[int]] = None,
     scatter: bool = False,
 ) -> int:
@@ -47,7 +47,7 @@ def reduce_round_ring(
     for step in range(size - 1 if scatter else 2 * (size - 1)):
         target, is_sum = pieces[(rank - step - 2) % size], step < size - 1
         incoming = scratch[step % len(scratch)][: len(target) + extra] if wire or is_sum else target
-        _pass_on(peers, outgoing, incoming, patience)
+        _pass_on(peers, outgoing, incoming, waiter)
         sent += outgoing[extra:].nbytes
         if is_sum:
             reduce(target, wire.decode(incoming) if wire else incoming, out=target)
@@ -75,14 +75,14 @@ def _pieces(array: np.ndarray, edges: Sequence[int]) -> list[np.ndarray]:
     return [array[begin:end] for begin, end in zip(edges, edges[1:])]
 
 
-def _pass_on(peers: Any, outgoing: np.ndarray, incoming: np.ndarray, patience: Optional[Patience]) -> None:
+def _pass_on(peers: Any, outgoing: np.ndarray, incoming: np.ndarray, waiter: Optional[PollingWait]) -> None:
     """Send to the right neighbour and receive from the left one."""
     right, left = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
-    if patience is None:
+    if waiter is None:
         peers.Sendrecv(outgoing, dest=right, recvbuf=incoming, source=left)
     else:
         requests = [peers.Irecv(incoming, source=left), peers.Isend(outgoing, dest=right)]
-        patience.wait(requests, outgoing, incoming)
+        waiter.wait(requests, outgoing, incoming)
 
 
 # The largest number of a float16 message is below 2 to the power of this; float16 ends at 65,504.
@@ -149,7 +149,7 @@ def sum_over_hosts(
     peers: Any,
     array: np.ndarray,
     wire: Optional[HalfPrecisionCodec],
-    patience: Optional[Patience],
+    waiter: Optional[PollingWait],
     skip_zeros: bool = True,
     *,
     edges: Optional[Sequence[int]] = None,
@@ -167,22 +167,22 @@ def sum_over_hosts(
     num_blocks = len(array) // BLOCK_ELEMENTS
     edges = edges or even_edges(len(array), peers.size, BLOCK_ELEMENTS)
     if not skip_zeros or num_blocks == 0:
-        return reduce_round_ring(peers, array, wire=wire, patience=patience, edges=edges, scatter=scatter)
+        return reduce_round_ring(peers, array, wire=wire, waiter=waiter, edges=edges, scatter=scatter)
     from mpi4py import MPI
 
     blocks = array[: num_blocks * BLOCK_ELEMENTS].reshape(num_blocks, BLOCK_ELEMENTS)
     # Compare as integers, because a negative zero must be sent.
     holds_anything = blocks.view(f"u{array.itemsize}").any(axis=1)
     bits = np.packbits(holds_anything)
-    all_reduce_in_place(peers, bits, MPI.BOR, patience)
+    all_reduce_in_place(peers, bits, MPI.BOR, waiter)
     sent_blocks = np.flatnonzero(np.unpackbits(bits, count=num_blocks))
     if len(sent_blocks) > (1 - _WORTH_PACKING) * num_blocks:
-        return reduce_round_ring(peers, array, wire=wire, patience=patience, edges=edges, scatter=scatter)
+        return reduce_round_ring(peers, array, wire=wire, waiter=waiter, edges=edges, scatter=scatter)
     tail = array[num_blocks * BLOCK_ELEMENTS :]
     packed = np.concatenate([blocks[sent_blocks].reshape(-1), tail])
     of_packed = np.searchsorted(sent_blocks, [edge // BLOCK_ELEMENTS for edge in edges[:-1]]) * BLOCK_ELEMENTS
     packed_edges = [*of_packed.tolist(), len(packed)]
-    sent = reduce_round_ring(peers, packed, wire=wire, patience=patience, edges=packed_edges, scatter=scatter)
+    sent = reduce_round_ring(peers, packed, wire=wire, waiter=waiter, edges=packed_edges, scatter=scatter)
     blocks[sent_blocks] = packed[: len(packed) - len(tail)].reshape(-1, BLOCK_ELEMENTS)
     tail[:] = packed[len(packed) - len(tail) :]
     return sent

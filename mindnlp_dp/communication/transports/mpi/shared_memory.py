@@ -25,7 +25,7 @@ from mindnlp_dp.communication.transports.mpi.ring import (
     reduce_round_ring,
     sum_over_hosts,
 )
-from mindnlp_dp.communication.transports.polling_wait import Patience, barrier
+from mindnlp_dp.communication.transports.polling_wait import PollingWait, barrier
 
 # Arrays are reduced in pieces of this size: large enough to hide the barriers, small enough for the cache.
 STAGE_BYTES = 1 << 20
@@ -163,7 +163,7 @@ class HostExchange:
         bounds: Sequence[int],
         scale: float,
         wire: Optional[HalfPrecisionCodec] = None,
-        patience: Optional[Patience] = None,
+        waiter: Optional[PollingWait] = None,
         *,
         scatter: bool = False,
     ) -> None:
@@ -179,14 +179,14 @@ class HostExchange:
         rank, edges = self._host.rank, self._of_hosts(bounds)
         first, last = edges[0], edges[-1]
         factor = rows.dtype.type(scale)
-        barrier(self._host, patience)
+        barrier(self._host, waiter)
         _sum_scaled(rows, rank, first, last, factor)
         if self._peers.size > 1:
             within = [edge - first for edge in edges]
             self.bytes_sent += sum_over_hosts(
-                self._peers, rows[rank, first:last], wire, patience, self.skip_zeros, edges=within, scatter=scatter
+                self._peers, rows[rank, first:last], wire, waiter, self.skip_zeros, edges=within, scatter=scatter
             )
-        barrier(self._host, patience)
+        barrier(self._host, waiter)
 
     def _of_hosts(self, bounds: Sequence[int]) -> Sequence[int]:
         """Return where the hosts' parts of this local rank's slice begin, and where the last one ends."""

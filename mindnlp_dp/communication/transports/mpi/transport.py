@@ -26,7 +26,7 @@ from mindnlp_dp.communication.transports.mpi.shared_memory import (
     HostMemory,
     why_not_shared,
 )
-from mindnlp_dp.communication.transports.polling_wait import Patience, all_reduce_in_place
+from mindnlp_dp.communication.transports.polling_wait import PollingWait, all_reduce_in_place
 from mindnlp_dp.communication.transports.single import REDUCTIONS, SingleProcessTransport, reduce_arrays
 from mindnlp_dp.communication.transports.transport import HostTransport, T, Transport
 
@@ -73,8 +73,8 @@ class MPIChannel(HostChannel):
         everybody, host, peers = self.comms
         self.slice_index = host.rank * peers.size + peers.rank if memory.is_available else everybody.rank
 
-    def all_reduce_in_place(self, buffer: np.ndarray, patience: Optional[Patience] = None) -> None:
-        all_reduce_in_place(self.comms[0], buffer, self._mpi.SUM, patience)
+    def all_reduce_in_place(self, buffer: np.ndarray, waiter: Optional[PollingWait] = None) -> None:
+        all_reduce_in_place(self.comms[0], buffer, self._mpi.SUM, waiter)
 
     @property
     def shares_memory(self) -> bool:  # type: ignore[override]
