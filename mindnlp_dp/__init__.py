@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.communication.replicas import broadcast_buffers as broadcast_buffers
     from mindnlp_dp.communication.replicas import broadcast_parameters as broadcast_parameters
     from mindnlp_dp.communication.replicas import replica_digest as replica_digest
+    from mindnlp_dp.data.loader import make_loader as make_loader
     from mindnlp_dp.data.loss_weight import count_labels as count_labels
     from mindnlp_dp.data.sampler import GlobalBatchSampler as GlobalBatchSampler
     from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.parallel.device_mesh import DeviceMesh as DeviceMesh
     from mindnlp_dp.parallel.device_mesh import get_device_mesh as get_device_mesh
     from mindnlp_dp.parallel.device_mesh import init_device_mesh as init_device_mesh
+    from mindnlp_dp.parallel.parallelize import parallelize as parallelize
     from mindnlp_dp.parallel.weights.meta_init import empty_weights as empty_weights
     from mindnlp_dp.training.evaluate import evaluate as evaluate
     from mindnlp_dp.training.initialize import init_process_group as init_process_group
@@ -80,9 +82,6 @@ if TYPE_CHECKING:
     from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments as DataParallelArguments
     from mindnlp_dp.training.trainer.mindnlp_0_4.trainer import DataParallelTrainer as DataParallelTrainer
     from mindnlp_dp.training.trainer.mindnlp_0_4.trainer import DataParallelTrainerMixin as DataParallelTrainerMixin
-
-    from .data.loader import make_loader as make_loader
-    from .parallel.parallelize import parallelize as parallelize
 
 compat.install_import_hook()
 

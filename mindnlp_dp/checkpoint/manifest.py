@@ -13,9 +13,8 @@ from typing import Any, Optional
 
 from safetensors import SafetensorError, safe_open
 
+from mindnlp_dp.checkpoint.state_tree import array_names
 from mindnlp_dp.runtime.job_context import job_id
-
-from .state_tree import array_names
 
 MANIFEST, STATE, MODEL = "checkpoint.json", "state.safetensors", "model.safetensors"
 MODEL_FILES = "model*.safetensors"

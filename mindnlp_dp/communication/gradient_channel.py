@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-
-from .transports.channel import Channel
+from mindnlp_dp.communication.transports.channel import Channel
 
 
 def open_gradient_channel(group: ProcessGroup) -> Channel:

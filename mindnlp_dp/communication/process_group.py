@@ -36,7 +36,7 @@ from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name, from_host, to_host
 
 T = TypeVar("T")
 
-G = TypeVar("G", bound="RankGroup")
+G = TypeVar("G", bound="ProcessGroup")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ def reports_blocking(method: F) -> F:
     """Decorate a method that may wait for other ranks: report it as a wait (:mod:`mindnlp_dp.runtime.heartbeat`)."""
 
     @functools.wraps(method)
-    def call(self: RankGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         report = heartbeat.writer()
         if report is None:
             return method(self, *args, **kwargs)
@@ -58,8 +58,16 @@ def reports_blocking(method: F) -> F:
     return cast(F, call)
 
 
-class RankGroup:
-    """Ranks that agree on calls and exchange Python objects; the base of :class:`~mindnlp_dp.ProcessGroup`."""
+class ProcessGroup:
+    """All ranks of a job, or some of them, and their collectives.
+
+    Attributes:
+        rank: number of this process, from 0 to ``world_size - 1``.
+        world_size: number of processes.
+        local_rank, local_world_size: the same two numbers, counted on this host.
+        backend: library that moves the bytes: ``"single"``, ``"mpi"``, ``"hccl"``, ``"nccl"`` or ``"mccl"``.
+        is_main: whether this is rank 0, which writes and logs.
+    """
 
     def __init__(self, transport: Transport, kind: str = "single", *, checks: str = "auto") -> None:
         self._transport = transport
@@ -202,19 +210,7 @@ class RankGroup:
         """
         raise_reported(self.all_gather_object(report_of(error)), error, doing, self.label)
 
-
-class ProcessGroup(RankGroup):
-    """All ranks of a job, or some of them, and their collectives.
-
-    Attributes:
-        rank: number of this process, from 0 to ``world_size - 1``.
-        world_size: number of processes.
-        local_rank, local_world_size: the same two numbers, counted on this host.
-        backend: library that moves the bytes: ``"single"``, ``"mpi"``, ``"hccl"``, ``"nccl"`` or ``"mccl"``.
-        is_main: whether this is rank 0, which writes and logs.
-    """
-
-    # Arrays are NumPy arrays or MindSpore tensors of any real type, shape and memory layout. Shapes and types
+    # Collectives. Arrays are NumPy arrays or MindSpore tensors of any real type, shape and memory layout. Shapes and types
     # must be the same on every rank.
 
     @reports_blocking

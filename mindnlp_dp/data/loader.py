@@ -26,6 +26,8 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.data.batch_sizes import accumulation_steps_to_keep, largest_divisor
+from mindnlp_dp.data.batches import Batch, Collator, as_arrays, default_collate, num_rows_of
 from mindnlp_dp.data.dataset_adapter import (
     check_row,
     indexed_source,
@@ -43,9 +45,6 @@ from mindnlp_dp.data.dataset_consistency import (
 )
 from mindnlp_dp.data.sampler import GlobalBatchSampler
 from mindnlp_dp.runtime.partition import split_evenly
-
-from .batch_sizes import accumulation_steps_to_keep, largest_divisor
-from .batches import Batch, Collator, as_arrays, default_collate, num_rows_of
 
 
 class IndexedLoader:

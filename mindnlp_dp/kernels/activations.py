@@ -11,8 +11,8 @@ from typing import Optional
 
 import numpy as np
 
-from .memory import empty
-from .workers import parallel_for_blocks
+from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.workers import parallel_for_blocks
 
 # For z >= 0, the upper tail of the normal distribution is exp(-z^2 / 2) times a polynomial in t = 1 / (1 + P z) without
 # a constant term: Hastings' form (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17) with one more

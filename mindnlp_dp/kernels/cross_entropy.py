@@ -6,8 +6,8 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-from .memory import empty
-from .workers import parallel_for_blocks
+from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.workers import parallel_for_blocks
 
 
 class Softmax(NamedTuple):

@@ -33,7 +33,7 @@ def check_kernels(kernels: str) -> str:
 def choose(kernels: str, num_cores: int) -> None:
     """Make this process use our kernels on ``num_cores`` cores ("auto"), or only MindSpore's ("mindspore")."""
     # Imported here because it imports NumPy, which the launcher does not need.
-    from .workers import use_cores
+    from mindnlp_dp.kernels.workers import use_cores
 
     global _are_on
     _are_on = kernels == "auto"

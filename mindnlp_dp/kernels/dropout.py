@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .memory import empty
-from .workers import parallel_for_blocks
+from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.workers import parallel_for_blocks
 
 _MASK = (1 << 64) - 1
 _ENTROPY = int.from_bytes(os.urandom(8), "little")

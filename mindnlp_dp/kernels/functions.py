@@ -13,16 +13,15 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
+from mindnlp_dp.kernels import activations
+from mindnlp_dp.kernels import cross_entropy as cross_entropy_of_arrays
+from mindnlp_dp.kernels.dropout import keep_mask, masked, next_key
+from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.matmul import column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
+from mindnlp_dp.kernels.memory import array_of, tensor_of
+from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.runtime.autograd import pynative_executor
-
-from . import activations
-from . import cross_entropy as cross_entropy_of_arrays
-from .dropout import keep_mask, masked, next_key
-from .embedding import scatter_rows
-from .memory import array_of, tensor_of
-from .normalization import normalize, normalize_backward
 
 GELU = {"none": activations.gelu, "tanh": activations.gelu_tanh, "quick": activations.gelu_quick}
 

@@ -10,8 +10,8 @@ from typing import Optional
 
 import numpy as np
 
-from .memory import empty
-from .workers import parallel_for_blocks, rows_of_a_block
+from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.workers import parallel_for_blocks, rows_of_a_block
 
 Weight = Optional[np.ndarray]
 # For each row: its mean in two parts, shape (M, 2), which are subtracted one after the other; and 1 / standard

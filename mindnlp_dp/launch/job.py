@@ -27,9 +27,8 @@ from mindnlp_dp.launch.processes.environment import free_port
 from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.launch.rendezvous.membership import Host, Membership
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
+from mindnlp_dp.launch.termination import Termination
 from mindnlp_dp.runtime.job_context import attempt_env
-
-from .termination import Termination
 
 __all__ = ["Job", "JobOptions"]
 

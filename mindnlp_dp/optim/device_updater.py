@@ -24,7 +24,7 @@ import mindspore
 import numpy as np
 
 from mindnlp_dp.communication.lazy_arrays import materialize
-from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.data_parallel.buckets.base import Bucket
 from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
@@ -118,10 +118,10 @@ class DeviceUpdater(MindNLPUpdater):
         return slices, used
 
     @property
-    def _channel(self) -> TensorChannel:
+    def _channel(self) -> MindSporeChannel:
         # It is not stored: a new channel is opened after a failure.
         channel = self._sync.channel
-        assert isinstance(channel, TensorChannel)
+        assert isinstance(channel, MindSporeChannel)
         return channel
 
     def clip(self, gradients: Any, max_norm: float) -> tuple[Any, float]:

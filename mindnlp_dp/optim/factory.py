@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 
 import mindspore
 
-from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
@@ -172,7 +172,7 @@ def _warn_of_unknown_optimizer(optimizer: Any, window: GradientAccumulator, stag
 
 def _can_be_cut(optimizer: Any, window: GradientSynchronizer) -> bool:
     """Return whether each device can update its slices of flat tensors; if not, full parameters are assigned."""
-    return window.group.on_device and isinstance(window.channel, TensorChannel) and _is_elementwise(optimizer)
+    return window.group.on_device and isinstance(window.channel, MindSporeChannel) and _is_elementwise(optimizer)
 
 
 def _why_undivided(optimizer: Any, window: GradientAccumulator) -> str:

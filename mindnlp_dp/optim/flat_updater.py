@@ -210,7 +210,7 @@ class FlatUpdater(MindNLPUpdater):
 
     def _adopt_state(self, shards: StateShards) -> None:
         """Move the optimizer's state into ``shards``, from its own ``state`` or from other steps. A collective."""
-        self._owners.changed(self.optimizer)
+        self._owners.load_if_replaced(self.optimizer)
         # The optimizer's own state is the newest: it shows our arrays, or its own code has created it since.
         own = {id(p): state for p in self.parameters if (state := self.optimizer.state.pop(p, None))}
         self._owners.adopt(own)
@@ -220,8 +220,8 @@ class FlatUpdater(MindNLPUpdater):
 
     def _take_back(self) -> None:
         """Adopt the state again if a state was loaded or another step of this optimizer had it. A collective."""
-        self._owners.changed(self.optimizer)
-        if not self._owners.owner_of(self._state, self.parameters):
+        self._owners.load_if_replaced(self.optimizer)
+        if not self._owners.is_held_by(self._state, self.parameters):
             self._adopt_state(self._state)
 
     def _show_state(self) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Optional
 
+from mindnlp_dp.optim.trust_ratio import TrustRatioOptimizer, check_betas
 from mindnlp_dp.runtime.arrays import set_weight
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
-
-from .trust_ratio import TrustRatioOptimizer, check_betas
 
 
 class LAMB(TrustRatioOptimizer):

@@ -9,8 +9,7 @@ folder of weights. It keeps this rank's part, which the Trainer or a custom loop
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional, TypeVar, Union
 
@@ -18,119 +17,21 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
-from mindnlp_dp.data_parallel.model_scope import ModelScope
-from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
-from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
-from mindnlp_dp.parallel.parallel_model import PartedModel
+from mindnlp_dp.parallel.parallel_model import ParallelModel
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, plan_for
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, partition_stages
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
+from mindnlp_dp.parallel.placement import Placements, replicate_all, take_shards
 from mindnlp_dp.parallel.tensor_parallel.apply import apply_tensor_parallel
-from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, apply_expert_parallel
+from mindnlp_dp.parallel.tensor_parallel.expert_parallel import apply_expert_parallel
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.named_weights import all_names, named_weights
 
-from .placement import Placements, replicate_all, take_shards
-
 T = TypeVar("T")
-
-
-class ParallelModel(PartedModel):
-    """The sharding of a model, which :func:`parallelize` stores in ``model.parallel``; train steps use it.
-
-    Attributes:
-        mesh: the device mesh of the model.
-        placements: placements of all weights, by name.
-        pipeline: this rank's stage; None without the axis "pp".
-        expert_blocks: the blocks whose experts are distributed over ranks.
-    """
-
-    def __init__(self, model: Any, placements: Placements) -> None:
-        super().__init__(model, placements)
-        self.pipeline: Optional[Pipeline] = None
-        self.expert_blocks: list[Any] = []
-        self._row_weights: Optional[ExpertBatchWeights] = None
-
-    # Training.
-
-    def scope(self, parameters: Sequence[Any]) -> ModelScope:
-        """Return the scope that tells which of these parameters this rank adds to a norm over the full model."""
-        placed = [self.placements[p.name_in_whole] for p in parameters]
-        counts = [self.placements.owns(placement) for placement in placed]
-        return ModelScope(self.mesh.model_parallel_group, counts, [placement.cut is not None for placement in placed])
-
-    def window(
-        self, named: Sequence[tuple[str, Any]], **exchange: Any
-    ) -> Union[GradientSynchronizer, MultiGroupExchange]:
-        """Return the gradient exchange for these parameters, each over the ranks that have it."""
-        if self.pipeline is not None:
-            # A stage runs several backward passes per update, and does not know which one is the last.
-            exchange["overlap"] = False
-        if self._row_weights is None:
-            return GradientSynchronizer(named, self.mesh.grad_sync_group, **exchange)
-        exchange["overlap"] = False
-        weights = self._row_weights
-        is_expert = [self.placements[p.name_in_whole].expert_rank is not None for _, p in named]
-        places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
-        windows = [
-            GradientSynchronizer([named[place] for place in mine], group, **exchange)
-            for mine, group in zip(places, (self.mesh.grad_sync_group, self.mesh.expert_dp_group))
-        ]
-        return MultiGroupExchange(windows, places, [lambda weight: weight, lambda weight: weights.total])
-
-    def resync_tied_weights(self) -> None:
-        """Make tied weights bitwise equal on all stages; called after every update. A collective."""
-        for tie in self.pipeline.ties if self.pipeline is not None else ():
-            tie.resync()
-
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raise ValueError if the optimizer updates parameters that are not (or no longer) in this model."""
-        for group in getattr(optimizer, "param_groups", ()):
-            for parameter in group["params"]:
-                if getattr(parameter, "parallel", None) is not self:
-                    raise ValueError(
-                        f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not the model's "
-                        f"(any more) on rank {self.mesh.world.label()}; make the optimizer behind parallelize()"
-                    )
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether this rank's forward passes use experts on other ranks, so that no rank may skip a pass."""
-        return self._row_weights is not None
-
-    @contextlib.contextmanager
-    def micro_step(self, weight: float) -> Iterator[None]:
-        """Run the forward and backward pass of a micro-step in this block. A collective if the model has experts."""
-        with contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight):
-            yield
-
-    def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
-        """Return the batch to run: this rank's, or a dummy batch of weight 0 if only other ranks of the row have one.
-
-        Returns None if no rank of the row has a batch. A collective of the row.
-        """
-        group = self.mesh.group("ep")
-        has = group.all_gather_object(batch is not None)
-        if all(has) or not any(has):
-            return batch
-        src = has.index(True)
-        lent = group.broadcast_object(batch if group.rank == src else None, src)
-        return lent if batch is None else batch
-
-    def has_nonfinite_peer(self, loss: float) -> bool:
-        """Return whether a loss of the row is not finite, and so the gradients of experts are not. A collective."""
-        if self._row_weights is None:
-            return False
-        worst = self.mesh.group("ep").all_reduce(np.array([not np.isfinite(loss)], np.float32), every_step=True)
-        return bool(worst[0] > 0)
-
-    def loads(self) -> list[ExpertLoad]:
-        """Return the expert loads of the last forward pass, one per block."""
-        return [block.load for block in self.expert_blocks if hasattr(block, "load")]
 
 
 def parallelize(

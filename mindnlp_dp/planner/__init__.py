@@ -6,6 +6,7 @@ of Alpa, the scheduling of resharding between two meshes, a pipeline simulator, 
 
 from mindnlp_dp.planner.cost_model.memory import MemoryUse, memory_of
 from mindnlp_dp.planner.plan import Plan, Plans
+from mindnlp_dp.planner.planning import plan, predict
 from mindnlp_dp.planner.profiles.cluster import Cluster, load_cluster
 from mindnlp_dp.planner.profiles.models import load_model
 from mindnlp_dp.planner.solver.integer_program import Choice, InfeasibleError, choose_strategies
@@ -13,8 +14,6 @@ from mindnlp_dp.planner.stage_partition import Slicing, slice_stages
 from mindnlp_dp.schedules.pipeline_simulation import Timeline, simulate_pipeline
 from mindnlp_dp.schedules.resharding import UnitTask, unit_tasks
 from mindnlp_dp.schedules.resharding_schedule import Schedule, schedule_tasks
-
-from .planning import plan, predict
 
 __all__ = [
     "Choice",

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from mindnlp_dp.planner.candidates import divisors, mesh_problem
+from mindnlp_dp.planner.candidates import Candidate, Candidates, divisors, mesh_problem
 from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism, layers_of, mesh_of
 from mindnlp_dp.planner.plan import Plan, Plans
 from mindnlp_dp.planner.profiles.cluster import Cluster
@@ -22,8 +22,6 @@ from mindnlp_dp.planner.simulate_step import simulate_step
 from mindnlp_dp.planner.solver.integer_program import InfeasibleError
 from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
 from mindnlp_dp.schedules.pipeline import SCHEDULES
-
-from .candidates import Candidate, Candidates
 
 # Simulate this many meshes, and more as long as candidates are not much slower. Group a model into at most
 # _COARSE_LAYERS layers where stages may have different meshes, and into at most _MOST_LAYERS otherwise.

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .pipeline import draw_pipeline
-from .runs import RecordedRun
+from mindnlp_dp.report.pipeline import draw_pipeline
+from mindnlp_dp.report.runs import RecordedRun
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from mindnlp_dp.report.pipeline import caption
+from mindnlp_dp.report.runs import RecordedRun, read_runs, speed_up
 from mindnlp_dp.runtime.atomic_write import atomic_write
-
-from .pipeline import caption
-from .runs import RecordedRun, read_runs, speed_up
 
 CAPTIONS = {
     "loss": "Loss over updates: points are evaluations, thin lines the training loss of all ranks. Runs with the same "
@@ -48,7 +47,7 @@ def run_report(paths: Sequence[Path], output: Optional[Path]) -> int:
 
 def write_report(runs: Sequence[RecordedRun], output: Path) -> None:
     """Write the page to ``output`` and the picture next to it; each file is written atomically."""
-    from .figures import draw_png
+    from mindnlp_dp.report.figures import draw_png
 
     with atomic_write(output.with_suffix(".png")) as temporary:
         draw_png(temporary, runs, _title(runs))
@@ -61,7 +60,7 @@ def render(runs: Sequence[RecordedRun]) -> str:
     import jinja2
     import markupsafe
 
-    from .figures import draw_svg, panels_for
+    from mindnlp_dp.report.figures import draw_svg, panels_for
 
     stages = next((run.report["pipeline"] for run in runs if "pipeline" in run.report), None)
     captions = {**CAPTIONS, "pipeline": caption(stages) if stages else ""}

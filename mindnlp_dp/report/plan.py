@@ -9,9 +9,8 @@ from typing import Any, Optional
 
 from mindnlp_dp.planner import load_cluster, load_model, plan
 from mindnlp_dp.planner.plan import Plan, Plans, StagePlan
+from mindnlp_dp.report.outputs import write_outputs
 from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD
-
-from .outputs import write_outputs
 
 PARTS = ("compute", "collectives", "transfers", "bubble", "gradients", "optimizer")
 _COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#BBBBBB", "#56B4E9", "#009E73")

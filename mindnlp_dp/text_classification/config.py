@@ -12,8 +12,7 @@ from typing import Any, Optional, TypeVar, get_type_hints
 import yaml
 
 from mindnlp_dp.schedules.pipeline import SCHEDULES
-
-from .examples import InputError
+from mindnlp_dp.text_classification.examples import InputError
 
 OPTIMIZERS = ("adamw", "lamb", "lars")
 

@@ -21,12 +21,11 @@ from mindnlp_dp.report.pipeline import pipeline_of
 from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.machine import machine
-
-from .config import TaskConfig
-from .task import TextClassificationTask
+from mindnlp_dp.text_classification.config import TaskConfig
+from mindnlp_dp.text_classification.task import TextClassificationTask
 
 if TYPE_CHECKING:
-    from .recorder import RunRecorder
+    from mindnlp_dp.text_classification.recorder import RunRecorder
 
 PLOT_FILE, MODEL_FOLDER = "training.png", "model"
 

@@ -13,12 +13,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
-
-from . import hub, pretrained
-from .cldr import cldr_phrases
-from .config import FinetuneConfig, TaskConfig
-from .examples import Columns, Examples, InputError, label_ids, read_examples
-from .tokenization import BOS, EOS, PAD, encode, train_tokenizer
+from mindnlp_dp.text_classification import hub, pretrained
+from mindnlp_dp.text_classification.cldr import cldr_phrases
+from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
+from mindnlp_dp.text_classification.examples import Columns, Examples, InputError, label_ids, read_examples
+from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
 
 FROM_SCRATCH = "tiny"
 

@@ -17,7 +17,7 @@ from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.runtime.random_state import seeded
 
 if TYPE_CHECKING:
-    from mindnlp_dp.parallel.parallelize import ParallelModel
+    from mindnlp_dp.parallel.parallel_model import ParallelModel
 
 
 class ForwardBackward:

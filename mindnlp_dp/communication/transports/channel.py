@@ -95,34 +95,3 @@ class HostChannel(Channel):
         mine = np.array([number], np.float32)
         self.all_reduce_in_place(mine, waiter)
         return 1.0 / float(mine[0]) if mine[0] > 0 else None
-
-
-class TensorChannel(Channel):
-    """Sums MindSpore tensors of float64, float32, float16 and bfloat16, on their device."""
-
-    @abc.abstractmethod
-    def sum(self, x: Any) -> Any:
-        """Return the sum over the ranks as a new tensor."""
-
-    @abc.abstractmethod
-    def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
-        """Begin to sum a tensor, in its memory or in new memory; return the future sum, and a handle or None.
-
-        On a device, its stream completes the sum. MCCL has finished it by then, because a CPU dispatches synchronously.
-        """
-
-    @abc.abstractmethod
-    def reduce_scatter_async(self, x: Any) -> tuple[Any, Optional[Any]]:
-        """Begin to reduce-scatter a flat tensor of one equal slice per rank; return this rank's slice, and a handle."""
-
-    @abc.abstractmethod
-    def all_gather_flat(self, x: Any) -> Any:
-        """Return every rank's flat tensor, all of one length and type, concatenated."""
-
-    @abc.abstractmethod
-    def reduces_natively(self, dtype: str) -> bool:
-        """Return whether the library itself sums this type correctly."""
-
-    @abc.abstractmethod
-    def check_compression(self, compression: Optional[str]) -> None:
-        """Raise ValueError if the library cannot sum gradients in the type of ``compression``."""

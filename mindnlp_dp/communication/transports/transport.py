@@ -14,9 +14,8 @@ from typing import Any, Optional, TypeVar
 
 import numpy as np
 
+from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
-
-from .channel import Channel
 
 T = TypeVar("T")
 

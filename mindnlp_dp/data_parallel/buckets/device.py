@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.base import Bucket
 from mindnlp_dp.data_parallel.buckets.host import sum_dtype
@@ -34,7 +34,7 @@ class DeviceBucket(Bucket):
 
     is_asynchronous = True
 
-    def __init__(self, layout: BucketLayout, channel: TensorChannel, compression: Optional[str] = None) -> None:
+    def __init__(self, layout: BucketLayout, channel: MindSporeChannel, compression: Optional[str] = None) -> None:
         super().__init__(layout)
         import mindspore
 

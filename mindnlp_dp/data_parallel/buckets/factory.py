@@ -9,7 +9,8 @@ from typing import Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.communication.transports.channel import Channel, HostChannel, TensorChannel
+from mindnlp_dp.communication.transports.channel import Channel, HostChannel
+from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.communication.transports.mpi.shared_memory import CACHE_LINE_BYTES, round_up
 from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
 from mindnlp_dp.data_parallel.buckets.base import Bucket
@@ -27,7 +28,7 @@ def make_buckets(
     ``compression`` is None, or "fp16" or "bf16" for gradients that are sent between processes. Ranks of a host that
     share memory send nothing to each other, so nothing is rounded there.
     """
-    if isinstance(channel, TensorChannel):
+    if isinstance(channel, MindSporeChannel):
         if group.backend == "mccl" and 1 < group.world_size == group.local_world_size:
             _hint_at_mpi(group.world_size, group.is_main)
         channel.check_compression(compression)

@@ -131,11 +131,11 @@ class OptimizerStateRegistry:
         self._owners: dict[int, tuple[StateShards, int]] = {}
         self._loaded: dict[int, Mapping[str, Any]] = {}
 
-    def owner_of(self, shards: StateShards, parameters: Sequence[Any]) -> bool:
+    def is_held_by(self, shards: StateShards, parameters: Sequence[Any]) -> bool:
         """Return whether the state of all these parameters is in ``shards``."""
         return all((owner := self._owners.get(id(p))) is not None and owner[0] is shards for p in parameters)
 
-    def changed(self, optimizer: Any) -> None:
+    def load_if_replaced(self, optimizer: Any) -> None:
         """Load the optimizer's ``state`` if the user has replaced it.
 
         Raises:

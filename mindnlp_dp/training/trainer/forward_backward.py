@@ -17,7 +17,7 @@ from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.runtime.random_state import seeded, step_seed
 
 if TYPE_CHECKING:
-    from mindnlp_dp.parallel.parallelize import ParallelModel
+    from mindnlp_dp.parallel.parallel_model import ParallelModel
 
 
 class TrainerForwardBackward:

@@ -16,8 +16,11 @@ It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evalu
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
@@ -27,18 +30,25 @@ from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
 from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
-from mindnlp_dp.training.run_state import Position, Run
+from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import Timeline
 from mindnlp_dp.training.train_step import TrainStep
-from mindnlp_dp.training.trainer.callbacks import STOPS, ControlAgreement
+from mindnlp_dp.training.trainer.callbacks import (
+    STOPS,
+    ControlAgreement,
+    callback_states,
+    has_lost_patience,
+    load_callback_states,
+)
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
-from mindnlp_dp.training.trainer.resuming import ResumableLoop, make_epoch_loader
+from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restarts_epoch
 
 
-class TrainingLoop(ResumableLoop):
+class TrainingLoop:
     """Runs one call of ``train()``: :meth:`run` trains ``trainer.model``. Every rank calls every method.
 
     ``checkpoint`` is what :meth:`state` returned in the run to resume, the same on every rank; the model already has
@@ -50,7 +60,11 @@ class TrainingLoop(ResumableLoop):
     ) -> None:
         self.trainer = trainer
         self.group, self.world = trainer.group, trainer.world
-        self.checkpoint = self.resumed_from = checkpoint
+        self.checkpoint = checkpoint
+        # The state that the loop continues from; None once an update is done.
+        self.resumed_from = checkpoint
+        # Whether trainer.state and the train step already belong to this loop.
+        self.is_set_up = False
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self.loader, self.pace = make_epoch_loader(trainer, checkpoint)
         # make_epoch_loader() may have replaced the arguments, to change the accumulation steps.
@@ -314,3 +328,92 @@ class TrainingLoop(ResumableLoop):
             trainer._deactivate_neftune(trainer.model)
         trainer.replica_digest = digest
         return TrainOutput(state.global_step, train_loss, metrics)
+
+    # Saving and resuming.
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank alone has the full state of the last update that it has finished, to continue from."""
+        if self.starts_over or not self.is_set_up:
+            return self.starts_over
+        return not self.train_step.is_updating and not self.train_step.updater.is_divided
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether the loop continues after a lost rank and has done no update yet: ``resumed_from`` is its state."""
+        return self.resumed_from is not None and "pending" in self.resumed_from
+
+    def abandon(self) -> None:
+        """Mark this loop's state as invalid: another rank's weights are about to replace its own."""
+        self.resumed_from, self.is_set_up = None, False
+
+    def state(self, *, keep: Optional[bool] = None) -> dict[str, Any]:
+        """Return the full state of this run, except the model's weights; the same on every rank.
+
+        ``keep`` says whether this rank needs the optimizer's arrays; by default only ranks that save do.
+        """
+        trainer = self.trainer
+        return {
+            **self.parts.state(keep=self.args.should_save if keep is None else keep),
+            "callbacks": callback_states(trainer.callback_handler.callbacks),
+            "data": self.args.data_order(self.loader),
+            "settings": self.args.result_settings(),
+            "global_batch_size": self.loader.global_batch_size,
+            "planned_batch_size": self.pace.planned,
+            "is_scaled": self.pace.is_scaled,
+            "position": asdict(self.position),
+            "flags": dict(self.agree.agreed),
+            "trainer_state": asdict(trainer.state),
+            "last_logged": trainer._globalstep_last_logged,
+            "grad_norm": self.grad_norm,
+        }
+
+    def restore(self, saved: dict[str, Any], planned_updates: int) -> bool:
+        """Restore a saved run, and return True if it had ended; :meth:`restore_what_begins_undo` restores the rest."""
+        trainer = self.trainer
+        self.parts.restore(saved)
+        load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
+        trainer.state = TrainerState(**copy.deepcopy(saved["trainer_state"]))
+        trainer._globalstep_last_logged = saved["last_logged"]
+        self.grad_norm = saved["grad_norm"]
+        position, step = Position(**saved["position"]), trainer.state.global_step
+        self.position = position.where_to_go_on()
+        if restarts_epoch(self.args, saved):
+            self.position.update = self.position.offset = 0
+        else:
+            self.position = self.pace.take_up(self.position, saved)
+        if trainer.world.is_main:
+            warn_of_other_settings(self.args.result_settings(), saved["settings"])
+        total = self.pace.total(planned_updates, step, self.position)
+        saved["flags"]["should_training_stop"] = self._stays_stopped(saved, total)
+        return position.ending_epoch and (saved["flags"]["should_training_stop"] or step >= total)
+
+    def _stays_stopped(self, saved: dict[str, Any], total: int) -> bool:
+        """Tell whether a saved stop still holds: an early stopper's does, and any in a job that restarts by itself.
+
+        A user who resumes a run that was stopped by a signal, a time limit or a callback wants it to continue, and so
+        does a user who gives a finished run more steps. Prints which case it is.
+        """
+        state = self.trainer.state
+        if not saved["flags"]["should_training_stop"] or state.global_step >= state.max_steps:
+            return False
+        is_restarted = saved.get("in_place", False) or job_if_restarted(os.environ) is not None
+        stopped_early = any(map(has_lost_patience, self.trainer.callback_handler.callbacks))
+        if self.trainer.world.is_main and not saved.get("in_place", False):
+            where = f"this run was stopped at update {state.global_step} of {total}"
+            if stopped_early:
+                print(f"{where} by early stopping, and has ended: nothing is left to train", flush=True)
+            elif is_restarted:
+                print(f"{where}, before its job was restarted, and has ended: nothing is left to train", flush=True)
+            else:
+                print(f"{where}; it is resumed there, and goes on to its end", flush=True)
+        return is_restarted or stopped_early
+
+    def restore_what_begins_undo(self) -> None:
+        """Restore random states and stop flags, which ``on_*_begin`` callbacks and reading to the position change."""
+        saved, self.checkpoint = self.checkpoint, None
+        if saved is not None:
+            self.parts.restore_random_state(saved)
+            if not saved["position"]["ending_epoch"]:
+                for flag in ("should_training_stop", "should_epoch_stop"):
+                    setattr(self.trainer.control, flag, saved["flags"][flag])

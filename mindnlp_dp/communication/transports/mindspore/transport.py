@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.communication.transports.channel import TensorChannel
+from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.communication.transports.mindspore.cluster import (
     AllReduceOnlyCalls,
     create_group,
@@ -40,8 +40,8 @@ _REDUCES = {
 }
 
 
-class MindSporeChannel(TensorChannel):
-    """Exchanges gradients over MindSpore's own libraries."""
+class MindSporeChannel(Channel):
+    """Sums MindSpore tensors of float64, float32, float16 and bfloat16 on their device, over MindSpore's libraries."""
 
     def __init__(self, transport: MindSporeTransport) -> None:
         self._transport = transport
@@ -50,21 +50,30 @@ class MindSporeChannel(TensorChannel):
             self.cannot_overlap = "there is one rank"
 
     def sum(self, x: Any) -> Any:
+        """Return the sum over the ranks as a new tensor."""
         return self._transport.all_reduce(x, "sum")
 
     def all_reduce_async(self, x: Any) -> tuple[Any, Optional[Any]]:
+        """Begin to sum a tensor, in its memory or in new memory; return the future sum, and a handle or None.
+
+        On a device, its stream completes the sum. MCCL has finished it by then, because a CPU dispatches synchronously.
+        """
         return self._transport.calls.all_reduce_async(x)
 
     def reduce_scatter_async(self, x: Any) -> tuple[Any, Optional[Any]]:
+        """Begin to reduce-scatter a flat tensor of one equal slice per rank; return this rank's slice, and a handle."""
         return self._transport.calls.reduce_scatter_async(x, self.world_size)
 
     def all_gather_flat(self, x: Any) -> Any:
+        """Return every rank's flat tensor, all of one length and type, concatenated."""
         return self._transport.calls.all_gather_flat(x, self.world_size)
 
     def reduces_natively(self, dtype: str) -> bool:
+        """Return whether the library itself sums this type correctly."""
         return self._transport.reduces_natively(dtype)
 
     def check_compression(self, compression: Optional[str]) -> None:
+        """Raise ValueError if the library cannot sum gradients in the type of ``compression``."""
         if self._transport.name == "nccl" and compression == "bf16":
             raise ValueError(
                 f'compression="bf16" on rank {self._transport.rank}: MindSpore has no sum of bfloat16 for GPUs; '
