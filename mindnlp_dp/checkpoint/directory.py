@@ -21,6 +21,7 @@ PREFIX = "checkpoint"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after ``step`` updates."""
     return folder / f"{PREFIX}-{step}"
 
 

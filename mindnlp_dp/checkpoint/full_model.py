@@ -1,7 +1,7 @@
-"""This module handles a model as one set of weights, whether replicated or sharded; checkpoints and loops call it.
+"""This module handles a model as one set of weights, replicated or sharded, and loads a checkpoint into it.
 
-The class here is for a replicated model; a model that :mod:`mindnlp_dp.parallel` has sharded has an instance of a
-subclass in its attribute ``parallel``.
+:class:`ReplicatedModel` is for a replicated model; a model that :mod:`mindnlp_dp.parallel` has sharded has an instance
+of a subclass in its attribute ``parallel``. To resume a run, rank 0 reads the checkpoint, and every rank gets it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ReplicatedModel:
         group: the ranks among which samples are split.
         world: all ranks of the job.
         seed_rank: the rank number that, with the step, seeds the randomness inside the model.
-        loss_replication: the number of ranks with the same shard of the model that split the samples of each micro-batch.
+        loss_replication: the number of ranks with the same shard of the model that split the samples of each
+            micro-batch.
     """
 
     # Whether ranks hold shards of the model.
@@ -102,7 +103,7 @@ def data_group(parts: Optional[ReplicatedModel]) -> ProcessGroup:
 
 
 def as_replicated(model: Any, group: Optional[ProcessGroup] = None) -> ReplicatedModel:
-    """Return the model's own :class:`ReplicatedModel` if it is sharded, else one for a replica on each rank of ``group``."""
+    """Return the :class:`ParallelModel` of a sharded model, else a :class:`ReplicatedModel` on the ranks of ``group``."""
     parts = getattr(model, "parallel", None)
     found: ReplicatedModel = ReplicatedModel(model, group or get_process_group()) if parts is None else parts
     return found

@@ -1,1 +1,1 @@
-"""Teaching code: the textbook algorithms of all-reduce and the laws of speed-up, to run and to measure."""
+"""The ``mindnlp-dp`` command (main.py), with a folder for each subcommand that has more than one file."""

@@ -1,1 +1,1 @@
-"""Processes join a job here (rendezvous.py, process_group.py) and call collectives (collectives.py) on a transport."""
+"""Processes join a job here (backend_selection.py) and call the collectives of a group (process_group.py) on a transport."""

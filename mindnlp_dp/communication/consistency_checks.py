@@ -42,6 +42,7 @@ class Ranks(Protocol):
 
 
 def check_level(checks: str) -> None:
+    """Raise ValueError unless ``checks`` is a known level."""
     if checks not in LEVELS:
         raise ValueError(f"checks must be one of {', '.join(map(repr, LEVELS))}, got {checks!r}")
 
@@ -54,6 +55,7 @@ def check_rank(name: str, value: int, ranks: Ranks) -> str:
 
 
 def check_peer(name: str, value: int, ranks: Ranks) -> None:
+    """Raise ValueError unless ``value`` is the number of another rank."""
     check_rank(name, value, ranks)
     if value == ranks.rank:
         raise ValueError(f"{name} must be another rank, got {value} on rank {ranks.label()} itself")
@@ -87,10 +89,12 @@ def checked_array(x: Any, rank: str) -> Any:
 
 
 def numel(x: Any) -> int:
+    """Return the number of elements of an array or a tensor."""
     return math.prod(x.shape)
 
 
 def describe(x: Any) -> str:
+    """Return the shape and type of an array or a tensor, for messages."""
     return f"{dtype_name(x)} of shape {tuple(x.shape)}"
 
 

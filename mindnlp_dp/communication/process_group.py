@@ -210,8 +210,8 @@ class ProcessGroup:
         """
         raise_reported(self.all_gather_object(report_of(error)), error, doing, self.label)
 
-    # Collectives. Arrays are NumPy arrays or MindSpore tensors of any real type, shape and memory layout. Shapes and types
-    # must be the same on every rank.
+    # Collectives. Arrays are NumPy arrays or MindSpore tensors of any real type, shape and memory layout. Shapes and
+    # types must be the same on every rank.
 
     @reports_blocking
     def all_reduce(self, x: Any, op: str = "sum", *, every_step: bool = False) -> Any:
@@ -220,7 +220,8 @@ class ProcessGroup:
         ``op`` is ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. Half-precision arrays are summed in float32 on CPU, and
         on every backend for their mean. As in NumPy, integer sums that overflow wrap around, and the result of NaN and
         a number is NaN. For booleans, ``sum`` and ``max`` mean "any", and ``min`` means "all". The ``mean`` of integers
-        or booleans raises TypeError, because it would be rounded. ``every_step`` means that every rank makes this call at
+        or booleans raises TypeError, because it would be rounded. ``every_step`` means that every rank makes this call
+        at
         every update, whatever happens: see ``checks`` of :func:`~mindnlp_dp.init_process_group`.
         """
         x = self._agree(
@@ -393,7 +394,7 @@ class ProcessGroup:
     def all_reduce_header(self, numbers: np.ndarray, last: Any = 0.0) -> np.ndarray:
         """Return the sums over the ranks of ``numbers`` (flat, float32) followed by ``last``; called at every update.
 
-        ``last`` may be a one-element tensor, so that the host reports_blocking for a device only once. See ``checks`` of
+        ``last`` may be a one-element tensor, so that the host waits for a device only once. See ``checks`` of
         :func:`~mindnlp_dp.init_process_group`.
         """
         self._agree("all_reduce_header", lambda: (numbers, []), every_step=True)

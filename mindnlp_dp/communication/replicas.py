@@ -1,6 +1,6 @@
-"""This module checks that the replicas of a model are bitwise identical, by a digest of all weights.
+"""This module gives every rank the weights of rank 0, and checks that the replicas of a model are bitwise identical.
 
-If they are not, it reports which weight differs, on which rank, and by how much.
+A digest of all weights is compared. If it differs, a message says which weight differs, on which rank, and by how much.
 """
 
 from __future__ import annotations
@@ -82,6 +82,12 @@ def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) ->
         f"replicas are out of sync: {name!r} on rank {rank} differs from rank 0 (largest difference {distance:.3g}). "
         f"{way_out}"
     )
+
+
+# Copy rank 0's weights and buffers to all ranks, whatever seed each rank built its model from.
+#
+# Buffers that a forward pass changes, such as the running statistics of batch normalisation, depend on the samples of
+# one rank, so they drift apart. Rank 0's buffers are broadcast before a model is compared, saved or evaluated.
 
 
 def broadcast_parameters(model: Any, group: Optional[ProcessGroup] = None, *, src: int = 0) -> None:

@@ -145,6 +145,7 @@ def _is_integer(x: Any) -> bool:
 
 @functools.cache
 def kernels() -> types.ModuleType:
+    """Return the module of the kernels, imported at the first use."""
     # Imported at the first call, because it imports MindSpore.
     from mindnlp_dp.kernels import functions
 

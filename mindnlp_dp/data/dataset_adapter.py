@@ -12,6 +12,7 @@ _ROWS_AT_A_TIME = 1000
 
 
 def is_mindspore_dataset(dataset: Any) -> bool:
+    """Return whether this is a pipeline of ``mindspore.dataset``."""
     import mindspore.dataset
 
     return isinstance(dataset, mindspore.dataset.Dataset)
@@ -63,6 +64,7 @@ def samples_in(pipeline: Any) -> Optional[int]:
 
 
 def is_batched(dataset: Any) -> bool:
+    """Return whether a pipeline of ``mindspore.dataset`` yields batches."""
     from mindspore.dataset import BatchDataset, PaddedBatchDataset
 
     return isinstance(dataset, (BatchDataset, PaddedBatchDataset)) or any(map(is_batched, dataset.children))

@@ -8,7 +8,7 @@ There are two ways to shard data:
 
 * **By index.** ``datasets.Dataset``, MindSpore's generator data sets over a source
   with an index, and any object with ``__len__`` and ``__getitem__``: each rank reads the
-  indices of its shard (sharding.py).
+  indices of its shard (sampler.py).
 * **By rows.** Batched, shuffled, mapped or streaming MindSpore pipelines, and plain
   iterables, have a fixed order: rank 0 reads them, and the rows of every batch
   are split among the ranks. A batch of such a pipeline is a *global* micro-batch.

@@ -73,7 +73,7 @@ class LossMean:
 def count_labels(
     labels: Any, *, shifted: bool = False, mask: Any = None, ignore_index: Optional[int] = IGNORED
 ) -> float:
-    """Return the number of labels that count: the weight of a mean over tokens, for ``loss_weight`` or ``weight_of``::
+    """Return the number of labels that count: the weight of a mean over tokens, for ``loss_weight`` or ``weight_of``.
 
         def loss_weight(self, inputs):
             return dp.count_labels(inputs, shifted=True)

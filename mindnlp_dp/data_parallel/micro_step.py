@@ -19,10 +19,10 @@ class MicroStep:
             was not computed.
         weight: the weight of the loss in the mean over ranks and micro-batches.
         indices: indices of the samples, if known.
-        has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get gradients from
-            several ranks.
-        loss_replication: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its rows
-            times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
+        has_nonfinite_peer: whether the gradients contain NaN or infinity from another rank's loss; experts get
+            gradients from several ranks.
+        loss_replication: number of ranks that split this micro-batch. Each has the full loss, and the gradients of its
+            rows times ``loss_replication``, so that the weighted mean of the exchange is the full gradient.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""This module calls oneDNN's float32 matrix product, from the library that MindSpore ships; products.py uses it.
+"""This module calls oneDNN's float32 matrix product, from the library that MindSpore ships; matmul.py uses it.
 
 MindSpore calls oneDNN's primitives, which repack their inputs at every call. The C function ``dnnl_sgemm`` is as fast
 as any BLAS, and selects its instructions by the features of the core, not by its vendor. It runs on the calling thread

@@ -83,6 +83,7 @@ def parallel_for_blocks(block: Callable[[slice], object], rows: int, columns: in
 
 
 def rows_of_a_block(columns: int) -> int:
+    """Return how many rows of this length one block of :func:`parallel_for_blocks` has."""
     return max(1, BLOCK // max(1, columns))
 
 

@@ -1,8 +1,8 @@
 """Run a job from its first attempt to its last: start it on its hosts, monitor it, end it, and restart it if wanted.
 
 :mod:`mindnlp_dp.launch.run` creates the :class:`Job`. Each rank writes ``worker_R.log``; rank 0's is shown as it grows.
-A rank records how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.processes.worker`), because the exit codes of
-libraries are not reliable: processes of MindSpore's cluster may exit with 1 after a successful job, mpirun with 0
+A rank records how it ended in ``worker_R.status`` (:mod:`mindnlp_dp.launch.processes.worker`), because the exit codes
+of libraries are not reliable: processes of MindSpore's cluster may exit with 1 after a successful job, mpirun with 0
 after one that lost a host. The ranks' progress is in a file in memory (:mod:`mindnlp_dp.runtime.heartbeat`).
 """
 
@@ -111,7 +111,8 @@ class Job:
         # The first host's address as the others see it: the endpoint's may belong to a service in front of it.
         addresses = [others[0].address_of_server, *(host.address for host in others)] if others else []
         attempt = Attempt(
-            self._number, self._backend, self._command, str(self._log_dir.absolute()), membership.counts(hosts), addresses,
+            self._number, self._backend, self._command, str(self._log_dir.absolute()), membership.counts(hosts),
+            addresses,
             port=free_port(), in_place=self._options.in_place,
             variables={
                 LOG_MB: str(self._options.log_mb),

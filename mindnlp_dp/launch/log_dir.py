@@ -1,6 +1,6 @@
-"""Reserve a job's log folder, and archive what earlier attempts and earlier jobs have left in it.
+"""Reserve a job's log folder, archive earlier logs in it, write rank output to it, and hold a folder in memory.
 
-The launcher calls it, so that the folder belongs to one job, and no status of an earlier attempt is read by mistake.
+The launcher calls it, so that the log folder belongs to one job, and no status of an earlier attempt is read by mistake.
 """
 
 from __future__ import annotations
@@ -178,6 +178,11 @@ VARIABLE = "MINDNLP_DP_LOG_MB"
 DEFAULT_MB = 256
 
 
+# A rank's output goes to a file that is rotated when it has grown large. What the worker and its children write to
+# standard output and standard error is in FILE, and in FILE.1, the previous one: together at most twice the limit,
+# plus what is written in an update.
+
+
 class LogFile:
     """Redirects this process's output to a file, from its creation on; used by a rank's worker."""
 
@@ -221,6 +226,13 @@ class LogFile:
 _IN_MEMORY = Path("/dev/shm")
 
 _PREFIX = "mindnlp-dp-job-"
+
+
+# A folder in memory holds a job's files on a host: sockets, and memory that ranks share under MPI.
+#
+# The launcher removes the folder with the job. OpenMPI removes its files itself when it ends normally; an mpirun that
+# was killed leaves them, megabytes in memory for each rank. If the launcher was killed, too, the next launcher
+# removes its folder: no process holds the lock of such a folder.
 
 
 class ScratchDir:

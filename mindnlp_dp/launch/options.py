@@ -1,6 +1,7 @@
 """Define the options of ``mindnlp-dp run``, and build the rendezvous of its hosts from the parsed arguments.
 
-:mod:`mindnlp_dp.commands.main` calls it. Options that mean the same as in torchrun have torchrun's names.
+:mod:`mindnlp_dp.commands.main` calls it. Options that mean the same as in torchrun have torchrun's names; torchrun's
+other options are ignored or refused with a replacement.
 """
 
 from __future__ import annotations
@@ -238,6 +239,10 @@ _WITHOUT_VALUE = ("--no-python", "--run-path")
 _PASSED_OVER = ("--monitor-interval", "--start-method", "--role")
 
 _RENDEZVOUS = ("c10d", "static")
+
+
+# Options of torchrun that mindnlp-dp run does not have, for users who type torchrun's command from memory. Options
+# that would change nothing here are ignored; the others end with an error that says what to type instead.
 
 
 class _Refused(argparse.Action):

@@ -1,8 +1,8 @@
 """``mindnlp-dp run``: decide which part this host has in a job, and run the job.
 
-:mod:`mindnlp_dp.commands.main` calls :func:`run_job`, which returns the exit code of the first rank that failed, or 0. A single
-host, or the host of the endpoint, leads the job (:mod:`mindnlp_dp.launch.job`); every other host follows its orders
-(:mod:`mindnlp_dp.launch.rendezvous.client`).
+:mod:`mindnlp_dp.commands.main` calls :func:`run_job`, which returns the exit code of the first rank that failed, or 0.
+A single host, or the host of the endpoint, leads the job (:mod:`mindnlp_dp.launch.job`); every other host follows its
+orders (:mod:`mindnlp_dp.launch.rendezvous.client`).
 """
 
 from __future__ import annotations
@@ -142,6 +142,10 @@ def _lead(
 def _code_of(interrupt: KeyboardInterrupt) -> int:
     """Return the exit code that a shell would report: 128 plus the number of the signal."""
     return 128 + (interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT)
+
+
+# For commands that measure: the module that is run gets --write FILE after its other flags, and writes its numbers to
+# that file.
 
 
 def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:

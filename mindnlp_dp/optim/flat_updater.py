@@ -46,8 +46,8 @@ class FlatUpdater(MindNLPUpdater):
 
     Args:
         zero_stage: The ZeRO stage: 0, 1 or 2.
-        shard_scope: The ranks that shard the update in stages 1 and 2: those of each "host", so that every host has all of
-            the state, or those of the whole "job".
+        shard_scope: The ranks that shard the update in stages 1 and 2: those of each "host", so that every host has all
+            of the state, or those of the whole "job".
     """
 
     def __init__(

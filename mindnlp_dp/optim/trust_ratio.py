@@ -58,6 +58,7 @@ class TrustRatioOptimizer(mindnlp_api().optim.Optimizer, abc.ABC):  # type: igno
 
 
 def check_betas(betas: tuple[float, float]) -> None:
+    """Raise ValueError unless both decay rates are in [0, 1)."""
     for number, beta in enumerate(betas):
         if not 0 <= beta < 1:
             raise ValueError(f"beta{number + 1} must be from 0 to below 1, got {beta}")

@@ -50,10 +50,12 @@ class DeviceMesh:
     Attributes:
         axes: sizes of the axes that the user named, in order; tuples by stage if stages differ.
         sizes: sizes of all axes in this rank's stage; axes that the user did not name have size 1.
-        coordinates: coordinates of this rank. "rank_in_stage" is the rank's number within its stage and row, along sub and tp.
+        coordinates: coordinates of this rank. "rank_in_stage" is the rank's number within its stage and row, along sub
+            and tp.
         stages: (sub, tp) of every stage.
         world: group of all ranks.
-        dp_group: group of the ranks with the same part of the model, except experts, that split the samples: ``dp x ep``.
+        dp_group: group of the ranks with the same part of the model, except experts, that split the samples: ``dp x
+            ep``.
         grad_sync_group: group of the same ranks and those that split the samples of a micro-batch: ``dp x ep x sub``.
         expert_dp_group: group of the ranks with the same weights, including experts: ``dp x sub``.
         model_parallel_group: group of the ranks that together have the full model: ``pp x ep x sub x tp``.

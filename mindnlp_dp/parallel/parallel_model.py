@@ -45,9 +45,9 @@ Source = Callable[[Placement], Optional[np.ndarray]]
 
 
 class ParallelModel(ReplicatedModel):
-    """A sharded model, which :func:`~mindnlp_dp.parallelize` stores in ``model.parallel``; train steps and checkpoints use it.
+    """A sharded model, which :func:`~mindnlp_dp.parallelize` stores in ``model.parallel``.
 
-    The interface is that of a replicated model.
+    Train steps and checkpoints use it; its interface is that of a replicated model.
 
     Attributes:
         mesh: the device mesh of the model.

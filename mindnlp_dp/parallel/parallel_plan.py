@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.data.loss_weight import Task, loss_mean
 
-# The ways to shard a layer; tensor.py has the parallel layers.
+# The ways to shard a layer; tensor_parallel/layers.py has the parallel layers.
 STYLES = {
     "columns": "a linear layer, by what it puts out",
     "columns of 3": "a linear layer that puts out three things (queries, keys, values) one behind the other",

@@ -1,6 +1,6 @@
 """Shards a model over the ranks of a device mesh in one call.
 
-The user calls :func:`parallelize` with the same model on every rank, or with a model without weights (empty.py) and a
+The user calls :func:`parallelize` with the same model on every rank, or with a model without weights (weights/meta_init.py) and a
 folder of weights. It keeps this rank's part, which the Trainer or a custom loop can train like any other model::
 
     mesh = dp.init_device_mesh({"dp": 2, "tp": 2})
@@ -49,7 +49,8 @@ def parallelize(
     Args:
         model: a MindNLP model, the same on every rank. Make its optimizer after this call.
         mesh: the device mesh; by default the mesh of the job.
-        plan: how to shard the model; by default the plan for its type (:func:`~mindnlp_dp.parallel.parallel_plan.plan_for`).
+        plan: how to shard the model; by default the plan for its type
+            (:func:`~mindnlp_dp.parallel.parallel_plan.plan_for`).
         weights: a folder with ``model*.safetensors`` files to read the weights from, array by array, so that a rank
             never holds more than its part and one full array. Weights that are missing there, such as the head of a
             new task, keep their values.

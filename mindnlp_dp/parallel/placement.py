@@ -126,7 +126,7 @@ class Placements(Mapping[str, Placement]):
         return placement.shape if cut is None else cut.shape(placement.shape, mesh.index("tp"), mesh.sizes["tp"])
 
     def owns(self, placement: Placement) -> bool:
-        """Return whether this rank, of those in ``mesh.model_parallel_group`` with the same data, adds it to a sum over the model."""
+        """Return whether this rank, of the model-parallel ranks with the same data, adds it to a sum over the model."""
         here = self.mesh.coordinates
         return (
             here["pp"] == min(placement.stages)

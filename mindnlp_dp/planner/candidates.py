@@ -53,6 +53,8 @@ class Candidate:
 
 @dataclass
 class Candidates:
+    """Enumerates and prices the candidate plans of a model on a cluster."""
+
     model: Model
     cluster: Cluster
     batch: int

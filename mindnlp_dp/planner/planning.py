@@ -2,9 +2,9 @@
 
 ``mindnlp-dp plan`` calls :func:`plan`; the benchmarks also call :func:`predict`. The two levels are those of Zheng et
 al., *Alpa* (OSDI 2022): the integer program chooses how each operator is sharded within a stage
-(:mod:`~mindnlp_dp.planner.cost_model.memory`, ``strategies_of``), and the dynamic program chooses the layers of each stage
-(:mod:`~mindnlp_dp.planner.stage_partition`). Unlike Alpa, the formula also prices messages between stages, the number of
-micro-batches and the optimizer. A simulator that does not use the formula then ranks the best candidates.
+(:mod:`~mindnlp_dp.planner.cost_model.memory`, ``strategies_of``), and the dynamic program chooses the layers of each
+stage (:mod:`~mindnlp_dp.planner.stage_partition`). Unlike Alpa, the formula also prices messages between stages, the
+number of micro-batches and the optimizer. A simulator that does not use the formula then ranks the best candidates.
 """
 
 from __future__ import annotations

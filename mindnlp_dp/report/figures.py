@@ -95,6 +95,7 @@ def panels_for(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def num_stages(runs: Sequence[RecordedRun]) -> int:
+    """Return the number of pipeline stages of these runs."""
     return next((len(run.report["pipeline"]["stages"]) for run in runs if "pipeline" in run.report), 0)
 
 

@@ -38,6 +38,7 @@ def run_plan(args: argparse.Namespace, cluster_keys: Optional[Mapping[str, Any]]
 
 
 def text_of(plans: Plans, top: int = 5) -> str:
+    """Return the text that ``mindnlp-dp plan`` prints: the model, the cluster, and the ``top`` plans."""
     model, cluster, best = plans.model, plans.cluster, plans[0]
     lines = [
         f"model    {model.name}: {_amount(model.parameters)} parameters, {model.sequence} tokens a sample, "
@@ -140,7 +141,8 @@ def _in_code(found: Plan, plans: Plans) -> str:
 
 
 def _amount(number: float) -> str:
-    """
+    """Return a large number with a word for its size.
+
     >>> _amount(1.75e11), _amount(355.4e6), _amount(1234.0)
     ('175 billion', '355.4 million', '1234')
     """
@@ -163,6 +165,7 @@ def as_dict(plans: Plans) -> dict[str, Any]:
 
 
 def plan_dict(found: Plan, plans: Plans) -> dict[str, Any]:
+    """Return a plan as a dictionary for JSON."""
     return {
         "mesh": found.mesh, "schedule": found.schedule, "micro_batch": found.micro_batch,
         "micro_batch_size": found.micro_batch_size,

@@ -1,4 +1,4 @@
-"""Reads and checks the report.json files of runs, and gives the runs distinct names.
+"""Defines the content of a run's report.json, reads and checks such files, and gives the runs distinct names.
 
 ``mindnlp-dp report`` calls :func:`read_runs` with the output folders of training or with the files themselves.
 """

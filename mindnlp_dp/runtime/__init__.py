@@ -1,1 +1,1 @@
-"""This package holds what one process needs, without communication: cores, threads, autograd, files, heartbeats."""
+"""This package holds what one process needs, without communication: arrays, cores, devices, heartbeats, versions."""

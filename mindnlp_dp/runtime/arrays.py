@@ -1,4 +1,7 @@
-"""This module converts MindSpore tensors to NumPy arrays and back, without a copy where memory can be shared."""
+"""This module treats NumPy arrays and MindSpore tensors alike: type names, conversion, checks and fingerprints.
+
+Conversion does not copy where memory can be shared.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,13 @@ def set_weight(weight: Any, value: Any) -> None:
     """Overwrite a parameter or buffer with a tensor of the same shape and type."""
     # Not ops.assign: a buffer may be a view (BERT's position_ids is one).
     weight.set_data(value) if hasattr(weight, "set_data") else weight.assign_value(value)
+
+
+# Checks for NaN and infinity, and fingerprints that show changes made in place, for overlap and updaters.
+#
+# An address does not show a change, a copy would cost memory, and a cryptographic hash would take longer than the
+# exchange that it protects. So host arrays are read once, at memory speed. Device arrays stay on the device, and all
+# answers are fetched together.
 
 
 def fingerprint(array: np.ndarray) -> bytes:

@@ -1,4 +1,8 @@
-"""This module works around MindSpore's autograd after a pass that failed, and for parameters that no operator used."""
+"""This module works around MindSpore's autograd after a pass that failed, and for parameters that no operator used.
+
+MindSpore's executor of eager operators (PyNative) also records them for autograd. It is the same object under all of
+MindSpore's names for its module; the name from before 2.9 gives a warning.
+"""
 
 from __future__ import annotations
 

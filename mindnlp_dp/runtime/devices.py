@@ -1,4 +1,4 @@
-"""Select the device, and its card, that this process uses; the process group and the patches call it."""
+"""This module counts the accelerators of this host without MindSpore, and selects the device and card of this process."""
 
 from __future__ import annotations
 

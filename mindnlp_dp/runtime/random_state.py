@@ -16,7 +16,7 @@ import numpy as np
 # The micro-step number for the seed that is set while the batches of an update are read.
 READING = 2**32 - 1
 
-# The seed in use, and the number of rank_local_rng blocks since it was set.
+# The seed in use, and the number of :func:`rank_local_rng` blocks since it was set.
 _current: Optional[int] = None
 
 _num_apart = 0

@@ -1,6 +1,6 @@
-"""This module fits one process's operator threads and operator dispatch to its cores; init_process_group calls it.
+"""This module computes which cores each process of a host may use, and fits MindSpore's threads to them.
 
-Only the CPU is configured; on Ascend and GPU nothing is changed.
+The launcher and ``init_process_group`` call it. Only the CPU is configured; on Ascend and GPU nothing is changed.
 
 MindSpore starts 25 operator threads per process and dispatches operators from
 another thread; on few cores these spin against each other, and a small matrix

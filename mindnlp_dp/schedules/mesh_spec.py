@@ -34,6 +34,7 @@ def _is_number(text: str) -> bool:
 
 
 def size_text(size: Any) -> str:
+    """Return an axis' size as a mesh is written: one number, or one for each stage."""
     return "|".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 

@@ -1,7 +1,7 @@
 """Defines the order in which a pipeline stage runs the forward and backward passes of its micro-batches.
 
-The pipeline (:mod:`mindnlp_dp.parallel.pipeline_parallel.runner`) runs these actions, and the planner simulates them. With S stages and
-B micro-batches that all take the same time, S - 1 of B + S - 1 steps are idle: the bubble.
+The pipeline (:mod:`mindnlp_dp.parallel.pipeline_parallel.runner`) runs these actions, and the planner simulates them.
+With S stages and B micro-batches that all take the same time, S - 1 of B + S - 1 steps are idle: the bubble.
 
 * GPipe (Huang et al., 2019): all forward, then all backward; B micro-batches are in flight.
 * 1F1B (Narayanan et al., PipeDream-flush, 2021): the same bubble, and at most S - s in flight on stage s, from 0 on.

@@ -1,6 +1,8 @@
-"""Averages the losses of all ranks, and reports a loss that is NaN or infinite on every rank.
+"""Averages the losses of all ranks, and measures the training speed and the share of communication in it.
 
-The train step adds the loss and weight of every micro-batch; the Trainer and custom loops log the global mean.
+The train step adds the loss and weight of every micro-batch; the Trainer and custom loops log the global mean. A loss
+that is NaN or infinite is reported on every rank. Throughput counts the samples of all ranks, and excludes the time of
+evaluation and saving.
 """
 
 from __future__ import annotations

@@ -152,13 +152,15 @@ def warn_of_other_settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> N
 def random_state() -> dict[str, Any]:
     """Return the state of this process's Python and NumPy generators.
 
-    MindSpore's generator is not included: its seed is a function of the step (:func:`mindnlp_dp.runtime.random_state.step_seed`).
+    MindSpore's generator is not included: its seed is a function of the step
+    (:func:`mindnlp_dp.runtime.random_state.step_seed`).
     """
     version, words, gauss = random.getstate()
     return {"python": (version, np.array(words, np.uint32), gauss), "numpy": np.random.get_state(legacy=False)}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what :func:`random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])

@@ -243,7 +243,11 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
 def test_a_report_comes_over_with_times_of_the_readers_clock():
     now = time.monotonic()
     report = HostReport(
-        {3: RankHeartbeat(changes=7, pid=1, update=5, has_joined=True, changed=now - 2, since=now - 1, loss=0.5, blocked_in="x")},
+        {
+            3: RankHeartbeat(
+                changes=7, pid=1, update=5, has_joined=True, changed=now - 2, since=now - 1, loss=0.5, blocked_in="x"
+            )
+        },
         {3: Status(1, 5.0, True)}, [ExitedProcess(3, -9)], True, [3],
     )  # fmt: skip
     again = HostReport.from_json(json.loads(json.dumps(report.to_json())))

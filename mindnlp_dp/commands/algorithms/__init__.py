@@ -4,12 +4,12 @@ Each algorithm is a function of an :class:`~.endpoint.Endpoint` and an array, us
 returns the sum over all ranks on every rank. They are for learning and measuring; training uses
 :mod:`mindnlp_dp.data_parallel`. Nothing in this package imports MindSpore.
 
-======================  ====================================  ==================================
-``reduce_broadcast``    reduce_broadcast.py                   Reduce to rank 0, then Broadcast
-``data_parallel``       data_parallel.py                      one process owns the gradients
-``parameter_server``    parameter_server.py                   servers hold shards of the parameters
-``ring``                ring_all_reduce.py                    scatter-reduce, then all-gather
-======================  ====================================  ==================================
+======================  ==========================================
+``reduce_broadcast``    Reduce to rank 0, then Broadcast
+``data_parallel``       one process owns the gradients
+``parameter_server``    servers hold shards of the parameters
+``ring``                scatter-reduce, then all-gather
+======================  ==========================================
 """
 
 from mindnlp_dp.commands.algorithms.all_reduce import (

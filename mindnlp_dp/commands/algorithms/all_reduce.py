@@ -1,17 +1,4 @@
-"""This module implements ring all-reduce: every rank sends only to its right neighbour, all ranks at once.
-
-The array is split into N chunks. In the scatter-reduce, each chunk travels round the ring and every rank adds its own
-values; after N-1 steps each rank holds the full sum of one chunk. In the all-gather, these sums travel round again::
-
-    N = 3        chunk 0   chunk 1   chunk 2            chunk 0   chunk 1   chunk 2
-    rank 0         a0        a1        a2     ───▶                  Σ1
-    rank 1         b0        b1        b2    scatter-                         Σ2        ───▶   Σ0  Σ1  Σ2
-    rank 2         c0        c1        c2    reduce        Σ0                         all-gather  on all
-
-Each rank sends 2(N-1) messages of 1/N of the array each: 2(N-1)K/N bytes, less than 2K for any N. Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of Parallel and Distributed Computing,
-2009.
-"""
+"""This module implements the textbook algorithms of all-reduce, over ``send`` and ``recv`` of an endpoint."""
 
 from __future__ import annotations
 
@@ -20,6 +7,22 @@ from typing import Callable, Optional
 import numpy as np
 
 from mindnlp_dp.commands.algorithms.endpoint import Endpoint, parts_of
+
+
+# Ring all-reduce: every rank sends only to its right neighbour, all ranks at once.
+#
+# The array is split into N chunks. In the scatter-reduce, each chunk travels round the ring and every rank adds its
+# own values; after N-1 steps each rank holds the full sum of one chunk. In the all-gather, these sums travel round
+# again.
+#
+#     N = 3        chunk 0   chunk 1   chunk 2            chunk 0   chunk 1   chunk 2
+#     rank 0         a0        a1        a2     ───▶                  Σ1
+#     rank 1         b0        b1        b2    scatter-                         Σ2        ───▶   Σ0  Σ1  Σ2
+#     rank 2         c0        c1        c2    reduce        Σ0                         all-gather  on all
+#
+# Each rank sends 2(N-1) messages of 1/N of the array each: 2(N-1)K/N bytes, less than 2K for any N. Patarasuk and
+# Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of Parallel and Distributed
+# Computing, 2009.
 
 
 def ring_all_reduce(endpoint: Endpoint, array: np.ndarray) -> np.ndarray:
@@ -55,6 +58,15 @@ def _go_round(
         chunks[received][:] = combine(chunks[received], incoming)
 
 
+# What PyTorch's nn.DataParallel does at every step: one process owns the parameters.
+#
+#     every rank computes ── gradients ──▶ rank 0 adds them up and updates ── parameters ──▶ every rank's next copy
+#
+# The other ranks keep no state: they discard their copies of the model after each step, so the parameters are sent
+# again before the next. Rank 0 receives K bytes from each of the others, updates alone while they wait, and sends K
+# bytes to each. (DataParallel also scatters the batch and gathers the outputs; this is not counted here.)
+
+
 def data_parallel_step(
     endpoint: Endpoint, parameters: np.ndarray, gradient: np.ndarray, learning_rate: float
 ) -> np.ndarray:
@@ -68,6 +80,16 @@ def data_parallel_step(
 def data_parallel_all_reduce(endpoint: Endpoint, array: np.ndarray) -> np.ndarray:
     """Return the sum over the ranks, on every rank: the parameters after a step from zero at learning rate -1."""
     return data_parallel_step(endpoint, np.zeros_like(array), array, -1)
+
+
+# A synchronous parameter server: workers pull parameters, compute, and push gradients.
+#
+#     worker ── pull ──▶ parameters ── compute ──▶ gradient ── push ──▶ servers add up, and update their shards
+#
+# Every rank is a worker, and each of the first num_servers ranks also serves one shard of the parameters. A server
+# sends its shard to every other rank and receives as much from each: with one server, C(N-1) bytes in each direction
+# for C bytes of parameters; with as many servers as ranks, each server transfers 1/N of that. Li et al., "Scaling
+# distributed machine learning with the parameter server", OSDI 2014.
 
 
 # Takes a shard and the sum of its gradients, and returns the new shard.
@@ -123,6 +145,17 @@ def parameter_server_all_reduce(endpoint: Endpoint, array: np.ndarray, num_serve
     server = ParameterServer(endpoint, np.zeros_like(array), num_servers)
     server.push(array, np.add)
     return server.pull()
+
+
+# Reduce, Broadcast, and AllReduce as Reduce followed by Broadcast (a star topology).
+#
+#     Reduce (sum to rank 0)          Broadcast (from rank 0)
+#       1 ──┐                           ┌──▶ 1
+#       2 ──┼──▶ 0                  0 ──┼──▶ 2
+#       3 ──┘                           └──▶ 3
+#
+# The MPI standard defines the three operations (MPI Forum, "MPI: A Message-Passing Interface Standard", version 4.1,
+# chapter 6). Rank 0 sends and receives K bytes for every other rank: its traffic grows with the number of ranks.
 
 
 def reduce(endpoint: Endpoint, array: np.ndarray, dst: int = 0) -> Optional[np.ndarray]:

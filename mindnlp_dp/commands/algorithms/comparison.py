@@ -56,6 +56,7 @@ def table_rows(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print one line for each algorithm and number of ranks."""
     print(
         f"{'ranks':>5}  {'algorithm':18}{'array':>10}{'sent, most':>13}{'messages':>10}{'formula':>9}"
         f"{'measured':>12}{'predicted':>12}"

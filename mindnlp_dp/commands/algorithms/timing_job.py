@@ -27,6 +27,7 @@ _SECONDS, _MOST_REPEATS = 0.4, 30
 
 
 def main() -> None:
+    """Time the algorithms on the ranks of this job; rank 0 prints the times as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=int, nargs="+", required=True)
     parser.add_argument("--write", type=Path, required=True)

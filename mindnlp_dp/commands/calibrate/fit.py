@@ -52,7 +52,7 @@ def measure_to(path: Path, num_ranks: int) -> dict[str, Any]:
 
 
 def fit_cluster(measured: Mapping[str, Any], memory: float) -> dict[str, Any]:
-    """Return the keys of a cluster (:func:`~mindnlp_dp.planner.profiles.cluster.load_cluster`) that fit the job's measurements.
+    """Return the keys of a cluster, as ``load_cluster`` reads them, that fit the job's measurements.
 
     Args:
         memory: memory of a rank in bytes.

@@ -40,6 +40,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 
 
 def main() -> None:
+    """Measure the rates of this machine on the ranks of this job; rank 0 prints them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--write", type=Path, required=True)

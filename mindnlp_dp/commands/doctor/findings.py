@@ -92,6 +92,7 @@ def _sections() -> Iterator[tuple[str, Iterable[Finding]]]:
 
 
 def check_machine(python: tuple[int, ...], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield whether Python is supported, and the cores, the memory and the devices of this host."""
     release = ".".join(map(str, python))
     first, last = PYTHON
     advice = "make an environment with Python {}.{} to {}.{}".format(*first, *last)
@@ -103,6 +104,7 @@ def check_machine(python: tuple[int, ...], environ: Mapping[str, str]) -> Iterat
 
 
 def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the variables of MindSpore's cluster that an earlier job left in this shell, and other settings."""
     stale = [name for name in CLUSTER_VARIABLES if name in environ]
     if stale:
         yield Finding(f"an earlier job left {', '.join(stale)} in this shell", f"unset {' '.join(stale)}")
@@ -138,6 +140,7 @@ def requirements(series: str = "") -> list[Requirement]:
 
 
 def installed_versions(asked: Iterable[Requirement]) -> dict[str, str]:
+    """Return the installed versions of the required packages, by name."""
     installed = {}
     for requirement in asked:
         try:
@@ -148,6 +151,7 @@ def installed_versions(asked: Iterable[Requirement]) -> dict[str, str]:
 
 
 def check_installed(asked: Iterable[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield whether the installed versions satisfy the requirements."""
     asked = list(asked)
     if not asked:
         no_deps = "" if mindnlp_series() == "0.4" else "--no-deps "
@@ -168,6 +172,7 @@ def check_installed(asked: Iterable[Requirement], installed: Mapping[str, str]) 
 
 
 def check_imports() -> Iterator[Finding]:
+    """Yield whether MindSpore and MindNLP can be imported, and used together."""
     device = 'print(mindspore.get_context("device_target"))'
     for what, code in {
         "MindSpore": f"import mindspore; {device}",
@@ -192,6 +197,7 @@ def check_imports() -> Iterator[Finding]:
 
 
 def check_backends(can_import: bool) -> Iterator[Finding]:
+    """Yield which backends can start a job of two processes here."""
     for backend, advice in {
         "mpi": INSTALL_MPI,
         "mindspore": "see the log; a firewall that closes ports of 127.0.0.1 is a usual cause",

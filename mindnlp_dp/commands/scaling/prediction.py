@@ -11,6 +11,14 @@ from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.report.outputs import write_outputs
 
 
+# The laws of Amdahl and Gustafson say what N devices gain when a fraction p of the work can be divided among them.
+# Amdahl keeps the work fixed: the global batch is constant, and each device gets less of it. Gustafson lets the work
+# grow: the batch of each device is constant.
+#
+# Amdahl, "Validity of the single processor approach to achieving large scale computing capabilities", AFIPS 1967.
+# Gustafson, "Reevaluating Amdahl's law", Communications of the ACM 31(5), 1988.
+
+
 def amdahl_speedup(num_devices: float, fraction: float) -> float:
     """Return how many times faster the same work is done: ``1 / ((1 - p) + p / N)``.
 
@@ -96,6 +104,7 @@ def fit(rates: dict[int, dict[str, float]]) -> dict[str, dict[str, Any]]:
 
 
 def print_report(fitted: dict[str, dict[str, Any]]) -> None:
+    """Print the measured throughput, the fitted fractions and the predictions."""
     for law, (way, speedup_of) in LAWS.items():
         found = fitted[law]
         print(f"\n{law.capitalize()}: the {way}; parallel fraction {found['fraction']:.4f}")

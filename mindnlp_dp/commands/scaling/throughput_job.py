@@ -25,6 +25,7 @@ WARM_UP = 20
 
 
 def main() -> None:
+    """Measure the training throughput of this job's ranks; rank 0 prints it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, required=True, help="samples of one rank alone")
     parser.add_argument("--updates", type=int, required=True)

@@ -1,2 +1,4 @@
-"""Transports move bytes between ranks, one module per library; no other folder imports mpi4py or MindSpore's
-collectives."""
+"""Transports move bytes between ranks, one for each library.
+
+No other folder imports mpi4py or MindSpore's collectives.
+"""

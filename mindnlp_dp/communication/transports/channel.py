@@ -1,8 +1,8 @@
 """This module defines the channel on which ranks sum gradients, separate from the job's other collectives.
 
 A background thread may use it while the main thread calls collectives. The library decides in which memory the buckets
-lie (:mod:`mindnlp_dp.data_parallel.buckets`): a library of host memory sums an array in place, or rows that the ranks of a
-host share; a device's library begins a sum of tensors.
+lie (:mod:`mindnlp_dp.data_parallel.buckets`): a library of host memory sums an array in place, or rows that the ranks
+of a host share; a device's library begins a sum of tensors.
 
 When ranks leave an exchange half way, later ones would not match: the channel is abandoned, and a new one is opened.
 """

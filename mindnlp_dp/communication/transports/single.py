@@ -1,4 +1,4 @@
-"""This module implements the transport of a single process."""
+"""This module implements the transport of a single process, and NumPy's reductions for libraries that lack a type."""
 
 from __future__ import annotations
 

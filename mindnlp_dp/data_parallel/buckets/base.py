@@ -1,7 +1,7 @@
-"""This module defines the interface of a bucket, in which the synchroniser accumulates gradients and sums them.
+"""This module defines the interface of a bucket, in which gradients are accumulated and summed, and exchanges buckets.
 
-The memory of a bucket depends on the library that transports it: host.py is for libraries of host memory, shared.py
-for memory that the ranks of a host share, device.py for tensors on a device.
+The memory of a bucket depends on the library that transports it: host.py is for libraries of host memory,
+shared_memory.py for memory that the ranks of a host share, device.py for tensors on a device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Bucket(abc.ABC):
 
     ``put`` adds ``weight * gradient`` to a slot, ``start`` scales the accumulated values and begins the sum over the
     ranks, ``wait`` waits for the sum, ``get`` returns a copy of one slot of the result, ``release`` says that this rank
-    does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros. ``snapshot`` saves
-    the accumulated values, and ``rollback`` returns to them, before or after the exchange.
+    does not need the result any more, and ``clear`` empties the bucket. An empty slot counts as zeros. ``snapshot``
+    saves the accumulated values, and ``rollback`` returns to them, before or after the exchange.
 
     Attributes:
         scatter: Whether this rank reads only its own slice of the sum; set before the exchange begins.
@@ -62,7 +62,7 @@ class Bucket(abc.ABC):
 
     @abc.abstractmethod
     def sums(self) -> list[tuple[int, np.ndarray]]:
-        """Return host memory for the result, filled by :meth:`copy_to_host`: pairs of an offset in the bucket and an array.
+        """Return host memory for the result, which :meth:`copy_to_host` fills: pairs of an offset and an array.
 
         The arrays are the same for the lifetime of the bucket.
         """

@@ -1,4 +1,4 @@
-"""This module sums gradients in memory that the ranks of a host share; make.py creates its buckets for MPI.
+"""This module sums gradients in memory that the ranks of a host share; factory.py creates its buckets for MPI.
 
 The diagram shows all copies, for two ranks on a host. Ranks write on the left of the rows, and read on the right::
 
@@ -10,8 +10,8 @@ The diagram shows all copies, for two ranks on a host. Ranks write on the left o
 
 ① is the only copy in: in the parameter's hook if the exchange overlaps the backward pass, otherwise after that pass. ②
 sums in place, in blocks that stay in the cache. With several hosts, each slice then goes round a ring of the ranks that
-own it on each host (host_ring.py). There it is packed if blocks are zero (zero_blocks.py) and encoded if it is
-compressed (half_wire.py): these are copies of the bytes that are sent. ③ is the only copy out: the memory of
+own it on each host (ring.py). There it is packed if blocks are zero (ring.py) and encoded if it is
+compressed (ring.py): these are copies of the bytes that are sent. ③ is the only copy out: the memory of
 ``param.grad`` is private. Between ② and ③ there are barriers of the host. If the exchange overlaps and a window has
 several micro-batches, the sum of the first ones is also copied from the row to the memory of the result, in case the
 last one must be undone (:meth:`.HostBucket.snapshot`).

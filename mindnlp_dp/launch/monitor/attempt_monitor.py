@@ -1,7 +1,8 @@
 """Monitor one attempt of a job: show its output, and find out why it is over.
 
-:mod:`mindnlp_dp.launch.job` creates a :class:`AttemptMonitor` for each attempt. It polls the reports of the hosts until all
-ranks have ended, a rank has failed or was lost with its host, the job hangs, or the job is to restart with more ranks.
+:mod:`mindnlp_dp.launch.job` creates a :class:`AttemptMonitor` for each attempt. It polls the reports of the hosts until
+all ranks have ended, a rank has failed or was lost with its host, the job hangs, or the job is to restart with more
+ranks.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def poll(hosts: Sequence[Host], attempt: Attempt) -> JobSnapshot:
 
 
 def first_lost(hosts: Sequence[Host]) -> Optional[Host]:
+    """Return the first host that is lost, or None."""
     return next((host for host in hosts if host.lost), None)
 
 
@@ -200,8 +202,8 @@ class AttemptMonitor:
         for failure in lost_ranks.new:
             self._membership.lose_a_rank(self._hosts[0])
             print(
-                f"rank {failure.rank} of {self._attempt.num_ranks} {failure.what} after {seconds:.1f} s; the job goes on "
-                f"in place with {len(lost_ranks.left)} of {self._membership.max_world_size} ranks; its log: "
+                f"rank {failure.rank} of {self._attempt.num_ranks} {failure.what} after {seconds:.1f} s; the job "
+                f"continues in place with {len(lost_ranks.left)} of {self._membership.max_world_size} ranks; its log: "
                 f"{self._log_dir}/worker_{failure.rank}.log",
                 file=sys.stderr,
             )

@@ -1,7 +1,7 @@
 """Show a job where it was started: ranks' output as it is written and, on a terminal, a status line.
 
-:mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. The text goes to standard output and standard error, no faster than the reader
-takes it (:mod:`.output`).
+:mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. The text goes to standard output and standard error, no
+faster than the reader takes it (:mod:`.output`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REST_SECONDS = 1.0
 
 
 class Console:
-    """Shows the output and the status line of one attempt; used by :class:`~mindnlp_dp.launch.monitor.attempt_monitor.AttemptMonitor`.
+    """Shows the output and the status line of one attempt; used by :class:`.AttemptMonitor`.
 
     Args:
         tee: output to show: "0", rank 0's; "all", every line with its rank in front; "none".
@@ -152,7 +152,7 @@ class _Log:
         return self._prefix + rest + b"\n" if rest else b""
 
     def _read(self) -> bytes:
-        """Return some of the new text; after a rotation (log_file.py), the end of the old file comes first."""
+        """Return some of the new text; after a rotation (log_dir.py), the end of the old file comes first."""
         text = b"" if self._file is None else self._file.read(_MOST_BYTES)
         if text:
             return text

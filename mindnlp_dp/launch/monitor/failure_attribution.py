@@ -98,6 +98,7 @@ def _read_mpirun(said: str) -> Optional[Failure]:
 
 
 def describe_exit(code: int) -> str:
+    """Return a clause that says how a process with this exit code ended."""
     return f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
 
 

@@ -1,8 +1,8 @@
 """Detect that a job hangs: report which ranks wait, in which collective, since when, and where the missing ranks are.
 
-:mod:`mindnlp_dp.launch.monitor.attempt_monitor` polls the ranks' progress (:mod:`mindnlp_dp.runtime.heartbeat`) with it. When no rank has
-made progress for some time, a message is built from the stacks of all ranks. Live threads are not a sign of progress:
-the threads of a rank that hangs in a collective live, too.
+:mod:`mindnlp_dp.launch.monitor.attempt_monitor` polls the ranks' progress (:mod:`mindnlp_dp.runtime.heartbeat`) with
+it. When no rank has made progress for some time, a message is built from the stacks of all ranks. Live threads are not
+a sign of progress: the threads of a rank that hangs in a collective live, too.
 """
 
 from __future__ import annotations

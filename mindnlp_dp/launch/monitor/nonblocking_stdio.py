@@ -2,7 +2,7 @@
 pager, or a pipe that no process reads.
 
 :mod:`mindnlp_dp.launch.run` uses it while a job runs. Standard output and standard error are passed on as fast as the
-reader takes them. The rest stays in memory; ranks' logs are read no further until it is taken (:mod:`.screen`).
+reader takes them. The rest stays in memory; ranks' logs are read no further until it is taken (:mod:`.console`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Track the ranks that an attempt has lost while the others continue without them, in the same processes.
+"""Track the ranks that were lost, and decide whether the job continues without them, is restarted, or ends.
 
-:mod:`mindnlp_dp.launch.monitor.attempt_monitor` polls it to learn whether the remaining ranks have continued, or the attempt must end.
-Ranks recover by themselves (:mod:`mindnlp_dp.training.trainer.shrink_recovery`); the launcher only monitors them.
+:mod:`mindnlp_dp.launch.monitor.attempt_monitor` polls :class:`LostRanks` to learn whether the remaining ranks have
+continued in the same processes; they recover by themselves (:mod:`mindnlp_dp.training.trainer.shrink_recovery`).
+:mod:`mindnlp_dp.launch.job` asks :class:`RestartPolicy` after each failed attempt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Report what a job is doing: a status line where it runs, and ``mindnlp-dp status LOG_DIR`` from another shell.
 
-:mod:`mindnlp_dp.launch.monitor.console` calls it for the line; :mod:`mindnlp_dp.commands.main` for a table or JSON of a log folder.
+:mod:`mindnlp_dp.launch.monitor.console` calls it for the line; :mod:`mindnlp_dp.commands.main` for a table or JSON of a
+log folder.
 """
 
 from __future__ import annotations

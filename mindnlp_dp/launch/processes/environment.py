@@ -117,4 +117,5 @@ def find_mpirun() -> Optional[str]:
 
 
 def this_host_name() -> str:
+    """Return the name of this host."""
     return os.uname().nodename

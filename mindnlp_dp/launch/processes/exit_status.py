@@ -22,8 +22,8 @@ class Status:
     Attributes:
         time: time of the end, by the clock of :func:`time.monotonic`, which users cannot set.
         waited: whether the rank gave up waiting for another rank.
-        of: attempt of the rank (:func:`~mindnlp_dp.launch.processes.environment.attempt_name`): a rank of a host that was cut
-            off may write its status to a shared folder when another attempt has already started.
+        of: attempt of the rank (:func:`~mindnlp_dp.launch.processes.environment.attempt_name`): a rank of a host that
+            was cut off may write its status to a shared folder when another attempt has already started.
     """
 
     exit_code: int
@@ -41,6 +41,7 @@ class ExitedProcess:
 
 
 def write_status(log_dir: Path, rank: int, status: Status) -> None:
+    """Record how a rank ended, in one rename."""
     path = log_dir / f"worker_{rank}.status"
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(vars(status)))

@@ -1,6 +1,6 @@
-"""Let a child of the fork server (:mod:`mindnlp_dp.launch.processes.fork_server`) do this process's work, and act as its proxy.
+"""Let a child of the fork server (fork_server.py) do this process's work, and act as its proxy.
 
-``python run_module.py mindnlp_dp.launch.processes.fork_client MODULE`` runs MODULE's ``run()`` this way, or in this process.
+Started by run_module.py with the name of a module, it runs the module's ``run()`` this way, or in this process.
 
 The child gets this process's arguments, environment and streams, and this process then ends in the same way as the
 child. :mod:`mindnlp_dp.launch.processes.worker` uses this, too.

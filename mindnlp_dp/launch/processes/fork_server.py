@@ -3,9 +3,9 @@
 ``python -m mindnlp_dp.launch.processes.fork_server SOCKET [LOG_DIR]``
 
 :class:`ForkServer` starts the server for a launcher. Through a UNIX socket the server gets the arguments, environment,
-folder, cores and standard streams of a worker that was started as usual (:mod:`mindnlp_dp.launch.processes.worker`), or of the
-scheduler of MindSpore's cluster. A forked child does the work. The original process stays as its proxy, so that mpirun,
-or its other parent, sees it start and end; the server tells it how the child ended.
+folder, cores and standard streams of a worker that was started as usual (:mod:`mindnlp_dp.launch.processes.worker`), or
+of the scheduler of MindSpore's cluster. A forked child does the work. The original process stays as its proxy, so that
+mpirun, or its other parent, sees it start and end; the server tells it how the child ended.
 
 This process runs no MindSpore operator: after one, children would wait for threads that they do not have. For the same
 reason it imports ``mpi4py``, but not ``mpi4py.MPI``. Only this user can open its socket.

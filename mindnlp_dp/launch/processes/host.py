@@ -1,8 +1,8 @@
 """Start, monitor and end the ranks of one host.
 
 Each launcher of a job has a :class:`LocalHost`, which starts its ranks of an attempt and, when polled, reports their
-progress and how they ended (:mod:`mindnlp_dp.launch.processes.attempt`). The first host's launcher also has a proxy for each other
-host, with the same methods (:class:`~mindnlp_dp.launch.rendezvous.remote_host.RemoteHost`).
+progress and how they ended (:mod:`mindnlp_dp.launch.processes.attempt`). The first host's launcher also has a proxy for
+each other host, with the same methods (:class:`~mindnlp_dp.launch.rendezvous.remote_host.RemoteHost`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class LocalHost:
             self._scratch = self._scratch or ScratchDir()
             self._processes = start_mpi(
                 counts, worker, environ, self._log,
-                scratch=self._scratch.path, remote_shell=self._remote_shell(self._scratch.path), in_place=attempt.in_place,
+                scratch=self._scratch.path, remote_shell=self._remote_shell(self._scratch.path),
+                in_place=attempt.in_place,
             )  # fmt: skip
             return
         cluster = Cluster(attempt.num_ranks, (attempt.addresses[0] if attempt.addresses else "127.0.0.1", attempt.port))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
-# The limit for all ranks of a host together: their stacks go to the first host in one message (messages.py).
+# The limit for all ranks of a host together: their stacks go to the first host in one message (rendezvous/protocol.py).
 _MOST_STACKS_BYTES = 1 << 20
 
 

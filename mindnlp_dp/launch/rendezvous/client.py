@@ -1,7 +1,7 @@
 """The launcher of every host but the first: it follows the orders of the first host's launcher, and reports to it.
 
-:mod:`mindnlp_dp.launch.run` creates the :class:`HostAgent`. If the connection to the endpoint is lost, the agent ends this
-host's ranks, because no launcher monitors them any more, and tries for a while to connect again.
+:mod:`mindnlp_dp.launch.run` creates the :class:`HostAgent`. If the connection to the endpoint is lost, the agent ends
+this host's ranks, because no launcher monitors them any more, and tries for a while to connect again.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ class HostAgent:
             attempt = Attempt(**order["attempt"])
             ranks = attempt.ranks
             print(
-                f"try {attempt.number}: ranks {ranks.start} to {ranks.stop - 1} of {attempt.num_ranks}; logs: {attempt.log_dir}",
+                f"attempt {attempt.number}: ranks {ranks.start} to {ranks.stop - 1} of {attempt.num_ranks}; logs: "
+                f"{attempt.log_dir}",
                 flush=True,
             )
             try:

@@ -1,7 +1,8 @@
 """A proxy, in the first host's launcher, for another host that has joined the job.
 
-:class:`~mindnlp_dp.launch.rendezvous.server.RendezvousServer` creates it. It has the methods of :class:`~mindnlp_dp.launch.processes.host.LocalHost`; the
-other host's launcher (:mod:`mindnlp_dp.launch.rendezvous.client`) carries them out.
+:class:`~mindnlp_dp.launch.rendezvous.server.RendezvousServer` creates it. It has the methods of
+:class:`~mindnlp_dp.launch.processes.host.LocalHost`; the other host's launcher
+(:mod:`mindnlp_dp.launch.rendezvous.client`) carries them out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.rendezvous.protocol import Connection, address_of
 
-# Twice the time that ranks with devices have (engines.py), once to end and once to be killed, and a margin.
+# Twice the time that ranks with devices have (processes/spawn.py), once to end and once to be killed, and a margin.
 _ENDING_SECONDS = 60.0
 
 _ANSWER_SECONDS = 3.0

@@ -23,6 +23,7 @@ _SECONDS = 30.0
 
 
 def main() -> int:
+    """Send the command of mpirun's daemon to the launcher on its host, and return its exit code."""
     file, *arguments = sys.argv[1:]
     while arguments and arguments[0].startswith("-"):
         arguments.pop(0)

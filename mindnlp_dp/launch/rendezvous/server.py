@@ -2,7 +2,8 @@
 
 :mod:`mindnlp_dp.launch.run` creates the :class:`RendezvousServer`, which holds a proxy for each host that has joined
 (:mod:`mindnlp_dp.launch.rendezvous.remote_host`). The first host decides; the others start, report and end ranks
-(:mod:`mindnlp_dp.launch.rendezvous.client`). One thread does everything, so all waiting is done in :meth:`RendezvousServer.run_once`.
+(:mod:`mindnlp_dp.launch.rendezvous.client`). One thread does everything, so all waiting is done in
+:meth:`RendezvousServer.run_once`.
 """
 
 from __future__ import annotations

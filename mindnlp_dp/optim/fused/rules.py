@@ -1,4 +1,4 @@
-"""This module implements optimizers on segments of flat arrays, in place; the flat updater (flat.py) calls it.
+"""This module implements optimizers on segments of flat arrays, in place; the flat updater (flat_updater.py) calls it.
 
 A rule changes the weights and the state of segments, with the hyperparameters of their groups. The resulting bits do
 not depend on how the arrays are split into segments.

@@ -1,6 +1,6 @@
 """This module computes which pieces of weights, gradients and state a rank updates, for the current buckets.
 
-The flat updater (flat.py) creates an arrangement whenever buckets are packed. It gives the pieces of parameters whose
+The flat updater (flat_updater.py) creates an arrangement whenever buckets are packed. It gives the pieces of parameters whose
 squares this rank sums, the pieces that it updates, and their arrays, split into segments for the rules.
 """
 
@@ -34,7 +34,8 @@ class Partition:
     The constructor moves the parameters into the flat array; it is a collective.
 
     Args:
-        shard_scope: The ranks that shard the update: those of each "host", those of the whole "world", or None if no rank does.
+        shard_scope: The ranks that shard the update: those of each "host", those of the whole "world", or None if no
+            rank does.
         may_share: Whether the ranks of a host may share one set of weights.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Sends hidden states from a pipeline stage to the next one, and their gradients back; the pipeline calls it.
 
 If two stages split a micro-batch in the same way, each rank sends to the rank with the same cell of the other stage.
-Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank computes
-the same schedule.
+Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank
+computes the same schedule.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def to_arrays(outputs: Any) -> Any:
 
 
 def to_tensors(outputs: Any) -> Any:
+    """Return outputs with tensors in place of NumPy arrays."""
     if isinstance(outputs, _Array):
         return outputs.tensor()
     if isinstance(outputs, dict):

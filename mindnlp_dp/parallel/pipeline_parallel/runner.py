@@ -2,7 +2,7 @@
 
 The trainers and custom loops call :meth:`Pipeline.run` on every rank with its stage (stages.py). It yields the loss of
 each micro-batch, on every stage, and the gradients of this stage's parameters, in the order in which the backward
-passes end (planner/schedule.py). MindSpore's autograd keeps the graph of every micro-batch in flight. With
+passes end (schedules/pipeline.py). MindSpore's autograd keeps the graph of every micro-batch in flight. With
 ``recompute`` only the received activations are kept, and the forward pass runs again before the backward pass.
 
 If N ranks split the samples of a micro-batch, each multiplies the gradients of its rows by N and uses 1/N of the

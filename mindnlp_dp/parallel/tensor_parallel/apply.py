@@ -1,6 +1,6 @@
 """Applies a tensor parallel plan: replaces layers of a model by parallel layers for the ranks of the axis "tp".
 
-:func:`~mindnlp_dp.parallelize` calls it. It changes only the structure of the model (layers of tensor.py) and records
+:func:`~mindnlp_dp.parallelize` calls it. It changes only the structure of the model (layers of layers.py) and records
 how each weight is sharded; the weights are sharded later.
 """
 

@@ -1,4 +1,4 @@
-"""Provides the tensor-parallel layers, whose weights are sharded over ranks; apply_tensor_parallel.py puts them into models.
+"""Provides the tensor-parallel layers, whose weights are sharded over ranks; apply.py puts them into models.
 
 A column-parallel and a row-parallel layer, with a computation between them that works on each shard alone, need one
 all-reduce in the forward pass and one in the backward pass (Shoeybi et al., Megatron-LM, 2019, section 3)::
@@ -92,6 +92,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """Return ``y + bias``, by this package's kernel where it supports them."""
     if supports(y, bias):
         from mindnlp_dp.kernels import functions
 

@@ -84,6 +84,7 @@ class WeightFiles:
 
 
 def host_type(dtype: str) -> Any:
+    """Return the NumPy type in which values of a safetensors type are held in memory."""
     return np.dtype(np.float32 if dtype == "bfloat16" else dtype)
 
 
@@ -101,6 +102,7 @@ def file_header(placements: Placements) -> bytes:
 
 
 def bytes_of(array: np.ndarray, dtype: str) -> bytes:
+    """Return the bytes of an array as safetensors stores the type ``dtype``."""
     if dtype == "bfloat16":
         return (np.ascontiguousarray(array).view(np.uint32) >> 16).astype(np.uint16).tobytes()
     return np.ascontiguousarray(array.astype(host_type(dtype), copy=False)).tobytes()

@@ -119,8 +119,8 @@ def layouts(operator: Operator, roles: Roles) -> tuple[Layout, Layout]:
 
 
 def cost_of(
-    operator: Operator, roles: Roles, mesh: DeviceGroup, rates: DeviceRates, samples: float, *, input_has_gradient: bool = True,
-    backwards: bool = True,
+    operator: Operator, roles: Roles, mesh: DeviceGroup, rates: DeviceRates, samples: float, *,
+    input_has_gradient: bool = True, backwards: bool = True,
 ) -> Cost:  # fmt: skip
     """Return the cost of a micro-batch of ``samples`` on the full mesh, with the communication of its roles.
 
@@ -190,8 +190,8 @@ def resharding(mesh: DeviceGroup, have: Layout, want: Layout, b: float) -> float
 
 
 def choose_shardings(
-    graph: Graph, mesh: DeviceGroup, rates: DeviceRates, samples: float, *, num_micro_batches: int = 1, redundant: bool = True,
-    axes_for: Sequence[Any] = (None, None), entering: Optional[Mapping[str, Layout]] = None,
+    graph: Graph, mesh: DeviceGroup, rates: DeviceRates, samples: float, *, num_micro_batches: int = 1,
+    redundant: bool = True, axes_for: Sequence[Any] = (None, None), entering: Optional[Mapping[str, Layout]] = None,
     leaving: Optional[Layout] = None, input_gradient: bool = False, time_limit: float = 60.0, gap: float = 0.0,
 ) -> tuple[Choice, dict[str, Roles]]:  # fmt: skip
     """Choose a pair of roles for each operator so that an update of ``num_micro_batches`` takes the fewest seconds.

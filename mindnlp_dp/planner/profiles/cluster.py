@@ -99,10 +99,12 @@ class Cluster:
 
 
 def all_reduce(n: int, b: float, link: Link) -> float:
+    """Return the seconds of a ring all-reduce of ``b`` bytes among ``n`` devices."""
     return link.alpha + 2 * link.beta * (n - 1) / n * b if n > 1 and b else 0.0
 
 
 def all_gather(n: int, b: float, link: Link) -> float:
+    """Return the seconds of a ring all-gather of ``b`` bytes in total among ``n`` devices."""
     return link.alpha + link.beta * (n - 1) / n * b if n > 1 and b else 0.0
 
 
@@ -145,10 +147,6 @@ _HUGE = 1e15
 _LINK_KEYS = {"latency_us", "bandwidth_gbs"}
 
 
-def preset_names() -> list[str]:
-    return list(_PRESETS)
-
-
 def load_cluster(given: Union[str, Path, Mapping[str, Any]]) -> Cluster:
     """Load a cluster from the name of a preset, a YAML file or its content; a file may override keys of a preset.
 
@@ -168,6 +166,7 @@ def load_cluster(given: Union[str, Path, Mapping[str, Any]]) -> Cluster:
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file; raise ValueError if the file holds anything else."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -248,6 +247,11 @@ _VALUES = 1 << 23
 # Microseconds per operator call, and billions per second of attention scores and of dropout's random numbers, with
 # MindSpore 2.8 on one core of an AMD EPYC.
 _CALL_US, _GSCORES, _GDRAWS = 90, 0.085, 0.5
+
+
+# For a first plan without MindSpore: this machine as a cluster with one device per core, estimated by timing NumPy
+# for a second. Products and memory are timed with all cores busy; the overhead of MindSpore's operators is taken from
+# the machine of docs/benchmarks.md. mindnlp-dp plan --measure measures all of it.
 
 
 def this_machine() -> dict[str, Any]:

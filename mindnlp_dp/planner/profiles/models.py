@@ -65,6 +65,7 @@ _HUGE = 10**9
 
 
 def model_names() -> list[str]:
+    """Return the names of the models that the planner knows."""
     return list(_SHIPPED)
 
 

@@ -151,6 +151,11 @@ class Model:
         return 3 * sum(o.flops for o in self.graph.operators)
 
 
+# Layers group operators; a pipeline may be cut between layers. The rule is that of Zheng et al., Alpa (OSDI 2022),
+# section 5.2: minimise the largest activation that crosses a cut, where no layer's work exceeds the average by more
+# than a given fraction; of equal solutions, take the most even one.
+
+
 def crossing(graph: Graph) -> np.ndarray:
     """Return (operators + 1,) values per sample that are computed before each place and used after it."""
     places = {operator.name: v for v, operator in enumerate(graph.operators)}

@@ -1,6 +1,7 @@
-"""Validates the input of the integer program: returns float64 arrays of the right shapes, or raises a ValueError.
+"""Validates the input of the integer program, and builds its matrices for SciPy's solver (HiGHS).
 
-:mod:`~mindnlp_dp.planner.solver.integer_program` calls it with the user's arrays.
+:mod:`~mindnlp_dp.planner.solver.integer_program` calls it with the user's arrays. Columns stand for strategies and for
+pairs of strategies, and equations tie the two.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 
 
 def vector(values: Any, name: str, least: float = -np.inf) -> np.ndarray:
+    """Return a flat float array of costs; raise ValueError if a value is NaN or below ``least``."""
     array = np.asarray(values, np.float64)
     if array.ndim != 1 or not len(array):
         raise ValueError(f"{name} must be an array (k,) of one strategy at least, got shape {array.shape}")
@@ -21,6 +23,7 @@ def vector(values: Any, name: str, least: float = -np.inf) -> np.ndarray:
 
 
 def edge(edge: Any, sizes: Sequence[int], name: str, *, boolean: bool = False) -> tuple[int, int, np.ndarray]:
+    """Return an edge's two nodes and its cost matrix; raise ValueError if its shape is wrong."""
     u, v, matrix = edge
     if not all(isinstance(node, (int, np.integer)) for node in (u, v)):
         raise ValueError(f"{name} has an edge ({u!r}, {v!r}), and nodes are whole numbers")

@@ -1,6 +1,7 @@
 """Chooses one strategy for each operator at the least total cost of operators and edges, within a memory limit.
 
-:func:`~mindnlp_dp.planner.cost_model.sharding_strategies.choose_shardings` calls it. The choice is proven to be optimal unless time runs out.
+:func:`~mindnlp_dp.planner.cost_model.sharding_strategies.choose_shardings` calls it. The choice is proven to be optimal
+unless time runs out.
 
 The program is the intra-operator one of Zheng et al., *Alpa* (OSDI 2022), section 4.2, with a tight linearisation of
 edges: for the matrix e of an edge (u, v), sums over a row equal u's choice and sums over a column v's. Then e need not

@@ -1,4 +1,4 @@
-"""This module saves and restores the states of a Trainer's callbacks; the training loop calls it for checkpoints."""
+"""This module saves and restores the states of callbacks, and makes all ranks agree on the flags that callbacks set."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ STOPS = ("should_training_stop", "should_epoch_stop")
 ACTIONS = ("should_save", "should_evaluate", "should_log")
 
 FLAGS = (*STOPS, *ACTIONS)
+
+
+# Agreement on the flags of a Trainer's control. Callbacks, signal handlers and time limits set flags on one rank, and
+# a rank that stops or evaluates alone would leave the others blocked in a collective. So all ranks follow the same
+# flags at the same update:
+#
+#     Any rank can stop: should_training_stop and should_epoch_stop hold when any rank sets them.
+#     Rank 0 decides the rest: whether to log, evaluate or save. If only another rank asks, one warning names it.
 
 
 class ControlAgreement:

@@ -1,4 +1,4 @@
-"""This module saves and restores the state of the Trainer's loop, and opens the data where a resumed run continues."""
+"""This module writes what the Trainer saves, and opens the data where a resumed run continues."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """This module lets training continue in the same processes after a rank was lost (``mindnlp-dp run --in-place``).
 
-When the training loop has failed on every surviving rank, :class:`~.rank_trainer.DataParallelTrainerBase` gets from here the state
-for the next loop, the same on every rank and as :func:`mindnlp_dp.checkpoint.full_model.load_checkpoint` returns it: that of
-the last update that any rank has finished, if a rank alone has all of it (``zero_stage=0``), else the newest
-checkpoint's.
+When the training loop has failed on every surviving rank, :class:`~.base.DataParallelTrainerBase` gets from here the
+state for the next loop, the same on every rank and as :func:`mindnlp_dp.checkpoint.full_model.load_checkpoint` returns
+it: that of the last update that any rank has finished, if a rank alone has all of it (``zero_stage=0``), else the
+newest checkpoint's.
 """
 
 from __future__ import annotations

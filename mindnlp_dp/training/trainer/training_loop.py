@@ -1,4 +1,4 @@
-"""This module is the Trainer's training loop; :class:`~.rank_trainer.DataParallelTrainerBase` runs it for each ``train()``.
+"""This module is the Trainer's training loop; :class:`~.base.DataParallelTrainerBase` runs it for each ``train()``.
 
 It trains the trainer's model, the same on every rank, and returns MindNLP's ``TrainOutput``. MindNLP's own loop cannot
 be used: it steps in the middle of a short window, does not let a rank without samples take part, and reads its data
@@ -7,7 +7,7 @@ from the start when it resumes.
 On every rank::
 
     epoch ── window ── training_step a micro-batch ── step/ ── callbacks ── log, evaluate, save
-       └ next …   └ next …                                       (decisions: trainers/control.py)
+       └ next …   └ next …                                       (decisions: callbacks.py)
 
 It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP
 0.4.1 (engine/trainer/base.py, lines 886 to 1239 and 1526 to 1581).

@@ -1,6 +1,7 @@
-"""This module joins MindSpore's cluster, and then restores this rank's signal handler, cores and scheduling policy.
+"""This module joins MindSpore's cluster, restores what joining it has changed, and creates groups of some of its ranks.
 
-The MindSpore transport calls it; MindSpore's ``init()`` reads its settings from the environment.
+Joining changes this rank's signal handler, cores and scheduling policy. The MindSpore transport calls this module;
+MindSpore's ``init()`` reads its settings from the environment.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ def _who_wakes_another_goes_on() -> Iterator[None]:
             with suppress(OSError):
                 os.sched_setscheduler(int(thread), policy, os.sched_param(0))
                 os.sched_setaffinity(int(thread), cores)
+
+
+# Groups of some of a job's ranks, and the collectives that MCCL lacks in them.
+#
+# On CPU, MCCL can only sum float32 in such a group. The all-gather and broadcast of bytes, which training also needs,
+# are done by sums, exactly, at twice the bytes. Messages between two ranks and all-to-all are not available
+# (MindSpore 2.7 to 2.10).
 
 
 def create_group(ranks: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """This module wraps the calls of MindSpore's collective libraries, whose names only it knows, for the transport.
 
-Calls take tensors of types that the library supports, and return new tensors; only :meth:`DeviceCalls.all_reduce_async` may
-change its argument. ``mindspore.mint.distributed`` is documented for Ascend and CPU, the older primitives of
+Calls take tensors of types that the library supports, and return new tensors; only :meth:`DeviceCalls.all_reduce_async`
+may change its argument. ``mindspore.mint.distributed`` is documented for Ascend and CPU, the older primitives of
 ``mindspore.ops`` for GPU; the transport chooses once.
 """
 
@@ -201,6 +201,13 @@ _NEARLY = 0.8
 _FAILED = re.compile(r"\b(AllGather|AllReduce|Broadcast|ReduceScatter) failed\b")
 
 
+# The timeouts of MCCL, MindSpore's CPU library.
+#
+# MindSpore's cluster fails a collective on CPU if a rank does not arrive within MS_NODE_TIMEOUT seconds, or if a
+# neighbour in the ring has exited; for both it says "AllGather failed". The MindSpore transport wraps its calls here,
+# so that errors say which rank waited, how long, and in which call.
+
+
 class CollectiveTimeoutError(RuntimeError):
     """A rank did not arrive at a collective before MindSpore's timeout, or exited during it."""
 
@@ -221,7 +228,8 @@ class TimeoutReportingCalls:
     """Wraps the methods of ``collectives``, which return when all ranks have arrived.
 
     The launcher's monitor sees which call this rank is blocked in, even when a backward pass begins the exchange of a
-    gradient. A call that fails after a long wait, or because a neighbour exited, raises :class:`CollectiveTimeoutError`.
+    gradient. A call that fails after a long wait, or because a neighbour exited, raises
+    :class:`CollectiveTimeoutError`.
     """
 
     def __init__(self, collectives: Any, rank: int) -> None:

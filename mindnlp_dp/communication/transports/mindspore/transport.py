@@ -90,6 +90,8 @@ class MindSporeChannel(Channel):
 
 
 class MindSporeTransport(Transport):
+    """Moves tensors over HCCL, NCCL or MCCL."""
+
     def __init__(self, ranks: Optional[Sequence[int]] = None) -> None:
         """Create a transport of all ranks, or of these ``ranks`` of the job, in this order; each of them calls it."""
         import mindspore

@@ -1,4 +1,4 @@
-"""This module decides how a rank of an MPI job exits: a failure ends the job, an early end is reported.
+"""This module decides how a rank of an MPI job exits, and continues with the surviving ranks after a rank was lost.
 
 MPI is finalized only by all ranks together. A failed rank would wait there for the others, which wait for it
 in a collective, forever. So an exception aborts the job, and so does a nonzero exit code. A rank that has
@@ -8,6 +8,11 @@ Python does not tell its exit handlers the exit code. So ``sys.exit`` (which arg
 are patched to remember it. A bare ``raise SystemExit(3)`` stays unknown, and so does ``from sys import exit`` in a
 module other than the script: both are treated as an early end. ``mindnlp-dp run`` and ``python -m mpi4py`` know
 these codes, too.
+
+With ULFM, "User Level Failure Mitigation" (Bland et al., "Post-failure recovery of MPI communication capability",
+2013), which is in OpenMPI 5, a lost rank does not end the job: mpirun must be started with ``--with-ft ulfm``. A rank
+that notices the loss revokes its communicators, so that ranks that wait for other ranks notice it, too. All then call
+``Shrink``, in which they agree on the survivors.
 """
 
 from __future__ import annotations

@@ -92,6 +92,9 @@ _LARGEST_EXPONENT = 15
 _LARGEST_SCALE = 120
 
 
+# Half precision for the network between hosts.
+
+
 class HalfPrecisionCodec:
     """Encodes numbers as float16 or bfloat16, sent as 16-bit integers, which MPI supports, and summed in float32.
 
@@ -143,6 +146,14 @@ BLOCK_ELEMENTS = 64
 
 # Packing is worth its cost if it leaves out more than this fraction of the blocks.
 _WORTH_PACKING = 0.1
+
+
+# Sums between hosts without sending blocks of zeros, for exchanges in shared memory. They work in place on a flat
+# array of the same length on every rank, and give the same bits on every rank.
+#
+#     array ── which blocks hold anything? ── packed ── encoded ──▶ right neighbour
+#              (one bit for 64 elements,                 (float32, fp16 or bf16)
+#               "or" over the ranks)
 
 
 def sum_over_hosts(

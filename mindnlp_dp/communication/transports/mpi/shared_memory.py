@@ -98,7 +98,10 @@ class HostMemory:
         self.is_available = is_available
 
     def rows(self, row_bytes: int) -> Optional[np.ndarray]:
-        """Return rows of :func:`allocate_shared_rows`, or None on all ranks, which rank 0 reports once. A collective."""
+        """Return rows of :func:`allocate_shared_rows`, or None on all ranks, which rank 0 reports once.
+
+        A collective.
+        """
         if not self.is_available:
             return None
         rows = allocate_shared_rows(self._host, row_bytes)
@@ -116,6 +119,7 @@ class HostMemory:
 
 
 def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
 
 

@@ -107,6 +107,8 @@ class MPIChannel(HostChannel):
 
 
 class MPITransport(HostTransport):
+    """Moves NumPy arrays over MPI."""
+
     name = "mpi"
     channel: MPIChannel
 

@@ -16,7 +16,9 @@ from mindnlp_dp.training.trainer.resuming import save_checkpoint
 
 
 class DataParallelTrainerMixin(DataParallelTrainerBase):
-    """Makes a subclass of MindNLP's ``Trainer`` data parallel::
+    """Makes a subclass of MindNLP's ``Trainer`` data parallel.
+
+    Example::
 
         class MyTrainer(dp.DataParallelTrainerMixin, Trainer): ...
 

@@ -17,7 +17,9 @@ from mindnlp_dp.training.trainer.resuming import save_checkpoint
 
 
 class DataParallelTrainerMixin(DataParallelTrainerBase):
-    """Makes a subclass of Transformers' ``Trainer`` data parallel::
+    """Makes a subclass of Transformers' ``Trainer`` data parallel.
+
+    Example::
 
         class MyTrainer(dp.DataParallelTrainerMixin, transformers.Trainer): ...
 

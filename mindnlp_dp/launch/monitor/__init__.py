@@ -1,0 +1,1 @@
+"""Monitor the ranks of one attempt: progress, hangs, the cause of a failure, lost ranks, and what the terminal shows."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, the messages between them, micro-batches, and weights that stages have in common."""

@@ -1,0 +1,1 @@
+"""Tensor and expert parallelism: sharded layers, and their application to a model."""

@@ -1,0 +1,1 @@
+"""What the planner knows: architectures, the operators of a model, and clusters."""
