@@ -13,6 +13,6 @@ One process writes a folder under a temporary name and renames it, so that a kil
 like a checkpoint. The hashes reveal a disk that loses or changes data.
 
 The format is defined in manifest.py (checkpoint.json), state_tree.py (the outline and the arrays) and run_state.py
-(the state of a run, to which the loops in training/trainer/training_loop.py and training/resumable_run.py add theirs). directory.py
-lists the checkpoints of each run; folder_lock.py keeps a second writer out.
+(the state of a run, to which the loops in training/trainer/training_loop.py and training/resumable_run.py add theirs).
+directory.py lists the checkpoints of each run; folder_lock.py keeps a second writer out.
 """

@@ -103,7 +103,7 @@ def data_group(parts: Optional[ReplicatedModel]) -> ProcessGroup:
 
 
 def as_replicated(model: Any, group: Optional[ProcessGroup] = None) -> ReplicatedModel:
-    """Return the :class:`ParallelModel` of a sharded model, else a :class:`ReplicatedModel` on the ranks of ``group``."""
+    """Return the ``ParallelModel`` of a sharded model, else a :class:`ReplicatedModel` on the ranks of ``group``."""
     parts = getattr(model, "parallel", None)
     found: ReplicatedModel = ReplicatedModel(model, group or get_process_group()) if parts is None else parts
     return found

@@ -226,7 +226,7 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mindnlp_dp.commands.report.plan import run_plan
+    from mindnlp_dp.report.plan import run_plan
 
     try:
         if (args.cluster is None) == (args.measure is None):
@@ -243,7 +243,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from mindnlp_dp.commands.report.page import run_report
+    from mindnlp_dp.report.page import run_report
 
     try:
         return run_report(args.runs, args.output)

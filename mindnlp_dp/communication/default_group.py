@@ -1,6 +1,7 @@
 """This module creates, returns and destroys the :class:`~mindnlp_dp.ProcessGroup` of this process.
 
-User scripts and the trainers call it. The launcher of the process decides which transport is used (backend_selection.py).
+User scripts and the trainers call it. The launcher of the process decides which transport is used
+(backend_selection.py).
 """
 
 from __future__ import annotations

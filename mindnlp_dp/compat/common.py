@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
+from mindnlp_dp.runtime.launch_env import launched_rank
 from mindnlp_dp.runtime.versions import check_versions
 
 
-# Versions: all. Cause: the other patches work only for known pairs of MindNLP and MindSpore.
+# Versions: all. Cause: the other patches do not work with versions older than the tested ones, and may not with newer.
 # Remove when: MindNLP pins the MindSpore versions that it runs on.
 @around("mindnlp")
-def _refuse_unknown_pairs(module: types.ModuleType) -> Iterator[None]:
-    check_versions(importlib.metadata.version("mindnlp"), importlib.metadata.version("mindspore"))
+def _check_versions(module: types.ModuleType) -> Iterator[None]:
+    warning = check_versions(importlib.metadata.version("mindnlp"), importlib.metadata.version("mindspore"))
+    if warning and launched_rank(os.environ, default=0) == 0:
+        print(warning, file=sys.stderr)
     yield
 
 

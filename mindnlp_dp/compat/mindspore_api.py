@@ -11,7 +11,7 @@ from mindnlp_dp.compat.import_hook import around
 from mindnlp_dp.runtime.versions import mindspore_is_before
 
 
-# Versions: MindSpore 2.7+ on CPU. Cause: Tensor.repeat has no CPU kernel, and MindNLP's evaluation loop
+# Versions: all, on CPU. Cause: Tensor.repeat has no CPU kernel, and MindNLP's evaluation loop
 # repeats the loss of a batch with it.
 # Remove when: Tensor.repeat works on CPU.
 @around("mindnlp")
@@ -19,50 +19,48 @@ def _tensor_repeat_on_cpu(module: types.ModuleType) -> Iterator[None]:
     import mindspore
     from mindspore import ops
 
-    original = getattr(mindspore.Tensor, "repeat", None)
+    original = mindspore.Tensor.repeat
 
     # The patch does not test for the defect: running an operator at import would start MindSpore's thread
     # pools before runtime/threads.py can set their size.
     def repeat(self: Any, *repeats: Any, **options: Any) -> Any:
         """Tile this tensor: shape ``(d1, ..., dn)`` becomes ``(r1 * d1, ..., rn * dn)``."""
-        if original is not None and mindspore.get_context("device_target") != "CPU":
+        if mindspore.get_context("device_target") != "CPU":
             return original(self, *repeats, **options)
         if len(repeats) == 1 and isinstance(repeats[0], (tuple, list)):
             repeats = tuple(repeats[0])
         return ops.tile(self.reshape((1,)) if self.ndim == 0 else self, repeats)
 
-    if not mindspore_is_before("2.7"):
-        mindspore.Tensor.repeat = repeat
+    mindspore.Tensor.repeat = repeat
     yield
 
 
-# Versions: MindSpore 2.7+. Cause: mindspore.dtype_to_nptype logs a deprecation warning at every call,
+# Versions: all. Cause: mindspore.dtype_to_nptype logs a deprecation warning at every call,
 # and MindNLP's attention masks call it in every forward pass.
 # Remove when: MindNLP stops calling it.
 @around("mindnlp")
 def _quiet_dtype_to_nptype(module: types.ModuleType) -> Iterator[None]:
     import mindspore
 
+    # A newer version may have removed the function together with the warning.
     quiet = getattr(mindspore.common.dtype, "_dtype_to_nptype", None)
     if quiet is not None:
         mindspore.dtype_to_nptype = mindspore.common.dtype.dtype_to_nptype = quiet
     yield
 
 
-# Versions: MindSpore 2.7+. Cause: Tensor.data_sync warns at every call, and MindNLP's initialisers call it once
+# Versions: all. Cause: Tensor.data_sync warns at every call, and MindNLP's initialisers call it once
 # for each weight. asnumpy() also waits for the device.
 # Remove when: MindNLP stops calling it.
 @around("mindnlp")
 def _quiet_data_sync(module: types.ModuleType) -> Iterator[None]:
     import mindspore
 
-    if not mindspore_is_before("2.7"):
+    def data_sync(self: Any, wait: bool = True) -> None:
+        """Wait until this tensor's value is on the host."""
+        self.asnumpy()
 
-        def data_sync(self: Any, wait: bool = True) -> None:
-            """Wait until this tensor's value is on the host."""
-            self.asnumpy()
-
-        mindspore.Tensor.data_sync = data_sync
+    mindspore.Tensor.data_sync = data_sync
     yield
 
 
@@ -75,7 +73,7 @@ def fix_generator_offset() -> None:
     import mindspore
     from mindspore.common.generator import Generator
 
-    if mindspore_is_before("2.7") or not mindspore_is_before("2.8"):
+    if not mindspore_is_before("2.8"):
         return
     stock = Generator._step
 
@@ -84,14 +82,14 @@ def fix_generator_offset() -> None:
         """Return the generator's seed and offset, and advance the offset by ``step``."""
         seed, offset = stock(self, step)
         if mindspore.get_context("device_target") == "CPU":
-            behind = int(offset.asnumpy().flat[0]) + int(step.asnumpy().flat[0])
-            self._offset.set_data(mindspore.Tensor(behind, mindspore.int64))
+            after = int(offset.asnumpy().flat[0]) + int(step.asnumpy().flat[0])
+            self._offset.set_data(mindspore.Tensor(after, mindspore.int64))
         return seed, offset
 
     Generator._step = _step
 
 
 @around("mindnlp")
-def _generator_that_gets_on(module: types.ModuleType) -> Iterator[None]:
+def _generator_offset(module: types.ModuleType) -> Iterator[None]:
     fix_generator_offset()
     yield

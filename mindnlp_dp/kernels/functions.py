@@ -21,7 +21,7 @@ from mindnlp_dp.kernels.matmul import column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.kernels.memory import array_of, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
-from mindnlp_dp.runtime.autograd import pynative_executor
+from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
 GELU = {"none": activations.gelu, "tanh": activations.gelu_tanh, "quick": activations.gelu_quick}
 

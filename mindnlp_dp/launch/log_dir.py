@@ -1,6 +1,7 @@
 """Reserve a job's log folder, archive earlier logs in it, write rank output to it, and hold a folder in memory.
 
-The launcher calls it, so that the log folder belongs to one job, and no status of an earlier attempt is read by mistake.
+The launcher calls it, so that the log folder belongs to one job, and no status of an earlier attempt is read by
+mistake.
 """
 
 from __future__ import annotations

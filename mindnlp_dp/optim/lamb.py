@@ -15,7 +15,9 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 
 class LAMB(TrustRatioOptimizer):
-    """The LAMB optimizer. For each layer with weights x and gradient g, update t computes::
+    """The LAMB optimizer.
+
+    For each layer with weights x and gradient g, update t computes::
 
         m = beta1 m + (1 - beta1) g          v = beta2 v + (1 - beta2) g * g
         u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay x

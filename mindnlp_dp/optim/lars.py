@@ -14,7 +14,9 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
 
 class LARS(TrustRatioOptimizer):
-    """The LARS optimizer. For each layer with weights w and gradient g, an update computes::
+    """The LARS optimizer.
+
+    For each layer with weights w and gradient g, an update computes::
 
         rate = trust_coefficient |w| / (|g| + weight_decay |w|)
         v    = momentum v + lr rate (g + weight_decay w)

@@ -1,7 +1,8 @@
 """Shards a model over the ranks of a device mesh in one call.
 
-The user calls :func:`parallelize` with the same model on every rank, or with a model without weights (weights/meta_init.py) and a
-folder of weights. It keeps this rank's part, which the Trainer or a custom loop can train like any other model::
+The user calls :func:`parallelize` with the same model on every rank, or with a model without weights
+(weights/meta_init.py) and a folder of weights. It keeps this rank's part, which the Trainer or a custom loop can train
+like any other model::
 
     mesh = dp.init_device_mesh({"dp": 2, "tp": 2})
     model = dp.parallelize(RobertaForSequenceClassification(config), mesh)

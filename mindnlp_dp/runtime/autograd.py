@@ -1,8 +1,4 @@
-"""This module works around MindSpore's autograd after a pass that failed, and for parameters that no operator used.
-
-MindSpore's executor of eager operators (PyNative) also records them for autograd. It is the same object under all of
-MindSpore's names for its module; the name from before 2.9 gives a warning.
-"""
+"""This module works around MindSpore's autograd after a pass that failed, and for parameters that no operator used."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ def autograd_cleared_on_error(function: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
         try:
             return function(*args, **kwargs)
@@ -36,6 +33,7 @@ def as_leaf_parameters(parameters: Sequence[Any]) -> None:
     that no graph has ever contained, such as one of an expert that got no token; 2.8 returns None. Remove this when
     2.10 is no longer supported, or returns None.
     """
+    from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
     new = [p for p in parameters if not getattr(p, "is_leaf_of_autograd", False)]
     pynative_executor.set_grad_flag(bool(new))
@@ -43,11 +41,3 @@ def as_leaf_parameters(parameters: Sequence[Any]) -> None:
         parameter.reshape(-1)
         parameter.is_leaf_of_autograd = True
     pynative_executor.set_grad_flag(False)
-
-
-try:
-    from mindspore.graph.api import _pynative_executor as pynative_executor
-except ImportError:
-    from mindspore.common.api import _pynative_executor as pynative_executor
-
-__all__ = ["pynative_executor"]

@@ -1,4 +1,4 @@
-"""This module counts the accelerators of this host without MindSpore, and selects the device and card of this process."""
+"""This module counts the accelerators of this host without MindSpore, and selects this process's device and card."""
 
 from __future__ import annotations
 

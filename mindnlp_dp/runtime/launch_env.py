@@ -84,9 +84,11 @@ def node_rank_of(environ: Mapping[str, str]) -> Optional[int]:
     return None
 
 
-def launched_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher gave to this process."""
+def launched_rank(environ: Mapping[str, str], default: Optional[int] = None) -> int:
+    """Return the rank that the launcher gave to this process, or ``default`` if there is none and it is given."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MS_NODE_ID"):
-        if name in environ:
+        if environ.get(name, "").isdecimal():
             return int(environ[name])
+    if default is not None:
+        return default
     raise KeyError("this process has no rank; it is started by `mindnlp-dp run`")

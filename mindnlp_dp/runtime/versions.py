@@ -14,12 +14,18 @@ __version__ = "0.1.0"
 # The oldest and the newest supported version.
 PYTHON = ((3, 9), (3, 12))
 
-MINDSPORE = ">=2.5.0,<2.11.0"
+# The accepted versions. They have no upper bound: a version that is newer than the tested ones gives a warning.
+MINDSPORE = ">=2.7.0"
 
 MINDNLP = "==0.4.1"
 
-# The other MindNLP, which uses the Trainer of Transformers, and the MindSpore versions with which it was tested.
-OTHER_MINDNLP, OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0"
+# The other MindNLP, which uses the Trainer of Transformers.
+OTHER_MINDNLP, OTHER_MINDSPORE = ">=0.5.1,<0.6", ">=2.8.0"
+
+# The tested versions.
+TESTED_MINDSPORE = ">=2.7.0,<2.11.0.dev0"
+
+TESTED_OTHER_MINDNLP, TESTED_OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0.dev0"
 
 # Other versions of these packages break the other MindNLP. They are not requirements of this package.
 BESIDE_OTHER_MINDNLP = ("transformers>=4.55,<4.56", "accelerate==1.10.1", "safetensors<0.8")
@@ -30,11 +36,9 @@ BEST_MINDSPORE = "2.10.0" if sys.version_info >= (3, 10) else "2.9.0"
 
 BEST_MINDNLP = "0.4.1"
 
-WORKING_PAIRS = (
-    "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.10.x (tried on CPU), and is accepted with 2.5 and 2.6 "
-    f'(not tried here); pip install "mindspore=={BEST_MINDSPORE}" "mindnlp=={BEST_MINDNLP}". '
-    "The Trainer of MindNLP 0.5.1 works with MindSpore 2.8 (docs/mindnlp_0_5.md)"
-)
+_TESTED = "MindNLP 0.4.1 with MindSpore 2.7.0 to 2.10.x, and the Trainer of MindNLP 0.5.1 with MindSpore 2.8"
+
+_TO_INSTALL = f'pip install "mindspore=={BEST_MINDSPORE}" "mindnlp=={BEST_MINDNLP}"'
 
 
 @functools.cache
@@ -57,19 +61,30 @@ def mindspore_is_before(version: str) -> bool:
 
 
 class UnsupportedVersionsError(ImportError):
-    """Raised when the installed MindNLP and MindSpore are not known to work together."""
+    """Raised when the installed MindNLP and MindSpore do not work together."""
 
 
-def check_versions(mindnlp: str, mindspore: str) -> None:
-    """Raise :class:`UnsupportedVersionsError` unless this pair is known to work."""
+def check_versions(mindnlp: str, mindspore: str) -> str:
+    """Return a warning if this pair of versions is newer than the tested ones, and an empty string if it was tested.
+
+    Raises:
+        UnsupportedVersionsError: one of the two is older than any that was tested, or of another series.
+    """
     from packaging.specifiers import SpecifierSet
 
-    def fits(accepted: str, installed: str) -> bool:
-        return SpecifierSet(accepted).contains(installed, prereleases=True)
-
-    pairs = ((MINDNLP, MINDSPORE), (OTHER_MINDNLP, OTHER_MINDSPORE))
-    known = any(fits(of_mindnlp, mindnlp) and fits(of_mindspore, mindspore) for of_mindnlp, of_mindspore in pairs)
-    if not known:
-        raise UnsupportedVersionsError(
-            f"MindNLP {mindnlp} with MindSpore {mindspore} is not a pair that works. {WORKING_PAIRS}"
+    def fits(*pairs: tuple[str, str]) -> bool:
+        contain = [(SpecifierSet(of_mindnlp), SpecifierSet(of_mindspore)) for of_mindnlp, of_mindspore in pairs]
+        return any(
+            a.contains(mindnlp, prereleases=True) and b.contains(mindspore, prereleases=True) for a, b in contain
         )
+
+    if fits((MINDNLP, TESTED_MINDSPORE), (TESTED_OTHER_MINDNLP, TESTED_OTHER_MINDSPORE)):
+        return ""
+    if fits((MINDNLP, MINDSPORE), (OTHER_MINDNLP, OTHER_MINDSPORE)):
+        return (
+            f"mindnlp_dp: MindNLP {mindnlp} with MindSpore {mindspore} is newer than the tested versions ({_TESTED}). "
+            f"If it fails: {_TO_INSTALL}"
+        )
+    raise UnsupportedVersionsError(
+        f"MindNLP {mindnlp} with MindSpore {mindspore} is not supported. Tested: {_TESTED}. {_TO_INSTALL}"
+    )

@@ -123,7 +123,7 @@ def test_below_the_smallest_size_it_is_started_again(tmp_path, undisturbed):
 
 
 def test_the_only_rank_of_a_try_is_lost(tmp_path):
-    """mpirun exits with 0 in this case."""
+    """In this case mpirun exits with 0."""
     exit_code, output = run_job(tmp_path, *IN_PLACE, ONLY, nproc="1:2")
     assert exit_code == 0, output
     assert [(f["rank"], f.get("in_place")) for f in failures(tmp_path)] == [(0, None)] * 2

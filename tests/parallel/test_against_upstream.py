@@ -182,7 +182,7 @@ def test_eval(kind, group, tmp_path):
 
 
 def test_decisions(kind, group, tmp_path):
-    """Ranks stop at the same step. (Upstream's ranks do not communicate in this test, so they cannot hang.)"""
+    """Ranks stop at the same step; upstream's ranks do not communicate in this test, so they cannot hang."""
     rows = NumberedRows(8 * group.world_size)
     easy = NumberedRows(2 * group.world_size)
     # Upstream evaluates shards: rank 0's shard is the easy set, copies of a sample that it trains on.

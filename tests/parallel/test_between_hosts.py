@@ -35,7 +35,7 @@ def assert_all_ranks_have_the_same_bits(comm, array):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("patience", [None, PollingWait()])
+@pytest.mark.parametrize("waiter", [None, PollingWait()])
 @pytest.mark.parametrize("numel", [0, 1, 3, 1000, 4097])
 def test_a_ring_sends_two_times_n_minus_1_over_n(comm, numel, waiter):
     """The count of bytes holds for every length; without even division, a rank deviates by a few elements."""

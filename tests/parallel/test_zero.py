@@ -606,7 +606,6 @@ def test_an_optimizers_own_code_between_two_steps_in_flat_arrays(group, alone):
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_parameters_that_were_assigned_each_others_memory(group, zero_stage):
     """Assigning does not copy: one parameter is then in the other's memory."""
-
     one, other = (nn.Parameter(mindspore.Tensor(np.full((40, 3), value, np.float32))) for value in (1.0, 2.0))
     sync = dp.GradientSynchronizer([one, other], group, overlap=False)
     # With lr=0 the optimizer itself does not change the values.

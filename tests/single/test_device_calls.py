@@ -251,7 +251,7 @@ def test_a_divided_update(device, group, parameters, zero_stage):
             clipped, norm = updater.clip(updater.average(sync), 1.0)
             updater.update(clipped)
         updater.finish()
-        sync.settle()
+        sync.repack_if_learned()
         # The norm covers this rank's slice and the equal slice of the simulated rank.
         first, last = sync.buckets[0].own_range
         numel = 2 * (last - first)
@@ -340,15 +340,15 @@ def test_gradients_of_several_types_in_one_bucket(bucket):
 
 def test_what_was_kept_is_restored_after_the_sum_and_after_half_a_backward_pass(bucket):
     put_all(bucket, 2, 1.0)
-    bucket.keep()
+    bucket.snapshot()
     put_all(bucket, 100, 1.0)
     assert_all(results(bucket), 204)
-    bucket.restore()
+    bucket.rollback()
     bucket.put(0, tensors(100)[0], 1.0)
-    bucket.restore()
+    bucket.rollback()
     assert_all(results(bucket), 4)
     bucket.clear()
-    bucket.restore()
+    bucket.rollback()
     assert_all(results(bucket), 0)
 
 

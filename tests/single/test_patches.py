@@ -17,40 +17,70 @@ def run(code, **environ):
 
 
 @pytest.mark.parametrize("mindspore", ["2.7.0", "2.7.1.post1", "2.8.0", "2.8.3", "2.9.0", "2.10.0", "2.10.1"])
-def test_pairs_that_work(mindspore):
-    check_versions("0.4.1", mindspore)
+def test_tested_versions(mindspore):
+    assert check_versions("0.4.1", mindspore) == ""
 
 
 @pytest.mark.parametrize("mindspore", ["2.8.0", "2.8.3"])
-def test_pairs_of_the_other_mindnlp(mindspore):
-    check_versions("0.5.1", mindspore)
+def test_tested_versions_of_the_other_mindnlp(mindspore):
+    assert check_versions("0.5.1", mindspore) == ""
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("mindnlp", "mindspore"),
-    [("0.4.1", "2.11.0"), ("0.4.1", "2.4.1"), ("0.4.1", "2.11.0rc1"), ("0.5.1", "2.7.0"), ("0.5.1", "2.10.0")],
-)
-def test_a_pair_that_does_not_work_is_named_with_those_that_do(mindnlp, mindspore):
+    [
+        ("0.4.1", "2.11.0"), ("0.4.1", "2.11.0rc1"), ("0.4.1", "3.0.0"), ("0.5.1", "2.9.0"), ("0.5.1", "2.10.0"),
+        ("0.5.2", "2.8.0"), ("0.5.10", "2.11.0"),
+    ],
+)  # fmt: skip
+def test_newer_versions_give_one_line_that_names_the_tested_ones(mindnlp, mindspore):
+    warning = check_versions(mindnlp, mindspore)
+    assert f"MindNLP {mindnlp} with MindSpore {mindspore} is newer than the tested versions" in warning
+    assert "MindNLP 0.4.1 with MindSpore 2.7.0 to 2.10.x" in warning
+    assert "\n" not in warning
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("mindnlp", "mindspore"),
+    [
+        ("0.4.1", "2.4.1"), ("0.4.1", "2.5.0"), ("0.4.1", "2.6.0"), ("0.5.1", "2.7.0"), ("0.5.0", "2.8.0"),
+        ("0.3.1", "2.7.0"), ("0.6.0", "2.10.0"),
+    ],
+)  # fmt: skip
+def test_versions_that_do_not_work_are_refused_with_those_that_do(mindnlp, mindspore):
     with pytest.raises(UnsupportedVersionsError) as caught:
         check_versions(mindnlp, mindspore)
     message = str(caught.value)
-    assert f"MindNLP {mindnlp} with MindSpore {mindspore} is not a pair that works" in message
-    assert "MindNLP 0.4.1 works with MindSpore 2.7.0 to 2.10.x" in message
+    assert f"MindNLP {mindnlp} with MindSpore {mindspore} is not supported" in message
+    assert "MindNLP 0.4.1 with MindSpore 2.7.0 to 2.10.x" in message
     assert issubclass(UnsupportedVersionsError, ImportError)
 
 
-def test_the_check_runs_when_mindnlp_is_imported():
-    code = """
-import importlib.metadata, mindnlp_dp
-importlib.metadata.version = {"mindnlp": "0.4.1", "mindspore": "2.11.0"}.__getitem__
-import mindnlp
-"""
-    done = run(code)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "mindnlp_dp.runtime.versions.UnsupportedVersionsError: MindNLP 0.4.1 with MindSpore 2.11.0 is not a pair that works"
+def import_with(mindspore, **environ):
+    return run(
+        "import importlib.metadata as m, mindnlp_dp\nstock = m.version\n"
+        f"m.version = lambda name: {{'mindnlp': '0.4.1', 'mindspore': {mindspore!r}}}.get(name) or stock(name)\n"
+        "import mindnlp\n",
+        **environ,
     )
+
+
+def test_older_versions_are_refused_when_mindnlp_is_imported():
+    done = import_with("2.6.0")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("mindnlp_dp.runtime.versions.UnsupportedVersionsError: MindNLP 0.4.1 with MindSpore 2.6.0")
+
+
+def test_newer_versions_are_warned_of_once_by_the_first_rank():
+    done = import_with("2.11.0")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("mindnlp_dp:")]
+    assert len(lines) == 1
+    assert "2.11.0 is newer than the tested versions" in lines[0]
+    assert "mindnlp_dp:" not in import_with("2.11.0", OMPI_COMM_WORLD_RANK="1").stderr
 
 
 def test_importing_the_package_costs_neither_mindspore_nor_mindnlp():
@@ -196,7 +226,7 @@ def test_a_deep_copy_of_a_model_has_weights_of_its_own():
 
 def test_every_patch_is_registered(pytestconfig):
     """Check that every patch file is imported; otherwise its patches are never applied."""
-    folder = pytestconfig.rootpath / "mindnlp_dp" / "patches"
+    folder = pytestconfig.rootpath / "mindnlp_dp" / "compat"
     files = {
         ".".join(path.relative_to(folder.parent.parent).with_suffix("").parts)
         for path in folder.rglob("*.py")

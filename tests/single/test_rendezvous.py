@@ -600,7 +600,7 @@ def test_a_launcher_that_was_stopped_itself_blames_nobody(meeting):
         server.run_once(0.01)
     connection.send({"say": "busy"})
     # The state after SIGSTOP, or after a disk did not respond.
-    server._pumped -= 60
+    server._last_run -= 60
     server.hosts[0].heard -= 60
     server.run_once(0.01)
     assert [host.lost for host in server.hosts] == [""]

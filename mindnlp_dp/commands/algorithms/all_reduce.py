@@ -8,7 +8,6 @@ import numpy as np
 
 from mindnlp_dp.commands.algorithms.endpoint import Endpoint, parts_of
 
-
 # Ring all-reduce: every rank sends only to its right neighbour, all ranks at once.
 #
 # The array is split into N chunks. In the scatter-reduce, each chunk travels round the ring and every rank adds its

@@ -10,7 +10,6 @@ from typing import Any, Optional
 from mindnlp_dp.launch.run import run_measurement
 from mindnlp_dp.report.outputs import write_outputs
 
-
 # The laws of Amdahl and Gustafson say what N devices gain when a fraction p of the work can be divided among them.
 # Amdahl keeps the work fixed: the global batch is constant, and each device gets less of it. Gustafson lets the work
 # grow: the batch of each device is constant.

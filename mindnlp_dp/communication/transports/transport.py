@@ -85,8 +85,10 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self, ranks: Sequence[int]) -> Transport:
-        """Return a transport of ``ranks``, in this order, which include this one. A collective: all ranks of this
-        transport call it at the same time, each with the ranks of the subgroup that it belongs to."""
+        """Return a transport of ``ranks``, in this order, which include this one.
+
+        A collective: all ranks of this transport call it at the same time, each with its own subgroup's ranks.
+        """
 
     @abc.abstractmethod
     def barrier(self) -> None: ...

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.runtime.versions import mindspore_is_before
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: mindspore._c_expression.pyboost_empty now takes separate
+# Versions: MindNLP 0.4.1. Cause: mindspore._c_expression.pyboost_empty now takes separate
 # arguments; MindNLP passes one list. Its public name, mint.empty, needs an Ascend in 2.7.0.
 # Remove when: mindnlp.core.ops.empty works without the patch.
 @around("mindnlp.core.ops.creation")
@@ -26,11 +25,10 @@ def _empty(module: types.ModuleType) -> Iterator[None]:
         dtype = module.get_default_dtype() if dtype is None else dtype
         return mindspore.ops.zeros(size, dtype)
 
-    if not mindspore_is_before("2.7"):
-        module.empty = empty  # type: ignore[attr-defined]
+    module.empty = empty  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: Tensor lost its class attribute `grad`, and MindNLP
+# Versions: MindNLP 0.4.1. Cause: Tensor lost its class attribute `grad`, and MindNLP
 # reads `param.grad is None` before it has set one.
 # Remove when: MindNLP's Parameter defines `grad`.
 @around("mindnlp.core.nn.parameter")
@@ -52,7 +50,7 @@ def _parameters_for_a_reducer(module: types.ModuleType) -> Iterator[None]:
             setattr(module.Parameter, name, replicated)
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: models initialise their weights by
+# Versions: MindNLP 0.4.1. Cause: models initialise their weights by
 # ``parameter.assign_value(initializer(...))``, ``Parameter(initializer(...))`` and ``weight[row] = initializer(...)``,
 # and MindSpore's initializer returns a tensor that gets its memory later (``has_init``). The parameter then has no
 # memory either: its values are lost, MindSpore's kernels reject it or crash, and ``asnumpy`` returns zeros or the
@@ -158,7 +156,7 @@ def _tied_bias(module: types.ModuleType) -> Iterator[None]:
     module.PreTrainedModel._tie_or_clone_weights = tie
 
 
-# Versions: MindNLP 0.4.1 on MindSpore 2.7+. Cause: importing MindNLP renames types (Float32 becomes mindspore.float32),
+# Versions: MindNLP 0.4.1. Cause: importing MindNLP renames types (Float32 becomes mindspore.float32),
 # and its adapter files then contain type names that MindSpore's load_checkpoint does not know.
 # Remove when: PeftModel.from_pretrained reads what PeftModel.save_pretrained wrote.
 @around("mindnlp.peft.utils.save_and_load")

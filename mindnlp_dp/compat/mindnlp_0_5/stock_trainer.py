@@ -28,7 +28,7 @@ def _backward_says_that_it_does_nothing(module: types.ModuleType) -> Iterator[No
 
     @functools.wraps(stock)
     def backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from mindnlp_dp.runtime.autograd import pynative_executor
+        from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
         if not pynative_executor.grad_flag():
             raise RuntimeError(

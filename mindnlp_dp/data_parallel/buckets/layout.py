@@ -18,7 +18,8 @@ from typing import Any, Optional
 BYTES_PER_MB = 1 << 20
 
 # In memory every parameter begins at a multiple of this many elements: a multiple of a cache line, of the widest vector
-# register and of the blocks that are sent between hosts or skipped (transports/mpi/ring.py). So no result depends on its place.
+# register and of the blocks that are sent between hosts or skipped (transports/mpi/ring.py). So no result depends on
+# its place.
 ALIGN_NUMEL = 64
 
 # The elements of a block, which is never split between ranks; less than what OpenBLAS would split among threads.

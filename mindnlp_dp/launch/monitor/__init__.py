@@ -1,1 +1,1 @@
-"""Monitor the ranks of one attempt: progress, hangs, the cause of a failure, lost ranks, and what the terminal shows."""
+"""Monitor the ranks of one attempt: progress, hangs, causes of failures, lost ranks, and what the terminal shows."""

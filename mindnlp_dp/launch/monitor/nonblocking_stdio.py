@@ -1,8 +1,8 @@
-"""Write the launcher's output without blocking, even if its reader has paused: a terminal that was stopped (Ctrl-S), a
-pager, or a pipe that no process reads.
+"""Write the launcher's output without blocking, even if its reader has paused.
 
-:mod:`mindnlp_dp.launch.run` uses it while a job runs. Standard output and standard error are passed on as fast as the
-reader takes them. The rest stays in memory; ranks' logs are read no further until it is taken (:mod:`.console`).
+A terminal may be stopped (Ctrl-S), or no process may read a pipe. :mod:`mindnlp_dp.launch.run` uses this module while a
+job runs. Standard output and standard error are passed on as fast as the reader takes them. The rest stays in memory;
+ranks' logs are read no further until it is taken (console.py).
 """
 
 from __future__ import annotations

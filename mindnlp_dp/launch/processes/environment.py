@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
 
-from mindnlp_dp.launch.rendezvous.protocol import TOKEN_VARIABLE
 from mindnlp_dp.runtime.job_context import JOB_VARIABLE, RESTART_COUNT_VARIABLE
 
 # Variables that earlier jobs leave in a shell. A stale port binds the next job to a dead one, a stale
@@ -119,3 +118,6 @@ def find_mpirun() -> Optional[str]:
 def this_host_name() -> str:
     """Return the name of this host."""
     return os.uname().nodename
+
+
+TOKEN_VARIABLE = "MINDNLP_DP_RDZV_TOKEN"

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-TOKEN_VARIABLE = "MINDNLP_DP_RDZV_TOKEN"
+from mindnlp_dp.launch.processes.environment import TOKEN_VARIABLE
 
 DEFAULT_TOKEN_FILE = "~/.config/mindnlp_dp/token"
 

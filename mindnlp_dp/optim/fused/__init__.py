@@ -1,1 +1,1 @@
-"""Updates of flat arrays: the rule of each optimizer, weights in one array, and norms that do not depend on sharding."""
+"""Updates of flat arrays: each optimizer's rule, weights in one array, and norms that do not depend on sharding."""

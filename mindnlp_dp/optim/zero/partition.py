@@ -1,7 +1,7 @@
 """This module computes which pieces of weights, gradients and state a rank updates, for the current buckets.
 
-The flat updater (flat_updater.py) creates an arrangement whenever buckets are packed. It gives the pieces of parameters whose
-squares this rank sums, the pieces that it updates, and their arrays, split into segments for the rules.
+The flat updater (flat_updater.py) creates an arrangement whenever buckets are packed. It gives the pieces of parameters
+whose squares this rank sums, the pieces that it updates, and their arrays, split into segments for the rules.
 """
 
 from __future__ import annotations

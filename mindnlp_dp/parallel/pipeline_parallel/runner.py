@@ -119,7 +119,7 @@ class Pipeline:
         The gradients are in the order of ``parameters``. Gradients of tied parameters are summed over the stages and
         the window, and come with the last micro-step.
         """
-        from mindnlp_dp.runtime.autograd import pynative_executor
+        from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
         self.messages.p2p.begin()
         as_leaf_parameters(parameters)
@@ -211,7 +211,7 @@ class Pipeline:
         return received, None if self.recompute else output
 
     def _compute(self, received: Any, share: Share, *, records: bool) -> tuple[Any, Any]:
-        from mindnlp_dp.runtime.autograd import pynative_executor
+        from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
         if received is not None:
             # Make it a leaf of the graph, because its gradient is sent to the previous stage.
