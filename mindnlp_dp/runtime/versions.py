@@ -23,9 +23,9 @@ MINDNLP = "==0.4.1"
 OTHER_MINDNLP, OTHER_MINDSPORE = ">=0.5.1,<0.6", ">=2.8.0"
 
 # The tested versions.
-TESTED_MINDSPORE = ">=2.7.0,<2.11.0.dev0"
+TESTED_MINDSPORE = ">=2.7.0,<2.11.0"
 
-TESTED_OTHER_MINDNLP, TESTED_OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0.dev0"
+TESTED_OTHER_MINDNLP, TESTED_OTHER_MINDSPORE = "==0.5.1", ">=2.8.0,<2.9.0"
 
 # Other versions of these packages break the other MindNLP. They are not requirements of this package.
 BESIDE_OTHER_MINDNLP = ("transformers>=4.55,<4.56", "accelerate==1.10.1", "safetensors<0.8")

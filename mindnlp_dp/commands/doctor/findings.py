@@ -30,6 +30,10 @@ from mindnlp_dp.runtime.versions import (
     OTHER_MINDNLP,
     OTHER_MINDSPORE,
     PYTHON,
+    TESTED_OTHER_MINDNLP,
+    TESTED_OTHER_MINDSPORE,
+    UnsupportedVersionsError,
+    check_versions,
     mindnlp_series,
 )
 
@@ -43,7 +47,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 BEST = {
     "0.4": {"mindspore": f'"mindspore=={BEST_MINDSPORE}"', "mindnlp": f'"mindnlp=={BEST_MINDNLP}"'},
     "0.5": {
-        "mindspore": f'"mindspore{OTHER_MINDSPORE}"', "mindnlp": f'--no-deps "mindnlp{OTHER_MINDNLP}"',
+        "mindspore": f'"mindspore{TESTED_OTHER_MINDSPORE}"', "mindnlp": f'--no-deps "mindnlp{TESTED_OTHER_MINDNLP}"',
         **{Requirement(text).name: f'--no-deps "{text}"' for text in BESIDE_OTHER_MINDNLP},
     },
 }  # fmt: skip
@@ -166,6 +170,14 @@ def check_installed(asked: Iterable[Requirement], installed: Mapping[str, str]) 
             yield Finding(f"{name} {version} does not fit, {requirement.specifier} does", install)
         else:
             yield Finding(f"{name} {version}")
+    if {"mindnlp", "mindspore"} <= installed.keys():
+        try:
+            warning = check_versions(installed["mindnlp"], installed["mindspore"])
+        except UnsupportedVersionsError:
+            # The findings above name the version that does not fit.
+            return
+        if warning:
+            yield Finding(warning.removeprefix("mindnlp_dp: "))
 
 
 # Imports and jobs, each in separate processes.
