@@ -1,7 +1,7 @@
-"""What the pages take from the source when they are built: the tables of arguments, and tidy docstrings.
+"""Adds tables of arguments to pages when MkDocs builds them, and tidies docstrings.
 
-Goes in: a page with lines such as ``<!-- arguments: FILE CLASS -->``. Comes out: the page with a table there, a row for
-each field of that dataclass. Source is read, not imported: a build needs neither MindSpore nor MindNLP.
+A line such as ``<!-- arguments: FILE CLASS -->`` becomes a table with a row for each field of that dataclass. Source is
+read, not imported: a build needs neither MindSpore nor MindNLP.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _ROLE = re.compile(r":\w+:<code>~?\.*([\w.]+)</code>")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """MkDocs calls this for every page, before it is HTML."""
+    """Replace the marks in a page by tables; MkDocs calls it for every page, before it is HTML."""
     return _MARK.sub(lambda mark: table(ROOT / mark[2], mark[3], as_flags=mark[1] == "flags"), markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """MkDocs calls this for every page, once it is HTML."""
+    """Replace Sphinx's roles by names; MkDocs calls it for every page, once it is HTML."""
     return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", content).replace("::</p>", ":</p>")
 
 
 def table(file: Path, class_name: str, as_flags: bool = False) -> str:
-    """A Markdown table of a dataclass's own fields: name, type, default, meaning."""
+    """Return a Markdown table of a dataclass's own fields: name, type, default, meaning."""
     lines = [f"| {'flag' if as_flags else 'argument'} | type | default | meaning |", "|---|---|---|---|"]
     for name, kind, default, meaning in settings(file, class_name):
         shown = f"--{name.replace('_', '-')}" if as_flags else name
@@ -39,7 +39,7 @@ def table(file: Path, class_name: str, as_flags: bool = False) -> str:
 
 
 def settings(file: Path, class_name: str) -> list[tuple[str, str, Any, str]]:
-    """The fields of a dataclass, in order: name, type, default, help. Raises ValueError for one that has no help."""
+    """Return a dataclass's fields in order: name, type, default, help. Raise ValueError for one that has no help."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
     if not found:
@@ -52,7 +52,7 @@ def settings(file: Path, class_name: str) -> list[tuple[str, str, Any, str]]:
 
 
 def _setting(file: Path, field: ast.AnnAssign) -> tuple[str, str, Any, str]:
-    """From ``name: type = field(default=..., metadata={"help": ...})``, or ``name: type = function(default, help)``."""
+    """Parse ``name: type = field(default=..., metadata={"help": ...})``, or ``name: type = function(default, help)``."""
     assert isinstance(field.target, ast.Name)
     name, call = field.target.id, field.value
     if not isinstance(call, ast.Call):

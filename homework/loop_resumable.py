@@ -42,7 +42,7 @@ step = dp.make_train_step(forward_fn, optimizer, optimizer.parameters)
 train = dp.make_loader(Phrases(), BATCH_SIZE // group.world_size, shuffle=True, seed=1)
 run = dp.FunctionalRun(folder, network, step, train)
 if run.resume() and group.is_main:
-    print(f"going on behind update {step.num_updates}", flush=True)
+    print(f"continuing after update {step.num_updates}", flush=True)
 
 for batch in run.windows(EPOCHS):
     step(batch)

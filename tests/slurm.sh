@@ -133,7 +133,7 @@ for way in srun mpirun mindspore; do
   end_of "$way" "$(batch "$way" "$way")" | tee "$work/$way.line"
   [ "$(cut -f 2 "$work/srun.line")" = "$(cut -f 2 "$work/$way.line")" ] || { echo "the digests differ"; exit 1; }
 done
-echo "equal digests: two nodes of Slurm trained one model, whoever started the ranks"
+echo "equal digests: two nodes of Slurm trained one model, whatever started the ranks"
 
 # Slurm sends this signal a minute before a job's time runs out; here it comes in the middle of the updates.
 saving=(--save-steps 5)
@@ -151,6 +151,6 @@ done
 on_node node1 timeout 20 scontrol update "JobId=$number" StartTime=now
 end_of requeued "$number" | tee "$work/requeued.line"
 grep -q "it is requeued" "$work/requeued.out" || { echo "the job was not requeued"; exit 1; }
-grep -q "restarted: resuming from" "$work/requeued.out" || { echo "the job was not taken up"; exit 1; }
+grep -q "restarted: resuming from" "$work/requeued.out" || { echo "the job was not resumed"; exit 1; }
 [ "$(cut -f 2 "$work/srun.line")" = "$(cut -f 2 "$work/requeued.line")" ] || { echo "the digests differ"; exit 1; }
 echo "the same digest: a job that was requeued ended as one that was not"

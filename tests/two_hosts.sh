@@ -57,7 +57,7 @@ done
 bytes=$sent
 mpirun_job zero --zero-stage 2
 [ "$(cut -f 2 "$work/after.line")" = "$(cut -f 2 "$work/zero.line")" ] || { echo "the digests differ"; exit 1; }
-echo "equal digests: the two hosts trained one model, under both launchers, whoever updates it"
+echo "equal digests: the two hosts trained one model, under both launchers, whichever rank updates it"
 
 echo "mpirun: gradients rounded to float16 on the wire"
 mpirun_job fp16 --overlap true --compression fp16

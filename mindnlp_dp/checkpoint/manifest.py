@@ -153,7 +153,7 @@ def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
         return f"files is a {type(files).__name__}, expected the names of files"
     for name, entry in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"{name!r} is no file in the folder"
+            return f"{name!r} is not a file in the folder"
         if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "blake2b"}:
             return f"expected bytes and blake2b of {name!r}, got {entry!r}"
     return None if STATE in files else f"files lacks {STATE}"

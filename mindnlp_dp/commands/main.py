@@ -125,7 +125,7 @@ def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="say which parallelism, before anything is launched",
-        description="Price every way to share out a model's training on a cluster, by data, tensors, stages of a "
+        description="Price every way to parallelize a model's training on a cluster, by data, tensors, stages of a "
         "pipeline and experts; play the best through, and print them with their time, their memory, what was left out "
         "and why, and the command to launch. Needs neither the cluster nor MindSpore.",
     )

@@ -112,7 +112,7 @@ class ProcessGroup:
         A collective of the surviving ranks; each calls it after an error for which :meth:`is_rank_failure` is true.
         Objects that belong to the larger group, such as an exchange of gradients, can no longer be used.
         """
-        with heartbeat.waiting("going on without a lost rank"):
+        with heartbeat.waiting("shrinking to the surviving ranks"):
             self._transport = self._transport.shrink()
         heartbeat.set_world_size(self.world_size)
 

@@ -29,7 +29,7 @@ def refused_in_several_processes(whose: str) -> Patch:
                 raise RuntimeError(
                     f"{launch.by} started {launch.num_known} processes, and {whose} own Trainer would train "
                     f"{launch.num_known} separate models; call mindnlp_dp.init_process_group() and use "
-                    "mindnlp_dp.DataParallelTrainer (for a Trainer of your own: mindnlp_dp.DataParallelTrainerMixin)"
+                    "mindnlp_dp.DataParallelTrainer (for your own Trainer: mindnlp_dp.DataParallelTrainerMixin)"
                 )
             return stock_train(self, *args, **kwargs)
 

@@ -323,7 +323,7 @@ def make_loader(
         )
     if not hasattr(dataset, "__iter__"):
         raise TypeError(
-            f"a {type(dataset).__name__} is no data set: expected datasets.Dataset, a MindSpore data set, "
+            f"a {type(dataset).__name__} is not a data set: expected datasets.Dataset, a MindSpore data set, "
             "an object with __len__ and __getitem__, or an iterable of dicts"
         )
 

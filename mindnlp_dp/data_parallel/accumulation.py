@@ -227,7 +227,7 @@ class AccumulatingWindow(GradientAccumulator):
                 raise ValueError(
                     f"{name!r} has shape {tuple(parameter.shape)} now, and had {shape} when training began (rank "
                     f"{self.group.label()}); change a model before it is trained (as resize_token_embeddings does), or "
-                    "make a new optimizer and a new train step behind it"
+                    "make a new optimizer and a new train step after it"
                 )
 
     def _add(self, gradients: Sequence[Optional[Any]], weight: float) -> None:
@@ -283,7 +283,7 @@ class AccumulatingWindow(GradientAccumulator):
             return self._exchange(used, 1.0 / self.total_weight)
         if self.num_skipped:
             return [None] * len(self.parameters)
-        raise ValueError("no rank had a sample in this window: there is no gradient to average")
+        raise ValueError("no rank had a sample in this window, so no gradient can be averaged")
 
     @abc.abstractmethod
     def _put(self, index: int, gradient: Any, weight: float) -> None: ...

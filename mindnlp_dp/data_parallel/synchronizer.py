@@ -182,7 +182,7 @@ class GradientSynchronizer(AccumulatingWindow):
         # Gradients are kept until the window ends, because the exchange may have to be repeated.
         self._late.append((list(gradients), weight))
         if weight != self._sent_weight:
-            overlap.problem = overlap.problem or "a micro step came behind the last one, or weighed something else"
+            overlap.problem = overlap.problem or "a micro-step came after the last one, or weighed something else"
             return
         self._sent_weight = None
         overlap.compare(gradients)

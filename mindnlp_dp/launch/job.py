@@ -98,7 +98,7 @@ class Job:
             print(
                 f"restart {self._restart_policy.count} of {self._options.max_restarts}"
                 + (f" in {wait:.0f} s" if wait else "")
-                + f", from the newest checkpoint; logs of this try: {self._log_dir}/try_{self._number}",
+                + f", from the newest checkpoint; logs of this attempt: {self._log_dir}/try_{self._number}",
                 file=sys.stderr,
             )
             deadline = time.monotonic() + wait
@@ -125,7 +125,9 @@ class Job:
         )  # fmt: skip
         if membership.is_elastic and self._number:
             on = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
-            print(f"the job goes on with {attempt.num_ranks} of {membership.max_world_size} ranks{on}", file=sys.stderr)
+            print(
+                f"the job continues with {attempt.num_ranks} of {membership.max_world_size} ranks{on}", file=sys.stderr
+            )
         return attempt
 
     def _run_once(self, hosts: Sequence[Host], attempt: Attempt) -> tuple[Optional[Failure], bool]:

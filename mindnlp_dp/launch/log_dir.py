@@ -122,7 +122,7 @@ def claim(log_dir: Path) -> None:
         ]
         if named:
             raise LaunchError(
-                f"the log folder {log_dir} is no job's, and holds {', '.join(sorted(named))}, which a job would "
+                f"the log folder {log_dir} does not belong to a job, and holds {', '.join(sorted(named))}, which a job would "
                 "overwrite; give another one, --log-dir"
             )
         marker.touch()

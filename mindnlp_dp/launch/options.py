@@ -51,7 +51,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     add("--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)")
     add(
         "--log-mb", type=_whole, default=JobOptions.log_mb, metavar="MB",
-        help=f"a rank's log begins anew when it has grown so large, and the one before stays as worker_R.log.1; 0: "
+        help=f"a new log file of a rank is begun when the log has grown so large, and the one before stays as worker_R.log.1; 0: "
         f"never (default: {JobOptions.log_mb})",
     )  # fmt: skip
     add(
@@ -65,7 +65,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--in-place", action="store_true",
-        help="an elastic job of one host under MPI goes on without a lost rank in the same processes (ULFM), where "
+        help="an elastic job of one host under MPI continues without a lost rank in the same processes (ULFM), where "
         "dp.DataParallelTrainer trains",
     )  # fmt: skip
     add(
@@ -164,7 +164,7 @@ def _check_this_is_the_host(node_rank: int, endpoint: Optional[str]) -> None:
     host = "" if endpoint is None else (endpoint.rpartition(":")[0] or endpoint).strip("[]")
     if node_rank or (host and not is_this_host(host)):
         which = f"--node-rank {node_rank}" if node_rank else f"the endpoint {endpoint}, of another host"
-        raise LaunchError(f"{which}, and --nnodes is 1: this host would be a job of its own; --nnodes 2, on both")
+        raise LaunchError(f"{which}, and --nnodes is 1: this host would be a separate job; --nnodes 2, on both")
 
 
 def _conf(text: str) -> dict[str, float]:

@@ -108,7 +108,7 @@ class ParallelModel(ReplicatedModel):
                 if getattr(parameter, "parallel", None) is not self:
                     raise ValueError(
                         f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that is not the model's "
-                        f"(any more) on rank {self.mesh.world.label()}; make the optimizer behind parallelize()"
+                        f"(any more) on rank {self.mesh.world.label()}; make the optimizer after parallelize()"
                     )
 
     @property
@@ -132,8 +132,8 @@ class ParallelModel(ReplicatedModel):
         if all(has) or not any(has):
             return batch
         src = has.index(True)
-        lent = group.broadcast_object(batch if group.rank == src else None, src)
-        return lent if batch is None else batch
+        dummy = group.broadcast_object(batch if group.rank == src else None, src)
+        return dummy if batch is None else batch
 
     def has_nonfinite_peer(self, loss: float) -> bool:
         """Return whether a loss of the row is not finite, and so the gradients of experts are not. A collective."""

@@ -16,7 +16,7 @@ from mindnlp_dp.data.loss_weight import Task, loss_mean
 # The ways to shard a layer; tensor_parallel/layers.py has the parallel layers.
 STYLES = {
     "columns": "a linear layer, by what it puts out",
-    "columns of 3": "a linear layer that puts out three things (queries, keys, values) one behind the other",
+    "columns of 3": "a linear layer that puts out three things (queries, keys, values) one after the other",
     "rows": "a linear layer, by what it takes in",
     "vocabulary": "an embedding, by its rows",
     "vocabulary head": "the linear layer that puts out a number for every word",
@@ -214,7 +214,7 @@ def plan_for(model: Any) -> ShardingPlan:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in _KINDS:
         raise ValueError(
-            f"there is no plan for {type(model).__name__} ({kind}), only for {', '.join(_KINDS)}; write one: "
+            f"no plan is known for {type(model).__name__} ({kind}), only for {', '.join(_KINDS)}; write one: "
             "parallelize(model, mesh, plan=Plan(tensor=TensorPlan(layers={...})))"
         )
     prefix = getattr(model, "base_model_prefix", "")

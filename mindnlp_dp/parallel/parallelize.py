@@ -141,7 +141,7 @@ def _check_stages_train(model: Any, parts: ParallelModel) -> None:
         if not others:
             raise ValueError(
                 f"the stage of rank {parts.mesh.world.label(rank)} has nothing to train: all of its weights are "
-                "frozen; freeze fewer, or share out the work by tp or dp"
+                "frozen; freeze fewer, or use tp or dp"
             )
 
 

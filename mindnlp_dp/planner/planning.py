@@ -115,7 +115,7 @@ def predict(
     for sharing in stages:
         problem = mesh_problem(model, pp, sharing, batch, len(firsts))
         if not problem and total % sharing.num_data:
-            problem = f"{total} samples of a micro batch are not shared out evenly among {sharing.num_data} devices"
+            problem = f"{total} samples of a micro-batch cannot be split evenly among {sharing.num_data} devices"
         if problem:
             raise ValueError(f"{mesh_name(mesh_of(stages))}: {problem}")
     bounds = _bounds(len(firsts), pp, blocks)
@@ -123,7 +123,7 @@ def predict(
     of_each = [total // sharing.num_data for sharing in stages]
     name = schedule if pp > 1 else ""
     found = simulate_step(search, Candidate(0.0, slices, firsts, of_each, batch // total, name, recompute, zero_stage))
-    assert found is not None, "memory is no matter"
+    assert found is not None, "memory does not matter"
     return found
 
 
@@ -146,7 +146,7 @@ def _bounds(num_layers: int, pp: int, blocks: Optional[Sequence[int]]) -> list[i
     if blocks is None:
         return [num_layers * stage // pp for stage in range(pp + 1)]
     if len(blocks) != pp or sum(blocks) != num_layers or min(blocks) < 1:
-        raise ValueError(f"{list(blocks)} does not share out {num_layers} layers among {pp} stages")
+        raise ValueError(f"{list(blocks)} does not divide {num_layers} layers among {pp} stages")
     return [sum(blocks[:stage]) for stage in range(pp + 1)]
 
 

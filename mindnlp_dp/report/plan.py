@@ -89,7 +89,7 @@ def _table(plans: list[Plan]) -> list[str]:
         line += "".join(f"{100 * found.parts[p] / found.seconds:>{max(9, len(p) + 1) - 2}.1f} %" for p in PARTS)
         lines.append(line + f"{found.heaviest.memory.total / _GIB:>7.1f} GiB{100 * found.margin:>4.0f} %")
     if any(found.recompute for found in plans):
-        lines.append("   * stages keep what they receive, and compute the rest anew")
+        lines.append("   * stages keep what they receive, and recompute the rest")
     return lines
 
 
@@ -129,7 +129,7 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
 def _in_code(found: Plan, plans: Plans) -> str:
     """Return how to use the plan in a custom training script."""
     if plans.model.kind == "operators":
-        return "this model is known by its operators alone; mindnlp_dp.parallelize() takes a plan of your own for it"
+        return "this model is known by its operators alone; mindnlp_dp.parallelize() takes your own plan for it"
     options = ""
     if len(found.stages) > 1:
         layers = [end - first for first, end in (stage.blocks or (0, 0) for stage in found.stages)]

@@ -84,10 +84,10 @@ class FinetuneConfig(TaskConfig):
 
     micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
     plan: str = _setting("", "a file of mindnlp-dp plan --json, whose best plan is followed, and compared with the run")
-    mesh: str = _setting("", "how ranks share out the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
+    mesh: str = _setting("", "how ranks divide the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
     pipeline_schedule: str = _setting("1f1b", "of stages (pp): 1f1b, gpipe or eager-1f1b")
     pipeline_layers: str = _setting("", "how many layers each stage has, such as 5,7; empty: evenly many")
-    pipeline_recompute: bool = _setting(False, "keep only what stages receive, and compute the rest anew")
+    pipeline_recompute: bool = _setting(False, "keep only what stages receive, and recompute the rest")
     optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
     resume: bool = _setting(False, "go on from the newest checkpoint in output_dir, if there is one")
@@ -186,7 +186,7 @@ def read_config_file(path: str, kind: type[TaskConfig] = FinetuneConfig) -> dict
         with open(path, encoding="utf-8") as file:
             settings = yaml.safe_load(file)
     except FileNotFoundError:
-        raise InputError(f"{path}: there is no such config file") from None
+        raise InputError(f"{path}: the config file does not exist") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):

@@ -60,7 +60,7 @@ def read_examples(path: str, columns: Columns = USUAL_COLUMNS) -> Examples:
         with _fields_of_any_length(), open(path, newline="", encoding="utf-8-sig") as file:
             return collect(reader(file, path), columns, path)
     except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file") from None
+        raise InputError(f"{path}: the file does not exist") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a folder, expected a file") from None
     except PermissionError:
@@ -85,7 +85,7 @@ def collect(rows: Iterable[tuple[int, Mapping[str, Any]]], columns: Columns, wha
                 raise InputError(f"{what}, line {line}: the {kind} is empty")
             values.append(str(value) if kind == "text" else str(value).strip())
     if not examples.texts:
-        raise InputError(f"{what}: there are no rows below the header")
+        raise InputError(f"{what}: it has no rows below the header")
     return examples
 
 

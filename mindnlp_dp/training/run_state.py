@@ -104,7 +104,7 @@ class Run:
                 f"{len(mine)}, and they are not the same; freeze and group them as in the run that is resumed"
             )
         # With a sharded model, ranks may come to different results.
-        self.group.raise_on_all_ranks(error, "taking up the optimizer")
+        self.group.raise_on_all_ranks(error, "restoring the optimizer")
         # Older checkpoints do not have a bucket order.
         if saved.get("bucket_order") is not None and not self.model.is_sharded:
             step.synchronizer.pack_in_order(saved["bucket_order"])
@@ -143,7 +143,7 @@ def warn_of_other_settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> N
     if differences:
         warnings.warn(
             f"resuming with other settings: {'; '.join(differences)}. The optimizer and its schedule continue with "
-            "the checkpoint's, the rest with the new ones: this is not the run that would have gone on",
+            "the checkpoint's, the rest with the new ones: this is not the run that would have continued",
             RuntimeWarning,
             stacklevel=3,
         )

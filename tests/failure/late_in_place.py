@@ -23,7 +23,7 @@ STEP = 4
 
 
 def main() -> None:
-    folder, behind = Path(sys.argv[1]), int(sys.argv[2])
+    folder, late = Path(sys.argv[1]), int(sys.argv[2])
     group = dp.init_process_group()
     rank = group.rank
 
@@ -47,7 +47,7 @@ def main() -> None:
                     # The other ranks have left the barrier by then.
                     time.sleep(0.3)
                     os.kill(os.getpid(), signal.SIGKILL)
-                if rank == behind:
+                if rank == late:
                     trainer.training_loop.train_step.is_updating = False
                     # The other rank has made its update by then.
                     time.sleep(0.8)

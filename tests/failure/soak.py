@@ -171,7 +171,7 @@ def main() -> int:
         if (place / "out/report.json").exists():
             report = json.loads((place / "out/report.json").read_text())
         else:
-            wrong.append("there is no report")
+            wrong.append("the report is missing")
         wrong += [f"process left: {process}" for process in processes_of(place)]
         wrong += [f"left: {path}" for path in sorted(left_over() - before)]
         wrong += [f"half a checkpoint: {path}" for path in (place / "out").glob(".*")]
@@ -179,7 +179,7 @@ def main() -> int:
     summary = {
         "backend": options.backend, "faults": dict(job.happened), "ranks_when_it_happened": dict(job.sizes),
         "failures_recorded": len(failures), "in_place": sum(bool(failure.get("in_place")) for failure in failures),
-        "grown": said.count("the job goes on with") - said.count("\nrestart "),
+        "grown": said.count("the job continues with") - said.count("\nrestart "),
         "minutes": round((time.monotonic() - began) / 60, 1),
         "seconds_to_the_next_update": {
             "median": round(statistics.median(job.seconds or [0]), 2), "most": round(max(job.seconds, default=0), 2),

@@ -62,8 +62,8 @@ def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed
     # Growing is not recorded as a failure.
     failures = [json.loads(line) for line in (tmp_path / "logs/failures.jsonl").read_text().splitlines()]
     assert [failure["restart"] for failure in failures] == [1, 2]
-    assert "the job goes on with 2 of 3 ranks" in output
-    assert "the job goes on with 3 of 3 ranks" in output
+    assert "the job continues with 2 of 3 ranks" in output
+    assert "the job continues with 3 of 3 ranks" in output
     if backend == "mpi":
         # The job that resumes with fewer ranks keeps the global batch.
         assert "training with the checkpoint's global batch of 12 samples" in output
@@ -93,7 +93,7 @@ def test_batches_that_are_in_proportion_to_the_ranks(tmp_path):
 def test_the_smallest_size_is_kept_and_a_fault_that_returns_ends_the_job(tmp_path):
     exit_code, output = run_job(tmp_path, "import sys\nsys.exit(5)\n", nproc="2:3")
     assert exit_code == 5
-    assert output.count("the job goes on with 2 of 3 ranks") == 2
+    assert output.count("the job continues with 2 of 3 ranks") == 2
     assert "3 tries in a row have not finished a single update" in output
 
 

@@ -67,7 +67,7 @@ def test_the_others_go_on_and_no_update_is_made_twice(tmp_path, undisturbed):
     assert_same_model(tmp_path, undisturbed)
     assert [(f["rank"], f["in_place"], f["restart"]) for f in failures(tmp_path)] == [(2, True, 1), (0, True, 2)]
     assert not (tmp_path / "logs/try_1").exists()
-    assert "the job goes on in place with 2 of 3 ranks" in output
+    assert "the job continues in place with 2 of 3 ranks" in output
     # The log of the new rank 0 is shown from then on.
     assert "RuntimeError: a fault" in output
     assert output.count("'train_loss'") == 1
@@ -97,7 +97,7 @@ def test_what_is_divided_is_taken_up_from_the_newest_checkpoint(tmp_path, undist
 def test_without_a_checkpoint_the_job_begins_anew(tmp_path, undisturbed):
     exit_code, output = elastic(tmp_path, "--zero-stage", 1, "--fault", "kill@7:2", "--save-steps", 1000)
     assert exit_code == 0, output
-    assert "there is no checkpoint to go on from" in (tmp_path / "logs/try_1/worker_0.log").read_text()
+    assert "no checkpoint exists to continue from" in (tmp_path / "logs/try_1/worker_0.log").read_text()
     assert failures(tmp_path)[0]["rank"] == 2
     assert steps(tmp_path) == [*range(1, 8), *range(1, UPDATES + 1)]
     assert_same_model(tmp_path, undisturbed)
@@ -159,10 +159,10 @@ def test_restarts_are_counted_and_limited(tmp_path):
     assert [f["restart"] for f in failures(tmp_path)] == [1, None]
 
 
-@pytest.mark.parametrize("behind", [0, 1])
-def test_ranks_that_are_an_update_apart_go_on_with_the_later_one(tmp_path, behind):
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_are_an_update_apart_continue_with_the_later_one(tmp_path, late):
     script = ROOT / "tests/failure/late_in_place.py"
-    exit_code, output = run_job(tmp_path, *IN_PLACE, script, tmp_path, behind, nproc="1:3")
+    exit_code, output = run_job(tmp_path, *IN_PLACE, script, tmp_path, late, nproc="1:3")
     assert exit_code == 0, output
     assert "the others go on in place, in update 5" in output
     first, second = json.loads((tmp_path / "result.json").read_text())
@@ -173,8 +173,8 @@ def test_ranks_that_are_an_update_apart_go_on_with_the_later_one(tmp_path, behin
             for r in (0, 1)}  # fmt: skip
     full = [(step, 3) for step in (1, 2, 3, 4)] + [(step, 2) for step in (6, 7, 8)]
     # Only the other rank made update 5: it noticed the loss after that update.
-    assert made[behind] == full
-    assert made[1 - behind] == [*full[:4], (5, 2), *full[4:]]
+    assert made[late] == full
+    assert made[1 - late] == [*full[:4], (5, 2), *full[4:]]
 
 
 # Rank 0 is lost in an evaluation that makes the callback stop training, between two updates or at an epoch's end.

@@ -97,5 +97,5 @@ def test_a_loop_that_is_killed_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
                 # The launcher ends its ranks at once, without output.
                 job.terminate()
     resumed = output("killed").splitlines()
-    assert "going on behind update " in resumed[0]
+    assert "continuing after update " in resumed[0]
     assert resumed[-1] == whole

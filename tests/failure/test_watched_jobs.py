@@ -183,13 +183,13 @@ def test_status_from_another_shell(tmp_path):
     ended = subprocess.run([*base, "status", str(log_dir)], stdout=subprocess.PIPE, check=True, text=True).stdout
     assert "0 of 2 ranks alive" in ended
     wrong = subprocess.run([*base, "status", str(tmp_path)], stderr=subprocess.PIPE, text=True)
-    assert (wrong.returncode, "is no log folder of mindnlp-dp run" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "is not a log folder of mindnlp-dp run" in wrong.stderr) == (2, True)
 
 
 FAILS_WHILE_NOBODY_READS = """
 import sys
 from mpi4py import MPI
-print(300_000 * "a line that nobody reads\\n", flush=True)
+print(300_000 * "a line that is never read\\n", flush=True)
 MPI.COMM_WORLD.barrier()
 if MPI.COMM_WORLD.rank == 1:
     raise ValueError("seen all the same")
@@ -219,7 +219,7 @@ def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
     assert launcher.returncode == 1
     assert said.count("rank 1 of 2 failed") == 2
     assert said.count("seen all the same") >= 2
-    assert f"is in {tmp_path / 'logs'}: nobody reads it here" in said
+    assert f"is in {tmp_path / 'logs'}: no process reads it here" in said
 
 
 # Slow enough for a launcher on a busy machine: if two logs start between two polls, the first of them is lost.

@@ -96,7 +96,7 @@ def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatc
     assert (state.global_step, state.max_steps, state.epoch) == (len(sizes), len(sizes), 3.0)
     # A log shows the learning rate of the next update: a third for a third of a batch, at the schedule's
     # position that corresponds to the samples seen.
-    behind = [0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    updates_before = [0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     share = [1, 1, *[1 / 3] * 3, *[1] * 9]
 
     def planned_rate(updates):
@@ -105,7 +105,7 @@ def test_ranks_that_go_and_come_back(group, shared_tmp_path, missing, monkeypatc
         return 1e-2 * 0.5 * (1 + math.cos(math.pi * (updates - 3) / (12 - 3)))
 
     logged = [row["learning_rate"] for row in state.log_history if "learning_rate" in row and "loss" in row]
-    rates = [share[step - 1] * planned_rate(behind[step]) for step in range(1, len(sizes) + 1)]
+    rates = [share[step - 1] * planned_rate(updates_before[step]) for step in range(1, len(sizes) + 1)]
     assert logged == pytest.approx(rates)
 
 

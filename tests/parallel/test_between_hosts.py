@@ -20,7 +20,7 @@ HALVES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 @pytest.fixture(scope="module")
 def comm(group):
     if group.backend != "mpi":
-        pytest.skip("only the MPI backend has a ring of its own")
+        pytest.skip("only the MPI backend has its own ring")
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
@@ -143,7 +143,7 @@ def test_a_negative_zero_is_something(comm):
 def test_a_patient_wait_sleeps(comm):
     """A rank that waits for a late rank uses little CPU time."""
     if comm.size == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("no rank to wait for")
     barrier(comm, None)
     if comm.rank == 0:
         time.sleep(0.5)
@@ -156,7 +156,7 @@ def test_a_patient_wait_sleeps(comm):
 
 def test_a_patient_wait_can_be_given_up(comm):
     if comm.size == 1:
-        pytest.skip("nobody to wait for")
+        pytest.skip("no rank to wait for")
     waiter, mine = PollingWait(), comm.Dup()
     raised = []
 

@@ -227,15 +227,15 @@ def test_mindspores_own_reducer_takes_mindnlps_parameters(group):
 
 def test_a_bad_loss_on_one_rank_is_left_out_on_all(group):
     batches = dense_batches()
-    spoilt = [x.copy() for x in batches[1]]
-    spoilt[0][0] = np.nan  # rank 0's first row
+    poisoned = [x.copy() for x in batches[1]]
+    poisoned[0][0] = np.nan  # rank 0's first row
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_cell(group, batches=[batches[0], tuple(spoilt), *batches[2:]])
+        train_cell(group, batches=[batches[0], tuple(poisoned), *batches[2:]])
     (said,) = [str(w.message) for w in caught if "left out" in str(w.message)]
     assert said.startswith("the loss of a micro batch is nan at step 1 on rank 0")
     with pytest.raises(FloatingPointError, match="nan at step 1 on rank 0"):
-        train_cell(group, batches=[batches[0], tuple(spoilt)], leave_out_bad_losses=False)
+        train_cell(group, batches=[batches[0], tuple(poisoned)], leave_out_bad_losses=False)
 
 
 def test_options_that_do_not_go_together(group):
@@ -317,7 +317,7 @@ def test_a_reducer_on_one_rank():
         before = [p.asnumpy().copy() for p in parameters]
         step = dp.make_train_step(
             lambda x, y: loss_fn(net(x), y), cells.SGD(parameters, 0.1), parameters,
-            reducer=lambda gradients: pytest.fail("there is nobody to exchange with"),
+            reducer=lambda gradients: pytest.fail("no rank to exchange with"),
         )  # fmt: skip
         step(tuple(map(mindspore.Tensor, dense_batches()[0])))
         assert all(not np.array_equal(p.asnumpy(), old) for p, old in zip(parameters, before))

@@ -152,7 +152,7 @@ def test_samples_of_different_lengths_are_explained(group):
 
 
 def test_what_is_no_data_set_is_refused(group):
-    with pytest.raises(TypeError, match="a int is no data set"):
+    with pytest.raises(TypeError, match="a int is not a data set"):
         make_loader(3, 2)
     with pytest.raises(ValueError, match="the data set is empty"):
         make_loader(Numbers(0), 2)
@@ -259,7 +259,7 @@ def test_a_sample_that_is_no_dict_is_refused_on_every_rank(group, sample):
 
 def test_a_source_that_fails_on_one_rank_fails_on_every_rank(group):
     if group.world_size == 1:
-        pytest.skip("one rank has nobody to wait for it")
+        pytest.skip("one rank has no rank to wait for it")
     last = group.world_size - 1
 
     def row(index):

@@ -190,10 +190,10 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
 
     columns = batch("bert", 8)
     parts = [rows(columns, first, first + 2) for first in range(0, 8, 2)]
-    spoilt, said = trained(parts, spoil=3)
+    poisoned, said = trained(parts, spoil=3)
     expected, _ = trained(parts[:3], spoil=None)
     for name, weight in expected.items():
-        np.testing.assert_array_equal(spoilt[name], weight, err_msg=name)
+        np.testing.assert_array_equal(poisoned[name], weight, err_msg=name)
     assert said
     assert "nan" in said[0]
 
@@ -299,7 +299,7 @@ def test_a_list_of_layers_of_ones_own(group):
         for name, weight in expected.items():
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
     for layers in ([3], [3, 0], [2, 2], [1, 1, 1]):
-        with pytest.raises(ValueError, match="layers_per_stage must share out 3 layers among pp=2 stages"):
+        with pytest.raises(ValueError, match="layers_per_stage must divide 3 layers among pp=2 stages"):
             dp.parallelize(make(), mesh, plan, layers_per_stage=layers)
     for sizes in ({"tp": 2}, {"dp": 2}):
         with pytest.raises(ValueError, match="layers_per_stage is for a pipeline, and the mesh is"):
@@ -318,7 +318,7 @@ def test_what_a_pipeline_cannot_give_is_refused(group):
     model = dp.parallelize(build("mixtral", use_cache=True), mesh)
     model.set_train(False)
     ids = mindspore.Tensor(batch("mixtral", 2)["input_ids"])
-    with pytest.raises(ValueError, match="output_hidden_states: a stage has those of its own layers only"):
+    with pytest.raises(ValueError, match="output_hidden_states: a stage has only those of its layers"):
         model(ids, output_hidden_states=True)
     with pytest.raises(ValueError, match="needs the keys and values of all layers"):
         model.generate(ids)
@@ -458,7 +458,7 @@ def test_an_optimizer_of_before(group):
     model = build("bert")
     optimizer = optim.SGD(list(model.parameters()), lr=0.1)
     model = dp.parallelize(model, mesh)
-    with pytest.raises(ValueError, match=r"make the optimizer behind parallelize\(\)"):
+    with pytest.raises(ValueError, match=r"make the optimizer after parallelize\(\)"):
         dp.make_train_step(lambda **inputs: model(**inputs)[0], optimizer, list(model.parameters()))
 
 
@@ -520,9 +520,9 @@ def test_a_loss_that_is_no_number_spoils_no_expert(group):
             step(window[:num_micro_steps] if num_micro_steps > 1 else window[0])
         return whole_weights(model)
 
-    spoilt, expected = trained(True, 2), trained(False, 1)
+    poisoned, expected = trained(True, 2), trained(False, 1)
     for name, weight in expected.items():
-        np.testing.assert_allclose(spoilt[name], weight, rtol=0, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(poisoned[name], weight, rtol=0, atol=1e-7, err_msg=name)
 
 
 @needs_mpi
@@ -745,7 +745,7 @@ def test_models_that_cannot_be_cut_so(group):
     mesh = dp.init_device_mesh({"tp": group.world_size})
     with pytest.raises(ValueError, match=r"num_attention_heads of .* is 3, which tp=. does not divide"):
         dp.parallelize(build("bert", hidden_size=15, num_attention_heads=3), mesh)
-    with pytest.raises(ValueError, match="there is no plan for Linear"):
+    with pytest.raises(ValueError, match="no plan is known for Linear"):
         from mindnlp.core import nn
 
         dp.parallelize(nn.Linear(4, 4), mesh)
@@ -775,7 +775,7 @@ def test_stages_and_experts_that_cannot_be(group):
         pytest.skip("nothing is cut")
     n = group.world_size
     mesh = dp.init_device_mesh({"pp": n})
-    with pytest.raises(ValueError, match=f"has {n - 1} layers, which pp={n} stages cannot share out"):
+    with pytest.raises(ValueError, match=f"has {n - 1} layers, which pp={n} stages cannot divide"):
         dp.parallelize(build("bert", num_layers=n - 1), mesh)
     if n == 4:
         with pytest.raises(ValueError, match="into two stages, its encoder and its decoder, got pp=4"):
@@ -791,7 +791,7 @@ def test_stages_and_experts_that_cannot_be(group):
 
 def test_ranks_that_build_other_models(group):
     if group.world_size < 2:
-        pytest.skip("nobody differs")
+        pytest.skip("no rank differs")
     mesh = dp.init_device_mesh({"tp": group.world_size})
     with pytest.raises(RuntimeError, match="models differ by construction"):
         dp.parallelize(build("bert", num_layers=1 + group.rank), mesh)

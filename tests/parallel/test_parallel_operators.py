@@ -117,7 +117,7 @@ def test_all_to_all_with_counts_that_do_not_add_up(group):
 def test_groups_of_some_of_the_ranks(group):
     """Every collective works in subgroups, and its errors use the given names of ranks."""
     if group.world_size < 2:
-        pytest.skip("there are no parts")
+        pytest.skip("no parts exist")
     half = group.world_size // 2
     ranks = range(half) if group.rank < half else range(half, group.world_size)
     some = group.split(list(ranks), [f"{rank} (here)" for rank in ranks])

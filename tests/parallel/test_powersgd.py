@@ -142,8 +142,8 @@ def test_what_is_no_number_is_not_remembered(group, sync, bad):
     if group.rank == group.world_size - 1:
         mine[0][3, 3] = bad
     assert not np.isfinite(sync(tensors(mine))[0].asnumpy()).all()
-    anew = dp.GradientSynchronizer(parameters(), group, compression="powersgd", powersgd_rank=RANK)
-    expected = anew(tensors(gradients(group.rank, 1)))
+    fresh = dp.GradientSynchronizer(parameters(), group, compression="powersgd", powersgd_rank=RANK)
+    expected = fresh(tensors(gradients(group.rank, 1)))
     result = sync(tensors(gradients(group.rank, 1)))
     np.testing.assert_array_equal(result[0].asnumpy(), expected[0].asnumpy())
 

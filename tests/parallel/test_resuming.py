@@ -100,7 +100,7 @@ def whole(group, zero_stage, tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"), group)
 
 
-@pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 exchanges gradients behind the backward pass")
+@pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 exchanges gradients after the backward pass")
 def test_gradients_are_packed_from_the_first_update_on_as_they_were(group, tmp_path_factory):
     """The packing order affects the bits of sums that are compressed, or added over three hosts."""
 
@@ -266,7 +266,7 @@ def test_a_run_that_was_stopped_and_saved_goes_on_when_it_is_resumed(group, shar
     group.barrier()
     capsys.readouterr()
     resumed = run(shared_tmp_path / "stopped", group, callbacks=[Silent()], seed=4, resume=True)
-    said = f"this run was stopped at update 4 of {NUM_STEPS}; it is resumed there, and goes on to its end"
+    said = f"this run was stopped at update 4 of {NUM_STEPS}; it is resumed there, and continues to its end"
     assert (said in capsys.readouterr().out) == group.is_main
     assert_same_run(resumed, whole)
 

@@ -153,7 +153,7 @@ def test_nothing_is_left_open(group, comm):
 def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monkeypatch, capsys, where):
     """The rank that creates the memory gets none, or one other rank may not open it."""
     if group.world_size == 1:
-        pytest.skip("one rank shares with nobody")
+        pytest.skip("one rank shares with no other")
     import mindspore
 
     def refuse(*args):

@@ -191,9 +191,9 @@ def test_a_loss_that_is_no_number_in_one_share(group):
         model.parallel.assert_in_sync()
         return whole_weights(model)
 
-    spoilt, expected = trained(parts, True), trained(parts[:3], False)
+    poisoned, expected = trained(parts, True), trained(parts[:3], False)
     for name, weight in expected.items():
-        np.testing.assert_array_equal(spoilt[name], weight, err_msg=name)
+        np.testing.assert_array_equal(poisoned[name], weight, err_msg=name)
 
 
 def test_who_shares_out_a_micro_batch_draws_apart(group):

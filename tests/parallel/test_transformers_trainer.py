@@ -145,9 +145,9 @@ def test_what_would_have_no_effect_is_refused(group, tmp_path):
         def _get_eval_sampler(self, *args, **kwargs):
             raise AssertionError
 
-    with pytest.raises(ValueError, match="_get_train_sampler of its own, which is not called"):
+    with pytest.raises(ValueError, match="its own _get_train_sampler, which is not called"):
         train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Weighted)
-    with pytest.raises(ValueError, match="_get_eval_sampler of its own, which is not called"):
+    with pytest.raises(ValueError, match="its own _get_eval_sampler, which is not called"):
         train(tiny_roberta(), Rows(8), tmp_path, trainer_class=Chosen, eval_dataset=Rows(8), eval_strategy="epoch")
     with pytest.warns(RuntimeWarning, match="dataloader_num_workers has no effect"):
         dp.DataParallelArguments(str(tmp_path), dataloader_num_workers=2)

@@ -560,7 +560,7 @@ def trained(group, **options):
     return [p.asnumpy() for p in parameters], step.synchronizer.overlap.state
 
 
-@pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 exchanges gradients behind the backward pass")
+@pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 exchanges gradients after the backward pass")
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_exchange_during_the_backward_pass(group, zero_stage):
     expected, _ = trained(group, zero_stage=0, overlap=False)

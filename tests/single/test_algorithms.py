@@ -203,7 +203,7 @@ def test_every_algorithm_can_be_explained(algorithm, world_size):
 
 
 def test_what_cannot_be_explained():
-    with pytest.raises(ValueError, match="there is no algorithm 'tree'; there are reduce_broadcast, data_parallel"):
+    with pytest.raises(ValueError, match="unknown algorithm 'tree'; expected one of reduce_broadcast, data_parallel"):
         explain("tree", 4)
     with pytest.raises(ValueError, match="nothing moves in a world of 1"):
         explain("ring", 1)
@@ -263,7 +263,7 @@ def command(*args):
 def test_the_command_explains_and_says_what_it_cannot():
     assert command("algorithms", "--explain", "ring", "--nproc", "4") == (0, RING_OF_FOUR + "\n", "")
     code, _, said = command("algorithms", "--explain", "tree")
-    assert (code, said.splitlines()[-1].partition(";")[0]) == (2, "mindnlp-dp algorithms: there is no algorithm 'tree'")
+    assert (code, said.splitlines()[-1].partition(";")[0]) == (2, "mindnlp-dp algorithms: unknown algorithm 'tree'")
     code, _, said = command("scaling", "--nproc", "1")
     assert (code, said) == (
         2, "mindnlp-dp scaling: scaling compares one rank with several; --nproc needs a number of at least 2\n",

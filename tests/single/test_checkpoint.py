@@ -275,11 +275,11 @@ def rewrite(checkpoint, change):
         ),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"].update({"../x": {"bytes": 1, "blake2b": ""}})),
-            "checkpoint.json is damaged: '../x' is no file in the folder",
+            "checkpoint.json is damaged: '../x' is not a file in the folder",
         ),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"].update({"/x": {"bytes": 1, "blake2b": ""}})),
-            "checkpoint.json is damaged: '/x' is no file in the folder",
+            "checkpoint.json is damaged: '/x' is not a file in the folder",
         ),
         (
             lambda c: (c / "model-extra.safetensors").write_bytes(b"1"),

@@ -70,7 +70,7 @@ def test_a_missing_mpirun(monkeypatch):
     assert to_mend(doctor.check_environment({}))["mpirun was not found"] == 'pip install "mindnlp-dp[mpi]"'
     monkeypatch.setattr(doctor, "_try_backend", lambda backend, advice: doctor.Finding(f"{backend} works"))
     tried = [finding.what for finding in doctor.check_backends(can_import=True)]
-    assert tried == ["mpi: not tried, for there is no mpirun", "mindspore works"]
+    assert tried == ["mpi: not tried, because mpirun is missing", "mindspore works"]
 
 
 def test_a_taken_port(monkeypatch):

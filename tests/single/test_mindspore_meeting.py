@@ -39,14 +39,14 @@ def test_cores_and_policy_are_given_back_to_threads_old_and_new(monkeypatch, dev
         begun.wait()
         seen.extend([state(), state(new.native_id), state(old.native_id)])
         if fails:
-            raise RuntimeError("nobody comes")
+            raise RuntimeError("no rank comes")
 
     ms = SimpleNamespace(communication=SimpleNamespace(init=init), get_context=lambda name: device)
     monkeypatch.setitem(sys.modules, "mindspore", ms)
     monkeypatch.delenv("MS_ROLE", raising=False)
     try:
         if fails:
-            with pytest.raises(RuntimeError, match="nobody comes"):
+            with pytest.raises(RuntimeError, match="no rank comes"):
                 init_cluster()
         else:
             init_cluster()

@@ -301,4 +301,4 @@ def test_a_try_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
         console.show()
         console.close()
         stop_waiting_for_readers()
-    assert "nobody reads it here" in capsys.readouterr().err
+    assert "no process reads it here" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_a_model_of_operators(tmp_path):
     assert model.flops == 3 * 2 * 2 * 8 * 64 * 256
     plans = plan(model, load_cluster(CLUSTER), 16)
     assert launch_command(plans[0], plans) is None
-    assert "takes a plan of your own" in text_of(plans)
+    assert "takes your own plan" in text_of(plans)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_model_of_operators(tmp_path):
         ({"operators": []}, "model key operators must be a list"),
         ({"operators": [{"name": "a", "kind": "conv"}]}, "model key operators\\[0\\].*kind must be one of"),
         ({"operators": [{"name": "a", "kind": "matmul", "rows": -1}]}, "operators\\[0\\].rows must be a number"),
-        ({"operators": [{"name": "a", "kind": "matmul", "inputs": ["b"]}]}, "input 'b' is no operator before it"),
+        ({"operators": [{"name": "a", "kind": "matmul", "inputs": ["b"]}]}, "input 'b' is not an operator before it"),
     ],
 )
 def test_wrong_models_are_named_by_their_key(keys, message):
@@ -452,13 +452,13 @@ def test_an_encoder_decoder_has_two_stages_at_most():
     [
         ({"dp": 3}, 1, {}, "is not 4 devices"),
         ({"dp": 4}, 3, {}, "do not divide 16 samples"),
-        ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not share out 6 layers"),
+        ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not divide 6 layers"),
         ({"dp": 4}, 0, {}, "the micro batch has samples from 1 on"),
         ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, tp"),
         ({"ep": 4}, 1, {}, "ep=4: 4 does not divide 0 experts"),
         ({"pp": 2, "dp": (2, 1, 1)}, 1, {}, "or of as many stages"),
         ({"pp": 2, "dp": (2, 1)}, 1, {}, "is not 4 devices"),
-        ({"pp": 2, "dp": (2, 1), "tp": (1, 2)}, 1, {}, "1 samples of a micro batch are not shared out evenly among 2"),
+        ({"pp": 2, "dp": (2, 1), "tp": (1, 2)}, 1, {}, "1 samples of a micro-batch cannot be split evenly among 2"),
     ],
 )
 def test_wrong_predictions_are_named(mesh, micro_batch, options, message):

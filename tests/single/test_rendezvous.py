@@ -237,7 +237,7 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
             sock.close()
     finally:
         server.close(0)
-    assert capsys.readouterr().err == "somebody at 127.0.0.1 does not know this job's token, and was refused\n"
+    assert capsys.readouterr().err == "a process at 127.0.0.1 does not know this job's token, and was refused\n"
 
 
 def test_a_report_comes_over_with_times_of_the_readers_clock():
@@ -327,8 +327,8 @@ def test_the_number_of_a_host(name):
     ("line", "message"),
     [
         ("--nnodes 2", "--rdzv-endpoint HOST:PORT"),
-        ("--rdzv-endpoint 192.0.2.1:29400", "this host would be a job of its own"),
-        ("--node-rank 1", "this host would be a job of its own"),
+        ("--rdzv-endpoint 192.0.2.1:29400", "this host would be a separate job"),
+        ("--node-rank 1", "this host would be a separate job"),
         ("--nnodes 2 --standalone --rdzv-endpoint a:1", "--standalone is for one host"),
         ("--nnodes 2 --rdzv-endpoint a:b:c", "an endpoint is HOST:PORT"),
         ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf x=1", "--rdzv-conf takes join_timeout"),
@@ -442,7 +442,7 @@ def test_without_a_fork_server_a_worker_works_itself(tmp_path):
     assert (call.folder, call.cores) == (os.getcwd(), sorted(os.sched_getaffinity(0)))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_a_fork_server_of_another_user_gets_nothing(tmp_path):
     """Check a server of another user that listens at the path of our fork server."""
     path = str(tmp_path / "ranks")

@@ -86,10 +86,12 @@ def test_a_users_file_is_not_taken_for_a_log(tmp_path):
     for number in (100, 101, 102, 103, 104):
         (tmp_path / f"job_{number}").mkdir()
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(LaunchError, match="is no job's, and holds job_100, job_101, .* progress, which a job would"):
+    with pytest.raises(
+        LaunchError, match="does not belong to a job, and holds job_100, job_101, .* progress, which a job would"
+    ):
         put_earlier_job_aside(tmp_path)
     # A host that joins a later attempt does not move them either.
-    with pytest.raises(LaunchError, match="is no job's"):
+    with pytest.raises(LaunchError, match="does not belong to a job"):
         LocalHost({}, 1).clear(str(tmp_path), 2)
     assert sorted(os.listdir(tmp_path)) == before
 

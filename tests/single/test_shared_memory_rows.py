@@ -108,7 +108,7 @@ def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
     array = held.asnumpy()
     del held
     assert (result_of(one, 4.0).asnumpy() == 4.0).all()
-    assert (array == 3.0).all(), "somebody still looked at it"
+    assert (array == 3.0).all(), "a reader still looked at it"
 
 
 def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):

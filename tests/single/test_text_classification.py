@@ -63,7 +63,7 @@ def test_a_text_may_be_longer_than_csvs_limit(tmp_path, name, delimiter):
         ("a.tsv", "label\ttext\n1\ttwo\tthree\n", "a.tsv, line 2: 3 fields, but the header has 2$"),
         ("a.csv", "text,label\n ,x\n", "a.csv, line 2: the text is empty"),
         ("a.csv", "text,label\na,\n", "a.csv, line 2: the label is empty"),
-        ("a.csv", "text,label\n", "a.csv: there are no rows below the header"),
+        ("a.csv", "text,label\n", "a.csv: it has no rows below the header"),
         ("a.csv", "", "a.csv, line 1: the header is missing"),
         ("a.csv", "topic,label\na,b\n", "no text column; expected one named text or text_a or sentence, found topic"),
         ("a.csv", "text,topic\na,b\n", "no label column; .* found text, topic; name it with --label-column"),
@@ -123,7 +123,7 @@ def test_a_hub_name_without_a_network_gives_one_sentence(monkeypatch):
 
 
 def test_a_missing_file_and_a_folder(tmp_path):
-    with pytest.raises(InputError, match="none.csv: there is no such file"):
+    with pytest.raises(InputError, match="none.csv: the file does not exist"):
         read_examples(str(tmp_path / "none.csv"))
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(InputError, match="is a folder, expected a file"):

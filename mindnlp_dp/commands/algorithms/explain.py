@@ -26,7 +26,7 @@ def explain(algorithm: str, world_size: int) -> str:
         ValueError: the algorithm is unknown, or there are fewer than two ranks.
     """
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+        raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
     if world_size < 2:
         raise ValueError(f"nothing moves in a world of {world_size}; use 2 ranks or more")
 

@@ -217,7 +217,7 @@ def check_backends(can_import: bool) -> Iterator[Finding]:
         if not can_import:
             yield Finding(f"{backend}: not tried, for the imports fail")
         elif backend == "mpi" and find_mpirun() is None:
-            yield Finding("mpi: not tried, for there is no mpirun")
+            yield Finding("mpi: not tried, because mpirun is missing")
         else:
             yield _try_backend(backend, advice)
 

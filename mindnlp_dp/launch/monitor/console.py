@@ -117,7 +117,9 @@ class Console:
         for log in self._logs:
             sys.stdout.buffer.write(log.end())
         if self._logs and has_unwritten(sys.stdout):
-            print(f"the rest of what ranks have written is in {self._log_dir}: nobody reads it here", file=sys.stderr)
+            print(
+                f"the rest of what ranks have written is in {self._log_dir}: no process reads it here", file=sys.stderr
+            )
 
     def _write(self, text: str) -> None:
         sys.stderr.write(text)

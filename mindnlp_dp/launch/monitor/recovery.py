@@ -134,7 +134,7 @@ class RestartPolicy:
         if self.count >= self._most:
             self.why_not = f"it was restarted {self.count} times, as --max-restarts says" if self._most else ""
         elif self._in_a_row >= MOST_IN_A_ROW:
-            self.why_not = f"{self._in_a_row} tries in a row have not finished a single update"
+            self.why_not = f"{self._in_a_row} attempts in a row have not finished a single update"
         else:
             # A job that made progress is restarted at once.
             longer = 2 ** (self._in_a_row - 1)

@@ -76,7 +76,7 @@ def status_of(log_dir: Path) -> dict[str, Any]:
     """
     found = _read_of_all_hosts(log_dir)
     if not found:
-        raise ValueError(f"{log_dir} is no log folder of mindnlp-dp run: it has no file {PROGRESS!r}")
+        raise ValueError(f"{log_dir} is not a log folder of mindnlp-dp run: it has no file {PROGRESS!r}")
     now, statuses = time.monotonic(), read_statuses(log_dir, range(len(found)))
     shown = []
     for number, (rank, is_here) in enumerate(found):

@@ -204,7 +204,7 @@ class LocalHost:
             try:
                 self._fork_server = ForkServer(self._environ, Path(attempt.log_dir))
             except OSError as error:
-                print(f"there is no fork server for the next try, which imports as ever: {error}", file=sys.stderr)
+                print(f"the next attempt has no fork server, and imports as usual: {error}", file=sys.stderr)
 
     def poll(self) -> HostReport:
         """Return a report on this host's ranks. It is cheap enough for many calls a second."""

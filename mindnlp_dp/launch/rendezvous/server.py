@@ -205,7 +205,7 @@ class RendezvousServer:
             return
         if address not in self._refused and len(self._refused) < _MOST_STRANGERS:
             self._refused.add(address)
-            print(f"somebody at {address} does not know this job's token, and was refused", file=sys.stderr)
+            print(f"a process at {address} does not know this job's token, and was refused", file=sys.stderr)
 
     def _welcome(self, connection: Connection, said: dict[str, Any]) -> Optional[RemoteHost]:
         if said["say"] == "daemon":

@@ -148,7 +148,7 @@ class FlatWeights:
                 name = next(iter(sorted({*theirs} ^ {*everyone[0][1]})))[0]
                 raise ReplicaMismatchError(
                     f"{name!r} was assigned to between two updates, and ranks 0 and {rank} do not have the same value "
-                    "there; assign the same values on every rank, or call broadcast_parameters(model) behind it"
+                    "there; assign the same values on every rank, or call broadcast_parameters(model) after it"
                 )
         if writes:
             # All values are read before the first write, because a parameter may point to the memory of another one.

@@ -145,8 +145,8 @@ class OptimizerStateRegistry:
             if not optimizer.state and self.last is not None and self.last.has_divided_moments:
                 raise ValueError(
                     "the optimizer was given a state without moments, which are divided among the ranks "
-                    "(zero_stage): its own state_dict() has none, so this would lose them; to begin anew, make a new "
-                    "optimizer, to go on from saved ones, load a state that has them"
+                    "(zero_stage): its own state_dict() has none, so this would lose them; to start again, make a new "
+                    "optimizer; to continue from saved ones, load a state that has them"
                 )
             self.load(optimizer, {id(p): state for p, state in optimizer.state.items()})
             optimizer.state.clear()

@@ -90,7 +90,7 @@ class Pipeline:
         """Run this stage in training; otherwise run all stages and return the model's output on every rank."""
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name) or getattr(self._config, name, False):
-                raise ValueError(f"{name}: a stage has those of its own layers only; leave it out, or pp")
+                raise ValueError(f"{name}: a stage has only those of its layers; leave it out, or pp")
         if self._is_training:
             return self._stage_forward(*args, **kwargs)
         messages, stage = self.messages, self.stage
@@ -251,7 +251,7 @@ class Pipeline:
         loss, num_failed = self._sharers.all_reduce(np.array([mine, 0.0]), every_step=True)
         if num_failed:
             raise ValueError(
-                f"a rank that shares out the samples of a micro batch with rank {self.mesh.world.label()} has failed; "
+                f"a rank that splits the samples of a micro-batch with rank {self.mesh.world.label()} has failed; "
                 "its own error says why"
             )
         return float(loss)

@@ -111,7 +111,7 @@ def partition_stages(
     inbox = StageInput()
     if plan.encoder:
         if layers_per_stage:
-            raise ValueError(f"{type(model).__name__} is cut behind its encoder; leave layers_per_stage out")
+            raise ValueError(f"{type(model).__name__} is cut after its encoder; leave layers_per_stage out")
         _cut_behind_encoder(model, plan, placements, inbox)
     else:
         _cut_between_layers(model, plan, placements, inbox, layers_per_stage)
@@ -140,7 +140,7 @@ def _cut_between_layers(
     layers = find_module(model, plan.layers, "the list of layers")
     if num_stages > len(layers):
         raise ValueError(
-            f"{type(model).__name__} has {len(layers)} layers, which pp={num_stages} stages cannot share out; each "
+            f"{type(model).__name__} has {len(layers)} layers, which pp={num_stages} stages cannot divide; each "
             "needs one at least"
         )
     for name in plan.first:
@@ -173,7 +173,7 @@ def _bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[int]) -
         return shard_bounds(num_layers, num_stages)
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ValueError(
-            f"layers_per_stage must share out {num_layers} layers among pp={num_stages} stages, one at least to each; "
+            f"layers_per_stage must divide {num_layers} layers among pp={num_stages} stages, one at least to each; "
             f"got {list(layers_per_stage)}"
         )
     return [sum(layers_per_stage[:stage]) for stage in range(num_stages + 1)]

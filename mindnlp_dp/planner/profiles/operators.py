@@ -105,9 +105,11 @@ class Graph:
         for operator in self.operators:
             for source in operator.inputs:
                 if source not in self.by_name:
-                    raise ValueError(f"operator {operator.name!r}: input {source!r} is no operator before it")
+                    raise ValueError(f"operator {operator.name!r}: input {source!r} is not an operator before it")
             if operator.tied_to is not None and operator.tied_to not in self.by_name:
-                raise ValueError(f"operator {operator.name!r}: tied_to {operator.tied_to!r} is no operator before it")
+                raise ValueError(
+                    f"operator {operator.name!r}: tied_to {operator.tied_to!r} is not an operator before it"
+                )
             if operator.name in self.by_name:
                 raise ValueError(f"two operators are named {operator.name!r}")
             self.by_name[operator.name] = operator

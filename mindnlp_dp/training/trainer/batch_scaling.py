@@ -55,7 +55,7 @@ class ElasticBatchSchedule:
             raise ValueError(
                 f"updates that were planned with {self.planned} samples, and whose size changes with the number of "
                 "ranks (--scale-batch), are cut from the order of a data set with an index, and not of one that is "
-                "grouped by length or has batches of its own"
+                "grouped by length or makes its own batches"
             )
         if size is not None and loader.global_batch_size != size:
             raise ValueError(

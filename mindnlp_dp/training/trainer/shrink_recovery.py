@@ -95,7 +95,7 @@ def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
     trainer.choose_run(trainer.resumed_from, job=job_id(os.environ))
     if trainer.resumed_from is None:
         raise RuntimeError(
-            "a rank was lost, and with it a part of the optimizer's state, which is divided; there is no checkpoint to "
+            "a rank was lost, and with it a part of the optimizer's state, which is sharded; no checkpoint exists to "
             "go on from. Save more often, or use zero_stage=0"
         )
     return load_checkpoint(trainer.resumed_from, trainer.whole)

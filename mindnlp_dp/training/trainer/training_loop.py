@@ -153,7 +153,7 @@ class TrainingLoop:
     def _do_what_is_pending(self) -> bool:
         """Log, evaluate and save as was due when a rank was lost; return whether the run is over after that."""
         saved, control = self.checkpoint, self.trainer.control
-        assert saved is not None, "a run that begins anew behind a loss has its state"
+        assert saved is not None, "a run that starts again after a lost rank has its state"
         for flag, value in saved["pending"].items():
             setattr(control, flag, value)
         self.metrics = saved["metrics"]
@@ -406,7 +406,7 @@ class TrainingLoop:
             elif is_restarted:
                 print(f"{where}, before its job was restarted, and has ended: nothing is left to train", flush=True)
             else:
-                print(f"{where}; it is resumed there, and goes on to its end", flush=True)
+                print(f"{where}; it is resumed there, and continues to its end", flush=True)
         return is_restarted or stopped_early
 
     def restore_what_begins_undo(self) -> None:

@@ -50,7 +50,7 @@ class DataParallelArguments(DataParallelArgumentsBase):
             if getattr(self, name) != defaults.get(name):
                 warnings.warn(
                     f"{name} has no effect here: each rank reads its samples itself, between its updates. Map what "
-                    "takes long before training, or pass a MindSpore pipeline that does it with workers of its own",
+                    "takes long before training, or pass a MindSpore pipeline that does it with its own workers",
                     RuntimeWarning,
                     stacklevel=5,
                 )

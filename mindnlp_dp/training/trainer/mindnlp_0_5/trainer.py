@@ -147,7 +147,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     def _check_sampler(self, name: str) -> None:
         if getattr(type(self), name) is not getattr(Trainer, name):
             raise ValueError(
-                f"{type(self).__name__} has a {name} of its own, which is not called: samples are shared out in an "
+                f"{type(self).__name__} has its own {name}, which is not called: samples are distributed in an "
                 "order that all ranks know; choose, weigh or order them in the data set"
             )
 
