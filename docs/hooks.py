@@ -52,7 +52,7 @@ def settings(file: Path, class_name: str) -> list[tuple[str, str, Any, str]]:
 
 
 def _setting(file: Path, field: ast.AnnAssign) -> tuple[str, str, Any, str]:
-    """Parse ``name: type = field(default=..., metadata={"help": ...})``, or ``name: type = function(default, help)``."""
+    """Parse ``name: type = field(default=..., metadata={"help": ...})`` or ``name: type = function(default, help)``."""
     assert isinstance(field.target, ast.Name)
     name, call = field.target.id, field.value
     if not isinstance(call, ast.Call):

@@ -122,8 +122,8 @@ def claim(log_dir: Path) -> None:
         ]
         if named:
             raise LaunchError(
-                f"the log folder {log_dir} does not belong to a job, and holds {', '.join(sorted(named))}, which a job would "
-                "overwrite; give another one, --log-dir"
+                f"the log folder {log_dir} does not belong to a job, and holds {', '.join(sorted(named))}, which a job "
+                "would overwrite; give another one, --log-dir"
             )
         marker.touch()
 

@@ -51,8 +51,8 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     add("--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)")
     add(
         "--log-mb", type=_whole, default=JobOptions.log_mb, metavar="MB",
-        help=f"a new log file of a rank is begun when the log has grown so large, and the one before stays as worker_R.log.1; 0: "
-        f"never (default: {JobOptions.log_mb})",
+        help="a new log file of a rank is begun when the log has grown so large, and the one before stays as "
+        f"worker_R.log.1; 0: never (default: {JobOptions.log_mb})",
     )  # fmt: skip
     add(
         "--grow-after", type=_seconds, default=JobOptions.grow_after, metavar="SECONDS",

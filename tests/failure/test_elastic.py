@@ -94,7 +94,7 @@ def test_the_smallest_size_is_kept_and_a_fault_that_returns_ends_the_job(tmp_pat
     exit_code, output = run_job(tmp_path, "import sys\nsys.exit(5)\n", nproc="2:3")
     assert exit_code == 5
     assert output.count("the job continues with 2 of 3 ranks") == 2
-    assert "3 tries in a row have not finished a single update" in output
+    assert "3 attempts in a row have not finished a single update" in output
 
 
 FORKED = """

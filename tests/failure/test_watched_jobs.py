@@ -301,7 +301,7 @@ def test_a_job_that_fails_at_once_every_time_is_given_up(tmp_path):
     assert exit_code == 1
     assert output.count("in 1 s, from the newest checkpoint") == 1
     assert output.count("in 2 s, from the newest checkpoint") == 1
-    assert "the job is over: 3 tries in a row have not finished a single update" in output
+    assert "the job is over: 3 attempts in a row have not finished a single update" in output
     assert time.monotonic() - began < 60
     assert len(list((tmp_path / "logs").glob("try_*/worker_0.log"))) == 2
 
@@ -334,7 +334,7 @@ def test_a_restart_that_cannot_write_its_logs_is_a_failure_that_may_pass(tmp_pat
     assert job.exit_code == 75, job.output
     assert "logs of " in job.output
     assert "cannot be written to" in job.output
-    assert "the job is over: 3 tries in a row have not finished a single update" in job.output
+    assert "the job is over: 3 attempts in a row have not finished a single update" in job.output
 
 
 def test_ranks_that_cannot_say_how_they_ended(tmp_path):

@@ -39,7 +39,7 @@ def waits(tmp_path, updates, most=100):
 def test_three_in_a_row_that_got_nowhere_are_one_too_many(tmp_path):
     found, restarts = waits(tmp_path, [0, 0, 0])
     assert found == [1.0, 2.0, None]
-    assert restarts.why_not == "3 tries in a row have not finished a single update"
+    assert restarts.why_not == "3 attempts in a row have not finished a single update"
     assert [json.loads(line)["waits"] for line in (tmp_path / RECORD).read_text().splitlines()] == found
 
 
