@@ -151,7 +151,7 @@ def count_all_reduces(group: Any, counts: dict[str, int]) -> None:
 
 def wire_bytes(model: Any) -> int:
     parallel = getattr(model, "parallel", None)
-    return 0 if parallel is None or parallel.pipeline is None else parallel.pipeline.messages.wire.bytes_sent
+    return 0 if parallel is None or parallel.pipeline is None else parallel.pipeline.messages.p2p.bytes_sent
 
 
 def trace_passes(model: Any, spans: list[tuple[str, float, float]]) -> None:

@@ -70,7 +70,7 @@ def update_stages(optimizer: Any, synchronizer: Any, zero_stage: Any = "auto") -
         updater.update(averaged)
         yield "update"
         updater.finish()
-        synchronizer.settle()
+        synchronizer.repack_if_learned()
         yield "finish"
 
     return stages

@@ -76,7 +76,7 @@ def crashed(*args, **settings):
 def trained_by_trainer(group, mesh, folder, resume=None, **settings):
     dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(tiny_roberta(seed=1, num_layers=2, dropout=settings.pop("dropout", 0.0)))
-    data = get_device_mesh().data
+    data = get_device_mesh().dp_group
     return train_by_trainer(
         model, Rows(24), folder, resume=resume, per_device_train_batch_size=4 // data.world_size,
         gradient_accumulation_steps=2, logging_steps=1, learning_rate=1e-3, **settings,

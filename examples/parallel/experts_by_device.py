@@ -39,7 +39,7 @@ def main() -> None:
     step = dp.make_train_step(
         lambda **batch: model(**batch)[0], optim.AdamW(parameters, lr=1e-3), parameters, max_grad_norm=1.0
     )
-    ids = np.random.default_rng(mesh.data.rank).integers(1, VOCABULARY, (8, LENGTH))
+    ids = np.random.default_rng(mesh.dp_group.rank).integers(1, VOCABULARY, (8, LENGTH))
     losses = [step({"input_ids": ids, "labels": ids}) for _ in range(5)]
     show(model, mesh, args.scale, losses=losses)
     if mesh.world.is_main and model.parallel is not None:

@@ -28,7 +28,7 @@ from devices import MEGABYTE, arguments, show  # noqa: E402
 from mindnlp.core import nn, optim  # noqa: E402
 from mindnlp.core.nn import functional  # noqa: E402
 
-from mindnlp_dp.parallel.parallel_plan import PipelinePlan, Plan, TensorPlan  # noqa: E402
+from mindnlp_dp.parallel.parallel_plan import PipelinePlan, ShardingPlan, TensorPlan  # noqa: E402
 
 CAPACITY = 10
 MESHES = {"cut": {"tp": 2}, "stages": {"pp": 2}, "hybrid": {"dp": 2, "pp": 2}}
@@ -58,10 +58,10 @@ def main() -> None:
         # 16 GB and 4 GB: half of both fits.
         width, out = 256, 64
         inner = int(16 * gigabyte / width)
-        plan = Plan(tensor=TensorPlan({"operators.0": "columns", "operators.1": "rows"}))
+        plan = ShardingPlan(tensor=TensorPlan({"operators.0": "columns", "operators.1": "rows"}))
     else:
         width = inner = out = math.isqrt(int(10 * gigabyte))
-        plan = Plan(pipeline=PipelinePlan(layers="operators", tuples=False))
+        plan = ShardingPlan(pipeline=PipelinePlan(layers="operators", tuples=False))
     model = dp.parallelize(TwoOperators(width, inner, out), mesh, plan)
     parameters = list(model.parameters())
 
@@ -69,7 +69,7 @@ def main() -> None:
         return model(x, targets)
 
     step = dp.make_train_step(forward, optim.AdamW(parameters, lr=1e-3), parameters, accumulation_steps=4)
-    rng = np.random.default_rng(mesh.data.rank)
+    rng = np.random.default_rng(mesh.dp_group.rank)
     losses = []
     for _ in range(5):
         window = [

@@ -57,7 +57,7 @@ def test_models_that_are_cut(group, tmp_path, mesh, name):
     dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build(model_class))
     more = settings(group, 4, num_train_epochs=1)
-    more["per_device_train_batch_size"] = 4 // get_device_mesh().data.world_size
+    more["per_device_train_batch_size"] = 4 // get_device_mesh().dp_group.world_size
     mine = train(model, rows, tmp_path, **more)
     with alone():
         dp.init_device_mesh({"dp": 1})

@@ -74,7 +74,7 @@ def test_files_in_the_diagrams_exist():
 
 
 def test_the_layers_are_those_that_are_checked():
-    told = re.search(r"^```\ncli\n.*?^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[0]
+    told = re.search(r"^```\ncommands \| text.*?^```", read(DOCS / "architecture.md"), re.DOTALL | re.MULTILINE)[0]
     held = re.search(r"^layers = \[\n(.*?)^\]", read(ROOT / "pyproject.toml"), re.DOTALL | re.MULTILINE)[1]
     assert told.splitlines()[1:-1] == re.findall(r'"(.+)"', held)
 
@@ -95,7 +95,7 @@ def test_the_table_of_arguments_is_the_dataclass():
     kind = dp.DataParallelArguments.__base__
     inherited = {field.name for field in dataclasses.fields(kind.__base__)}
     expected = [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(kind) if f.name not in inherited]
-    rows = hooks().settings(PACKAGE / "trainers" / "arguments.py", kind.__name__)
+    rows = hooks().settings(PACKAGE / "training" / "trainer" / "arguments.py", kind.__name__)
     assert len(rows) > 5
     assert [(name, default, meaning) for name, _, default, meaning in rows] == expected
 

@@ -65,7 +65,8 @@ def test_flags_of_the_training_script_exist(page):
 
 
 def test_commands_exist(page):
-    known = set(re.findall(r'add_parser\(\s*"(\w+)"', (ROOT / "mindnlp_dp" / "cli.py").read_text(encoding="utf-8")))
+    source = (ROOT / "mindnlp_dp" / "commands" / "main.py").read_text(encoding="utf-8")
+    known = set(re.findall(r'add_parser\(\s*"(\w+)"', source))
     named = set(re.findall(r"(?:^|`)mindnlp-dp (\w+)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert named <= known
 
