@@ -48,7 +48,7 @@ class Plan:
         num_micro_batches: micro-batches per update.
         schedule: the pipeline schedule; "" without a pipeline.
         recompute: whether stages keep only their inputs and recompute the other activations.
-        zero_stage: the ZeRO stage, see ``docs/update.md``.
+        zero_stage: the ZeRO stage, see ``docs/zero.md``.
         seconds: predicted time of an update.
         parts: the same seconds by purpose: compute, collectives, transfers, bubble, gradients, optimizer.
         capacity: memory of a device in bytes.
