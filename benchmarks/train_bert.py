@@ -177,7 +177,8 @@ def main() -> None:
                 for key, value in zip(taken, slowest.tolist()):
                     measured[name].setdefault(key, []).append(value)
     num_bytes = sum(4 * int(np.prod(p.shape)) for p in next(iter(steps.values())).parameters)
-    states = {name: step.sync.overlap.state for name, step in steps.items() if step.sync is not None}
+    overlaps = {name: step.sync.overlap for name, step in steps.items() if step.sync is not None}
+    states = {name: overlap.off_reason or overlap.state.value for name, overlap in overlaps.items()}
     if group.is_main:
         args.write.write_text(json.dumps({"measured": measured, "gradient_bytes": num_bytes, "overlap": states}))
 

@@ -159,10 +159,10 @@ def check_agreement(transport: Transport, call: str, *arguments: str, wrong: Opt
 
 # An error of one rank is raised on all ranks.
 
-Report = Optional[tuple[type[Exception], str]]
+ReportedError = Optional[tuple[type[Exception], str]]
 
 
-def report_of(error: Optional[Exception]) -> Report:
+def report_of(error: Optional[Exception]) -> ReportedError:
     """Return an error's type and message; RuntimeError for a type that cannot be pickled, such as a local class."""
     if error is None:
         return None
@@ -174,7 +174,7 @@ def report_of(error: Optional[Exception]) -> Report:
 
 
 def raise_reported(
-    reports: Sequence[Report], mine: Optional[Exception], doing: str, label: Callable[[int], str]
+    reports: Sequence[ReportedError], mine: Optional[Exception], doing: str, label: Callable[[int], str]
 ) -> None:
     """Raise this rank's own error if it has one, else the first error that another rank reports, with its rank."""
     if mine is not None:

@@ -32,7 +32,7 @@ def grouped_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int) -
     samples come first. The longest of all is the first sample, so that a batch too large for the memory fails at once.
 
     >>> grouped_by_length(np.array([2, 0, 1, 3]), np.array([5, 9, 7, 6]), 2)
-    array([1, 2, 3, 0])
+    array([1, 0, 2, 3])
     """
     stretch = batch_size * max(1, min(50, len(order) // (4 * batch_size)))
     parts = [order[begin : begin + stretch] for begin in range(0, len(order), stretch)]

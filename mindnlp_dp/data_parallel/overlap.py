@@ -19,6 +19,7 @@ problem instead. If a window went wrong on any rank, all ranks exchange it again
 
 from __future__ import annotations
 
+import enum
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -40,11 +41,21 @@ _WORTH_IT = 0.01
 _BEYOND_CHANCE = 2.0
 
 
+class OverlapState(enum.Enum):
+    """Whether gradients are exchanged during the backward pass."""
+
+    LEARNING = "learning the order of gradients"
+    MEASURING = "measuring whether it is faster"
+    ON = "on"
+    OFF = "off"
+
+
 class Overlap:
     """Starts bucket exchanges from gradient hooks, and decides with all ranks whether overlap stays on.
 
     Attributes:
-        state: "learning", "measuring", "on", or "off: " and the reason; the same on every rank once learning has ended.
+        state: The same on every rank once learning has ended.
+        off_reason: Why overlap is off; empty if it is not.
         is_sending: Whether this window's exchange begins during its backward pass; the same on every rank.
         is_learning: Whether this window only records the order of gradients; the same on every rank.
         problem: The first problem on this rank in this window; None if there was none.
@@ -56,7 +67,8 @@ class Overlap:
     def __init__(
         self, parameters: Sequence[Any], wanted: Union[bool, str], channel: Channel, *, on_device: bool
     ) -> None:
-        self.state = "learning"
+        self.state = OverlapState.LEARNING
+        self.off_reason = ""
         self.problem: Optional[str] = None
         self.has_changed: Any = False
         self._wanted = wanted
@@ -83,11 +95,11 @@ class Overlap:
 
     @property
     def is_learning(self) -> bool:
-        return self.state == "learning"
+        return self.state is OverlapState.LEARNING
 
     @property
     def is_sending(self) -> bool:
-        return self.state == "on" or (self.state == "measuring" and self._window % 2 == 1)
+        return self.state is OverlapState.ON or (self.state is OverlapState.MEASURING and self._window % 2 == 1)
 
     @property
     def is_open(self) -> bool:
@@ -96,7 +108,7 @@ class Overlap:
 
     def turn_off(self, reason: str) -> None:
         """Disable overlap permanently and remove the hooks. Called by all ranks in the same window."""
-        self.state = f"off: {reason}"
+        self.state, self.off_reason = OverlapState.OFF, reason
         self.clear()
         for handle in self._handles:
             handle.remove()
@@ -107,7 +119,7 @@ class Overlap:
     def begin(self, buckets: Sequence[Bucket], weight: float, weight_so_far: float) -> None:
         """Prepare for the last backward pass of a window, whose gradients have the weight ``weight``."""
         self._began = time.perf_counter()
-        if weight == 0 or self.state.startswith("off"):
+        if weight == 0 or self.state is OverlapState.OFF:
             return
         if not self._handles:
             self._install()
@@ -232,11 +244,11 @@ class Overlap:
 
     def recorded_order(self) -> None:
         """End the learning state; called when every rank has recorded the order of its gradients."""
-        self.state = "measuring" if self._wanted == "auto" else "on"
+        self.state = OverlapState.MEASURING if self._wanted == "auto" else OverlapState.ON
 
     def measure(self, all_reduce: Callable[..., Any]) -> None:
         """Record the time of a window; after the last trial window all ranks choose the same way, in a collective."""
-        if self.state != "measuring":
+        if self.state is not OverlapState.MEASURING:
             return
         if self._began is not None:
             self._seconds[self._window % 2, self._window // 2] = time.perf_counter() - self._began
@@ -244,7 +256,7 @@ class Overlap:
         if self._window == 2 * TRIAL_PAIRS:
             without, overlapped = np.asarray(all_reduce(self._seconds, op="max"))[:, 1:]
             if is_significant_speedup(without, overlapped):
-                self.state = "on"
+                self.state = OverlapState.ON
             else:
                 slow, fast = (1e3 * np.median(seconds) for seconds in (overlapped, without))
                 self.turn_off(f"measured {slow:.1f} ms with it and {fast:.1f} ms without")
@@ -253,8 +265,10 @@ class Overlap:
 def is_significant_speedup(without: np.ndarray, overlapped: np.ndarray) -> bool:
     """Return whether windows with overlap are significantly faster than the alternating windows without it.
 
-    >>> pays(np.array([1.0, 1.1, 1.0]), np.array([0.8, 0.9, 0.8])), pays(np.array([1.0, 1.1]), np.array([1.05, 1.0]))
-    (True, False)
+    >>> is_significant_speedup(np.array([1.0, 1.1, 1.0]), np.array([0.8, 0.9, 0.8]))
+    True
+    >>> is_significant_speedup(np.array([1.0, 1.1]), np.array([1.05, 1.0]))
+    False
     """
     saved = without - overlapped
     error = saved.std(ddof=1) / np.sqrt(len(saved))

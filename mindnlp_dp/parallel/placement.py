@@ -25,7 +25,7 @@ from mindnlp_dp.runtime.partition import shard_bounds
 class Shard:
     """Describes how a weight is sharded: dimension ``dim`` has ``num_blocks`` equal blocks, each split over the ranks.
 
-    >>> [part.tolist() for part in (Cut(0, 2).part(np.arange(8), rank, 2) for rank in (0, 1))]
+    >>> [part.tolist() for part in (Shard(0, 2).part(np.arange(8), rank, 2) for rank in (0, 1))]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 

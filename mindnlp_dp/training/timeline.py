@@ -28,7 +28,7 @@ LANES = ("compute", "exchange")
 MAX_SPANS = 100_000
 
 
-class Timeline:
+class StepTimeline:
     """Records the spans of this rank, or nothing without a ``path``. Constructor and :meth:`write` are collectives.
 
     Raises:

@@ -24,7 +24,7 @@ from mindnlp_dp.training.metrics import (
     report_nonfinite_loss,
     warn_of_no_weight,
 )
-from mindnlp_dp.training.timeline import Timeline
+from mindnlp_dp.training.timeline import StepTimeline
 
 
 class TrainStep:
@@ -43,7 +43,7 @@ class TrainStep:
         *,
         max_grad_norm: Optional[float] = None,
         leave_out_bad_losses: bool = True,
-        timeline: Optional[Timeline] = None,
+        timeline: Optional[StepTimeline] = None,
         resync_tied_weights: Optional[Callable[[], None]] = None,
     ) -> None:
         self.synchronizer = synchronizer
@@ -51,7 +51,7 @@ class TrainStep:
         self.losses = losses
         self.max_grad_norm = max_grad_norm
         self.leave_out_bad_losses = leave_out_bad_losses
-        self.timeline = timeline or Timeline(synchronizer.group)
+        self.timeline = timeline or StepTimeline(synchronizer.group)
         self._resync_tied_weights = resync_tied_weights
         # is_updating stays True if an error interrupts an update: weights or optimizer are then partly updated.
         self.num_updates = 0

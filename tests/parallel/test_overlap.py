@@ -17,14 +17,14 @@ from mindnlp.core.autograd import value_and_grad
 import mindnlp_dp as dp
 import models
 from known_gradients import SHAPES, KnownGradients, num_exchange_threads, window
-from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, is_significant_speedup
+from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS, OverlapState, is_significant_speedup
 
 
 def test_the_order_is_learnt_in_the_first_window(several, group, micro):
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True)
     assert sync.overlap.is_learning
     window(sync, micro, group.rank, 0)
-    assert sync.overlap.state == "on"
+    assert sync.overlap.state is OverlapState.ON
     order = [slot.index for bucket in sync.buckets for slot in bucket.layout.slots]
     assert sorted(order) == list(range(len(SHAPES)))
 
@@ -67,7 +67,7 @@ def test_the_same_bits_with_and_without(group, micro, sync, plain):
     for number, weights in enumerate([(1.0,), (2.0, 3.0), (1.0, 0.5 + group.rank, 7.0)]):
         with_overlap = window(sync, micro, group.rank, number, weights)
         models.assert_same_sums(with_overlap, window(plain, micro, group.rank, number, weights))
-    assert sync.overlap.state == "on"
+    assert sync.overlap.state is OverlapState.ON
 
 
 def test_a_rank_without_a_last_micro_batch(group, micro, sync, plain):
@@ -88,9 +88,9 @@ def test_auto_measures_and_all_ranks_agree(several, group, micro, plain):
     sync = dp.GradientSynchronizer(micro.trainable, group)
     for number in range(2 * TRIAL_PAIRS + 3):
         models.assert_same_sums(window(sync, micro, group.rank, number), window(plain, micro, group.rank, number))
-    states = group.all_gather_object(sync.overlap.state)
+    states = group.all_gather_object((sync.overlap.state, sync.overlap.off_reason))
     assert len(set(states)) == 1
-    assert states[0] == "on" or "ms with it and" in states[0]
+    assert states[0] == (OverlapState.ON, "") or "ms with it and" in states[0][1]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_auto_keeps_the_faster_way(several, group, micro, monkeypatch, faster):
             now[0] += 1.0 + 0.03 * (slow and group.is_main) + 0.001 * (number % 3)
         sync.accumulate(gradients)
         sync.reduce()
-    assert (sync.overlap.state == "on") == faster
+    assert (sync.overlap.state is OverlapState.ON) == faster
 
 
 def test_hooks_go_with_their_synchroniser(several, group, micro, plain):

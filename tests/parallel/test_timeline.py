@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mindnlp_dp.training import timeline as timelines
-from mindnlp_dp.training.timeline import Timeline
+from mindnlp_dp.training.timeline import StepTimeline
 from models import Rows, tiny_roberta, train
 
 NUM_UPDATES = 4
@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_trained(gr
 
 def test_memory_is_bounded(group, shared_tmp_path, monkeypatch):
     monkeypatch.setattr(timelines, "MAX_SPANS", 3)
-    timeline = Timeline(group, str(shared_tmp_path / "run.json"))
+    timeline = StepTimeline(group, str(shared_tmp_path / "run.json"))
     for number in range(5):
         with timeline.span(f"span {number}"):
             pass
@@ -76,7 +76,7 @@ def test_memory_is_bounded(group, shared_tmp_path, monkeypatch):
 
 
 def test_without_a_file_nothing_is_kept(group):
-    timeline = Timeline(group)
+    timeline = StepTimeline(group)
     with timeline.span("nothing"):
         pass
     timeline.write()

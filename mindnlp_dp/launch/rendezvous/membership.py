@@ -34,8 +34,8 @@ class MinMax:
     def parse(cls, text: str) -> MinMax:
         """Parse ``N`` or ``MIN:MAX``.
 
-        >>> Size.parse("2"), Size.parse("1:3")
-        (Size(least=2, most=2), Size(least=1, most=3))
+        >>> MinMax.parse("2"), MinMax.parse("1:3")
+        (MinMax(least=2, most=2), MinMax(least=1, most=3))
 
         Raises:
             ValueError: the text is neither.

@@ -23,7 +23,7 @@ def assign_parameters(sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Return the rank of each parameter: the largest first, each to the rank with the smallest load.
 
     >>> assign_parameters([1, 5, 4, 2], 2)
-    [1, 0, 1, 0]
+    [0, 0, 1, 1]
     """
     loads, ranks = [0] * num_ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

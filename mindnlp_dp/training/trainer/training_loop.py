@@ -35,7 +35,7 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
 from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
-from mindnlp_dp.training.timeline import Timeline
+from mindnlp_dp.training.timeline import StepTimeline
 from mindnlp_dp.training.train_step import TrainStep
 from mindnlp_dp.training.trainer.callbacks import (
     STOPS,
@@ -72,7 +72,7 @@ class TrainingLoop:
         self.position = Position()
         self.agree = ControlAgreement(self.world)
         self.timer = TrainingTimer()
-        self.timeline = Timeline(self.world, self.args.trace)
+        self.timeline = StepTimeline(self.world, self.args.trace)
         self.losses = LossMeter(self.group)
         self.samples_seen = 0
         self.updates_done = 0

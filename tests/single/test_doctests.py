@@ -1,0 +1,28 @@
+"""Runs the examples in the docstrings of the package."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "mindnlp_dp").rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples_give_what_they_say(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_there_are_examples():
+    assert len(WITH_EXAMPLES) > 20
