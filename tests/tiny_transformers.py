@@ -101,5 +101,5 @@ def whole_weights(model: Any) -> dict[str, np.ndarray]:
     """Return all parameters as full arrays, gathered from the shards if the model is sharded. A collective."""
     if getattr(model, "parallel", None) is None:
         return {name: p.asnumpy().copy() for name, p in model.named_parameters()}
-    arrays = {p.name: whole.copy() for p, whole in model.parallel.whole_arrays()}
+    arrays = {p.name: whole.copy() for p, whole in model.parallel.full_arrays()}
     return {name: arrays[name] for name in arrays if model.parallel.placements[name].trains}

@@ -71,7 +71,7 @@ def choose_checkpoint(
 
 def has_checkpoints(folder: Path) -> bool:
     """Tell whether ``folder`` has checkpoints, complete or not, after removing what killed writers left."""
-    put_right(folder)
+    remove_leftovers(folder)
     return bool(checkpoints_in(folder))
 
 
@@ -130,7 +130,7 @@ def remove_unfinished_checkpoints(folder: Path) -> None:
     remove_stale_temporaries(folder, f"{PREFIX}-*")
 
 
-def put_right(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what killed writers left in ``folder``, unless another process is writing to it now."""
     lock = try_to_lock_folder(folder)
     if lock is not None:

@@ -75,10 +75,10 @@ class ReplicatedModel:
 
     # The conversion between the optimizer state of one process and that of this rank.
 
-    def whole_optimizer(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
+    def full_optimizer_state(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
         return own
 
-    def own_optimizer(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    def local_optimizer_state(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
         """Return this rank's part of a full optimizer state; ``names`` are its parameters, by parameter group."""
         return whole
 

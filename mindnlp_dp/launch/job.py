@@ -80,7 +80,7 @@ class Job:
             self._number += 1
             if grows:
                 self._termination.end(is_saved=True)
-                self._restart_policy.got_on()
+                self._restart_policy.made_progress()
                 continue
             if failure is None:
                 return 0
@@ -94,7 +94,7 @@ class Job:
                 return failure.exit_code
             host = _host_of(failure.rank, hosts, attempt)
             if host is not None and not host.lost:
-                self._membership.lose_a_rank(host)
+                self._membership.note_lost_rank(host)
             print(
                 f"restart {self._restart_policy.count} of {self._options.max_restarts}"
                 + (f" in {wait:.0f} s" if wait else "")

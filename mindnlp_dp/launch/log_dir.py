@@ -95,7 +95,7 @@ def archive_attempt_logs(log_dir: Path, number: int) -> None:
     _keep_the_last(log_dir, _TRY, _KEPT_TRIES)
 
 
-def put_earlier_job_aside(log_dir: Path) -> None:
+def archive_earlier_job(log_dir: Path) -> None:
     """Move what an earlier job has left to the folder ``job_N``: it may explain why this job was started again.
 
     Raises:
@@ -211,7 +211,7 @@ class LogFile:
                     ours.append(stream)
         return ours
 
-    def begin_anew_if_large(self) -> None:
+    def rotate_if_large(self) -> None:
         """Rotate a large log, between two updates. Processes that have it open still read the old, renamed file."""
         if self._most_bytes and self._log is not None and os.fstat(self._log).st_size > self._most_bytes:
             # A log that cannot be rotated keeps growing.

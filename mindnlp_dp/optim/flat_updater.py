@@ -64,7 +64,7 @@ class FlatUpdater(MindNLPUpdater):
     ) -> None:
         super().__init__(optimizer, synchronizer.parameters, scheduler)
         self.zero_stage = zero_stage
-        self.is_divided = zero_stage > 0
+        self.is_sharded = zero_stage > 0
         self._scope = scope or ModelScope()
         self._sync = synchronizer
         self._group = synchronizer.group

@@ -42,11 +42,11 @@ class Updater(abc.ABC):
 
     Attributes:
         scheduler: The scheduler that steps after every update; None without one, or if the optimizer has its own.
-        is_divided: Whether the ranks shard the optimizer state.
+        is_sharded: Whether the ranks shard the optimizer state.
     """
 
     scheduler: Any = None
-    is_divided = False
+    is_sharded = False
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         self.optimizer = optimizer

@@ -210,7 +210,7 @@ class ParallelModel(ReplicatedModel):
 
     # Full arrays, one at a time.
 
-    def whole_arrays(self) -> Iterator[tuple[Placement, np.ndarray]]:
+    def full_arrays(self) -> Iterator[tuple[Placement, np.ndarray]]:
         """Yield every weight as a full array. A collective of ``mesh.model_parallel_group``."""
         own = self._own()
         for placement in self.placements.values():
@@ -221,7 +221,7 @@ class ParallelModel(ReplicatedModel):
     def digest(self) -> str:
         """Return the digest that one process with the same weights would compute."""
         total = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for placement, whole in self.whole_arrays():
+        for placement, whole in self.full_arrays():
             total.update(weight_digest(placement.name, from_host(whole, placement.dtype)))
         return total.hexdigest()
 
@@ -291,7 +291,7 @@ class ParallelModel(ReplicatedModel):
 
         attempt(begin)
         if self.mesh.index("dp") == 0:
-            for placement, whole in self.whole_arrays():
+            for placement, whole in self.full_arrays():
                 attempt(lambda p=placement, a=whole: file.write(bytes_of(a, p.dtype)))  # type: ignore[misc]
         if file is not None:
             attempt(file.close)
@@ -301,7 +301,7 @@ class ParallelModel(ReplicatedModel):
 
     # The optimizer state.
 
-    def whole_optimizer(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
+    def full_optimizer_state(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
         names = [[self.placements[name].name for name in names] for names in own["parameters"]]
         everyone = self.mesh.model_parallel_group.all_gather_object(names)
         order = list(self.placements)
@@ -337,7 +337,7 @@ class ParallelModel(ReplicatedModel):
         ]
         return {"parameters": groups, "state": state, "param_groups": param_groups}
 
-    def own_optimizer(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    def local_optimizer_state(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
         own = self._own()
         here = [[name for name in group if name in own] for group in whole["parameters"]]
         # A tied weight has a different name and position on the last stage than on the first.

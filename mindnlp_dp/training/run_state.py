@@ -34,7 +34,7 @@ class Position:
     ending_epoch: bool = False
     offset: int = 0
 
-    def where_to_go_on(self) -> Position:
+    def resume_point(self) -> Position:
         """Return where a run saved at this position continues: after an epoch that is done, else within it."""
         if self.ending_epoch and self.epoch_done:
             return Position(self.epoch + 1)
@@ -72,7 +72,7 @@ class Run:
         return {
             "world_size": self.group.world_size,
             "digest": self.model.assert_in_sync(),
-            "optimizer": self.model.whole_optimizer(own, keep=keep),
+            "optimizer": self.model.full_optimizer_state(own, keep=keep),
             "scheduler": None if step.updater.scheduler is None else step.updater.scheduler.state_dict(),
             "bucket_order": step.synchronizer.order if keeps_order else None,
             "ranks": self.group.all_gather_object({"random": random_state()}),
@@ -95,7 +95,7 @@ class Run:
             )
         step = self.train_step
         mine = step.updater.parameter_names(self.model.model)
-        optimizer = self.model.own_optimizer(saved["optimizer"], mine)
+        optimizer = self.model.local_optimizer_state(saved["optimizer"], mine)
         theirs, error = optimizer["parameters"], None
         if mine != theirs:
             ours, others = (sum(map(len, groups)) for groups in (mine, theirs))

@@ -27,7 +27,7 @@ def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned,
     saved, position, step, read = {"is_scaled": True}, Position(), 0, 0
     for size, most in [*tries, (last, 10_000)]:
         loader, pace = pace_of(num_samples, size, planned, saved)
-        position = pace.take_up(position, {"global_batch_size": size, **saved})
+        position = pace.resume(position, {"global_batch_size": size, **saved})
         total = pace.total(planned_updates, step, position)
         assert total >= step
         for _ in range(min(most, total - step)):
@@ -40,7 +40,7 @@ def test_a_run_reads_what_was_planned_whatever_its_batches(num_samples, planned,
             assert pace.total(planned_updates, step, position) == total
         saved = {"is_scaled": True, "global_batch_size": size}
     _, pace = pace_of(num_samples, planned, planned, saved)
-    assert pace.total(planned_updates, step, pace.take_up(position, saved)) == step
+    assert pace.total(planned_updates, step, pace.resume(position, saved)) == step
     per_epoch = -(-num_samples // planned)
     epochs, rest = divmod(planned_updates, per_epoch)
     wanted = epochs * num_samples + min(rest * planned, num_samples)

@@ -210,8 +210,8 @@ def test_a_rank_is_lost_whose_output_nobody_reads_any_more(tmp_path, pipe, capsy
         console = Console(tmp_path, 3, "0", 0)
         for rank in range(3):
             (tmp_path / f"worker_{rank}.log").write_text("a line\n")
-        console.stay_with([1, 2])
-        console.stay_with([2])
+        console.keep_ranks([1, 2])
+        console.keep_ranks([2])
         console.close()
     assert capsys.readouterr().err.count("nothing more is shown") == 1
 

@@ -272,13 +272,13 @@ def test_sizes():
     members = Membership(local, None, None, nnodes=MinMax(1, 1), nproc=MinMax(1, 3), grow_after=0.5)
     assert members.counts([local]) == [3]
     for expected in (2, 1, 1):
-        members.lose_a_rank(local)
+        members.note_lost_rank(local)
         assert members.counts([local]) == [expected]
     assert not members.could_grow(1)
     time.sleep(0.6)
     assert members.could_grow(1)
     fixed = Membership(local, None, None, nnodes=MinMax(1, 1), nproc=MinMax(2, 2), grow_after=0.5)
-    fixed.lose_a_rank(local)
+    fixed.note_lost_rank(local)
     assert (fixed.counts([local]), fixed.is_elastic) == ([2], False)
 
 
@@ -494,7 +494,7 @@ def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():
     members = Membership(local, None, None, nnodes=MinMax(2, 2), nproc=MinMax(4, 4), grow_after=60)
     assert members.counts([local, other]) == [4, 2]
     elastic = Membership(local, None, None, nnodes=MinMax(1, 2), nproc=MinMax(3, 8), grow_after=60)
-    elastic.lose_a_rank(local)
+    elastic.note_lost_rank(local)
     assert elastic.counts([local, other]) == [3, 2]
 
 
@@ -578,7 +578,7 @@ def test_a_host_that_takes_long_to_end_its_ranks_is_not_lost(meeting):
     rendezvous = Rendezvous("127.0.0.1", port, TOKEN, lost_after=1.0)
     server._rendezvous = rendezvous
     agent = HostAgent(rendezvous, {}, 1, version="1", node_rank=1, termination=Termination())
-    agent._host = SlowHost(agent._sleep_and_say_so)
+    agent._host = SlowHost(agent._sleep_and_report)
     codes = []
     thread = threading.Thread(target=lambda: codes.append(agent.run()))
     thread.start()

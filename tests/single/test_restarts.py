@@ -16,10 +16,10 @@ from mindnlp_dp.launch.log_dir import (
     VARIABLE,
     LogFile,
     archive_attempt_logs,
+    archive_earlier_job,
     claim,
     lock_log_dir,
     new_log_dir,
-    put_earlier_job_aside,
 )
 from mindnlp_dp.launch.monitor.attempt_monitor import JobSnapshot
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
@@ -69,13 +69,13 @@ def test_an_earlier_jobs_files_are_put_aside_and_nobody_elses(tmp_path):
         for name in (*OURS, *THEIRS):
             (folder / name).write_text("")
     (tmp_path / "progress_4").mkdir()
-    put_earlier_job_aside(tmp_path)
+    archive_earlier_job(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted([".mindnlp_dp", *THEIRS, "job_1", "try_lr_1e-3", "progress_4"])
     assert sorted(os.listdir(tmp_path / "job_1")) == sorted([".mindnlp_dp", *OURS, "try_1"])
     assert sorted(os.listdir(tmp_path / "job_1/try_1")) == sorted([*OURS, *THEIRS])
     for number in range(2, 6):
         (tmp_path / "worker_0.log").write_text(str(number))
-        put_earlier_job_aside(tmp_path)
+        archive_earlier_job(tmp_path)
     # The last three are kept: they show why a job was restarted repeatedly.
     assert sorted(path.name for path in tmp_path.glob("job_*")) == ["job_3", "job_4", "job_5"]
     assert (tmp_path / "job_5/worker_0.log").read_text() == "5"
@@ -89,7 +89,7 @@ def test_a_users_file_is_not_taken_for_a_log(tmp_path):
     with pytest.raises(
         LaunchError, match="does not belong to a job, and holds job_100, job_101, .* progress, which a job would"
     ):
-        put_earlier_job_aside(tmp_path)
+        archive_earlier_job(tmp_path)
     # A host that joins a later attempt does not move them either.
     with pytest.raises(LaunchError, match="does not belong to a job"):
         LocalHost({}, 1).clear(str(tmp_path), 2)
@@ -103,7 +103,7 @@ def test_no_folder_that_a_user_made_is_removed(tmp_path):
         (tmp_path / f"try_{number}").mkdir()
     archive_attempt_logs(tmp_path, 200)
     assert len(list(tmp_path.glob("try_1*"))) == 6
-    put_earlier_job_aside(tmp_path)
+    archive_earlier_job(tmp_path)
     assert len(list(tmp_path.glob("job_*"))) == 7
 
 
@@ -233,9 +233,9 @@ def test_a_log_that_cannot_begin_anew_grows_on(tmp_path, monkeypatch):
         os.write(1, bytes(2 << 20))
         with monkeypatch.context() as full:
             full.setattr(log, "_open", lambda: (_ for _ in ()).throw(OSError("no room")))
-            log.begin_anew_if_large()
+            log.rotate_if_large()
         assert path.stat().st_size == 2 << 20
-        log.begin_anew_if_large()
+        log.rotate_if_large()
         os.write(1, b"anew")
     finally:
         for stream, saved in zip((1, 2), before):

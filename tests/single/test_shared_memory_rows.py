@@ -13,7 +13,7 @@ from mindnlp_dp.communication.transports.mpi import shared_memory
 from mindnlp_dp.communication.transports.mpi.shared_memory import allocate_shared_rows, why_not_shared
 from mindnlp_dp.communication.transports.single import SingleProcessChannel
 from mindnlp_dp.data_parallel.buckets import host
-from mindnlp_dp.data_parallel.buckets.host import HostBucket, references_tell
+from mindnlp_dp.data_parallel.buckets.host import HostBucket, refcount_is_reliable
 from mindnlp_dp.data_parallel.buckets.layout import pack_buckets
 from mindnlp_dp.runtime.arrays import from_host as tensor_from_host
 
@@ -100,7 +100,7 @@ def result_of(one, value):
 
 
 def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
-    assert references_tell(tensor_from_host)
+    assert refcount_is_reliable(tensor_from_host)
     one = bucket()
     address = result_of(one, 1.0).data_ptr()
     assert result_of(one, 2.0).data_ptr() == address
@@ -124,8 +124,8 @@ def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
         return True
 
     monkeypatch.setattr(host.np, "shares_memory", shares)
-    assert not references_tell(from_host)
-    monkeypatch.setattr(host, "references_tell", lambda from_host: False)
+    assert not refcount_is_reliable(from_host)
+    monkeypatch.setattr(host, "refcount_is_reliable", lambda from_host: False)
     one = bucket()
     first = result_of(one, 1.0)
     memory = one._results[0]

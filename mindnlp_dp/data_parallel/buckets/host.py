@@ -32,7 +32,7 @@ def _is_free(results: dict[int, np.ndarray], index: int) -> bool:
 
 
 @functools.cache
-def references_tell(from_host: Callable[[np.ndarray, str], Any]) -> bool:
+def refcount_is_reliable(from_host: Callable[[np.ndarray, str], Any]) -> bool:
     """Return whether reference counts show that a tensor made by ``from_host`` is still in use. Tested once.
 
     This depends on CPython and on MindSpore's tensors; if it does not work with either, memory is never reused.
@@ -107,7 +107,7 @@ class HostBucket(Bucket):
 
         New memory causes a page fault for every 4 KiB, which costs several times as much as the copy.
         """
-        if not (_is_free(self._results, index) and references_tell(from_host)):
+        if not (_is_free(self._results, index) and refcount_is_reliable(from_host)):
             self._results[index] = np.empty(self._slots[index].numel, self._buffer.dtype)
         return self._results[index]
 

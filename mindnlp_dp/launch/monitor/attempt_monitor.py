@@ -136,9 +136,9 @@ class AttemptMonitor:
             Interrupted: the job was asked to end, and has written a checkpoint or used up its grace period.
         """
         with self._termination.awaited():
-            self._until_it_is_over(sleep)
+            self._wait(sleep)
 
-    def _until_it_is_over(self, sleep: Callable[[float], None]) -> None:
+    def _wait(self, sleep: Callable[[float], None]) -> None:
         looked = 0.0
         while True:
             self.snapshot = snapshot = poll(self._hosts, self._attempt)
@@ -164,13 +164,13 @@ class AttemptMonitor:
                 break
             sleep(POLL_SECONDS)
         if failed:
-            self._hear_the_others(sleep)
+            self._poll_other_hosts(sleep)
         elif not (self.hang or lost or has_saved):
             self._console.show_all(sleep)
         self._console.close()
         self.grows = has_saved and not (failed or self.hang or lost)
 
-    def _hear_the_others(self, sleep: Callable[[float], None]) -> None:
+    def _poll_other_hosts(self, sleep: Callable[[float], None]) -> None:
         """Wait a moment, so that ranks that fail together all report it, and a rank that is exiting is seen as gone.
 
         If the failed ranks only gave up waiting for another rank, wait longer for that rank's report.
@@ -195,12 +195,12 @@ class AttemptMonitor:
     def _note_survivors(self, now: float) -> bool:
         """Record that the other ranks continue; return False if the job must restart instead, or must end."""
         lost_ranks, seconds = self.lost_ranks, now - self._began
-        if not self._restart_policy.go_on_in_place(lost_ranks.new, update=self.snapshot.update, seconds=seconds):
+        if not self._restart_policy.continue_in_place(lost_ranks.new, update=self.snapshot.update, seconds=seconds):
             lost_ranks.end()
             return False
-        self._console.stay_with(lost_ranks.left)
+        self._console.keep_ranks(lost_ranks.left)
         for failure in lost_ranks.new:
-            self._membership.lose_a_rank(self._hosts[0])
+            self._membership.note_lost_rank(self._hosts[0])
             print(
                 f"rank {failure.rank} of {self._attempt.num_ranks} {failure.what} after {seconds:.1f} s; the job "
                 f"continues in place with {len(lost_ranks.left)} of {self._membership.max_world_size} ranks; its log: "
@@ -224,7 +224,7 @@ class AttemptMonitor:
         num_ended = len(self._finished) + len(lost_ranks.ranks)
         self._console.say(snapshot.ranks, num_ended)
         stopped = [rank for report in snapshot.reports for rank in report.stopped]
-        self._name_those_that_never_began(now)
+        self._report_missing_ranks(now)
         # Lost ranks are left out, because their records keep what they were last doing.
         if self._hangs.poll([snapshot.ranks[rank] for rank in lost_ranks.left], bool(stopped)):
             stacks = {rank: text for host in self._hosts for rank, text in host.stacks().items()}
@@ -250,7 +250,7 @@ class AttemptMonitor:
     def _may_start_again(self) -> bool:
         return self._membership.is_elastic or self._options.max_restarts > self._restart_policy.count
 
-    def _name_those_that_never_began(self, now: float) -> None:
+    def _report_missing_ranks(self, now: float) -> None:
         """Report ranks that have not started: mpirun or its daemons may hang, for example on a name server."""
         missing = [number for number, rank in enumerate(self.snapshot.ranks) if not rank.pid]
         if missing and now - self._began > START_SECONDS:

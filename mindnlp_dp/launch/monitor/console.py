@@ -47,7 +47,7 @@ class Console:
         self._is_terminal = sys.stderr.isatty()
         self._line, self._status, self._said = "", StatusLine(), 0.0
 
-    def stay_with(self, left: Sequence[int]) -> None:
+    def keep_ranks(self, left: Sequence[int]) -> None:
         """Show the output of the first remaining rank if only one rank's is shown and that rank was lost."""
         if len(self._logs) == 1 and self._logs[0].rank not in left:
             lost = self._logs[0]

@@ -143,7 +143,7 @@ class RestartPolicy:
         self._record(failure, update, seconds, {"restart": None if wait is None else self.count, "waits": wait})
         return wait
 
-    def go_on_in_place(self, failures: Sequence[Failure], *, update: int, seconds: float) -> bool:
+    def continue_in_place(self, failures: Sequence[Failure], *, update: int, seconds: float) -> bool:
         """Return whether the other ranks may continue without the lost ones; each lost rank counts as a restart."""
         if self.count + len(failures) > self._most or not update:
             return False
@@ -164,6 +164,6 @@ class RestartPolicy:
         except OSError as error:
             print(f"this failure is not in {self._log_dir / RECORD}: {error}", file=sys.stderr)
 
-    def got_on(self) -> None:
+    def made_progress(self) -> None:
         """Reset the count of failures in a row, after an attempt that made progress and was ended to grow."""
         self._in_a_row = 0

@@ -18,10 +18,10 @@ from mindnlp_dp.launch.errors import TemporaryError
 from mindnlp_dp.launch.log_dir import (
     ScratchDir,
     archive_attempt_logs,
+    archive_earlier_job,
     claim,
     clear_statuses,
     progress_file,
-    put_earlier_job_aside,
 )
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import this_host_name
@@ -111,7 +111,7 @@ class LocalHost:
                     claim(folder)
                 archive_attempt_logs(folder, number)
             else:
-                put_earlier_job_aside(folder)
+                archive_earlier_job(folder)
         except OSError as error:
             if number and clear_statuses(folder):
                 # The disk may be full, and a job can continue without logs.

@@ -63,7 +63,7 @@ def run() -> None:
     log = LogFile(log_dir / f"worker_{rank}.log", os.environ)
     # For the launcher: this rank's progress, and its stacks when a signal asks for them.
     writer = heartbeat.report_to(log_dir / os.environ.get(heartbeat.VARIABLE, PROGRESS), rank)
-    writer.after_update = log.begin_anew_if_large
+    writer.after_update = log.rotate_if_large
     if rank == 0:
         environ = dict(os.environ)
         writer.before_it_meets = lambda: _write_changes(log_dir, environ)
@@ -90,7 +90,7 @@ def run() -> None:
             # mpirun ignores a rank that exits by itself, and would not notify the others.
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(code)
-    if nproc > 1 and not _met_the_others():
+    if nproc > 1 and not _has_joined():
         _say(
             f"warning: this script never called mindnlp_dp.init_process_group(): {nproc} processes did the same work, "
             "each for itself"
@@ -139,18 +139,18 @@ def _run(command: list[str]) -> tuple[int, bool]:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as leave:
         if leave.code is None or isinstance(leave.code, int):
-            return (leave.code or 0) & 0xFF, _waited_in_vain(leave)
+            return (leave.code or 0) & 0xFF, _blames_another_rank(leave)
         _say(str(leave.code))
-        return 1, _waited_in_vain(leave)
+        return 1, _blames_another_rank(leave)
     except BaseException as error:  # noqa: BLE001
         # Whatever ended the script, the launcher must hear of it.
         with suppress(Exception):
             traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
-        return 130 if isinstance(error, KeyboardInterrupt) else 1, _waited_in_vain(error)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1, _blames_another_rank(error)
     return 0, False
 
 
-def _waited_in_vain(error: Optional[BaseException]) -> bool:
+def _blames_another_rank(error: Optional[BaseException]) -> bool:
     """Return whether an error only says that another rank is missing or lost: that rank is to blame, not this one."""
     late_ranks = sys.modules.get("mindnlp_dp.communication.transports.mindspore.collective_calls")
     mpi_faults = sys.modules.get("mindnlp_dp.communication.transports.mpi.faults")
@@ -171,7 +171,7 @@ def _without_our_frames(trace: Optional[TracebackType]) -> Optional[TracebackTyp
     return trace
 
 
-def _met_the_others() -> bool:
+def _has_joined() -> bool:
     """Return whether the script joined a job, through this package, mpi4py or MindSpore itself."""
     ours = sys.modules.get("mindnlp_dp.communication.default_group")
     management = sys.modules.get("mindspore.communication.management")

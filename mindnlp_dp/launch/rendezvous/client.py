@@ -94,7 +94,7 @@ class HostAgent:
         termination: Termination,
     ) -> None:
         self._rendezvous, self._termination = rendezvous, termination
-        self._host = LocalHost(environ, slots, sleep=self._sleep_and_say_so)
+        self._host = LocalHost(environ, slots, sleep=self._sleep_and_report)
         self._said = 0.0
         self._join = {
             "say": "join", "name": this_host_name(), "slots": slots, "job": rendezvous.job, "version": version,
@@ -137,7 +137,7 @@ class HostAgent:
             if self._connection is not None:
                 self._connection.close()
 
-    def _sleep_and_say_so(self, seconds: float) -> None:
+    def _sleep_and_report(self, seconds: float) -> None:
         """Sleep while ranks are ended, and send heartbeats: this may take longer than a host may be silent."""
         now = time.monotonic()
         if now - self._said >= _REPORT_SECONDS:
@@ -147,9 +147,9 @@ class HostAgent:
 
     def _serve(self, connection: Connection) -> int:
         with self._termination.awaited():
-            return self._obey_until_it_is_over(connection)
+            return self._follow_orders(connection)
 
-    def _obey_until_it_is_over(self, connection: Connection) -> int:
+    def _follow_orders(self, connection: Connection) -> int:
         self._say(**self._join)
         heard, looked, reported, last, has_told = time.monotonic(), time.monotonic(), 0.0, None, False
         with selectors.DefaultSelector() as selector:

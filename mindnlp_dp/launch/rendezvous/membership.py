@@ -138,7 +138,7 @@ class Membership:
             counts.append(max(min(self.nproc.least, most), most - lost))
         return counts
 
-    def lose_a_rank(self, host: Host) -> None:
+    def note_lost_rank(self, host: Host) -> None:
         """Keep the place of a lost rank on that host empty for a while, if the job may be smaller."""
         if self.nproc.is_elastic:
             self._lost.setdefault(_place(host), []).append(time.monotonic())

@@ -70,7 +70,7 @@ class StateShards:
             self._pieces.setdefault(piece.index, []).append(piece)
 
     @property
-    def has_divided_moments(self) -> bool:
+    def has_sharded_moments(self) -> bool:
         return not self._is_whole and bool(self.arrays) and any(self.steps)
 
     def put(self, index: int, name: str, whole: np.ndarray) -> None:
@@ -142,7 +142,7 @@ class OptimizerStateRegistry:
             ValueError: If the new state is empty, although the ranks have sharded moments, which would be lost.
         """
         if optimizer.state is not self._seen:
-            if not optimizer.state and self.last is not None and self.last.has_divided_moments:
+            if not optimizer.state and self.last is not None and self.last.has_sharded_moments:
                 raise ValueError(
                     "the optimizer was given a state without moments, which are divided among the ranks "
                     "(zero_stage): its own state_dict() has none, so this would lose them; to start again, make a new "

@@ -45,7 +45,7 @@ class MicroBatch:
         self.weight, self.num_rows = weight_of(batch), num_rows_of(batch)
 
 
-class Share:
+class MicroBatchShard:
     """This rank's share of a micro-batch.
 
     The loss of the micro-batch is the mean of the shares' losses. It is weighted by ``weight_of`` if these weights add

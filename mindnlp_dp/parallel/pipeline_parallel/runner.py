@@ -25,7 +25,7 @@ from mindspore import _c_expression
 from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
-from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, Share
+from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, MicroBatchShard
 from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P, to_arrays, to_tensors
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, StageOutput
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedGradients, TiedParameter
@@ -161,7 +161,7 @@ class Pipeline:
                 yield dataclasses.replace(kept, gradients=ties.put(kept.gradients, kept.weight))
             self.messages.p2p.wait()
         except BaseException as error:
-            self._call_off(order, batches, waits=not isinstance(error, (KeyboardInterrupt, SystemExit)))
+            self._abort(order, batches, waits=not isinstance(error, (KeyboardInterrupt, SystemExit)))
             self.messages.p2p.abandon()
             pynative_executor.set_grad_flag(False)
             pynative_executor.clear_res()
@@ -170,14 +170,14 @@ class Pipeline:
     def _actions(self, num_micro_batches: int) -> deque[Action]:
         return deque(actions(self.schedule, self.stage, self.num_stages, num_micro_batches))
 
-    def _share(self, batch: MicroBatch, number: int) -> Share:
-        return Share(batch, number, self.messages.rows_of_each(batch.num_rows), self._sharers.rank)
+    def _share(self, batch: MicroBatch, number: int) -> MicroBatchShard:
+        return MicroBatchShard(batch, number, self.messages.rows_of_each(batch.num_rows), self._sharers.rank)
 
-    def _computes(self, share: Share) -> bool:
+    def _computes(self, share: MicroBatchShard) -> bool:
         """Return whether this rank has rows to compute; the last stage skips rows of weight 0 (ignored tokens)."""
         return share.batch is not None and (share.part > 0 or not self._is_last)
 
-    def _call_off(self, left: Iterable[Action], batches: Sequence[MicroBatch], *, waits: bool) -> None:
+    def _abort(self, left: Iterable[Action], batches: Sequence[MicroBatch], *, waits: bool) -> None:
         """Abort all messages left to send; if ``waits``, report the failure to the ranks that split the samples."""
         for kind, number in left:
             num_rows = batches[number].num_rows
@@ -199,7 +199,7 @@ class Pipeline:
             stage, direction, is_end = self.stage + 1, GRADIENTS, self._is_last
         return (None, 0.0) if is_end else self.messages.receive(stage, number, direction, num_rows=num_rows)
 
-    def _run_forward(self, share: Share, came: tuple[Any, float]) -> tuple[Any, Any]:
+    def _run_forward(self, share: MicroBatchShard, came: tuple[Any, float]) -> tuple[Any, Any]:
         """Run a forward pass; return what the stage received and its output (None if it is recomputed later)."""
         received = came[0]
         if not self._computes(share) or (self.recompute and self._is_last):
@@ -210,7 +210,7 @@ class Pipeline:
             self.messages.send(output, self.stage + 1, share.number, ACTIVATIONS, num_rows=share.micro.num_rows)
         return received, None if self.recompute else output
 
-    def _compute(self, received: Any, share: Share, *, records: bool) -> tuple[Any, Any]:
+    def _compute(self, received: Any, share: MicroBatchShard, *, records: bool) -> tuple[Any, Any]:
         from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
         if received is not None:
@@ -237,7 +237,7 @@ class Pipeline:
         loss_replication = self._sharers.world_size
         return loss_replication > 1 and (self._is_last or batch.num_rows < loss_replication)
 
-    def _loss(self, share: Share, output: Any, came: tuple[Any, float]) -> float:
+    def _loss(self, share: MicroBatchShard, output: Any, came: tuple[Any, float]) -> float:
         """Return the loss of the full micro-batch. A collective of the ranks that split it, if they need it."""
         mine = came[1]
         if self._is_last:
@@ -257,7 +257,7 @@ class Pipeline:
         return float(loss)
 
     def _run_backward(
-        self, share: Share, graph: tuple[Any, Any], came: tuple[Any, float], parameters: Sequence[Any]
+        self, share: MicroBatchShard, graph: tuple[Any, Any], came: tuple[Any, float], parameters: Sequence[Any]
     ) -> list[Optional[Any]]:
         (received, output), (incoming, loss) = graph, came
         gradients: list[Optional[Any]] = [None] * len(parameters)

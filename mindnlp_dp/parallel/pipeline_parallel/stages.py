@@ -112,13 +112,13 @@ def partition_stages(
     if plan.encoder:
         if layers_per_stage:
             raise ValueError(f"{type(model).__name__} is cut after its encoder; leave layers_per_stage out")
-        _cut_behind_encoder(model, plan, placements, inbox)
+        _cut_after_encoder(model, plan, placements, inbox)
     else:
         _cut_between_layers(model, plan, placements, inbox, layers_per_stage)
     return inbox
 
 
-def _cut_behind_encoder(model: Any, plan: PipelinePlan, placements: Placements, inbox: StageInput) -> None:
+def _cut_after_encoder(model: Any, plan: PipelinePlan, placements: Placements, inbox: StageInput) -> None:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     if num_stages != 2:
         raise ValueError(
@@ -128,7 +128,7 @@ def _cut_behind_encoder(model: Any, plan: PipelinePlan, placements: Placements, 
     _place(model, [[plan.encoder], []], placements)
     if stage == 0:
         _take_out(model, [plan.encoder])
-        encoder.forward = _EndsBehind(encoder.forward)
+        encoder.forward = _EndsAfter(encoder.forward)
     else:
         replace_module(model, encoder, ReceivedEncoding(inbox))
 
@@ -179,7 +179,7 @@ def _bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[int]) -
     return [sum(layers_per_stage[:stage]) for stage in range(num_stages + 1)]
 
 
-class _EndsBehind:
+class _EndsAfter:
     """Replaces the forward pass of an encoder that is a stage: runs it and ends the stage with its output."""
 
     def __init__(self, forward: Any) -> None:

@@ -105,9 +105,9 @@ def parameter_memory(
         raise ValueError(f"precision must be one of {', '.join(BYTES)}, got {precision!r}")
     kinds = []
     for size, divided_from in zip(BYTES[precision], (3, 2, 1)):
-        is_divided = zero_stage >= divided_from
+        is_sharded = zero_stage >= divided_from
         kinds.append(
-            size * (parameters / (dp * ep if is_divided else 1) + expert_parameters / (dp if is_divided else 1))
+            size * (parameters / (dp * ep if is_sharded else 1) + expert_parameters / (dp if is_sharded else 1))
         )
     return MemoryUse(kinds[0], kinds[1], kinds[2], activations)
 

@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.checkpoint.directory import choose_checkpoint, put_right, remove_unfinished_checkpoints
+from mindnlp_dp.checkpoint.directory import choose_checkpoint, remove_leftovers, remove_unfinished_checkpoints
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.full_model import ReplicatedModel, as_replicated, data_group, load_checkpoint
 from mindnlp_dp.checkpoint.manifest import RunId
@@ -30,7 +30,7 @@ from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
 from mindnlp_dp.training.trainer.forward_backward import TrainerForwardBackward
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
-from mindnlp_dp.training.trainer.shrink_recovery import can_go_on_without_lost, state_of_survivors
+from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop
 from mindnlp_dp.training.uninitialized_weights import check_values
@@ -177,7 +177,7 @@ class DataParallelTrainerBase(abc.ABC):
 
         def prepare() -> None:
             if not self._saves:
-                put_right(folder)
+                remove_leftovers(folder)
                 return
             if self._folder_lock is None:
                 self._folder_lock = lock_folder(folder)
@@ -206,7 +206,7 @@ class DataParallelTrainerBase(abc.ABC):
             self._release_output_dir()
             # After training, scripts may change the weights in place, independently on each rank.
             if "training_loop" in vars(self):
-                self.training_loop.make_weights_private()
+                self.training_loop.unshare_weights()
 
     def _run_training_loop(self, ignore_keys_for_eval: Optional[list[str]]) -> Any:
         checkpoint = None
@@ -222,16 +222,16 @@ class DataParallelTrainerBase(abc.ABC):
             except Exception as error:  # noqa: BLE001
                 # Handled outside of this block, so that later errors are not chained to it.
                 caught = error
-            checkpoint = self._state_without_lost(caught)
+            checkpoint = self._state_of_survivors(caught)
             # The error's traceback would keep the failed loop and its memory alive.
             del caught
 
-    def _state_without_lost(self, error: Exception) -> dict[str, Any]:
+    def _state_of_survivors(self, error: Exception) -> dict[str, Any]:
         """Return the state to continue with if ``error`` reports a lost rank, else raise it.
 
         It starts again if another rank is lost meanwhile.
         """
-        while can_go_on_without_lost(self, error):
+        while can_shrink(self, error):
             self._synchronizer = None
             try:
                 return state_of_survivors(self)

@@ -79,7 +79,7 @@ class ElasticBatchSchedule:
             return replace(self._loader.sampler, samples_per_update=self.planned).num_updates
         return len(self._loader) if has_length(self._loader) else None
 
-    def take_up(self, position: Position, saved: Mapping[str, Any]) -> Position:
+    def resume(self, position: Position, saved: Mapping[str, Any]) -> Position:
         """Return where this run continues in the data after the saved run's ``position``."""
         if not self.is_scaled:
             return position

@@ -47,7 +47,7 @@ def load_callback_states(callbacks: Iterable[Any], states: Iterable[tuple[str, A
             )
 
 
-def has_lost_patience(callback: Any) -> bool:
+def has_stopped_early(callback: Any) -> bool:
     """Tell whether an early stopper has stopped the run, by the counters' names in MindNLP and Transformers."""
     patience = getattr(callback, "early_stopping_patience", None)
     return patience is not None and getattr(callback, _COUNTER, 0) >= patience

@@ -22,7 +22,7 @@ from mindnlp_dp.training.trainer.callbacks import FLAGS, STOPS
 _OWN = ("world_size", "ranks", "losses")
 
 
-def can_go_on_without_lost(trainer: Any, error: BaseException) -> bool:
+def can_shrink(trainer: Any, error: BaseException) -> bool:
     """Tell whether ``error`` reports a lost rank, and the model is replicated, so that training can continue."""
     return trainer.world.is_rank_failure(error) and trainer.group is trainer.world and not trainer.whole.is_sharded
 

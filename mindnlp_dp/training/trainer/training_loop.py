@@ -41,7 +41,7 @@ from mindnlp_dp.training.trainer.callbacks import (
     STOPS,
     ControlAgreement,
     callback_states,
-    has_lost_patience,
+    has_stopped_early,
     load_callback_states,
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
@@ -125,7 +125,7 @@ class TrainingLoop:
         trainer.control = handler.on_train_begin(args, state, trainer.control)
         self._follow_optimizer()
         if self.starts_over:
-            is_over |= self._do_what_is_pending()
+            is_over |= self._run_pending()
         self.agree(trainer.control)
         while not is_over and self.position.epoch < num_epochs:
             self._run_epoch()
@@ -150,7 +150,7 @@ class TrainingLoop:
         self.train_step.updater = self._make_updater()
         self.train_step.updater.load_optimizer_state(state)
 
-    def _do_what_is_pending(self) -> bool:
+    def _run_pending(self) -> bool:
         """Log, evaluate and save as was due when a rank was lost; return whether the run is over after that."""
         saved, control = self.checkpoint, self.trainer.control
         assert saved is not None, "a run that starts again after a lost rank has its state"
@@ -171,7 +171,7 @@ class TrainingLoop:
             trainer._past = None
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
         windows = self.loader.windows(position.epoch, position.update, position.offset)
-        self.restore_what_begins_undo()
+        self.restore_after_callbacks()
         self.agree(trainer.control)
         while not self._stops():
             # Random choices of a data collator, such as masks, differ by rank and are the same in a resumed run.
@@ -285,7 +285,7 @@ class TrainingLoop:
 
     # End of training.
 
-    def make_weights_private(self) -> None:
+    def unshare_weights(self) -> None:
         """Move the weights out of the memory that the ranks of a host share."""
         if self.is_set_up:
             self.train_step.updater.unshare()
@@ -322,7 +322,7 @@ class TrainingLoop:
                 "removing all checkpoints but the best",
             )
         self.timeline.write()
-        self.make_weights_private()
+        self.unshare_weights()
         trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
         if trainer.neftune_noise_alpha is not None:
             trainer._deactivate_neftune(trainer.model)
@@ -336,7 +336,7 @@ class TrainingLoop:
         """Whether this rank alone has the full state of the last update that it has finished, to continue from."""
         if self.starts_over or not self.is_set_up:
             return self.starts_over
-        return not self.train_step.is_updating and not self.train_step.updater.is_divided
+        return not self.train_step.is_updating and not self.train_step.updater.is_sharded
 
     @property
     def starts_over(self) -> bool:
@@ -369,7 +369,7 @@ class TrainingLoop:
         }
 
     def restore(self, saved: dict[str, Any], planned_updates: int) -> bool:
-        """Restore a saved run, and return True if it had ended; :meth:`restore_what_begins_undo` restores the rest."""
+        """Restore a saved run, and return True if it had ended; :meth:`restore_after_callbacks` restores the rest."""
         trainer = self.trainer
         self.parts.restore(saved)
         load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
@@ -377,11 +377,11 @@ class TrainingLoop:
         trainer._globalstep_last_logged = saved["last_logged"]
         self.grad_norm = saved["grad_norm"]
         position, step = Position(**saved["position"]), trainer.state.global_step
-        self.position = position.where_to_go_on()
+        self.position = position.resume_point()
         if restarts_epoch(self.args, saved):
             self.position.update = self.position.offset = 0
         else:
-            self.position = self.pace.take_up(self.position, saved)
+            self.position = self.pace.resume(self.position, saved)
         if trainer.world.is_main:
             warn_of_other_settings(self.args.result_settings(), saved["settings"])
         total = self.pace.total(planned_updates, step, self.position)
@@ -398,7 +398,7 @@ class TrainingLoop:
         if not saved["flags"]["should_training_stop"] or state.global_step >= state.max_steps:
             return False
         is_restarted = saved.get("in_place", False) or job_if_restarted(os.environ) is not None
-        stopped_early = any(map(has_lost_patience, self.trainer.callback_handler.callbacks))
+        stopped_early = any(map(has_stopped_early, self.trainer.callback_handler.callbacks))
         if self.trainer.world.is_main and not saved.get("in_place", False):
             where = f"this run was stopped at update {state.global_step} of {total}"
             if stopped_early:
@@ -409,7 +409,7 @@ class TrainingLoop:
                 print(f"{where}; it is resumed there, and continues to its end", flush=True)
         return is_restarted or stopped_early
 
-    def restore_what_begins_undo(self) -> None:
+    def restore_after_callbacks(self) -> None:
         """Restore random states and stop flags, which ``on_*_begin`` callbacks and reading to the position change."""
         saved, self.checkpoint = self.checkpoint, None
         if saved is not None:

@@ -24,7 +24,7 @@ def init_cluster() -> None:
     from mindspore import communication, get_context
 
     if get_context("device_target") == "CPU" and os.environ.get("MS_ROLE") != "MS_SCHED":
-        with _who_wakes_another_goes_on():
+        with _on_one_core():
             communication.init()
     else:
         communication.init()
@@ -45,7 +45,7 @@ def restore_sigint_handler() -> None:
 # On two cores this happens so often that some ranks need 20 seconds (tcp_comm.cc, TCPComm::Connect).
 # Goes when: no rank logs "Failed to connect to the tcp server" (GLOG_v=1) although its scheduler was running.
 @contextmanager
-def _who_wakes_another_goes_on() -> Iterator[None]:
+def _on_one_core() -> Iterator[None]:
     """Keep threads that start in the block on this thread's core; they do not preempt it when they wake up.
 
     After the block they have the cores and the scheduling policy that this thread had before.
