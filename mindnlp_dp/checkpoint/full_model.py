@@ -94,9 +94,9 @@ def data_group(parts: Optional[ReplicatedModel]) -> ProcessGroup:
     group, world = get_data_group(), get_process_group()
     if group.world_size != world.world_size:
         raise ValueError(
-            f"this model is whole on each rank, and the mesh that was made last cuts models: of {world.world_size} "
-            f"ranks {group.world_size} read samples, and the others would do the same work once more. Call "
-            "mindnlp_dp.parallelize(model) before training, or "
+            "this model is replicated on each rank, and the mesh that was made last shards models: of "
+            f"{world.world_size} ranks {group.world_size} read samples, and the others would do the same work again. "
+            "Call mindnlp_dp.parallelize(model) before training, or "
             f'mindnlp_dp.init_device_mesh({{"dp": {world.world_size}}}) to train it on all ranks'
         )
     return group

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="start a script in several processes, on this host or on several",
         description="Start SCRIPT in several processes, show rank 0's output, and end all of them when one fails. The "
-        "exit code is that of the rank that failed. With several hosts, the same line is typed on each.",
+        "exit code is that of the rank that failed. With several hosts, type the same line on each.",
         usage="mindnlp-dp run --nproc N [OPTIONS] SCRIPT [ARGS...]",
         formatter_class=DashesOnlyHelpFormatter,
     )

@@ -277,7 +277,7 @@ def make_loader(
         )  # fmt: skip
         return IndexedLoader(source, sampler, group, collate, columns, readers=readers)
     if lengths is not None:
-        raise ValueError(f"a {type(dataset).__name__} has no index, and its batches cannot be put together by length")
+        raise ValueError(f"a {type(dataset).__name__} has no index, so its batches cannot be grouped by length")
     global_micro_batch_size = micro_batch_size * group.world_size
     if global_batch_size is not None:
         global_micro_batch_size = largest_divisor(global_batch_size, global_micro_batch_size)
@@ -285,8 +285,8 @@ def make_loader(
     if is_mindspore_dataset(dataset):
         if dataset.is_sharded():
             raise ValueError(
-                "this pipeline is already cut by num_shards, and would be cut twice: its rows would be split among "
-                f"{group.world_size} ranks once more. Build it without num_shards and shard_id; the trainer shards it"
+                "this pipeline is already sharded by num_shards, and would be sharded twice: its rows would be split "
+                f"among {group.world_size} ranks again. Build it without num_shards and shard_id; the trainer shards it"
             )
         # The batches of a pipeline that the user has batched are the global micro-batches.
         if is_batched_pipeline(dataset):

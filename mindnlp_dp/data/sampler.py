@@ -74,7 +74,7 @@ class GlobalBatchSampler:
         if self.num_samples < 1:
             raise ValueError("the data set is empty")
         if self.lengths is not None and len(self.lengths) != self.num_samples:
-            raise ValueError(f"there are {len(self.lengths)} lengths of {self.num_samples} samples")
+            raise ValueError(f"expected a length for each of {self.num_samples} samples, got {len(self.lengths)}")
         if self.uneven not in ("keep", "drop"):
             raise ValueError(f"uneven must be 'keep' or 'drop', got {self.uneven!r}")
         if self.uneven == "drop" and self.num_samples < self.global_batch_size:

@@ -200,7 +200,7 @@ class AccumulatingWindow(GradientAccumulator):
     def accumulate(self, gradients: Sequence[Optional[Any]], weight: float = 1.0) -> None:
         if len(gradients) != len(self.parameters):
             raise ValueError(
-                f"expected {len(self.parameters)} gradients, one a parameter, got {len(gradients)} "
+                f"expected {len(self.parameters)} gradients, one for each parameter, got {len(gradients)} "
                 f"(rank {self.group.label()})"
             )
         if not 0 <= weight < float("inf"):

@@ -168,7 +168,7 @@ class Job:
                 or len(hosts) > 1
             ):
                 break
-            print("mpirun ended before any rank had begun; it is started once more", file=sys.stderr)
+            print("mpirun ended before any rank had begun; it is started again", file=sys.stderr)
         return failure, False
 
     def _find_failure(self, hosts: Sequence[Host], attempt: Attempt, left: Sequence[int]) -> Optional[Failure]:

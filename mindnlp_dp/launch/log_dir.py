@@ -54,7 +54,7 @@ def lock_log_dir(log_dir: Path) -> Iterator[None]:
         assert lock is not None
         os.close(lock)
         raise LaunchError(
-            f"the log folder {log_dir} is that of a job that runs; give each its own, --log-dir, or none"
+            f"the log folder {log_dir} is that of a job that runs; give each job its own --log-dir, or none"
         ) from None
     except OSError:
         # The disk does not support locks, or cannot be written to, which a later write reports.

@@ -30,23 +30,23 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     add = _Adder(run)
     add(
         "--nproc", "--nproc-per-node", type=_nproc, required=True, metavar="N",
-        help="processes on each host; MIN:MAX of an elastic job; auto: one for each card, or core",
+        help="processes on each host; MIN:MAX for an elastic job; auto: one for each card, or core",
     )  # fmt: skip
     add(
         "--backend", choices=("mpi", "mindspore"),
-        help="mpi: mpirun, the fast one on CPU; mindspore: HCCL, NCCL or MCCL by device (default: mindspore when "
+        help="mpi: mpirun, the faster one on CPU; mindspore: HCCL, NCCL or MCCL by device (default: mindspore when "
         "DEVICE_TARGET is Ascend or GPU, or when it is not set and there are NPUs, else mpi)",
     )  # fmt: skip
     add("--log-dir", type=Path, metavar="DIR", help="where worker_R.log go (default: logs/DATE-TIME-PID)")
     add(
         "--max-restarts", type=_whole, metavar="N",
-        help="start the job again after a failure, at most so often, from its newest checkpoint (default: 0; "
-        f"{RESTARTS_OF_ELASTIC_JOBS} of an elastic job)",
+        help="restart the job after a failure, at most N times, from its newest checkpoint (default: 0; "
+        f"{RESTARTS_OF_ELASTIC_JOBS} for an elastic job)",
     )  # fmt: skip
     add(
         "--hang-timeout", type=_seconds, default=JobOptions.hang_timeout, metavar="SECONDS",
-        help="end the job, and say who keeps whom waiting, when no rank has got any further for so long; 0: never "
-        "(default: 1800)",
+        help="end the job, and say which rank waits for which, when no rank has made progress for so many seconds; 0: "
+        "never (default: 1800)",
     )  # fmt: skip
     add("--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)")
     add(
@@ -56,7 +56,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--grow-after", type=_seconds, default=JobOptions.grow_after, metavar="SECONDS",
-        help="an elastic job takes the place of a lost rank again after so long (default: 60)",
+        help="an elastic job replaces a lost rank after so many seconds (default: 60)",
     )  # fmt: skip
     add(
         "--grace-period", type=_seconds, default=JobOptions.grace_period, metavar="SECONDS",
@@ -73,21 +73,24 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
         help="an elastic job that has lost ranks makes smaller global batches, and learns at a smaller rate, where "
         "dp.DataParallelTrainer trains; without it ranks take more micro steps",
     )  # fmt: skip
-    add = _Adder(run.add_argument_group("several hosts; the same line on each"))
-    add("--nnodes", type=_size, default=MinMax(1, 1), metavar="N", help="hosts; MIN:MAX of an elastic job (default: 1)")
+    add = _Adder(run.add_argument_group("for several hosts; run the same command on each"))
+    add(
+        "--nnodes", type=_size, default=MinMax(1, 1), metavar="N",
+        help="number of hosts; MIN:MAX for an elastic job (default: 1)",
+    )  # fmt: skip
     add(
         "--rdzv-endpoint", metavar="HOST:PORT",
-        help="where they meet: an address of the first one, and a port that is free there (29400)",
+        help="the rendezvous endpoint: an address of the first host, and a port that is free there (default: 29400)",
     )  # fmt: skip
     add(
         "--node-rank", type=_whole, metavar="R",
         help="this host's number, 0 for the endpoint's (default: what Kubernetes or Slurm says, else found by the "
         "endpoint's address)",
     )  # fmt: skip
-    add("--rdzv-id", default="", metavar="NAME", help="the job's name: hosts of another one are turned away")
+    add("--rdzv-id", default="", metavar="NAME", help="the job's name: hosts of another job are refused")
     add(
         "--rdzv-token-file", type=Path, metavar="FILE",
-        help="what hosts know each other by, the same on each; else MINDNLP_DP_RDZV_TOKEN, else "
+        help="a secret that all hosts have in common; else MINDNLP_DP_RDZV_TOKEN, else "
         "~/.config/mindnlp_dp/token",
     )  # fmt: skip
     add(
@@ -97,7 +100,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--master-addr", metavar="HOST", help="the endpoint in another way")
     add("--master-port", type=_whole, default=29400, metavar="PORT", help="(default: 29400)")
-    run.add_argument("--standalone", action="store_true", help="one host, as without it; torchrun wants it said")
+    run.add_argument("--standalone", action="store_true", help="one host, the default; torchrun's option")
     run.add_argument("-m", "--module", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     add_torchrun_options(run)
     run.add_argument("script", metavar="SCRIPT")
@@ -142,9 +145,7 @@ def rendezvous_of(args: argparse.Namespace) -> Optional[Rendezvous]:
     if args.standalone:
         raise LaunchError(f"--standalone is for one host, and --nnodes is {args.nnodes}")
     if endpoint is None:
-        raise LaunchError(
-            f"--nnodes {args.nnodes}: say where the hosts meet, --rdzv-endpoint HOST:PORT, an address of the first one"
-        )
+        raise LaunchError(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT, an address of the first host")
     try:
         host, port = parse_endpoint(endpoint)
         token = read_token(os.environ, args.rdzv_token_file)
@@ -224,12 +225,12 @@ _ELSEWHERE = "every rank's output goes to worker_R.log in --log-dir; --tee 0, al
 
 _REFUSED = {
     ("--no-python",): "ranks are Python's; start another program from a script, by subprocess",
-    ("--run-path",): "scripts are run so anyway; leave it out",
+    ("--run-path",): "scripts are always run like this; leave it out",
     ("--redirects", "-r"): _ELSEWHERE,
     ("-t",): _ELSEWHERE,
     ("--local-ranks-filter",): _ELSEWHERE,
     ("--logs-specs",): _ELSEWHERE,
-    ("--local-addr",): "hosts are known by the address that they come from; --rdzv-endpoint says where they meet",
+    ("--local-addr",): "hosts are identified by their address; --rdzv-endpoint names the rendezvous",
     ("--event-log-handler",): "failures are written to failures.jsonl in --log-dir",
 }
 

@@ -65,7 +65,7 @@ def run_job(
         backend = "mindspore" if device in ("Ascend", "GPU") else "mpi"
         if backend == "mindspore" and "DEVICE_TARGET" not in environ:
             environ["DEVICE_TARGET"] = device
-            print(f"this host has {device} cards: --backend mindspore, with them; DEVICE_TARGET=CPU does without")
+            print(f"this host has {device} cards: use them with --backend mindspore, or set DEVICE_TARGET=CPU")
     if options.in_place and (backend != "mpi" or rendezvous is not None or not nproc.is_elastic):
         raise LaunchError("--in-place is for an elastic job, --nproc MIN:MAX, of one host under MPI")
     if options.scale_batch and not (nproc.is_elastic or (nnodes is not None and nnodes.is_elastic)):
@@ -159,5 +159,5 @@ def run_measurement(module: str, world_size: int, flags: Sequence[str]) -> Any:
         command = ["-m", module, *flags, "--write", str(file)]
         options = JobOptions(tee="none")
         if run_job(world_size, command, backend="mpi", log_dir=Path(folder, "logs"), options=options) != 0:
-            raise RuntimeError(f"the job with {world_size} ranks failed; its message stands above")
+            raise RuntimeError(f"the job with {world_size} ranks failed; see its message above")
         return json.loads(file.read_text())

@@ -32,7 +32,7 @@ def check_zero_stage(zero_stage: Any) -> Union[int, str]:
     """Return ``zero_stage`` unchanged; raise ValueError if it is not valid."""
     if isinstance(zero_stage, bool) or zero_stage not in ZERO_STAGES:
         raise ValueError(
-            f"zero_stage must be 0 (every rank updates everything), 1 (optimizer state is divided), 2 (gradients too) "
+            f"zero_stage must be 0 (every rank updates everything), 1 (optimizer state is sharded), 2 (gradients too) "
             f'or "auto", got {zero_stage!r}'
         )
     return zero_stage
@@ -111,11 +111,11 @@ def _check_scope(optimizer: Any, window: GradientAccumulator, scope: ModelScope)
 
     if isinstance(optimizer, mindspore.nn.Optimizer):
         raise ValueError(
-            "a model that is cut among ranks is updated by an optimizer of MindNLP's (mindnlp.core.optim), got "
+            "a model that is sharded over ranks is updated by an optimizer of MindNLP's (mindnlp.core.optim), got "
             f"{type(optimizer).__name__}"
         )
     if not isinstance(window, (GradientSynchronizer, MultiGroupExchange)):
-        raise ValueError("a reducer of MindSpore's exchanges gradients over all ranks, of which some have other parts")
+        raise ValueError("MindSpore's reducer exchanges gradients over all ranks, but some ranks have other shards")
     if isinstance(optimizer, (LAMB, LARS)) and scope.has_cut_parameters:
         raise ValueError(
             f"{type(optimizer).__name__} needs the norm of each whole parameter, of which ranks have parts (tp > 1); "
@@ -180,9 +180,9 @@ def _why_undivided(optimizer: Any, window: GradientAccumulator) -> str:
     if isinstance(optimizer, mindspore.nn.Optimizer):
         return "optimizers of mindspore.nn update all of their parameters in one call"
     if not isinstance(window, GradientSynchronizer):
-        return "a reducer of MindSpore's gives whole gradients to every rank"
+        return "MindSpore's reducer gives full gradients to every rank"
     if window.compression == "powersgd":
-        return "PowerSGD gives whole gradients to every rank"
+        return "PowerSGD gives full gradients to every rank"
     return ""
 
 
@@ -194,9 +194,9 @@ def _stage(zero_stage: Union[int, str], window: GradientAccumulator, *, has_rule
         (group.world_size == 1, "there is one rank"),
         (
             in_place_recovery_enabled(os.environ),
-            "so that a rank that is lost takes nothing of the optimizer's state with it",
+            "so that no optimizer state is lost with a rank",
         ),
-        (group.on_device, "on devices a divided update saves memory; whether it saves time was not measured"),
+        (group.on_device, "on devices a sharded update saves memory; whether it saves time was not measured"),
         (not has_rule, "this optimizer's own code updates whole parameters"),
         (not window.channel.shares_memory, "ranks share no memory, and new weights would have to be sent"),
         (
@@ -205,7 +205,7 @@ def _stage(zero_stage: Union[int, str], window: GradientAccumulator, *, has_rule
         ),
         (
             group.local_world_size == 1,
-            "between hosts, weights would take more of the wire than gradients, whose blocks of zeros stay at home",
+            "between hosts, weights would need more bandwidth than gradients, whose blocks of zeros are not sent",
         ),
     )
     for is_so, reason in reasons:

@@ -228,6 +228,6 @@ class MindSporeUpdater(Updater):
         own, saved = self._own_parameters(), materialize(dict(saved))
         if own.keys() != saved.keys():
             differing = ", ".join(sorted(own.keys() ^ saved.keys()))
-            raise ValueError(f"the saved optimizer is another one: only one of the two has {differing}")
+            raise ValueError(f"the saved optimizer differs: only one of the two has {differing}")
         for name, parameter in own.items():
             parameter.set_data(mindspore.Tensor(saved[name]))

@@ -227,9 +227,9 @@ def _checked(sizes: dict[str, Any], group: ProcessGroup) -> dict[str, Size]:
     by_stage = [axis for axis, size in sizes.items() if isinstance(size, tuple)]
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ValueError(f"one axis at most is -1, got {' and '.join(open_axes)}")
+        raise ValueError(f"at most one axis may be -1, got {' and '.join(open_axes)}")
     if open_axes and by_stage:
-        raise ValueError(f"sizes by stage, as of {by_stage[0]}, leave no axis to be worked out; {open_axes[0]} is -1")
+        raise ValueError(f"sizes by stage, as of {by_stage[0]}, leave no axis to be inferred; {open_axes[0]} is -1")
     known = math.prod(size for size in sizes.values() if size != -1 and not isinstance(size, tuple))
     if open_axes and group.world_size % known == 0:
         sizes[open_axes[0]] = group.world_size // known

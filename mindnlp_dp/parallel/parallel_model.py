@@ -204,7 +204,7 @@ class ParallelModel(ReplicatedModel):
                 if digest != known:
                     return (
                         f"copies are out of sync: {name!r} on rank {group.label(rank)} differs from rank "
-                        f"{group.label(where)}, though neither is cut. Was a gradient changed on some of the ranks?"
+                        f"{group.label(where)}, though neither is sharded. Was a gradient changed on some of the ranks?"
                     )
         return ""
 

@@ -15,11 +15,11 @@ from mindnlp_dp.data.loss_weight import Task, loss_mean
 
 # The ways to shard a layer; tensor_parallel/layers.py has the parallel layers.
 STYLES = {
-    "columns": "a linear layer, by what it puts out",
-    "columns of 3": "a linear layer that puts out three things (queries, keys, values) one after the other",
-    "rows": "a linear layer, by what it takes in",
+    "columns": "a linear layer, by its outputs",
+    "columns of 3": "a linear layer with three outputs (queries, keys, values), one after the other",
+    "rows": "a linear layer, by its inputs",
     "vocabulary": "an embedding, by its rows",
-    "vocabulary head": "the linear layer that puts out a number for every word",
+    "vocabulary head": "the linear layer with one output for each word of the vocabulary",
     "table columns": "a table, by its columns, one of which belongs to each attention head",
 }
 
@@ -215,7 +215,7 @@ def plan_for(model: Any) -> ShardingPlan:
     if kind not in _KINDS:
         raise ValueError(
             f"no plan is known for {type(model).__name__} ({kind}), only for {', '.join(_KINDS)}; write one: "
-            "parallelize(model, mesh, plan=Plan(tensor=TensorPlan(layers={...})))"
+            "parallelize(model, mesh, plan=ShardingPlan(tensor=TensorPlan(layers={...})))"
         )
     prefix = getattr(model, "base_model_prefix", "")
     # The names of a base model without a head have no prefix.

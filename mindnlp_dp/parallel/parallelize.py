@@ -66,7 +66,7 @@ def parallelize(
     """
     mesh = mesh or get_device_mesh()
     if getattr(model, "parallel", None) is not None:
-        raise ValueError(f"this {type(model).__name__} is cut already, as {model.parallel.mesh}")  # type: ignore[attr-defined]
+        raise ValueError(f"this {type(model).__name__} is sharded already, as {model.parallel.mesh}")  # type: ignore[attr-defined]
     check_same_structure(named_weights(model), mesh.world)
     placements = replicate_all(model, mesh)
     files = _open(weights, placements, mesh.world)
@@ -121,9 +121,9 @@ def _cut(model: Any, plan: ShardingPlan, parts: ParallelModel, layers_per_stage:
                 f"{axis}={mesh.sizes[axis]}, and the plan for {type(model).__name__} does not say how to cut {what}"
             )
     if mesh.sizes["pp"] > 1 and mesh.sizes["ep"] > 1:
-        raise ValueError(f"stages and experts do not go together yet, got {mesh}; leave pp or ep out")
+        raise ValueError(f"stages and experts cannot be combined yet, got {mesh}; leave pp or ep out")
     if mesh.sizes["pp"] > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ValueError("a loss of the routers of all layers cannot be had in stages; set output_router_logits=False")
+        raise ValueError("the router loss of all layers cannot be computed in stages; set output_router_logits=False")
     if mesh.sizes["tp"] > 1 and plan.tensor is not None:
         apply_tensor_parallel(model, plan.tensor, placements)
     if mesh.sizes["ep"] > 1 and plan.experts is not None:

@@ -116,7 +116,7 @@ def train(
         layers_per_stage = parse_layers(config.pipeline_layers)
     if layers_per_stage or not dp.get_device_mesh().is_data_parallel:
         if mindnlp_series() != "0.4":
-            raise InputError("a model is cut among ranks (--mesh) with MindNLP 0.4 only; leave it out")
+            raise InputError("a model is sharded over ranks (--mesh) with MindNLP 0.4 only; leave it out")
         with as_input_error():
             model = dp.parallelize(
                 model,

@@ -180,5 +180,5 @@ def test_an_exit_that_the_script_itself_caught_ends_nothing(start):
 def test_a_rank_that_leaves_early_says_so_and_ends_nothing(start):
     job = start(leaving("sys.exit(0)").replace("group.Barrier()", "import time; time.sleep(3)"), *mpirun())
     assert job.returncode == 0
-    assert job.stdout.startswith("rank 1 of 2 came to its end 1 s ago, and others have not. If they wait for it in a")
+    assert job.stdout.startswith("rank 1 of 2 reached its end 1 s ago, and others have not. If they wait for it in a")
     assert job.stdout.endswith("reached\n")

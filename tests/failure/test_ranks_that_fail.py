@@ -86,7 +86,7 @@ def test_a_rank_that_leaves_past_python(launch, backend, code):
 
 @pytest.mark.parametrize(
     ("leave", "what"),
-    [("sys.exit(0)", "came to its end, and rank 0 waited"), ("time.sleep(60)", "was still busy elsewhere when rank 0")],
+    [("sys.exit(0)", "reached its end, and rank 0 waited"), ("time.sleep(60)", "was still busy elsewhere when rank 0")],
     ids=["at its end", "late"],
 )
 def test_the_rank_that_did_not_come_is_named_and_not_the_one_that_waited(launch, leave, what):
@@ -288,7 +288,7 @@ def test_an_mpirun_that_fails_before_any_rank_begins_is_started_once_more(tmp_pa
     script.write_text(HEAD + MPI_ALONE + "print('done')\n")
     exit_code = run.run_job(2, [str(script)], backend="mpi", log_dir=tmp_path / "logs")
     said = capsys.readouterr().err
-    assert "mpirun ended before any rank had begun; it is started once more" in said
+    assert "mpirun ended before any rank had begun; it is started again" in said
     assert exit_code == (0 if failures == 1 else 213)
     assert ("the listener failed to start" in said) == (failures == 2)
     assert len(count.read_text().splitlines()) == 2

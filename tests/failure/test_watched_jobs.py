@@ -85,7 +85,7 @@ def test_a_hang_is_named_and_ended(tmp_path, backend, how):
     script, said = HANGS[how]
     exit_code, output = run_job(tmp_path, "--hang-timeout", 4, HEAD + script, nproc=3, backend=backend)
     assert exit_code == 124
-    assert "the job hangs: no rank has got any further for 4 s" in output
+    assert "the job hangs: no rank has made progress for 4 s" in output
     for words in said:
         assert words in output
     # Every rank that could answer has written its frames down to the script.

@@ -152,7 +152,7 @@ def test_what_cannot_be_taken_up_says_why(group, shared_tmp_path):
     with pytest.raises(CheckpointError, match="which the model"):
         resume(model=other)
     net, step, _ = cell(group, 3, lambda p: cells.Momentum(p, 0.1, 0.9))
-    with pytest.raises(ValueError, match="the saved optimizer is another one: only one of the two has .*moment"):
+    with pytest.raises(ValueError, match="the saved optimizer differs: only one of the two has .*moment"):
         resume(model=net, step=step)
 
 

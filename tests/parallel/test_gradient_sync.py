@@ -123,7 +123,7 @@ def test_half_precision_is_weighted_without_overflow(group, make):
 
 def test_errors(group, make):
     sync = make(parameters())
-    with pytest.raises(ValueError, match="expected 5 gradients, one a parameter, got 1"):
+    with pytest.raises(ValueError, match="expected 5 gradients, one for each parameter, got 1"):
         sync.accumulate(gradients(0)[:1])
     with pytest.raises(ValueError, match=r"the gradient of 'p0' has shape \(5,\), expected \(4, 3\)"):
         sync.accumulate(gradients(0)[1:2] + gradients(0)[1:])

@@ -120,7 +120,7 @@ def test_a_shuffled_pipeline_gives_another_order_every_epoch(group):
 def test_a_pipeline_cut_by_num_shards_is_refused(group):
     cut = GeneratorDataset(NumberTuples(8), ["x"], num_shards=2, shard_id=0)
     for pipeline in (cut, cut.batch(2)):
-        with pytest.raises(ValueError, match="already cut by num_shards, and would be cut twice"):
+        with pytest.raises(ValueError, match="already sharded by num_shards, and would be sharded twice"):
             make_loader(pipeline, 2)
 
 

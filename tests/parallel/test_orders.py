@@ -135,7 +135,7 @@ def test_ranks_with_other_lengths_are_refused(group):
     if group.world_size == 1:
         assert dp.make_loader(Rows(12), 2, group=group, lengths=lengths).digest_of_lengths is not None
         return
-    with pytest.raises(ValueError, match="ranks have other lengths of the same samples"):
+    with pytest.raises(ValueError, match="ranks have different lengths for the same samples"):
         dp.make_loader(Rows(12), 2, group=group, lengths=lengths)
 
 

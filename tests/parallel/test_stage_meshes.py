@@ -63,7 +63,7 @@ def test_the_mesh(group):
         ({"pp": 2, "ep": (2, 1)}, "the sizes of dp and tp may differ by stage, that of ep may not"),
         ({"pp": 2, "dp": (2, 0)}, r"sizes by stage are whole numbers from 1 on, got dp=2\|0"),
         ({"pp": 2, "dp": (2, "x")}, "sizes by stage are whole numbers"),
-        ({"pp": 2, "dp": (2, 1), "tp": -1}, "leave no axis to be worked out; tp is -1"),
+        ({"pp": 2, "dp": (2, 1), "tp": -1}, "leave no axis to be inferred; tp is -1"),
         ({"pp": -1, "dp": (2, 1), "tp": (1, 2)}, "has 2 stages, and pp=-1"),
     ],
 )

@@ -629,7 +629,7 @@ def test_a_state_without_moments(group, zero_stage):
     job.run(2)
     job.optimizer.load_state_dict({"state": {}, "param_groups": job.optimizer.state_dict()["param_groups"]})
     if zero_stage:
-        with pytest.raises(ValueError, match="given a state without moments, which are divided among the ranks"):
+        with pytest.raises(ValueError, match="given a state without moments, which are sharded over the ranks"):
             job.run(1)
     else:
         job.run(1)
@@ -683,7 +683,7 @@ def test_what_cannot_be_divided(group):
     parameters = make_parameters()
     sync = dp.GradientSynchronizer(parameters, group, overlap=False, compression="powersgd")
     optimizer = optim.AdamW(parameters)
-    with pytest.raises(ValueError, match="zero_stage=2 cannot be: PowerSGD gives whole gradients to every rank"):
+    with pytest.raises(ValueError, match="zero_stage=2 cannot be: PowerSGD gives full gradients to every rank"):
         make_updater(optimizer, sync, 2)
     assert type(make_updater(optimizer, sync, "auto")).__name__ == "MindNLPUpdater"
     for wrong in (3, -1, True, "on", None):

@@ -84,8 +84,13 @@ MPIRUN = [ExitedProcess(None, 1)]
         # A rank that waited is not blamed if another rank failed, left, finished, or never arrived.
         ({0: Status(1, 5.0, True), 1: Status(2, 9.0)}, [], "", (1, 2, "failed with exit code 2")),
         ({0: Status(1, 5.0, True)}, [ExitedProcess(0, 1), ExitedProcess(1, 0)], "", (1, 1, "left with exit code 0")),
-        ({0: Status(1, 9.0, True), 1: Status(0, 1.0)}, [], "", (1, 1, "came to its end, and rank 0 waited 8 s longer")),
-        ({0: Status(1, 9.0, True)}, [ExitedProcess(0, 1)], "", (1, 1, "was still busy elsewhere when rank 0 gave up")),
+        ({0: Status(1, 9.0, True), 1: Status(0, 1.0)}, [], "", (1, 1, "reached its end, and rank 0 waited 8 s longer")),
+        (
+            {0: Status(1, 9.0, True)},
+            [ExitedProcess(0, 1)],
+            "",
+            (1, 1, "was still busy elsewhere when rank 0 stopped waiting"),
+        ),
         ({0: Status(1, 9.0, True), 1: Status(1, 9.0, True)}, [], "", (0, 1, "failed with exit code 1")),
     ],
 )
@@ -179,7 +184,7 @@ def test_npus_are_not_left_alone(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
     assert main(["run", "--nproc", "3", str(script)]) == 2
     said = capsys.readouterr()
-    assert said.out == "this host has Ascend cards: --backend mindspore, with them; DEVICE_TARGET=CPU does without\n"
+    assert said.out == "this host has Ascend cards: use them with --backend mindspore, or set DEVICE_TARGET=CPU\n"
     assert "3 workers, but this host has 2 Ascend devices" in said.err
 
 
@@ -213,7 +218,7 @@ def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
     waited = {rank: Status(1, 9.0, waited=True) for rank in (1, 2)}
     failure = find_failure([ExitedProcess(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
     assert failure.rank == 3
-    assert "was still busy elsewhere when rank 1 gave up" in failure.what
+    assert "was still busy elsewhere when rank 1 stopped waiting" in failure.what
 
 
 @pytest.mark.parametrize(

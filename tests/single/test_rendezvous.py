@@ -284,7 +284,7 @@ def test_sizes():
 
 def test_tokens(tmp_path, monkeypatch):
     path = tmp_path / "token"
-    with pytest.raises(ValueError, match="there is none .* openssl rand -hex 32"):
+    with pytest.raises(ValueError, match="none was found .* openssl rand -hex 32"):
         read_token({}, path)
     path.write_text("0123456789abcdef\n")
     path.chmod(0o644)
@@ -430,7 +430,7 @@ def test_nobody_comes(tmp_path, capsys, monkeypatch):
         main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "script.py"])
         == RendezvousTimeoutError.exit_code
     )
-    assert f"1 of 2 hosts have come to 127.0.0.1:{port} in 0 s" in capsys.readouterr().err
+    assert f"1 of 2 hosts have joined at 127.0.0.1:{port} in 0 s" in capsys.readouterr().err
     assert main([*line.split()[:-2], "--rdzv-endpoint", f"127.0.0.1:{port}", "--node-rank", "1", "script.py"]) == 75
     assert "cannot be reached" in capsys.readouterr().err
 

@@ -222,7 +222,7 @@ def test_statuses_that_cannot_be_put_aside_are_nobodys_ends(tmp_path, capsys):
     host.clear(str(tmp_path), 1)
     assert not (tmp_path / "worker_1.status").exists()
     assert (tmp_path / "try_1").read_text() == "a file of the user's"
-    assert "are not put aside" in capsys.readouterr().err
+    assert "cannot be archived" in capsys.readouterr().err
 
 
 def test_a_log_that_cannot_begin_anew_grows_on(tmp_path, monkeypatch):

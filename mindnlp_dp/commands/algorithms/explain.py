@@ -35,7 +35,7 @@ def explain(algorithm: str, world_size: int) -> str:
 
     results, endpoints = run_ranks(world_size, run)
     lines = [f"{algorithm}, {world_size} ranks. {_INTRODUCTIONS[algorithm].format(n=world_size)}"]
-    lines.append("In brackets stands whose numbers a message holds the sum of.")
+    lines.append("In brackets: the ranks whose numbers a message holds the sum of.")
     messages = [message for endpoint in endpoints for message in endpoint.sent]
     for phase in _in_order(messages):
         lines += ["", phase]

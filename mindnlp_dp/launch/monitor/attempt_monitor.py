@@ -295,6 +295,6 @@ def _mention_stragglers(finished: Sequence[int], running: Sequence[int]) -> None
     if running:
         print(
             f"ranks {finished} finished {PATIENCE_SECONDS:.0f} s ago, ranks {running} have not. If they wait for the "
-            "others they wait for ever: every rank must make the same collective calls. Ctrl-C ends the job",
+            "others, they wait forever: every rank must make the same collective calls. Ctrl-C ends the job",
             file=sys.stderr,
         )

@@ -71,11 +71,11 @@ def _find_missing(
     if left:
         rank = min(left, key=lambda r: left[r].time)
         before = statuses[waiting].time - left[rank].time
-        return Failure(rank, code, f"came to its end, and rank {waiting} waited {before:.0f} s longer for it,")
+        return Failure(rank, code, f"reached its end, and rank {waiting} waited {before:.0f} s longer for it,")
     rank = next((rank for rank in ranks if rank not in statuses), waiting)
     if rank == waiting:
         return Failure(waiting, code, describe_exit(code))
-    return Failure(rank, code, f"was still busy elsewhere when rank {waiting} gave up waiting for it,")
+    return Failure(rank, code, f"was still busy elsewhere when rank {waiting} stopped waiting for it,")
 
 
 def _find_silent(silent: dict[int, int]) -> Failure:

@@ -77,7 +77,7 @@ def describe_hang(
     running = [number for number in range(len(ranks)) if number not in finished and number not in lost]
     waiting = [number for number in running if ranks[number].blocked_in and number not in stopped]
     others = [number for number in running if number not in waiting]
-    said = [f"the job hangs: no rank has got any further for {timeout:.0f} s."]
+    said = [f"the job hangs: no rank has made progress for {timeout:.0f} s."]
     calls: dict[str, list[int]] = {}
     for number in waiting:
         calls.setdefault(f"{ranks[number].blocked_in}, in update {ranks[number].update}", []).append(number)

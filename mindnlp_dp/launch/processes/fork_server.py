@@ -119,7 +119,7 @@ class _Server:
         try:
             pid = os.fork()
         except OSError as error:
-            print(f"no rank can be forked, and who asked works itself: {error}", flush=True)
+            print(f"no rank can be forked, so each rank starts as usual: {error}", flush=True)
             _decline(call, connection)
             return None
         if pid:
@@ -291,7 +291,7 @@ def main() -> None:
         except ImportError:
             print(f"{name} cannot be imported here; children import it themselves")
     if asked.log_dir is not None and (other := _others_changes(asked.log_dir, changes_of(before))):
-        print(f"the script sets {', '.join(other)} before it imports: its ranks import as ever")
+        print(f"the script sets {', '.join(other)} before it imports: its ranks import as usual")
         return
     # The socket is created only now, so that no worker finds it before the server is ready.
     try:

@@ -115,7 +115,7 @@ class LocalHost:
         except OSError as error:
             if number and clear_statuses(folder):
                 # The disk may be full, and a job can continue without logs.
-                print(f"the logs of try {number} in {log_dir} are not put aside: {error}", file=sys.stderr)
+                print(f"the logs of attempt {number} in {log_dir} cannot be archived: {error}", file=sys.stderr)
                 return
             raise self._cannot_be_written(log_dir, error) from None
 

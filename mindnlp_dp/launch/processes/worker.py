@@ -92,8 +92,8 @@ def run() -> None:
         os._exit(code)
     if nproc > 1 and not _has_joined():
         _say(
-            f"warning: this script never called mindnlp_dp.init_process_group(): {nproc} processes did the same work, "
-            "each for itself"
+            f"warning: this script never called mindnlp_dp.init_process_group(): {nproc} processes did the same work "
+            "independently"
         )
     _silence_libraries()
 

@@ -108,7 +108,7 @@ class Membership:
             now = time.monotonic()
             if is_silent and now - began > _SILENT_SECONDS:
                 is_silent = False
-                print(f"waiting at {where}: {len(hosts)} of {self.nnodes} hosts have come", file=sys.stderr)
+                print(f"waiting at {where}: {len(hosts)} of {self.nnodes} hosts have joined", file=sys.stderr)
             if len(hosts) >= self.nnodes.least:
                 enough = enough or now
                 # A job that has started continues with the remaining hosts, and grows later.
@@ -118,8 +118,8 @@ class Membership:
                     break
             elif now - began > self._rendezvous.join_timeout:
                 raise RendezvousTimeoutError(
-                    f"{len(hosts)} of {self.nnodes} hosts have come to {where} in {self._rendezvous.join_timeout:.0f} "
-                    "s; start the same line on the others, with the same token"
+                    f"{len(hosts)} of {self.nnodes} hosts have joined at {where} in "
+                    f"{self._rendezvous.join_timeout:.0f} s; start the same command on the others, with the same token"
                 )
         self._has_begun = True
         return hosts

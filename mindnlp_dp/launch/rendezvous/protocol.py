@@ -61,7 +61,7 @@ def read_token(environ: Mapping[str, str], file: Optional[Path] = None) -> bytes
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, RuntimeError) as error:
             raise ValueError(
-                f"hosts of a job know each other by a token, and there is none ({error}). Make one, "
+                f"hosts of a job authenticate each other by a token, and none was found ({error}). Make one, "
                 f"(umask 077; mkdir -p {path.parent}; openssl rand -hex 32 > {path}), and copy it to every host, or "
                 f"set {TOKEN_VARIABLE} to the same on each"
             ) from None

@@ -144,7 +144,7 @@ class OptimizerStateRegistry:
         if optimizer.state is not self._seen:
             if not optimizer.state and self.last is not None and self.last.has_sharded_moments:
                 raise ValueError(
-                    "the optimizer was given a state without moments, which are divided among the ranks "
+                    "the optimizer was given a state without moments, which are sharded over the ranks "
                     "(zero_stage): its own state_dict() has none, so this would lose them; to start again, make a new "
                     "optimizer; to continue from saved ones, load a state that has them"
                 )

@@ -58,7 +58,7 @@ class StageP2P:
         begin, end = (0, x.shape[0]) if num_rows is None else self.rows(num_rows)
         if x.shape[0] != end - begin and self._mesh.stages_differ:
             raise ValueError(
-                f"rank {self._mesh.world.label()} has {end - begin} of the {num_rows} rows of a micro batch, and the "
+                f"rank {self._mesh.world.label()} has {end - begin} of the {num_rows} rows of a micro-batch, and the "
                 f"model has made {x.shape[0]} of them. Where stages differ, samples are split by rows: every "
                 "column that has a row a sample must be an array, the first of all columns must be one, and the model "
                 "must keep rows as they are; else give all stages the same mesh"

@@ -38,8 +38,8 @@ class StageInput:
     def take(self) -> Any:
         if self._received is None:
             raise RuntimeError(
-                "the embedding of a model that is cut into stages was called twice in a forward pass (as with GPT-2's "
-                "token_type_ids), or outside of one; leave such inputs out"
+                "the embedding of a model that is split into stages was called twice in a forward pass (as with "
+                "GPT-2's token_type_ids), or outside of one; leave such inputs out"
             )
         received, self._received = self._received, None
         return received

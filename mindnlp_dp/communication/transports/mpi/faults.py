@@ -84,8 +84,8 @@ def _wait_for_the_others(comm: Any) -> None:
         if patient and time.monotonic() - began > PATIENCE_SECONDS:
             patient = False
             print(
-                f"rank {comm.Get_rank()} of {comm.Get_size()} came to its end {PATIENCE_SECONDS:.0f} s ago, and others "
-                "have not. If they wait for it in a collective they wait for ever: every rank must make the same "
+                f"rank {comm.Get_rank()} of {comm.Get_size()} reached its end {PATIENCE_SECONDS:.0f} s ago, and others "
+                "have not. If they wait for it in a collective, they wait forever: every rank must make the same "
                 "collective calls. Ctrl-C ends the job",
                 file=sys.stderr,
                 flush=True,
