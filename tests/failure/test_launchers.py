@@ -101,7 +101,7 @@ def test_ranks_that_nobody_bound_split_what_the_job_may_use(start):
 # The part of init_process_group that matters here, without importing MindSpore, which takes seconds.
 MPI_ALONE = """
 from mpi4py import MPI
-mpi_exit.abort_job_on_failure(MPI)
+faults.abort_job_on_failure(MPI)
 group = MPI.COMM_WORLD
 """
 INIT = """
@@ -112,7 +112,7 @@ LEAVE = """
 import argparse, sys
 from sys import exit as leave_under_another_name
 from mindnlp_dp.communication.transports.mpi import faults
-mpi_exit.PATIENCE_SECONDS = 1.0
+faults.PATIENCE_SECONDS = 1.0
 {init}
 
 def tidy_up():

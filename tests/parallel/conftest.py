@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import mindnlp_dp as dp
+from mindnlp_dp.data_parallel.overlap import OverlapState
 
 
 def pytest_addoption(parser):
@@ -62,7 +63,7 @@ def sync(several, group, micro):
 
     sync = dp.GradientSynchronizer(micro.trainable, group, overlap=True, bucket_cap_mb=1e-3)
     window(sync, micro, group.rank, 0)
-    assert sync.overlap.state == "on"
+    assert sync.overlap.state is OverlapState.ON
     return sync
 
 

@@ -16,7 +16,7 @@ from mindspore.dataset import NumpySlicesDataset
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.batches import default_collate
-from mindnlp_dp.training.trainer import resuming
+from mindnlp_dp.training.trainer import training_loop
 from models import LENGTH, Rows, alone, tiny_roberta, train, weights
 
 NUM_SAMPLES = 37
@@ -280,7 +280,7 @@ def test_a_stop_that_holds_when_it_is_resumed(group, shared_tmp_path, capsys, mo
     stopped = run(shared_tmp_path, group, callbacks=[StopAt4(), stopper], **EVALUATING)
     group.barrier()
     if why != "early stopping":
-        monkeypatch.setattr(resuming, "job_if_restarted", lambda environ: "a job")
+        monkeypatch.setattr(training_loop, "job_if_restarted", lambda environ: "a job")
     capsys.readouterr()
     fresh = [Silent(), EarlyStoppingCallback(early_stopping_patience=1)]
     again = run(shared_tmp_path, group, callbacks=fresh, seed=4, resume=True, **EVALUATING)

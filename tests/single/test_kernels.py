@@ -264,8 +264,8 @@ def test_a_process_that_ends_computes_alone():
         from mindnlp_dp.kernels import matmul, workers
         workers.use_cores(3)
         x = numpy.ones((1000, 300), numpy.float32)
-        products.product(x, x.T)
-        atexit.register(lambda: print(products.product(x, x.T).sum()))
+        matmul.product(x, x.T)
+        atexit.register(lambda: print(matmul.product(x, x.T).sum()))
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split()[-1] == str(np.float32(300_000_000))

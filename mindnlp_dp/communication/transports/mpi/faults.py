@@ -37,7 +37,7 @@ _Trace = Optional[types.TracebackType]
 _everybody: Any = None
 
 
-def set_exit_code(comm: Any) -> None:
+def set_exit_group(comm: Any) -> None:
     """Make this rank exit together with the ranks of ``comm`` only, from now on. A collective of these ranks."""
     global _everybody
     _everybody = comm.Dup()
@@ -45,7 +45,7 @@ def set_exit_code(comm: Any) -> None:
 
 def abort_job_on_failure(mpi: Any) -> None:
     """Make a failure of this rank end all ranks of the job, from now on. A collective; ``mpi`` is ``mpi4py.MPI``."""
-    set_exit_code(mpi.COMM_WORLD)
+    set_exit_group(mpi.COMM_WORLD)
     if _everybody.Get_size() == 1:
         return
     exits = _Exits()

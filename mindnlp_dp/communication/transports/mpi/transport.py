@@ -17,7 +17,7 @@ from mindnlp_dp.communication.transports.channel import HostChannel
 from mindnlp_dp.communication.transports.mpi.faults import (
     abort_job_on_failure,
     is_rank_failure,
-    set_exit_code,
+    set_exit_group,
     surviving_ranks,
 )
 from mindnlp_dp.communication.transports.mpi.shared_memory import (
@@ -158,7 +158,7 @@ class MPITransport(HostTransport):
             comm, others = surviving_ranks(comm, others), []
             try:
                 transport = MPITransport(comm)
-                set_exit_code(comm)
+                set_exit_group(comm)
             except self._mpi.Exception as error:
                 # Another rank may have been lost meanwhile.
                 if not is_rank_failure(error):
