@@ -21,6 +21,7 @@ from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.data_parallel import synchronizer
 from mindnlp_dp.data_parallel.buckets import factory as buckets
 from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.optim import LAMB, LARS
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import MindNLPUpdater
@@ -565,7 +566,7 @@ def trained(group, **options):
 def test_exchange_during_the_backward_pass(group, zero_stage):
     expected, _ = trained(group, zero_stage=0, overlap=False)
     weights, state = trained(group, zero_stage=zero_stage, overlap=True)
-    assert state == ("on" if group.world_size > 1 else "off: there is one rank")
+    assert state is (OverlapState.ON if group.world_size > 1 else OverlapState.OFF)
     assert_each_same(weights, expected)
 
 
