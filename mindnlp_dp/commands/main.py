@@ -54,27 +54,27 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(run=_run, parser=run)
     status = commands.add_parser(
         "status",
-        help="say how far a running job is",
-        description="Read the log folder of a job that mindnlp-dp run has started on this host: how far each rank is, "
-        "what it waits in and since when, what has failed.",
+        help="show the progress of a running job",
+        description="Read the log folder of a job that mindnlp-dp run has started on this host: the progress of each "
+        "rank, the call that it waits in and since when, and failures.",
     )
-    status.add_argument("log_dir", type=Path, metavar="LOG_DIR", help="its log folder, logs/... as the job names it")
-    status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument("log_dir", type=Path, metavar="LOG_DIR", help="the job's log folder, which it prints")
+    status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(run=_status)
     doctor = commands.add_parser(
         "doctor",
-        help="look at this machine and environment, and say what to mend",
-        description="Look at versions, devices, ports and variables, try both backends with two processes, and say "
-        "for each thing that is wrong what to do. Works when MindSpore or MindNLP cannot be imported. "
-        "The exit code is 1 when something is to be mended.",
+        help="check this machine and environment, and print what to fix",
+        description="Check versions, devices, ports and variables, try both backends with two processes, and print "
+        "a fix for each problem. Works when MindSpore or MindNLP cannot be imported. "
+        "The exit code is 1 if something must be fixed.",
     )
     doctor.set_defaults(run=_doctor)
     algorithms = commands.add_parser(
         "algorithms",
-        help="compare the ways to exchange gradients, or explain one",
+        help="compare all-reduce algorithms, or explain one",
         description="Run Reduce + Broadcast, DataParallel, a parameter server and the ring at several numbers of ranks "
         "on this host: bytes and messages, counted, and time, measured and predicted. With --explain, print the "
-        "movements of one of them, step by step, instead.",
+        "messages of one of them, step by step, instead.",
     )
     algorithms.add_argument(
         "--nproc", type=_positive, nargs="+", default=[2, 4, 8], metavar="N", help="numbers of ranks (default: 2 4 8)"
@@ -91,15 +91,15 @@ def _parser() -> argparse.ArgumentParser:
     algorithms.set_defaults(run=_algorithms)
     scaling = commands.add_parser(
         "scaling",
-        help="measure one rank and several, and what Amdahl's and Gustafson's laws make of it",
-        description="Train a small RoBERTa with one rank and with several, once with a global batch that stays and "
-        "once with a rank's batch that stays; fit the parallel fraction, and print what the laws predict.",
+        help="measure one rank and several, and fit Amdahl's and Gustafson's laws",
+        description="Train a small RoBERTa with one rank and with several, once with a constant global batch "
+        "and once with a constant batch of each rank; fit the parallel fraction, and print the laws' predictions.",
     )
     scaling.add_argument(
         "--nproc", type=_positive, nargs="+", default=[2], metavar="N", help="numbers of ranks (default: 2)"
     )
     scaling.add_argument(
-        "--batch", type=_positive, default=64, metavar="B", help="samples of one rank alone (default: 64)"
+        "--batch", type=_positive, default=64, metavar="B", help="samples of a single rank (default: 64)"
     )
     scaling.add_argument("--updates", type=_positive, default=30, metavar="U", help="measured updates (default: 30)")
     scaling.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG")
@@ -108,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     report = commands.add_parser(
         "report",
-        help="make a page and a picture of one run, or of several side by side",
-        description="Read the report.json of each run and write one HTML page that needs nothing else (loss and "
+        help="write a page and a picture of one run or several",
+        description="Read the report.json of each run and write one self-contained HTML page (loss and "
         "accuracy over updates and over time, throughput, share of communication, confused classes, digests, the "
         "commands to repeat it), and the plots as a PNG beside it.",
     )
@@ -124,10 +124,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="say which parallelism, before anything is launched",
+        help="find the fastest parallelism for a model on a cluster, before a launch",
         description="Price every way to parallelize a model's training on a cluster, by data, tensors, stages of a "
-        "pipeline and experts; play the best through, and print them with their time, their memory, what was left out "
-        "and why, and the command to launch. Needs neither the cluster nor MindSpore.",
+        "pipeline and experts; simulate the best ones, and print their time and memory, the reasons against the others, "
+        "and the command to launch. Needs neither the cluster nor MindSpore.",
     )
     plan.add_argument(
         "--model", required=True, metavar="MODEL",

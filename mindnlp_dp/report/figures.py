@@ -66,7 +66,7 @@ def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(rates, default=1.0) or 1.0)
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="samples a second; hatched: the share of communication", title="throughput")
+    axes.set(xlabel="samples per second; hatched: the share of communication", title="throughput")
 
 
 def pipelines(axes: Any, runs: Sequence[RecordedRun]) -> None:

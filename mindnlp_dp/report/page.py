@@ -19,9 +19,9 @@ CAPTIONS = {
     "loss": "Loss over updates: points are evaluations, thin lines the training loss of all ranks. Runs with the same "
     "global batch do the same updates.",
     "accuracy": "Accuracy on the held-out samples, after each epoch.",
-    "loss_over_time": "The same losses over wall-clock time, evaluations included.",
-    "accuracy_over_time": "What waiting is worth: accuracy over wall-clock time.",
-    "throughput": "Samples a second over all processes, evaluations left out.",
+    "loss_over_time": "Loss over wall-clock time, evaluations included.",
+    "accuracy_over_time": "Accuracy over wall-clock time, evaluations included.",
+    "throughput": "Samples per second over all processes, without evaluations.",
 }
 
 
@@ -98,7 +98,7 @@ def _verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     compared = speed_up(runs)
     if compared is not None:
         single, several, factor = compared
-        shown.append(("faster", f"{factor:.2f} x", f"{several.name} than {single.name}, in samples a second"))
+        shown.append(("faster", f"{factor:.2f} x", f"{several.name} than {single.name}, in samples per second"))
         gap = several.report["eval_accuracy"] - single.report["eval_accuracy"]
         shown.append(("difference", f"{gap:+.4f}", f"in accuracy, {several.name} to {single.name}"))
     parallel = [run for run in runs if run.report["world_size"] > 1]
@@ -107,9 +107,9 @@ def _verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
         shares = [run.report.get("gradient_sync_share") or 0.0 for run in parallel]
         shown.append(("communication", f"{100 * max(shares):.1f} %", "of the training time, at most"))
         shown.append(
-            ("replicas", "agree", "all processes hold the same weights, to the bit")
+            ("replicas", "agree", "all processes have bitwise identical weights")
             if agree
-            else ("replicas", "DIFFER", "processes hold different weights: this was not data parallel training")
+            else ("replicas", "DIFFER", "processes have different weights: this was not data-parallel training")
         )
     return shown
 

@@ -28,37 +28,37 @@ class TaskConfig:
     train_file: str = _setting("", "CSV, TSV or JSON lines with texts and labels; empty: CLDR phrases, by language")
     test_file: str = _setting("", "the held-out split, in the same form")
     dataset: str = _setting("", "instead of files: a data set's hub name, or a folder that `datasets` can read")
-    train_split: str = _setting("train", "of the data set")
-    test_split: str = _setting("test", "of the data set, held out")
-    text_column: str = _setting("", "empty: the one named text, text_a or sentence")
-    label_column: str = _setting("", "empty: the one named label, category or intent")
-    output_dir: str = _setting("outputs/quickstart", "where the report, the plot and the model go")
+    train_split: str = _setting("train", "name of the training split of the data set")
+    test_split: str = _setting("test", "name of the held-out split of the data set")
+    text_column: str = _setting("", "column of the texts; empty: the one named text, text_a or sentence")
+    label_column: str = _setting("", "column of the labels; empty: the one named label, category or intent")
+    output_dir: str = _setting("outputs/quickstart", "output folder for the report, the plot and the model")
 
     model: str = _setting("tiny", "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder")
-    vocab_size: int = _setting(4000, "tokens of the byte-level BPE")
-    lowercase: bool = _setting(False, "whether that tokenizer takes capital letters for small ones")
-    max_length: int = _setting(24, "tokens of a text; longer ones are cut")
+    vocab_size: int = _setting(4000, "vocabulary size of the byte-level BPE tokenizer")
+    lowercase: bool = _setting(False, "whether that tokenizer converts text to lower case")
+    max_length: int = _setting(24, "maximum number of tokens of a text; longer texts are truncated")
     hidden_size: int = _setting(128, "width of the model")
-    num_layers: int = _setting(2, "encoder layers")
-    num_heads: int = _setting(4, "attention heads")
+    num_layers: int = _setting(2, "number of encoder layers")
+    num_heads: int = _setting(4, "number of attention heads")
     intermediate_size: int = _setting(512, "width of the feed-forward layers")
     dropout: float = _setting(0.0, "dropout in the model")
 
     num_epochs: float = _setting(2.0, "passes over the training split")
-    max_steps: int = _setting(-1, "stop after so many updates; -1 means num_epochs decides")
-    global_batch_size: int = _setting(128, "samples in an update, over all ranks")
-    eval_batch_size: int = _setting(256, "samples of a rank in one evaluation step")
+    max_steps: int = _setting(-1, "maximum number of updates; -1: num_epochs decides")
+    global_batch_size: int = _setting(128, "number of samples in an update, over all ranks")
+    eval_batch_size: int = _setting(256, "number of samples of a rank in one evaluation step")
     learning_rate: float = _setting(2e-3, "peak learning rate, after warm-up")
-    warmup_ratio: float = _setting(0.1, "share of the updates in which the learning rate rises")
-    weight_decay: float = _setting(0.01, "of matrices; biases and norms are not decayed")
-    max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm; 0 means never")
-    logging_steps: int = _setting(10, "updates between two log lines")
-    seed: int = _setting(42, "of the weights, the order of the data and dropout")
+    warmup_ratio: float = _setting(0.1, "fraction of the updates with learning rate warm-up")
+    weight_decay: float = _setting(0.01, "weight decay of matrices; biases and norms are not decayed")
+    max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm; 0: no clipping")
+    logging_steps: int = _setting(10, "number of updates between two log lines")
+    seed: int = _setting(42, "random seed of the weights, the order of the data and dropout")
 
     def check(self) -> None:
         """Raise InputError for a setting that is out of range, or for two that exclude each other."""
         if bool(self.train_file) != bool(self.test_file):
-            raise InputError("--train-file and --test-file go together: one trains, the other judges")
+            raise InputError("--train-file and --test-file must be given together")
         if self.train_file and self.dataset:
             raise InputError("--train-file and --dataset are two sources of data; choose one")
         if not self.output_dir.strip():
@@ -71,7 +71,7 @@ class TaskConfig:
         if self.hidden_size % self.num_heads:
             raise InputError(f"hidden_size ({self.hidden_size}) must be divisible by num_heads ({self.num_heads})")
         if self.max_length < 3:
-            raise InputError(f"max_length must be at least 3, for two tokens mark the ends, got {self.max_length}")
+            raise InputError(f"max_length must be at least 3, because two tokens mark the ends; got {self.max_length}")
 
     def _check_at_least(self, least: int, name: str) -> None:
         if getattr(self, name) < least:
@@ -82,24 +82,24 @@ class TaskConfig:
 class FinetuneConfig(TaskConfig):
     """The settings of scripts/finetune.py: also parallelism, gradient exchange, optimizer and checkpoints."""
 
-    micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0 means global_batch_size / ranks")
-    plan: str = _setting("", "a file of mindnlp-dp plan --json, whose best plan is followed, and compared with the run")
+    micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0: global_batch_size / ranks")
+    plan: str = _setting("", "a file of mindnlp-dp plan --json; its best plan is used, and compared with the run")
     mesh: str = _setting("", "how ranks divide the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
-    pipeline_schedule: str = _setting("1f1b", "of stages (pp): 1f1b, gpipe or eager-1f1b")
-    pipeline_layers: str = _setting("", "how many layers each stage has, such as 5,7; empty: evenly many")
-    pipeline_recompute: bool = _setting(False, "keep only what stages receive, and recompute the rest")
+    pipeline_schedule: str = _setting("1f1b", "schedule of the pipeline stages (pp): 1f1b, gpipe or eager-1f1b")
+    pipeline_layers: str = _setting("", "number of layers of each stage, such as 5,7; empty: split evenly")
+    pipeline_recompute: bool = _setting(False, "keep only the inputs of stages, and recompute the activations")
     optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
-    save_steps: int = _setting(0, "updates between two checkpoints, of which the last two are kept; 0 means none")
-    resume: bool = _setting(False, "go on from the newest checkpoint in output_dir, if there is one")
-    bucket_cap_mb: float = _setting(2.0, "the most that a bucket of gradients holds, in MiB")
+    save_steps: int = _setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
+    resume: bool = _setting(False, "resume from the newest checkpoint in output_dir, if it has one")
+    bucket_cap_mb: float = _setting(2.0, "maximum size of a gradient bucket, in MiB")
     overlap: str = _setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
-    compression: str = _setting("", "of gradients: fp16, bf16 or powersgd; empty: none")
+    compression: str = _setting("", "gradient compression: fp16, bf16 or powersgd; empty: none")
     powersgd_rank: int = _setting(4, "the rank of PowerSGD's approximation")
-    zero_stage: str = _setting("auto", "0: every rank updates everything; 1, 2: each a slice; auto: what is fastest")
+    zero_stage: str = _setting("auto", "ZeRO stage 0, 1 or 2; auto: the fastest")
     trace: str = _setting("", "a file for the timeline of all ranks, for chrome://tracing or ui.perfetto.dev")
-    stats: bool = _setting(False, "print what the exchange of gradients took, for each update")
+    stats: bool = _setting(False, "print the time of the gradient exchange for each update")
     tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
-    kernels: str = _setting("auto", "on CPU: auto, ours, with that tuning; mindspore, its own, which are slower")
+    kernels: str = _setting("auto", "on CPU: auto, the fast kernels of this package; mindspore, its slower ones")
 
     def check(self) -> None:
         super().check()

@@ -113,7 +113,7 @@ def test_a_run_of_an_older_version_is_shown_without_what_it_lacks(tmp_path):
         del report[key]
     page = render(read_runs([write(tmp_path / "old", report)]))
     assert page.count("<svg") == 3
-    assert "What was taken for what" not in page
+    assert "Most confused classes" not in page
 
 
 def test_a_label_cannot_write_into_the_page(tmp_path):

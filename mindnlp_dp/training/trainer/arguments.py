@@ -45,25 +45,25 @@ class DataParallelArgumentsBase(TrainingArguments):
     global_batch_size: Optional[int] = field(
         default=None,
         metadata={
-            "help": "Samples in an update, of all ranks, whatever their number: in as many micro batches as it takes. "
-            "None: as the other settings make it."
+            "help": "Number of samples in an update over all ranks, for any number of ranks; accumulation steps are "
+            "derived from it. None: the product of the other settings."
         },
     )
     bucket_cap_mb: float = field(
-        default=DEFAULT_BUCKET_CAP_MB, metadata={"help": "The most that a bucket of gradients holds, in MiB."}
+        default=DEFAULT_BUCKET_CAP_MB, metadata={"help": "Maximum size of a gradient bucket, in MiB."}
     )
     overlap: Union[bool, str] = field(
         default="auto",
         metadata={"help": 'Exchange gradients during the backward pass: True, False, or "auto" to find out.'},
     )
     compression: Optional[str] = field(
-        default=None, metadata={"help": 'Of gradients: "fp16", "bf16" or "powersgd"; None exchanges them as they are.'}
+        default=None, metadata={"help": 'Gradient compression: "fp16", "bf16" or "powersgd"; None: no compression.'}
     )
     zero_stage: Union[int, str] = field(
         default="auto",
         metadata={
-            "help": "Every rank updates everything (0), or a slice, whose optimizer state (1) and averaged gradients "
-            '(2) it alone has; "auto" takes what is fastest.'
+            "help": "ZeRO stage: every rank updates everything (0), or each rank its shard, of the optimizer state "
+            '(1) and also of the averaged gradients (2); "auto": the fastest.'
         },
     )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})
@@ -71,7 +71,7 @@ class DataParallelArgumentsBase(TrainingArguments):
         default=None, metadata={"help": "A file for the timeline of all ranks, as a Chrome trace (JSON)."}
     )
     sync_stats: bool = field(
-        default=False, metadata={"help": "Print what the exchange of gradients took, for each update."}
+        default=False, metadata={"help": "Print the time of the gradient exchange for each update."}
     )
 
     @property
