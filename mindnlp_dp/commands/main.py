@@ -126,7 +126,7 @@ def _add_plan(commands: Any) -> None:
         "plan",
         help="find the fastest parallelism for a model on a cluster, before a launch",
         description="Price every way to parallelize a model's training on a cluster, by data, tensors, stages of a "
-        "pipeline and experts; simulate the best ones, and print their time and memory, the reasons against the others, "
+        "pipeline and experts; simulate the best, and print their time and memory, the reasons against the others, "
         "and the command to launch. Needs neither the cluster nor MindSpore.",
     )
     plan.add_argument(
