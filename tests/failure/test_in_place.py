@@ -88,7 +88,7 @@ def test_batches_become_smaller_in_the_midst_of_an_epoch(tmp_path):
 def test_what_is_divided_is_taken_up_from_the_newest_checkpoint(tmp_path, undisturbed):
     exit_code, output = elastic(tmp_path, "--zero-stage", 1, "--fault", "kill@12:1")
     assert exit_code == 0, output
-    assert "1 of 3 ranks lost; the others go on in place, from the newest checkpoint" in output
+    assert "1 of 3 ranks lost; the others continue in place, from the newest checkpoint" in output
     assert not (tmp_path / "logs/try_1").exists()
     assert steps(tmp_path) == [*range(1, 13), *range(11, UPDATES + 1)]
     assert_same_model(tmp_path, undisturbed)
@@ -164,7 +164,7 @@ def test_ranks_that_are_an_update_apart_continue_with_the_later_one(tmp_path, la
     script = ROOT / "tests/failure/late_in_place.py"
     exit_code, output = run_job(tmp_path, *IN_PLACE, script, tmp_path, late, nproc="1:3")
     assert exit_code == 0, output
-    assert "the others go on in place, in update 5" in output
+    assert "the others continue in place, in update 5" in output
     first, second = json.loads((tmp_path / "result.json").read_text())
     assert first == second
     assert first["step"] == 8

@@ -57,8 +57,8 @@ def test_no_init_process_group(launch, backend):
     assert job.exit_code == 0
     assert job.output == (
         "trained something\n"
-        "warning: this script never called mindnlp_dp.init_process_group(): 2 processes did the same work, "
-        "each for itself\n"
+        "warning: this script never called mindnlp_dp.init_process_group(): 2 processes did the same work "
+        "independently\n"
     )
 
 

@@ -157,7 +157,7 @@ def test_a_model_that_does_not_keep_rows_is_refused(mesh):
         lambda **inputs: model(**{name: np_rows(x) for name, x in inputs.items()})[0],
         optim.SGD(parameters, lr=0.1), parameters,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="of the 4 rows of a micro batch|could not send|has failed"):
+    with pytest.raises(ValueError, match="of the 4 rows of a micro-batch|could not send|has failed"):
         step(rows(batch("gpt2", 8), 0, 4))
 
 

@@ -101,7 +101,7 @@ def test_it_works_when_mindspore_and_mindnlp_cannot_be_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
     assert "MindSpore cannot be imported: ImportError: this mindspore is broken" in done.stdout
-    assert "mpi: not tried, for the imports fail" in done.stdout
+    assert "mpi: not tried, because the imports fail" in done.stdout
 
 
 def test_devices():

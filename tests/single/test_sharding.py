@@ -206,5 +206,5 @@ def sampler_of(sampler, update):
 
 
 def test_there_is_a_length_for_every_sample():
-    with pytest.raises(ValueError, match="there are 3 lengths of 4 samples"):
+    with pytest.raises(ValueError, match="expected a length for each of 4 samples, got 3"):
         GlobalBatchSampler(4, 1, lengths=np.ones(3))

@@ -190,7 +190,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         ("num_epochs: 0\n", "max_steps or num_epochs must be positive"),
         ("global_batch_size: 0\n", "global_batch_size must be at least 1, got 0"),
         ("output_dir: ''\n", "output_dir must name a folder, got ''"),
-        ("train_file: a.csv\n", "--train-file and --test-file go together"),
+        ("train_file: a.csv\n", "--train-file and --test-file must be given together"),
         ("train_file: a.csv\ntest_file: b.csv\ndataset: c\n", "are two sources of data; choose one"),
     ],
 )

@@ -215,7 +215,7 @@ def check_backends(can_import: bool) -> Iterator[Finding]:
         "mindspore": "see the log; a firewall that closes ports of 127.0.0.1 is a usual cause",
     }.items():
         if not can_import:
-            yield Finding(f"{backend}: not tried, for the imports fail")
+            yield Finding(f"{backend}: not tried, because the imports fail")
         elif backend == "mpi" and find_mpirun() is None:
             yield Finding("mpi: not tried, because mpirun is missing")
         else:

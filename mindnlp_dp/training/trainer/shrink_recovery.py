@@ -46,7 +46,7 @@ def state_of_survivors(trainer: Any) -> dict[str, Any]:
     newest = max(steps)
     where = f"in update {newest}" if newest >= 0 else "from the newest checkpoint"
     if world.is_main:
-        print(f"{before - world.world_size} of {before} ranks lost; the others go on in place, {where}", flush=True)
+        print(f"{before - world.world_size} of {before} ranks lost; the others continue in place, {where}", flush=True)
     state = _newest_checkpoint(trainer) if newest < 0 else _state_of(trainer, loop, steps.index(newest), steps)
     return {**state, "in_place": True}
 
