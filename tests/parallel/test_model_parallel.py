@@ -841,7 +841,7 @@ def test_a_whole_model_under_a_mesh_that_cuts_models_is_refused(group, tmp_path)
     """All ranks would train the full model, but only on samples for the fewer data-parallel ranks."""
     dp.init_device_mesh(parse_mesh(a_mesh(group)))
     model = build("gpt2")
-    refused = pytest.raises(ValueError, match=r"the mesh that was made last cuts models.*parallelize\(model\) before")
+    refused = pytest.raises(ValueError, match=r"the mesh that was made last shards models.*parallelize\(model\) before")
     with refused:
         train(model, "gpt2", lambda columns: [columns])
     with refused:

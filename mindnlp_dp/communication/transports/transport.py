@@ -110,7 +110,7 @@ class Transport(abc.ABC):
 
         A collective of the surviving ranks; each calls it after an error for which :meth:`is_rank_failure` is true.
         """
-        raise NotImplementedError(f"{self.name} cannot go on without a rank")
+        raise NotImplementedError(f"{self.name} cannot continue without a lost rank")
 
     # Methods built on the primitives.
 

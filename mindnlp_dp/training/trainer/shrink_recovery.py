@@ -96,6 +96,6 @@ def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
     if trainer.resumed_from is None:
         raise RuntimeError(
             "a rank was lost, and with it a part of the optimizer's state, which is sharded; no checkpoint exists to "
-            "go on from. Save more often, or use zero_stage=0"
+            "continue from. Save more often, or use zero_stage=0"
         )
     return load_checkpoint(trainer.resumed_from, trainer.whole)
