@@ -53,6 +53,11 @@ def test_versions_newer_than_the_tested_ones_are_named():
     assert len(list(doctor.check_installed(asked, {"mindspore": "2.10.0", "mindnlp": "0.4.1"}))) == 2
 
 
+def test_checks_run_beside_the_package_not_in_it():
+    """In the package's folder, its modules would hide others of the same name."""
+    assert (doctor._ROOT / "mindnlp_dp" / "__init__.py").exists()
+
+
 def test_not_installed_at_all():
     assert to_mend(doctor.check_installed([], {})) == {
         "mindnlp-dp itself is not installed": "pip install -e . in its folder"

@@ -5,18 +5,22 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import mindnlp_dp
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch import log_dir
 from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, read_statuses, write_status
+from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import grace_seconds, terminate_ranks
-from mindnlp_dp.launch.processes.stack_dumps import stacks_of
+from mindnlp_dp.launch.processes.stack_dumps import describe_location, stacks_of
 from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device, set_device_from_env
@@ -268,6 +272,38 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
         terminate_ranks([ours], 0.0)
         assert other.wait(10) == -9
     assert state_and_birth_of(other.pid) == ("", 0)
+
+
+def test_where_a_rank_hangs_is_in_the_users_code():
+    """The innermost frames, in the standard library and in any folder of this package, are skipped."""
+    package = Path(mindnlp_dp.__path__[0])
+    files = [
+        threading.__file__,
+        *map(str, sorted(package.rglob("process_group.py"))),
+        str(package / "x.py"),
+        "/u/train.py",
+    ]
+    frames = "".join(f'  File "{file}", line {line} in f{line}\n' for line, file in enumerate(files))
+    stacks = f"Thread 0x{7:016x} (most recent call first):\n{frames}"
+    rank = RankHeartbeat(pid=1, thread=7, update=3)
+    assert (
+        describe_location(rank, stacks, False)
+        == f"it is in /u/train.py:{len(files) - 1}, in f{len(files) - 1}(), in update 3"
+    )
+
+
+def test_a_process_of_a_job_finds_the_package_and_not_its_folders(tmp_path):
+    (tmp_path / "shows_path.py").write_text(
+        "import os, sys\ndef main():\n    print(*map(os.path.realpath, sys.path), sep='\\n')\n"
+    )
+    run = subprocess.run(
+        module_command(sys.executable, "shows_path"), capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    package = Path(mindnlp_dp.__path__[0]).resolve()
+    searched = [Path(line) for line in run.stdout.splitlines()]
+    assert package.parent in searched
+    assert not [path for path in searched if path == package or package in path.parents]
 
 
 def test_stacks_of_many_ranks_fit_into_a_message(tmp_path):

@@ -41,7 +41,7 @@ DISTRIBUTION = "mindnlp-dp"
 
 # The checks' processes run in this folder: python -c and -m search the current one first, and the user's may hold
 # modules of any name.
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 
 # What to install, by the installed series of MindNLP. 0.5 needs --no-deps, or pip also installs PyTorch with CUDA.
 BEST = {

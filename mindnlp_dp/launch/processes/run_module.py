@@ -12,7 +12,8 @@ import sys
 
 _HERE = os.path.dirname(os.path.realpath(__file__))
 
-_ROOT = os.path.dirname(os.path.dirname(_HERE))
+# The folder of the package: this file is in mindnlp_dp/launch/processes/.
+_ROOT = os.path.realpath(os.path.join(_HERE, *[os.pardir] * 3))
 
 
 def command(python: str, module: str) -> list[str]:

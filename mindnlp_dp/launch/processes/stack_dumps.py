@@ -71,6 +71,7 @@ def _main_thread(stacks: str, thread: int) -> list[Mapping[str, str]]:
 def _own_frame(frames: list[Mapping[str, str]]) -> str:
     """Return the innermost frame of the user's code, else the innermost of all; "" without frames."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    ours = str(Path(__file__).resolve().parent.parent)
+    # This file is in mindnlp_dp/launch/processes/.
+    ours = str(Path(__file__).resolve().parents[2])
     own = [f for f in frames if not f["file"].startswith((*libraries, ours, "<"))] or frames
     return f"{own[0]['file']}:{own[0]['line']}, in {own[0]['function']}()" if own else ""
