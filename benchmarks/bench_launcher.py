@@ -325,7 +325,7 @@ def ends(table: Table, *, with_torch: bool, with_msrun: bool) -> None:
     if with_msrun:
         table.row("crash to the end of the job, s", "msrun", after_kill("msrun"))
     for launcher in ("mpi", "mindspore"):
-        table.median("hang, behind its time-out, to the end, s", NAMES[launcher], hang, launcher)
+        table.median("hang, after its time-out, to the end, s", NAMES[launcher], hang, launcher)
 
 
 def starts(table: Table, *, with_torch: bool) -> None:

@@ -78,7 +78,7 @@ def run_kind(kind: str, num_updates: int) -> list[float] | None:
         return operators_alone(model, rows, num_updates)
     from mindnlp.engine import TrainerCallback
 
-    class AttemptMonitor(TrainerCallback):
+    class MemoryRecorder(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             memory.append(resident_kb())
 
@@ -89,11 +89,11 @@ def run_kind(kind: str, num_updates: int) -> list[float] | None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         if kind == "stock":
-            train_stock(model, rows, Path(folder), settings, AttemptMonitor())
+            train_stock(model, rows, Path(folder), settings, MemoryRecorder())
         else:
             arguments = dp.DataParallelArguments(folder, optim="sgd" if kind == "sgd" else "adamw", **settings)
             dp.DataParallelTrainer(
-                model, arguments, train_dataset=rows, eval_dataset=Rows(16), callbacks=[AttemptMonitor()]
+                model, arguments, train_dataset=rows, eval_dataset=Rows(16), callbacks=[MemoryRecorder()]
             ).train()
     return memory if group.is_main else None
 

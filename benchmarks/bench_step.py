@@ -123,7 +123,7 @@ def main() -> None:
     print(
         f"{machine()}; BERT, 22.7 million parameters, {BATCH} x {LENGTH} tokens a rank, medians of {args.repeats} jobs"
     )
-    print("x MindNLP: samples a second, over those of MindNLP in one process")
+    print("x MindNLP: samples per second, over those of MindNLP in one process")
     print_table(runs, exposed)
     print(f'"auto" is {states["two: auto"]}')
 

@@ -75,7 +75,7 @@ def main() -> None:
         return
     print(machine())
     found = {ranks: run_job([*launched("mpi", ranks), __file__]) for ranks in args.ranks}
-    print(f"{'model':30}{'optimizer':>10}{'ranks':>7}{'micro batches':>15}{'by default':>12}{'by rows':>10}")
+    print(f"{'model':30}{'optimizer':>10}{'ranks':>7}{'micro-batches':>15}{'by default':>12}{'by rows':>10}")
     for ranks, numbers in found.items():
         for name, accumulation, optimizer, by_default, by_rows in numbers["rows"]:
             if ranks * accumulation > 1:

@@ -50,7 +50,7 @@ def main() -> None:
     # The last stage's output is the same on all of them.
     show(model, mesh, args.scale, losses=losses)
     if mesh.world.is_main:
-        print(f"micro batches in flight, by stage: {in_flight}")
+        print(f"micro-batches in flight, by stage: {in_flight}")
 
 
 if __name__ == "__main__":

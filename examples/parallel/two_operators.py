@@ -35,7 +35,7 @@ MESHES = {"cut": {"tp": 2}, "stages": {"pp": 2}, "hybrid": {"dp": 2, "pp": 2}}
 
 
 class TwoOperators(nn.Module):
-    """Matrices of ``sizes`` bytes, one behind the other; the loss is how far their output is from ``targets``."""
+    """Matrices of ``sizes`` bytes, one after the other; the loss is how far their output is from ``targets``."""
 
     def __init__(self, width: int, inner: int, out: int) -> None:
         super().__init__()

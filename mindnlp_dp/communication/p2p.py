@@ -16,12 +16,12 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import from_host, to_host
 from mindnlp_dp.runtime.heartbeat import waiting
 
-# UP is the forward direction (hidden states), DOWN the backward direction (loss and gradients).
+# The two kinds of messages: ACTIVATIONS go to the next stage; GRADIENTS, with the loss, to the previous one.
 ACTIVATIONS, GRADIENTS = 0, 1
 
 _HEADER_NUMEL = message_header(None).size
 
-# All wires of a group count windows together: messages that an earlier wire left must not be taken for a later one's.
+# All PipelineP2P objects of a group count windows together: a later one must not receive an earlier one's messages.
 _windows: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

@@ -299,7 +299,9 @@ class ProcessGroup:
             arguments = [check_rank("src", src, self)]
             if self.rank == src and (xs is None or len(xs) != self.world_size):
                 got = "None" if xs is None else len(xs)
-                raise ValueError(f"scatter from rank {src}: expected {self.world_size} arrays, one a rank, got {got}")
+                raise ValueError(
+                    f"scatter from rank {src}: expected {self.world_size} arrays, one for each rank, got {got}"
+                )
             if self.rank == src and xs is not None:
                 mine.extend(checked_array(x, self.label()) for x in xs)
             return None, arguments
@@ -366,8 +368,8 @@ class ProcessGroup:
             array = checked_array(x, self.label())
             if array.ndim == 0 or len(counts) != self.world_size or sum(counts) != len(array) or min(counts) < 0:
                 raise ValueError(
-                    f"all_to_all on rank {self.label()}: expected {self.world_size} counts, one a rank, that add up to "
-                    f"the rows of an array of shape {tuple(array.shape)}; got {list(counts)}"
+                    f"all_to_all on rank {self.label()}: expected {self.world_size} counts, one for each rank, that "
+                    f"add up to the rows of an array of shape {tuple(array.shape)}; got {list(counts)}"
                 )
             return None, [f"rows of {dtype_name(array)}, shape {tuple(array.shape[1:])}"]
 

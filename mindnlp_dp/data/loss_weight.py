@@ -283,7 +283,7 @@ class LossWeigher:
                 f"for them (it has {', '.join(map(str, columns)) or 'no columns with names'})"
             )
             warnings.warn(
-                f"{why}: it is weighed by rows. If it is a mean over labels, several ranks or micro batches will not "
+                f"{why}: it is weighed by rows. If it is a mean over labels, several ranks or micro-batches will not "
                 "train what one would; override loss_weight(inputs) of the Trainer, or pass weight_of= to "
                 "make_train_step, for example with mindnlp_dp.count_labels. One that returns the number of rows ends "
                 "this warning, too",

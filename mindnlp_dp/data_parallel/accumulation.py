@@ -159,8 +159,8 @@ class GradientAccumulator(abc.ABC):
         """
 
 
-class AccumulatingWindow(GradientAccumulator):
-    """A window that accumulates gradients itself; subclasses define how to store and sum them over the ranks."""
+class BufferedAccumulator(GradientAccumulator):
+    """Accumulates gradients in its own memory; subclasses define how to store and sum them over the ranks."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:
         self.group = group or get_data_group()

@@ -9,11 +9,11 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data_parallel.accumulation import AccumulatingWindow
+from mindnlp_dp.data_parallel.accumulation import BufferedAccumulator
 from mindnlp_dp.runtime.arrays import HALF_TYPES, dtype_name
 
 
-class NaiveGradientSynchronizer(AccumulatingWindow):
+class NaiveGradientSynchronizer(BufferedAccumulator):
     """Averages gradients with one all-reduce per parameter: slow but simple, as a reference for tests."""
 
     def __init__(self, parameters: Iterable[Any], group: Optional[ProcessGroup] = None) -> None:

@@ -29,7 +29,7 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data_parallel.accumulation import AccumulatingWindow
+from mindnlp_dp.data_parallel.accumulation import BufferedAccumulator
 from mindnlp_dp.data_parallel.buckets.base import Bucket, exchange_buckets
 from mindnlp_dp.data_parallel.buckets.factory import make_buckets
 from mindnlp_dp.data_parallel.buckets.layout import check_bucket_cap_mb, completed_order, first_order, pack_buckets
@@ -50,7 +50,7 @@ def _lacks_hooks(parameters: Iterable[Any]) -> str:
     return ""
 
 
-class GradientSynchronizer(AccumulatingWindow):
+class GradientSynchronizer(BufferedAccumulator):
     """Averages gradients in buckets of ``bucket_cap_mb`` MiB, with one all-reduce per bucket that any rank used.
 
     Args:

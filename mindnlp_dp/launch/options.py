@@ -45,18 +45,18 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--hang-timeout", type=_seconds, default=JobOptions.hang_timeout, metavar="SECONDS",
-        help="end the job, and say which rank waits for which, when no rank has made progress for so many seconds; 0: "
+        help="end the job, and say which rank waits for which, when no rank has made progress for SECONDS; 0: "
         "never (default: 1800)",
     )  # fmt: skip
     add("--tee", choices=("0", "all", "none"), default="0", help="whose output is shown (default: 0, rank 0's)")
     add(
         "--log-mb", type=_whole, default=JobOptions.log_mb, metavar="MB",
-        help="a new log file of a rank is begun when the log has grown so large, and the one before stays as "
-        f"worker_R.log.1; 0: never (default: {JobOptions.log_mb})",
+        help="the size at which a rank's log is rotated; the previous log stays as worker_R.log.1; 0: "
+        f"never (default: {JobOptions.log_mb})",
     )  # fmt: skip
     add(
         "--grow-after", type=_seconds, default=JobOptions.grow_after, metavar="SECONDS",
-        help="an elastic job replaces a lost rank after so many seconds (default: 60)",
+        help="an elastic job replaces a lost rank after SECONDS (default: 60)",
     )  # fmt: skip
     add(
         "--grace-period", type=_seconds, default=JobOptions.grace_period, metavar="SECONDS",
@@ -90,7 +90,7 @@ def add_run_options(run: argparse.ArgumentParser) -> None:
     add("--rdzv-id", default="", metavar="NAME", help="the job's name: hosts of another job are refused")
     add(
         "--rdzv-token-file", type=Path, metavar="FILE",
-        help="a secret that all hosts have in common; else MINDNLP_DP_RDZV_TOKEN, else "
+        help="a file with a secret that all hosts have in common; else MINDNLP_DP_RDZV_TOKEN, else "
         "~/.config/mindnlp_dp/token",
     )  # fmt: skip
     add(

@@ -14,10 +14,10 @@ same weights.
 
 Each stage may have its own ``dp`` and ``tp``, as in ``{"pp": 2, "dp": (2, 1), "tp": (1, 2)}``. The number of rows
 (parallel pipelines) is then the greatest common divisor of the ``dp`` of the stages. The other ranks of a stage's
-``dp`` split the samples of each micro-batch, along an internal axis ``sub`` that the user does not name::
+``dp`` split the samples of each micro-batch, along an internal axis ``dp_in_stage`` that the user does not name::
 
-            pp=0            pp=1
-            sub=0 sub=1     tp=0 tp=1           0 1   2 3
+            pp=0            pp=1                (s: dp_in_stage)
+            s=0 s=1         tp=0 tp=1           0 1   2 3
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class DeviceMesh:
         sizes: sizes of all axes in this rank's stage; axes that the user did not name have size 1.
         coordinates: coordinates of this rank. "rank_in_stage" is the rank's number within its stage and row, along sub
             and tp.
-        stages: (sub, tp) of every stage.
+        stages: (dp_in_stage, tp) of every stage.
         world: group of all ranks.
-        dp_group: group of the ranks with the same part of the model, except experts, that split the samples: ``dp x
-            ep``.
-        grad_sync_group: group of the same ranks and those that split the samples of a micro-batch: ``dp x ep x sub``.
-        expert_dp_group: group of the ranks with the same weights, including experts: ``dp x sub``.
-        model_parallel_group: group of the ranks that together have the full model: ``pp x ep x sub x tp``.
+        dp_group: group of the ranks with the same part of the model, except experts, that split the samples:
+            ``dp x ep``.
+        grad_sync_group: group of the same ranks and those that split the samples of a micro-batch:
+            ``dp x ep x dp_in_stage``.
+        expert_dp_group: group of the ranks with the same weights, including experts: ``dp x dp_in_stage``.
+        model_parallel_group: group of the ranks that together have the full model: ``pp x ep x dp_in_stage x tp``.
     """
 
     def __init__(self, sizes: Mapping[str, Size], world: ProcessGroup) -> None:
@@ -70,8 +71,8 @@ class DeviceMesh:
         self._order = [*sizes, *(axis for axis in AXES if axis not in sizes)]
         self._places = self._arranged({"dp": rows, "pp": num_stages, "ep": self._of(0, "ep")})
         self.coordinates = self._places[world.rank]
-        sub, tp = self.stages[self.coordinates["pp"]]
-        self.sizes = {"dp": rows, "pp": num_stages, "ep": self._of(0, "ep"), "dp_in_stage": sub, "tp": tp}
+        dp_in_stage, tp = self.stages[self.coordinates["pp"]]
+        self.sizes = {"dp": rows, "pp": num_stages, "ep": self._of(0, "ep"), "dp_in_stage": dp_in_stage, "tp": tp}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world.world_size)): world}
         is_mesh = rows < world.world_size
         world.set_rank_labels([f"{r} ({self.label(place)})" for r, place in enumerate(self._places)] if is_mesh else [])
@@ -89,15 +90,17 @@ class DeviceMesh:
         return size[stage] if isinstance(size, tuple) else size
 
     def _arranged(self, sizes: Mapping[str, int]) -> list[dict[str, int]]:
-        """Return the coordinates of all ranks in rank order; cells vary at the position of "tp" among the axes."""
-        cells = [sub * tp for sub, tp in self.stages]
+        """Return the coordinates of all ranks in rank order; those of a stage vary at the position of "tp"."""
+        ranks_in_stages = [dp_in_stage * tp for dp_in_stage, tp in self.stages]
         found = []
-        for numbers in itertools.product(*(range(max(cells) if a == "tp" else sizes[a]) for a in self._order)):
+        for numbers in itertools.product(
+            *(range(max(ranks_in_stages) if a == "tp" else sizes[a]) for a in self._order)
+        ):
             place = dict(zip(self._order, numbers))
-            cell = place.pop("tp")
-            if cell < cells[place["pp"]]:
-                sub, tp = divmod(cell, self.stages[place["pp"]][1])
-                found.append({**place, "dp_in_stage": sub, "tp": tp, "rank_in_stage": cell})
+            rank_in_stage = place.pop("tp")
+            if rank_in_stage < ranks_in_stages[place["pp"]]:
+                dp_in_stage, tp = divmod(rank_in_stage, self.stages[place["pp"]][1])
+                found.append({**place, "dp_in_stage": dp_in_stage, "tp": tp, "rank_in_stage": rank_in_stage})
         return found
 
     def __repr__(self) -> str:
@@ -110,12 +113,12 @@ class DeviceMesh:
     def group(self, *axes: str) -> ProcessGroup:
         """Return the group of the ranks that differ from this one only in these axes, in the order of the mesh.
 
-        With "pp" but without "dp_in_stage" and "tp", these are the ranks with the same cell in every stage.
+        With "pp" but without "dp_in_stage" and "tp", these are the ranks with the same rank_in_stage in every stage.
         """
         return self._groups[self._ranks(axes)]
 
     def row(self, stage: int) -> list[int]:
-        """Return the ranks within ``parts`` that are in a stage, ordered by cell."""
+        """Return the ranks within ``model_parallel_group`` that are in a stage, ordered by rank_in_stage."""
         ranks = self._ranks(("pp", "ep", "dp_in_stage", "tp"))
         return [number for number, rank in enumerate(ranks) if self._places[rank]["pp"] == stage]
 
@@ -139,9 +142,9 @@ class DeviceMesh:
 
     def label(self, place: Mapping[str, int]) -> str:
         """Return the coordinates of a rank as text for messages."""
-        sub, tp = (max(of_stages) for of_stages in zip(*self.stages))
+        dp_in_stage, tp = (max(of_stages) for of_stages in zip(*self.stages))
         most = {axis: 1 + max(other[axis] for other in self._places) for axis in ("dp", "pp", "ep")}
-        most |= {"dp_in_stage": sub, "tp": tp}
+        most |= {"dp_in_stage": dp_in_stage, "tp": tp}
         place_of_tp = self._order.index("tp")
         order = [*self._order[:place_of_tp], "dp_in_stage", *self._order[place_of_tp:]]
         return ", ".join(f"{axis}={place[axis]}" for axis in order if most[axis] > 1) or "dp=0"
@@ -166,7 +169,7 @@ class DeviceMesh:
         It depends on the samples and the stage. Ranks that differ only in ``tp`` have the same seed rank, because all
         of them compute what is not sharded.
         """
-        before = sum(sub for sub, _ in self.stages[: self.index("pp")])
+        before = sum(dp_in_stage for dp_in_stage, _ in self.stages[: self.index("pp")])
         return self.grad_sync_group.rank + self.sizes["dp"] * self.sizes["ep"] * before
 
     @property

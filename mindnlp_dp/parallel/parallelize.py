@@ -76,9 +76,9 @@ def parallelize(
     if not mesh.is_data_parallel:
         plan = plan or plan_for(model)
         # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
-        inbox = mesh.world.run_on(True, lambda: _cut(model, plan, parts, layers_per_stage), "cutting the model")
-        if inbox is not None:
-            parts.pipeline = Pipeline(model, mesh, inbox, schedule, recompute=recompute)
+        stage_input = mesh.world.run_on(True, lambda: _cut(model, plan, parts, layers_per_stage), "cutting the model")
+        if stage_input is not None:
+            parts.pipeline = Pipeline(model, mesh, stage_input, schedule, recompute=recompute)
     elif layers_per_stage:
         raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
 
@@ -148,7 +148,7 @@ def _check_stages_train(model: Any, parts: ParallelModel) -> None:
 def _tie_stages(model: Any, pipeline: Pipeline, placements: Placements) -> None:
     """Make the stages that share a tied weight sum its gradients."""
     mesh = placements.mesh
-    # A group has the ranks with the same cell if the stages are equal, otherwise all ranks of these stages.
+    # A group has the ranks with the same rank_in_stage if the stages are equal, otherwise all ranks of these stages.
     among = mesh.model_parallel_group if mesh.stages_differ else mesh.group("pp")
     stage = mesh.index("pp")
     shared = sorted({p.stages for p in placements.values() if len(p.stages) > 1 and p.trains})

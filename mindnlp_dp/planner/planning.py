@@ -105,7 +105,7 @@ def predict(
     pp, rows = len(stages), math.gcd(*(sharing.num_data for sharing in stages))
     total = micro_batch * rows
     if micro_batch < 1:
-        raise ValueError(f"the micro batch has samples from 1 on, got {micro_batch}")
+        raise ValueError(f"the micro-batch has samples from 1 on, got {micro_batch}")
     if sum(sharing.num_devices for sharing in stages) != cluster.num_devices:
         raise ValueError(f"{dict(mesh)} is not {cluster.num_devices} devices, which {cluster.name} has")
     if batch % total:
@@ -146,7 +146,7 @@ def _bounds(num_layers: int, pp: int, blocks: Optional[Sequence[int]]) -> list[i
     if blocks is None:
         return [num_layers * stage // pp for stage in range(pp + 1)]
     if len(blocks) != pp or sum(blocks) != num_layers or min(blocks) < 1:
-        raise ValueError(f"{list(blocks)} does not divide {num_layers} layers among {pp} stages")
+        raise ValueError(f"{list(blocks)} does not split {num_layers} layers over {pp} stages")
     return [sum(blocks[:stage]) for stage in range(pp + 1)]
 
 

@@ -262,5 +262,5 @@ def _why(table: _Table, cost: np.ndarray, allowed: np.ndarray, sizes: Sequence[i
             return f"no stage can have layer {layer}: {reason}"
     return (
         f"no slicing of {table.num_layers} layers uses exactly {num_devices} devices in submeshes of "
-        f"{sorted(set(sizes))} and keeps to the memory of its stages with the micro batches in flight"
+        f"{sorted(set(sizes))} and keeps to the memory of its stages with the micro-batches in flight"
     )

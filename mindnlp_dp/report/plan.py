@@ -77,7 +77,7 @@ def text_of(plans: Plans, top: int = 5) -> str:
 
 def _table(plans: list[Plan]) -> list[str]:
     width = max(len(str(plan)) for plan in plans) + 2
-    head = f"   {'mesh':<{width}}{'schedule':<12}{'micro batches':>14}{'zero':>5}{'ms an update':>14}"
+    head = f"   {'mesh':<{width}}{'schedule':<12}{'micro-batches':>14}{'zero':>5}{'ms an update':>14}"
     head += "".join(f"{part:>{max(9, len(part) + 1)}}" for part in PARTS) + f"{'memory':>11}{'left':>6}"
     lines = [head]
     for number, found in enumerate(plans, 1):
@@ -136,7 +136,7 @@ def _in_code(found: Plan, plans: Plans) -> str:
         options = f", schedule={found.schedule!r}, layers_per_stage={layers}" + ", recompute=True" * found.recompute
     return (
         f"in your script: dp.parallelize(model, dp.init_device_mesh({found.mesh}){options}), and "
-        f"{found.num_micro_batches} micro batches of {found.micro_batch_size} samples, zero_stage={found.zero_stage}"
+        f"{found.num_micro_batches} micro-batches of {found.micro_batch_size} samples, zero_stage={found.zero_stage}"
     )
 
 
@@ -230,7 +230,7 @@ def _draw_timeline(axes: Any, found: Plan) -> None:
     axes.set_xlim(0, 1e3 * until)
     part = "" if until == found.timeline.makespan else f", the first {_MOST_DRAWN} of {found.num_micro_batches}"
     what = f"{found}, {found.schedule}" if found.schedule else str(found)
-    axes.set(xlabel="ms (blue: forward, orange: backward, numbers: micro batches)", title=f"{what}{part}")
+    axes.set(xlabel="ms (blue: forward, orange: backward, numbers: micro-batches)", title=f"{what}{part}")
 
 
 def _draw_memory(axes: Any, found: Plan) -> None:

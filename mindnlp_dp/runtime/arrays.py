@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import xxhash
 
 _CACHE_LINE_BYTES = 64
 
@@ -80,6 +79,9 @@ def set_weight(weight: Any, value: Any) -> None:
 
 def fingerprint(array: np.ndarray) -> bytes:
     """Return a hash (xxHash's XXH3) of an array's bytes in memory order."""
+    # Imported here: the launcher and the doctor, which import this module, work without it.
+    import xxhash
+
     flat = array if array.flags.c_contiguous else array.ravel(order="K")
     return xxhash.xxh3_128_digest(flat.data)
 

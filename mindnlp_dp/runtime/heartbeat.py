@@ -170,14 +170,14 @@ _writer: Optional[HeartbeatWriter] = None
 
 
 def report_to(path: Path, rank: int) -> HeartbeatWriter:
-    """Report this process's progress to the file ``path`` from now on, and return its reporter."""
+    """Report this process's progress to the file ``path`` from now on, and return its writer."""
     global _writer
     _writer = HeartbeatWriter(path, rank)
     return _writer
 
 
 def writer() -> Optional[HeartbeatWriter]:
-    """Return this process's reporter; None if no launcher asked for one."""
+    """Return this process's writer; None if no launcher asked for one."""
     return _writer
 
 

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 # The oldest and the newest supported version.
 PYTHON = ((3, 9), (3, 12))
 
-# The accepted versions. They have no upper bound: a version that is newer than the tested ones gives a warning.
+# The accepted versions. MindSpore has no upper bound: a version that is newer than the tested ones gives a warning.
 MINDSPORE = ">=2.7.0"
 
 MINDNLP = "==0.4.1"

@@ -222,7 +222,7 @@ class FunctionalStep:
         window = [batches] if self.accumulation_steps == 1 else list(batches)
         if not 1 <= len(window) <= self.accumulation_steps:
             raise ValueError(
-                f"expected 1 to {self.accumulation_steps} micro batches, got {len(window)} on rank "
+                f"expected 1 to {self.accumulation_steps} micro-batches, got {len(window)} on rank "
                 f"{self.synchronizer.group.label()}; None stands for one that a rank has not"
             )
         seen: list[tuple[float, float]] = []

@@ -74,7 +74,7 @@ class NonFiniteLoss:
     indices: tuple[int, ...]
 
     def __str__(self) -> str:
-        shown = "samples " + ", ".join(map(str, self.indices[:_SHOWN])) if self.indices else "a micro batch"
+        shown = "samples " + ", ".join(map(str, self.indices[:_SHOWN])) if self.indices else "a micro-batch"
         more = f" and {len(self.indices) - _SHOWN} more" if len(self.indices) > _SHOWN else ""
         return f"the loss of {shown}{more} is {self.value} at step {self.step} on rank {self.rank}"
 
@@ -92,12 +92,12 @@ def report_nonfinite_loss(mine: Sequence[NonFiniteLoss], group: ProcessGroup, go
         return False
     if not go_on:
         raise FloatingPointError(
-            f"{'; '.join(reports)}; look at these samples, lower the learning rate, or leave such micro batches out "
+            f"{'; '.join(reports)}; look at these samples, lower the learning rate, or leave such micro-batches out "
             "with logging_nan_inf_filter=True"
         )
     for report in reports:
         warnings.warn(
-            f"{report}; this micro batch is left out of the update and of the log", RuntimeWarning, stacklevel=2
+            f"{report}; this micro-batch is left out of the update and of the log", RuntimeWarning, stacklevel=2
         )
     return True
 

@@ -94,7 +94,7 @@ class FunctionalRun:
             for window in windows:
                 if len(window) > self.step.accumulation_steps:
                     raise ValueError(
-                        f"the loader's updates have {len(window)} micro batches, and the step takes "
+                        f"the loader's updates have {len(window)} micro-batches, and the step takes "
                         f"{self.step.accumulation_steps} at most: make it with accumulation_steps={len(window)}"
                     )
                 yield window if self.step.accumulation_steps > 1 else window[0]

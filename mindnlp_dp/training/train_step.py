@@ -32,7 +32,7 @@ class TrainStep:
 
     It takes the micro-steps one by one as they are computed. If a loss is NaN or infinite, its micro-step is left out
     with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
-    FloatingPointError on every rank. ``repack_if_learned`` is called after every update of the weights.
+    FloatingPointError on every rank. ``resync_tied_weights`` is called after every update of the weights.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def test_scatter(group, kind):
     last = group.world_size - 1
     xs = [KINDS[kind](np.full(2, 10 + r, np.int64)) for r in range(group.world_size)]
     check(group.scatter(xs if group.rank == last else None, src=last), np.full(2, 10 + group.rank), xs[0])
-    with pytest.raises(ValueError, match=f"expected {group.world_size} arrays, one a rank, got 0"):
+    with pytest.raises(ValueError, match=f"expected {group.world_size} arrays, one for each rank, got 0"):
         group.scatter([] if group.is_main else None)
 
 

@@ -233,7 +233,7 @@ def test_a_bad_loss_on_one_rank_is_left_out_on_all(group):
         warnings.simplefilter("always")
         train_cell(group, batches=[batches[0], tuple(poisoned), *batches[2:]])
     (said,) = [str(w.message) for w in caught if "left out" in str(w.message)]
-    assert said.startswith("the loss of a micro batch is nan at step 1 on rank 0")
+    assert said.startswith("the loss of a micro-batch is nan at step 1 on rank 0")
     with pytest.raises(FloatingPointError, match="nan at step 1 on rank 0"):
         train_cell(group, batches=[batches[0], tuple(poisoned)], leave_out_bad_losses=False)
 
@@ -253,7 +253,7 @@ def test_options_that_do_not_go_together(group):
     with pytest.raises(ValueError, match="accumulation_steps must be at least 1, got 0"):
         dp.make_train_step(len, plain, parameters, accumulation_steps=0)
     step = dp.make_train_step(len, plain, parameters, accumulation_steps=2)
-    with pytest.raises(ValueError, match="expected 1 to 2 micro batches, got 3"):
+    with pytest.raises(ValueError, match="expected 1 to 2 micro-batches, got 3"):
         step([None] * 3)
 
 

@@ -186,7 +186,7 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
             warnings.simplefilter("always")
             for _ in range(2):
                 step([{**part, "bad": np.ones(1)} if n == spoil else part for n, part in enumerate(micro_steps)])
-        return whole_weights(model), [str(w.message) for w in caught if "micro batch" in str(w.message)]
+        return whole_weights(model), [str(w.message) for w in caught if "micro-batch" in str(w.message)]
 
     columns = batch("bert", 8)
     parts = [rows(columns, first, first + 2) for first in range(0, 8, 2)]
@@ -299,7 +299,7 @@ def test_a_list_of_layers_of_ones_own(group):
         for name, weight in expected.items():
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
     for layers in ([3], [3, 0], [2, 2], [1, 1, 1]):
-        with pytest.raises(ValueError, match="layers_per_stage must divide 3 layers among pp=2 stages"):
+        with pytest.raises(ValueError, match="layers_per_stage must split 3 layers over pp=2 stages"):
             dp.parallelize(make(), mesh, plan, layers_per_stage=layers)
     for sizes in ({"tp": 2}, {"dp": 2}):
         with pytest.raises(ValueError, match="layers_per_stage is for a pipeline, and the mesh is"):
@@ -775,7 +775,7 @@ def test_stages_and_experts_that_cannot_be(group):
         pytest.skip("nothing is cut")
     n = group.world_size
     mesh = dp.init_device_mesh({"pp": n})
-    with pytest.raises(ValueError, match=f"has {n - 1} layers, which pp={n} stages cannot divide"):
+    with pytest.raises(ValueError, match=f"has {n - 1} layers, which cannot be split over pp={n} stages"):
         dp.parallelize(build("bert", num_layers=n - 1), mesh)
     if n == 4:
         with pytest.raises(ValueError, match="into two stages, its encoder and its decoder, got pp=4"):

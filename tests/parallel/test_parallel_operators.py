@@ -110,7 +110,7 @@ def test_all_to_all(group):
 def test_all_to_all_with_counts_that_do_not_add_up(group):
     if group.backend == "mccl" and group.world_size > 1:
         pytest.skip("has none")
-    with pytest.raises(ValueError, match="all_to_all on rank .*expected .* counts, one a rank, that add up"):
+    with pytest.raises(ValueError, match="all_to_all on rank .*expected .* counts, one for each rank, that add up"):
         group.all_to_all(np.zeros((5, 2), np.float32), [1] * group.world_size if group.world_size != 5 else [2] * 5)
 
 

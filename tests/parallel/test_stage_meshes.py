@@ -45,7 +45,7 @@ def test_the_mesh(group):
         mesh.group("tp").world_size,
     ) == expected
     assert [mesh.row(stage) for stage in (0, 1)] == [[0, 1], [2, 3]]
-    labels = ["pp=0, sub=0, tp=0", "pp=0, sub=1, tp=0", "pp=1, sub=0, tp=0", "pp=1, sub=0, tp=1"]
+    labels = [f"pp={pp}, dp_in_stage={part}, tp={tp}" for pp, part, tp in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1))]
     assert labels[group.rank] in repr(mesh)
     assert len(set(group.all_gather_object(mesh.seed_rank))) == 3
     # Equal sizes in all stages make an ordinary mesh, whose dp axis splits the rows for all stages.

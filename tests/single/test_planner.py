@@ -452,8 +452,8 @@ def test_an_encoder_decoder_has_two_stages_at_most():
     [
         ({"dp": 3}, 1, {}, "is not 4 devices"),
         ({"dp": 4}, 3, {}, "do not divide 16 samples"),
-        ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not divide 6 layers"),
-        ({"dp": 4}, 0, {}, "the micro batch has samples from 1 on"),
+        ({"pp": 2, "dp": 2}, 1, {"blocks": [1, 1]}, "does not split 6 layers"),
+        ({"dp": 4}, 0, {}, "the micro-batch has samples from 1 on"),
         ({"cp": 4}, 1, {}, "a mesh has axes dp, pp, ep, tp"),
         ({"ep": 4}, 1, {}, "ep=4: 4 does not divide 0 experts"),
         ({"pp": 2, "dp": (2, 1, 1)}, 1, {}, "or of as many stages"),

@@ -125,7 +125,7 @@ def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("mpirun was not found" if mpirun is None else mpirun, advice)
 
 
-# Versions: versions.py lists the supported ones, and setup.py requires them.
+# Versions: runtime/versions.py lists the supported ones, and setup.py requires them.
 
 
 def requirements(series: str = "") -> list[Requirement]:

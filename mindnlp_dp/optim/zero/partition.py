@@ -1,7 +1,8 @@
 """This module computes which pieces of weights, gradients and state a rank updates, for the current buckets.
 
-The flat updater (flat_updater.py) creates an arrangement whenever buckets are packed. It gives the pieces of parameters
-whose squares this rank sums, the pieces that it updates, and their arrays, split into segments for the rules.
+The flat updater (flat_updater.py) creates a :class:`Partition` whenever buckets are packed. It gives the pieces of
+parameters whose squares this rank sums, the pieces that it updates, and their arrays, split into segments for the
+rules.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Partition:
         may_share: Whether the ranks of a host may share one set of weights.
 
     Attributes:
-        buckets: The buckets that this arrangement is for.
+        buckets: The buckets that this partition is for.
         weights: The flat array that the parameters now point into.
         shares_memory: Whether the ranks of this host share that array.
         updated: The pieces that this rank updates, with their offsets in the arrays of its state.

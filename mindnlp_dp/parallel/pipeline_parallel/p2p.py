@@ -1,7 +1,7 @@
 """Sends hidden states from a pipeline stage to the next one, and their gradients back; the pipeline calls it.
 
-If two stages split a micro-batch in the same way, each rank sends to the rank with the same cell of the other stage.
-Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank
+If two stages split a micro-batch in the same way, each rank sends to the rank with the same rank_in_stage of the other
+stage. Otherwise the planner schedules which rows are sent (:mod:`mindnlp_dp.schedules.resharding_schedule`); every rank
 computes the same schedule.
 """
 
@@ -44,8 +44,8 @@ class StageP2P:
 
     def rows_of_each(self, num_rows: int) -> list[Rows]:
         """Return the range of rows for every rank of this stage that splits the micro-batch."""
-        sub = self._mesh.sizes["dp_in_stage"]
-        return [box_of((num_rows,), (sub, 1), [(0,)], (number, 0))[0] for number in range(sub)]
+        dp_in_stage = self._mesh.sizes["dp_in_stage"]
+        return [box_of((num_rows,), (dp_in_stage, 1), [(0,)], (number, 0))[0] for number in range(dp_in_stage)]
 
     def send(
         self, x: Any, stage: int, number: int, direction: int, *, num_rows: Optional[int] = None, note: float = 0.0
@@ -97,10 +97,10 @@ class StageP2P:
             task = tasks[place]
             # The ranks of a tp group have the same rows; they take turns in sending.
             senders = [device for device in task.senders if device[0] == schedule.senders[place]]
-            for turn, (sub, tp) in enumerate(task.receivers):
+            for turn, (dp_in_stage, tp) in enumerate(task.receivers):
                 there = senders[turn % len(senders)]
                 found.append(
-                    (have[there[0] * shares[0][1] + there[1]], want[sub * shares[1][1] + tp], task.box[0])
+                    (have[there[0] * shares[0][1] + there[1]], want[dp_in_stage * shares[1][1] + tp], task.box[0])
                 )  # fmt: skip
         return found
 

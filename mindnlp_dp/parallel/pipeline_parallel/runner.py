@@ -53,7 +53,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: Any, mesh: DeviceMesh, inbox: StageInput, schedule: str = "1f1b", *, recompute: bool = False
+        self, model: Any, mesh: DeviceMesh, stage_input: StageInput, schedule: str = "1f1b", *, recompute: bool = False
     ) -> None:
         if not hasattr(_c_expression, "run_backward"):
             raise ValueError("a pipeline needs an autograd whose graphs stay alive: MindSpore 2.8 or later")
@@ -65,7 +65,7 @@ class Pipeline:
         self.messages = StageP2P(mesh)
         self.ties: list[TiedParameter] = []
         self._is_first, self._is_last = mesh.is_first_stage, mesh.is_last_stage
-        self._inbox = inbox
+        self._stage_input = stage_input
         self._config: Any = getattr(model, "config", None)
         if self._config is not None and getattr(self._config, "use_cache", False):
             # A stage has only the keys and values of its layers.
@@ -96,7 +96,7 @@ class Pipeline:
         messages, stage = self.messages, self.stage
         messages.p2p.begin()
         if not self._is_first:
-            self._inbox.put(messages.receive(stage - 1, 0, ACTIVATIONS)[0])
+            self._stage_input.put(messages.receive(stage - 1, 0, ACTIVATIONS)[0])
         outputs = None
         try:
             outputs = self._stage_forward(*args, **kwargs)
@@ -216,7 +216,7 @@ class Pipeline:
         if received is not None:
             # Make it a leaf of the graph, because its gradient is sent to the previous stage.
             received = Parameter(received) if records else received
-            self._inbox.put(received)
+            self._stage_input.put(received)
         self._is_training = True
         pynative_executor.set_grad_flag(records)
         try:

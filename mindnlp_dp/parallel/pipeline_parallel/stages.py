@@ -48,13 +48,13 @@ class StageInput:
 class ReceivedActivations(nn.Module):
     """Replaces an embedding or a first layer; returns the activations that the previous stage has sent."""
 
-    def __init__(self, inbox: StageInput, *, is_layer: bool = False) -> None:
+    def __init__(self, stage_input: StageInput, *, is_layer: bool = False) -> None:
         super().__init__()
-        self._inbox = inbox
+        self._stage_input = stage_input
         self._is_layer = is_layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _as_layer(self._inbox.take()) if self._is_layer else self._inbox.take()
+        return _as_layer(self._stage_input.take()) if self._is_layer else self._stage_input.take()
 
 
 class ReceivedEncoding(ReceivedActivations):
@@ -63,7 +63,7 @@ class ReceivedEncoding(ReceivedActivations):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         from mindnlp.transformers.modeling_outputs import BaseModelOutput
 
-        return BaseModelOutput(last_hidden_state=self._inbox.take())
+        return BaseModelOutput(last_hidden_state=self._stage_input.take())
 
 
 class ZeroModule(nn.Module):
@@ -102,23 +102,23 @@ def partition_stages(
     """Replace the modules of other stages in ``model``, and record in ``placements`` which stage has which weight.
 
     Returns:
-        The inbox from which the model takes its received activations.
+        The StageInput from which the model takes its received activations.
 
     Raises:
         ValueError: there are more stages than layers, or ``layers_per_stage`` does not fit, or the plan names a module
             that the model does not have.
     """
-    inbox = StageInput()
+    stage_input = StageInput()
     if plan.encoder:
         if layers_per_stage:
             raise ValueError(f"{type(model).__name__} is cut after its encoder; leave layers_per_stage out")
-        _cut_after_encoder(model, plan, placements, inbox)
+        _cut_after_encoder(model, plan, placements, stage_input)
     else:
-        _cut_between_layers(model, plan, placements, inbox, layers_per_stage)
-    return inbox
+        _cut_between_layers(model, plan, placements, stage_input, layers_per_stage)
+    return stage_input
 
 
-def _cut_after_encoder(model: Any, plan: PipelinePlan, placements: Placements, inbox: StageInput) -> None:
+def _cut_after_encoder(model: Any, plan: PipelinePlan, placements: Placements, stage_input: StageInput) -> None:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     if num_stages != 2:
         raise ValueError(
@@ -130,18 +130,18 @@ def _cut_after_encoder(model: Any, plan: PipelinePlan, placements: Placements, i
         _take_out(model, [plan.encoder])
         encoder.forward = _EndsAfter(encoder.forward)
     else:
-        replace_module(model, encoder, ReceivedEncoding(inbox))
+        replace_module(model, encoder, ReceivedEncoding(stage_input))
 
 
 def _cut_between_layers(
-    model: Any, plan: PipelinePlan, placements: Placements, inbox: StageInput, layers_per_stage: Sequence[int]
+    model: Any, plan: PipelinePlan, placements: Placements, stage_input: StageInput, layers_per_stage: Sequence[int]
 ) -> None:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     layers = find_module(model, plan.layers, "the list of layers")
     if num_stages > len(layers):
         raise ValueError(
-            f"{type(model).__name__} has {len(layers)} layers, which pp={num_stages} stages cannot divide; each "
-            "needs one at least"
+            f"{type(model).__name__} has {len(layers)} layers, which cannot be split over pp={num_stages} stages; "
+            "each stage needs at least one"
         )
     for name in plan.first:
         find_module(model, name, "a module of the first stage")
@@ -156,11 +156,11 @@ def _cut_between_layers(
         elif number >= bounds[stage + 1]:
             layers[number] = StageEnd() if number == bounds[stage + 1] else PPMissingLayer()
     if stage > 0 and not plan.first:
-        layers[0] = ReceivedActivations(inbox, is_layer=plan.tuples)
+        layers[0] = ReceivedActivations(stage_input, is_layer=plan.tuples)
     if stage > 0:
         for number, name in enumerate(plan.first):
             module = find_module(model, name, "a module of the first stage")
-            new = ReceivedActivations(inbox) if number == 0 else ZeroModule()
+            new = ReceivedActivations(stage_input) if number == 0 else ZeroModule()
             if number and not any(True for _ in module.parameters()):
                 new = Identity(is_layer=False)
             replace_module(model, module, new)
@@ -173,7 +173,7 @@ def _bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[int]) -
         return shard_bounds(num_layers, num_stages)
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ValueError(
-            f"layers_per_stage must divide {num_layers} layers among pp={num_stages} stages, one at least to each; "
+            f"layers_per_stage must split {num_layers} layers over pp={num_stages} stages, at least one each; "
             f"got {list(layers_per_stage)}"
         )
     return [sum(layers_per_stage[:stage]) for stage in range(num_stages + 1)]

@@ -146,7 +146,7 @@ class DataParallelTrainerBase(abc.ABC):
         """
         if not callable(self.loss_weight):
             raise TypeError(
-                f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro batch "
+                f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro-batch "
                 "weighs in the mean over ranks; give your own attribute another name"
             )
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.

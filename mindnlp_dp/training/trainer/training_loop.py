@@ -6,7 +6,7 @@ from the start when it resumes.
 
 On every rank::
 
-    epoch ── window ── training_step a micro-batch ── step/ ── callbacks ── log, evaluate, save
+    epoch ── window ── training_step a micro-batch ── train_step.py ── callbacks ── log, evaluate, save
        └ next …   └ next …                                       (decisions: callbacks.py)
 
 It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evaluate`` of MindNLP

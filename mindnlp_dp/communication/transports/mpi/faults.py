@@ -34,19 +34,19 @@ POLL_SECONDS = 0.02
 _Trace = Optional[types.TracebackType]
 
 # The communicator whose ranks exit together.
-_everybody: Any = None
+_exit_comm: Any = None
 
 
 def set_exit_group(comm: Any) -> None:
     """Make this rank exit together with the ranks of ``comm`` only, from now on. A collective of these ranks."""
-    global _everybody
-    _everybody = comm.Dup()
+    global _exit_comm
+    _exit_comm = comm.Dup()
 
 
 def abort_job_on_failure(mpi: Any) -> None:
     """Make a failure of this rank end all ranks of the job, from now on. A collective; ``mpi`` is ``mpi4py.MPI``."""
     set_exit_group(mpi.COMM_WORLD)
-    if _everybody.Get_size() == 1:
+    if _exit_comm.Get_size() == 1:
         return
     exits = _Exits()
     previous = sys.excepthook
@@ -66,7 +66,7 @@ def abort_job_on_failure(mpi: Any) -> None:
         if code := exits.final_code():
             abort(code)
         try:
-            _wait_for_the_others(_everybody)
+            _wait_for_the_others(_exit_comm)
         except mpi.Exception as error:
             # A lost rank cannot be waited for.
             if not is_rank_failure(error):

@@ -41,7 +41,7 @@ class DataParallelArguments(DataParallelArgumentsBase):
 
     def check_library(self) -> None:
         if self.recompute:
-            raise ValueError("recompute: MindNLP 0.4.1 cannot recompute activations; use smaller micro batches")
+            raise ValueError("recompute: MindNLP 0.4.1 cannot recompute activations; use smaller micro-batches")
         for name in _WITHOUT_EFFECT:
             if getattr(self, name):
                 warnings.warn(f"{name} has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=5)
