@@ -168,4 +168,4 @@ def check_same_lengths(lengths: Optional[np.ndarray], group: ProcessGroup) -> No
     """Raise ValueError on every rank if sample lengths, and so batches, would differ among ranks. A collective."""
     digests = group.all_gather_object(digest_of_lengths(lengths))
     if len(set(digests)) > 1:
-        raise ValueError(f"ranks have other lengths for the same samples: their digests, by rank, are {digests}")
+        raise ValueError(f"ranks have different lengths for the same samples: their digests, by rank, are {digests}")
