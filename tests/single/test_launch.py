@@ -261,10 +261,12 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
     """Send no signal: neither SIGUSR1 for its stack, which would end the process, nor one at the job's end."""
     with subprocess.Popen(["sleep", "60"]) as other:
         state, born = state_and_birth_of(other.pid)
-        assert state in ("S", "R")
+        # S, or R or D while it is loaded.
+        assert state in ("S", "R", "D")
         ours = RankHeartbeat(changes=1, pid=other.pid, born=born)
         somebody_elses = RankHeartbeat(changes=1, pid=other.pid, born=born - 1)
-        assert (ours.state, somebody_elses.state) == (state_and_birth_of(other.pid)[0], "")
+        assert ours.state in ("S", "R", "D")
+        assert somebody_elses.state == ""
         (tmp_path / "worker_0.stacks").write_text("")
         assert stacks_of({0: somebody_elses}, [], tmp_path) == {}
         terminate_ranks([somebody_elses], 0.0)
@@ -277,19 +279,12 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
 def test_where_a_rank_hangs_is_in_the_users_code():
     """The innermost frames, in the standard library and in any folder of this package, are skipped."""
     package = Path(mindnlp_dp.__path__[0])
-    files = [
-        threading.__file__,
-        *map(str, sorted(package.rglob("process_group.py"))),
-        str(package / "x.py"),
-        "/u/train.py",
-    ]
+    ours = [str(package / name) for name in ("x.py", "communication/process_group.py", "launch/processes/worker.py")]
+    files = [threading.__file__, *ours, "/u/train.py"]
     frames = "".join(f'  File "{file}", line {line} in f{line}\n' for line, file in enumerate(files))
     stacks = f"Thread 0x{7:016x} (most recent call first):\n{frames}"
     rank = RankHeartbeat(pid=1, thread=7, update=3)
-    assert (
-        describe_location(rank, stacks, False)
-        == f"it is in /u/train.py:{len(files) - 1}, in f{len(files) - 1}(), in update 3"
-    )
+    assert describe_location(rank, stacks, False) == "it is in /u/train.py:4, in f4(), in update 3"
 
 
 def test_a_process_of_a_job_finds_the_package_and_not_its_folders(tmp_path):
