@@ -193,9 +193,11 @@ else
   # A number of ranks that is not a power of two.
   parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_adamw
 
-  # These jobs mostly start, wait for each other and end, so three functions can share the cores.
+  # These jobs mostly start, wait for each other and end, so two functions can share the cores. The models, which never
+  # wait, get what these leave.
   restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
-  several_hosts() {
+  restarts_and_hosts() {
+    failure "failure: restarts" "${restarts[@]}"
     step "two hosts" bash tests/two_hosts.sh
     step "lost hosts" bash tests/lost_hosts.sh
     step "Slurm, where it is installed" bash tests/slurm.sh
@@ -203,14 +205,14 @@ else
   failures() {
     failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"
   }
-  restarts_and_models() {
-    failure "failure: restarts" "${restarts[@]}"
+  models() {
+    renice -n 10 -p "$BASHPID" >/dev/null
     step "models" python tests/models_matrix.py
     export MINDNLP_DP_KERNELS=mindspore
     parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py
     unset MINDNLP_DP_KERNELS
   }
-  side_by_side several_hosts failures restarts_and_models
+  side_by_side restarts_and_hosts failures models
 fi
 
 echo
