@@ -11,7 +11,7 @@ from mindnlp_dp.planner.cost_model.memory import MemoryUse
 from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism, mesh_of
 from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
-from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
+from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
 from mindnlp_dp.schedules.pipeline_simulation import Timeline
 
 
@@ -85,7 +85,7 @@ class Plan:
         return 1 - self.heaviest.memory.total / self.capacity
 
     @property
-    def mesh(self) -> dict[str, MeshSize]:
+    def mesh(self) -> dict[str, Size]:
         """Return the sizes for ``--mesh``; a size is a tuple with a value per stage where stages differ."""
         return mesh_of([stage.sharing for stage in self.stages])
 

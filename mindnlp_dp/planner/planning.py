@@ -20,7 +20,7 @@ from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
 from mindnlp_dp.planner.simulate_step import simulate_step
 from mindnlp_dp.planner.solver.integer_program import InfeasibleError
-from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
+from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
 from mindnlp_dp.schedules.pipeline import SCHEDULES
 
 # Simulate this many meshes, and more as long as candidates are not much slower. Group a model into at most
@@ -82,7 +82,7 @@ def predict(
     model: Model,
     cluster: Cluster,
     batch: int,
-    mesh: Mapping[str, MeshSize],
+    mesh: Mapping[str, Size],
     micro_batch: int,
     *,
     schedule: str = "1f1b",
@@ -127,7 +127,7 @@ def predict(
     return found
 
 
-def _stages_of(mesh: Mapping[str, MeshSize]) -> list[StageParallelism]:
+def _stages_of(mesh: Mapping[str, Size]) -> list[StageParallelism]:
     unknown = sorted(set(mesh) - {"dp", "pp", "ep", "tp"})
     pp = mesh.get("pp", 1)
     sizes = {axis: size if isinstance(size, tuple) else (size,) for axis, size in mesh.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Union
 
+# The size of a mesh axis, or a size for each stage where stages differ.
 Size = Union[int, tuple[int, ...]]
 
 
@@ -38,16 +39,10 @@ def size_text(size: Any) -> str:
     return "|".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
-# The size of a mesh axis, or a size per stage where stages differ.
-MeshSize = Union[int, tuple[int, ...]]
-
-
-def mesh_name(mesh: Mapping[str, MeshSize]) -> str:
+def mesh_name(mesh: Mapping[str, Size]) -> str:
     """Return a mesh in the syntax of ``--mesh``.
 
     >>> mesh_name({"pp": 2, "dp": (2, 1), "tp": (1, 2)})
     'pp=2,dp=2|1,tp=1|2'
     """
-    return ",".join(
-        f"{axis}={'|'.join(map(str, size)) if isinstance(size, tuple) else size}" for axis, size in mesh.items()
-    )
+    return ",".join(f"{axis}={size_text(size)}" for axis, size in mesh.items())

@@ -29,7 +29,7 @@ from mindnlp_dp.planner.profiles.operators import (
     cluster_layers,
     crossing,
 )
-from mindnlp_dp.schedules.mesh_spec import MeshSize, mesh_name
+from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StageParallelism:
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}
 
 
-def mesh_of(stages: Sequence[StageParallelism]) -> dict[str, MeshSize]:
+def mesh_of(stages: Sequence[StageParallelism]) -> dict[str, Size]:
     """Return the sizes for ``--mesh`` of a pipeline with these stages."""
     if len(set(stages)) == 1:
         return dict(stages[0].mesh(len(stages)))
