@@ -36,7 +36,7 @@ _HOME = {
     "assert_replicas_in_sync": "communication.replicas",
     "replica_digest": "communication.replicas",
     "GlobalBatchSampler": "data.sampler",
-    "make_loader": "data.loader",
+    "make_loader": "data.dataset_adapter",
     "NaiveGradientSynchronizer": "data_parallel.naive",
     "GradientSynchronizer": "data_parallel.synchronizer",
     "make_train_step": "training.make_train_step",
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.communication.replicas import broadcast_buffers as broadcast_buffers
     from mindnlp_dp.communication.replicas import broadcast_parameters as broadcast_parameters
     from mindnlp_dp.communication.replicas import replica_digest as replica_digest
-    from mindnlp_dp.data.loader import make_loader as make_loader
+    from mindnlp_dp.data.dataset_adapter import make_loader as make_loader
     from mindnlp_dp.data.loss_weight import count_labels as count_labels
     from mindnlp_dp.data.sampler import GlobalBatchSampler as GlobalBatchSampler
     from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer

@@ -99,3 +99,12 @@ def call_with(function: Callable[..., Any], batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return function(**as_tensors(batch))
     return function(*batch) if isinstance(batch, (tuple, list)) else function(batch)
+
+
+def check_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
+    """Return the sample unchanged if it is a dict; raise TypeError otherwise."""
+    if not isinstance(sample, Mapping):
+        raise TypeError(
+            f"sample {index} is a {type(sample).__name__}, expected a dict of column names and values (rank {rank})"
+        )
+    return sample

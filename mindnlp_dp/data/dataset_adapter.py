@@ -1,14 +1,257 @@
-"""This module tells whether a data set has an index or is batched, and how to read it; loaders and Trainers call it."""
+"""This module creates the loader for a data set of any kind; the Trainers and custom training loops call it.
+
+There are two ways to shard data, and :func:`adapt` tells once which one a data set has:
+
+* **By index** (:class:`IndexedSource`). ``datasets.Dataset``, MindSpore's generator data sets over a source with an
+  index, and any object with ``__len__`` and ``__getitem__``: each rank reads the indices of its shard (sampler.py).
+* **By rows.** Batched, shuffled, mapped or streaming MindSpore pipelines (:class:`PipelineSource`), and plain iterables
+  (:class:`IterableSource`), have a fixed order: rank 0 reads them, and the rows of every batch are split among the
+  ranks. A batch of such a pipeline is a *global* micro-batch.
+
+A pipeline that the user has sharded with ``num_shards`` is refused: it would be sharded twice.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional, Union
 
 import numpy as np
 
+from mindnlp_dp.communication.default_group import get_data_group, get_process_group
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.data.batch_sizes import largest_divisor
+from mindnlp_dp.data.batches import Batch, Collator, as_arrays, check_row, default_collate
+from mindnlp_dp.data.dataset_consistency import check_same_lengths, check_same_samples
+from mindnlp_dp.data.loader import IndexedLoader, Loader, PipelineLoader
+from mindnlp_dp.data.sampler import GlobalBatchSampler
+
 _ROWS_AT_A_TIME = 1000
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """The arguments of :func:`make_loader`, and the ``readers``: all ranks that read the samples of ``group``.
+
+    With a sharded model several ranks read the same samples.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    group: ProcessGroup
+    readers: ProcessGroup
+    seed: int
+    shuffle: bool
+    uneven: str
+    collate: Optional[Collator]
+    columns: Optional[Sequence[str]]
+    global_batch_size: Optional[int]
+    lengths: Optional[np.ndarray]
+
+    def kept(self, row: Any) -> dict[str, Any]:
+        """Return a row, or a batch, without the columns that are not wanted."""
+        return {name: value for name, value in row.items() if self.columns is None or name in self.columns}
+
+    def global_micro_batch(self) -> tuple[int, int]:
+        """Return the size of a micro-batch over all ranks, and how many of them make an update."""
+        size = self.micro_batch_size * self.group.world_size
+        if self.global_batch_size is None:
+            return size, self.accumulation_steps
+        size = largest_divisor(self.global_batch_size, size)
+        return size, self.global_batch_size // size
+
+
+def make_loader(
+    dataset: Any,
+    micro_batch_size: int,
+    accumulation_steps: int = 1,
+    *,
+    group: Optional[ProcessGroup] = None,
+    seed: int = 0,
+    shuffle: bool = False,
+    uneven: str = "keep",
+    collate: Optional[Collator] = None,
+    columns: Optional[Sequence[str]] = None,
+    global_batch_size: Optional[int] = None,
+    lengths: Optional[np.ndarray] = None,
+) -> Loader:
+    """Return the loader for ``dataset``: by index if it has one, else by rows. A collective.
+
+    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` micro-batches make the window of an update. With
+    ``global_batch_size``, an update has that many samples over all ranks, and the number of accumulation steps follows
+    from it; micro-batches may then be smaller than ``micro_batch_size``, never larger. ``columns`` names the columns to
+    keep (None: all). ``shuffle``, ``seed``, ``collate`` and ``lengths`` (the samples' lengths, to group batches by) are
+    for sources with an index; a pipeline has its own order and batches.
+
+    Raises:
+        ValueError: the pipeline is already sharded with ``num_shards``, the data set is empty, or
+            ``global_batch_size`` is not a multiple of the pipeline's batch size.
+        TypeError: the data set can be neither indexed nor iterated, or its samples are not dicts.
+    """
+    options = LoaderOptions(
+        micro_batch_size, accumulation_steps, group or get_data_group(), group or get_process_group(), seed, shuffle,
+        uneven, collate, columns, global_batch_size, lengths,
+    )  # fmt: skip
+    source = adapt(dataset)
+    if lengths is not None and not isinstance(source, IndexedSource):
+        raise ValueError(f"a {type(dataset).__name__} has no index, so its batches cannot be grouped by length")
+    return source.loader(options)
+
+
+def adapt(dataset: Any) -> Union[IndexedSource, PipelineSource, IterableSource]:
+    """Return what reads a data set of this kind; raise TypeError if it can be neither indexed nor iterated."""
+    if is_mindspore_dataset(dataset):
+        return IndexedSource(_GeneratorRows(dataset)) if _has_index(dataset) else PipelineSource(dataset)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return IndexedSource(dataset)
+    if hasattr(dataset, "__iter__"):
+        return IterableSource(dataset)
+    raise TypeError(
+        f"a {type(dataset).__name__} is not a data set: expected datasets.Dataset, a MindSpore data set, "
+        "an object with __len__ and __getitem__, or an iterable of dicts"
+    )
+
+
+class IndexedSource:
+    """A data set with an index; ``rows`` has ``__len__`` and ``__getitem__``, and its samples are dicts."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def loader(self, options: LoaderOptions) -> IndexedLoader:
+        check_same_samples(self._rows, options.readers, options.columns)
+        check_same_lengths(options.lengths, options.readers)
+        sampler = GlobalBatchSampler(
+            len(self._rows), options.micro_batch_size, options.group.world_size, options.accumulation_steps,
+            options.seed, options.shuffle, options.uneven, options.global_batch_size, options.lengths,
+        )  # fmt: skip
+        return IndexedLoader(
+            self._rows, sampler, options.group, options.collate, options.columns, readers=options.readers
+        )
+
+    def lengths(self, column: str, main_input: str) -> np.ndarray:
+        """Return each sample's length as int64: the value of ``column``, else the number of items in ``main_input``.
+
+        Raises:
+            ValueError: the samples have neither column.
+        """
+        rows = self._rows
+        columns = getattr(rows, "column_names", None)
+        if columns and column in columns:
+            return np.asarray(rows[column], np.int64)
+        if columns and main_input in columns:
+            # A full column of tokens may not fit into memory.
+            begins = range(0, len(rows), _ROWS_AT_A_TIME)
+            parts = (rows[begin : begin + _ROWS_AT_A_TIME][main_input] for begin in begins)
+            return np.array([len(tokens) for part in parts for tokens in part], np.int64)
+        lengths = []
+        for index in range(len(rows)):
+            sample = check_row(rows[index], index, 0)
+            if column not in sample and main_input not in sample:
+                raise ValueError(
+                    f"group_by_length needs a column {column!r} or {main_input!r}, and samples have "
+                    f"{', '.join(sample)}; set length_column_name"
+                )
+            lengths.append(int(sample[column]) if column in sample else len(sample[main_input]))
+        return np.array(lengths, np.int64)
+
+
+class PipelineSource:
+    """A MindSpore pipeline without an index; the batches of a batched one are the global micro-batches."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+
+    def loader(self, options: LoaderOptions) -> PipelineLoader:
+        pipeline, readers = self._pipeline, options.readers
+        if pipeline.is_sharded():
+            raise ValueError(
+                "this pipeline is already sharded by num_shards, and would be sharded twice: its rows would be split "
+                f"among {options.group.world_size} ranks again. Build it without num_shards and shard_id; the trainer "
+                "shards it"
+            )
+        size, accumulation_steps = options.global_micro_batch()
+        if is_batched_pipeline(pipeline):
+            num_samples = readers.run_on_rank0(lambda: _samples_in(pipeline), "counting the data pipeline's samples")
+            batches = pipeline
+        else:
+            num_samples = readers.run_on_rank0(pipeline.get_dataset_size, "counting the data pipeline's samples")
+            batches = _reusable(pipeline).batch(size)
+        size = batches.get_batch_size()
+        if options.global_batch_size is not None:
+            if options.global_batch_size % size:
+                raise ValueError(
+                    f"a global batch of {options.global_batch_size} samples cannot be made of this pipeline's batches "
+                    f"of {size}; build it without .batch(), or with one that divides"
+                )
+            accumulation_steps = options.global_batch_size // size
+
+        def open_batches(epoch: int) -> Iterator[Batch]:
+            for batch in _seeded_iterator(batches, options.seed, epoch):
+                yield Batch(options.kept(batch))
+
+        num_batches = readers.run_on_rank0(batches.get_dataset_size, "counting the data pipeline's batches")
+        is_counted = num_batches > 0
+        return PipelineLoader(
+            open_batches, num_batches if is_counted else None, options.group, accumulation_steps, batch_size=size,
+            seed=options.seed, uneven=options.uneven, readers=readers,
+            num_samples=num_samples if num_samples and is_counted else None,
+        )  # fmt: skip
+
+
+class IterableSource:
+    """An iterable of samples, such as a stream, of unknown length."""
+
+    def __init__(self, iterable: Any) -> None:
+        self._iterable = iterable
+
+    def loader(self, options: LoaderOptions) -> PipelineLoader:
+        size, accumulation_steps = options.global_micro_batch()
+
+        def open_batches(epoch: int) -> Iterator[Batch]:
+            if hasattr(self._iterable, "set_epoch"):  # Hugging Face's streaming data sets shuffle by it.
+                self._iterable.set_epoch(epoch)
+            rows = iter(self._iterable)
+            while chunk := list(itertools.islice(rows, size)):
+                if options.columns is not None:
+                    chunk = list(map(options.kept, chunk))
+                yield Batch(as_arrays((options.collate or default_collate)(chunk)), np.arange(len(chunk)))
+
+        return PipelineLoader(
+            open_batches, None, options.group, accumulation_steps, batch_size=size, seed=options.seed,
+            uneven=options.uneven, readers=options.readers,
+        )  # fmt: skip
+
+
+class _GeneratorRows:
+    """Gives the rows of a MindSpore generator data set by index."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._source, self._columns = dataset.source, dataset.column_names
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._source[index]
+        return dict(zip(self._columns, row if isinstance(row, (tuple, list)) else (row,)))
+
+
+def _has_index(dataset: Any) -> bool:
+    """Return whether this MindSpore data set yields each item of a source with an index once."""
+    from mindspore.dataset import GeneratorDataset, RandomSampler, SequentialSampler
+
+    return (
+        isinstance(dataset, GeneratorDataset)
+        and hasattr(dataset.source, "__getitem__")
+        and hasattr(dataset.source, "__len__")
+        and not dataset.num_samples
+        and not dataset.is_sharded()
+        and (dataset.sampler is None or type(dataset.sampler) in (RandomSampler, SequentialSampler))
+    )
 
 
 def is_mindspore_dataset(dataset: Any) -> bool:
@@ -16,17 +259,6 @@ def is_mindspore_dataset(dataset: Any) -> bool:
     import mindspore.dataset
 
     return isinstance(dataset, mindspore.dataset.Dataset)
-
-
-def reusable(pipeline: Any) -> Any:
-    """Return a copy of a MindSpore pipeline, so that an operation can be added to the same pipeline several times.
-
-    MindSpore records each operation that was added to a pipeline, and refuses a pipeline with two of them ("The data
-    pipeline is not a tree"), even if the first is no longer used. Here the record is kept on the copy.
-    """
-    again = copy.copy(pipeline)
-    again.parent = []
-    return again
 
 
 def mapped(dataset: Any, map_fn: Any) -> Any:
@@ -46,21 +278,12 @@ def mapped(dataset: Any, map_fn: Any) -> Any:
             + "; leave map_fn out, and map the data set before it is passed, with its own map"
         )
     names = (getattr(map_fn, "input_columns", None), getattr(map_fn, "output_columns", None))
-    return reusable(dataset).map(map_fn, *names)
+    return _reusable(dataset).map(map_fn, *names)
 
 
 def is_batched_pipeline(dataset: Any) -> bool:
     """Tell whether this is a MindSpore pipeline that the user has batched; its batches are the global micro-batches."""
     return is_mindspore_dataset(dataset) and (dataset.get_batch_size() > 1 or is_batched(dataset))
-
-
-def samples_in(pipeline: Any) -> Optional[int]:
-    """Return a pipeline's number of samples; None unless it ends with fixed-size batches that keep the remainder."""
-    from mindspore.dataset import BatchDataset
-
-    if not isinstance(pipeline, BatchDataset) or pipeline.drop_remainder:
-        return None
-    return int(pipeline.children[0].get_dataset_size()) if isinstance(pipeline.batch_size, int) else None
 
 
 def is_batched(dataset: Any) -> bool:
@@ -70,7 +293,27 @@ def is_batched(dataset: Any) -> bool:
     return isinstance(dataset, (BatchDataset, PaddedBatchDataset)) or any(map(is_batched, dataset.children))
 
 
-def seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[dict[str, np.ndarray]]:
+def _samples_in(pipeline: Any) -> Optional[int]:
+    """Return a pipeline's number of samples; None unless it ends with fixed-size batches that keep the remainder."""
+    from mindspore.dataset import BatchDataset
+
+    if not isinstance(pipeline, BatchDataset) or pipeline.drop_remainder:
+        return None
+    return int(pipeline.children[0].get_dataset_size()) if isinstance(pipeline.batch_size, int) else None
+
+
+def _reusable(pipeline: Any) -> Any:
+    """Return a copy of a MindSpore pipeline, so that an operation can be added to the same pipeline several times.
+
+    MindSpore records each operation that was added to a pipeline, and refuses a pipeline with two of them ("The data
+    pipeline is not a tree"), even if the first is no longer used. Here the record is kept on the copy.
+    """
+    again = copy.copy(pipeline)
+    again.parent = []
+    return again
+
+
+def _seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[dict[str, np.ndarray]]:
     """Return an iterator over the pipeline whose shuffles are a function of (seed, epoch).
 
     MindSpore's shuffles read the global seed when an iterator is made. A new iterator for each epoch, as MindNLP's
@@ -84,70 +327,3 @@ def seeded_iterator(pipeline: Any, seed: int, epoch: int) -> Iterator[dict[str, 
         return pipeline.create_dict_iterator(num_epochs=1, output_numpy=True)
     finally:
         config.set_seed(users_own)
-
-
-class _GeneratorRows:
-    """Gives the rows of a MindSpore generator data set by index."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._source, self._columns = dataset.source, dataset.column_names
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self._source[index]
-        return dict(zip(self._columns, row if isinstance(row, (tuple, list)) else (row,)))
-
-
-def indexed_source(dataset: Any) -> Optional[Any]:
-    """Return an object with ``__len__`` and ``__getitem__`` over the samples as dicts; None if it lacks an index."""
-    if not is_mindspore_dataset(dataset):
-        return dataset if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else None
-    from mindspore.dataset import GeneratorDataset, RandomSampler, SequentialSampler
-
-    indexed = (
-        isinstance(dataset, GeneratorDataset)
-        and hasattr(dataset.source, "__getitem__")
-        and hasattr(dataset.source, "__len__")
-        and not dataset.num_samples
-        and not dataset.is_sharded()
-        and (dataset.sampler is None or type(dataset.sampler) in (RandomSampler, SequentialSampler))
-    )
-    return _GeneratorRows(dataset) if indexed else None
-
-
-def check_row(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
-    """Return the sample unchanged if it is a dict; raise TypeError otherwise."""
-    if not isinstance(sample, Mapping):
-        raise TypeError(
-            f"sample {index} is a {type(sample).__name__}, expected a dict of column names and values (rank {rank})"
-        )
-    return sample
-
-
-def sample_lengths(source: Any, column: str, main_input: str) -> np.ndarray:
-    """Return the length of each sample as int64: the value of ``column``, else the number of items in ``main_input``.
-
-    Raises:
-        ValueError: the samples have neither column.
-    """
-    columns = getattr(source, "column_names", None)
-    if columns and column in columns:
-        return np.asarray(source[column], np.int64)
-    if columns and main_input in columns:
-        # A full column of tokens may not fit into memory.
-        parts = (
-            source[begin : begin + _ROWS_AT_A_TIME][main_input] for begin in range(0, len(source), _ROWS_AT_A_TIME)
-        )
-        return np.array([len(tokens) for part in parts for tokens in part], np.int64)
-    lengths = []
-    for index in range(len(source)):
-        sample = check_row(source[index], index, 0)
-        if column not in sample and main_input not in sample:
-            raise ValueError(
-                f"group_by_length needs a column {column!r} or {main_input!r}, and samples have {', '.join(sample)}; "
-                "set length_column_name"
-            )
-        lengths.append(int(sample[column]) if column in sample else len(sample[main_input]))
-    return np.array(lengths, np.int64)

@@ -1,4 +1,4 @@
-"""This module checks that all ranks hold the same samples in the same order; :func:`~.loader.make_loader` calls it.
+"""This module checks that all ranks hold the same samples in the same order; :func:`~mindnlp_dp.make_loader` calls it.
 
 An error, the same on every rank, shows the first difference.
 """
@@ -12,7 +12,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.dataset_adapter import check_row
+from mindnlp_dp.data.batches import check_row
 from mindnlp_dp.runtime.arrays import fingerprint, to_host
 
 # The number of samples that are compared among the ranks.

@@ -1,19 +1,8 @@
-"""This module reads a data set as this rank's micro-batches; the Trainers and custom training loops call it.
+"""This module reads data as this rank's micro-batches; dataset_adapter.py creates the loader for a data set.
 
-It accepts every kind of data set that MindNLP does. For every update a loader yields a window: the list of this rank's
-micro-batches, each a dict of NumPy arrays (:class:`~mindnlp_dp.data.batches.Batch`), or None if the rank has no rows.
-Every rank gets the same number of windows, and the same number of micro-batches in each.
-
-There are two ways to shard data:
-
-* **By index.** ``datasets.Dataset``, MindSpore's generator data sets over a source
-  with an index, and any object with ``__len__`` and ``__getitem__``: each rank reads the
-  indices of its shard (sampler.py).
-* **By rows.** Batched, shuffled, mapped or streaming MindSpore pipelines, and plain
-  iterables, have a fixed order: rank 0 reads them, and the rows of every batch
-  are split among the ranks. A batch of such a pipeline is a *global* micro-batch.
-
-A pipeline that the user has sharded with ``num_shards`` is refused: it would be sharded twice.
+For every update a loader yields a window: the list of this rank's micro-batches, each a dict of NumPy arrays
+(:class:`~mindnlp_dp.data.batches.Batch`), or None if the rank has no rows. Every rank gets the same number of windows,
+and the same number of micro-batches in each.
 """
 
 from __future__ import annotations
@@ -24,25 +13,10 @@ from typing import Any, Callable, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.batch_sizes import accumulation_steps_to_keep, largest_divisor
-from mindnlp_dp.data.batches import Batch, Collator, as_arrays, default_collate, num_rows_of
-from mindnlp_dp.data.dataset_adapter import (
-    check_row,
-    indexed_source,
-    is_batched_pipeline,
-    is_mindspore_dataset,
-    reusable,
-    samples_in,
-    seeded_iterator,
-)
-from mindnlp_dp.data.dataset_consistency import (
-    check_same_lengths,
-    check_same_samples,
-    digest_of_lengths,
-    sample_digests,
-)
+from mindnlp_dp.data.batch_sizes import accumulation_steps_to_keep
+from mindnlp_dp.data.batches import Batch, Collator, as_arrays, check_row, default_collate, num_rows_of
+from mindnlp_dp.data.dataset_consistency import digest_of_lengths, sample_digests
 from mindnlp_dp.data.sampler import GlobalBatchSampler
 from mindnlp_dp.runtime.partition import split_evenly
 
@@ -236,107 +210,3 @@ class PipelineLoader:
 
 
 Loader = Union[IndexedLoader, PipelineLoader]
-
-
-def make_loader(
-    dataset: Any,
-    micro_batch_size: int,
-    accumulation_steps: int = 1,
-    *,
-    group: Optional[ProcessGroup] = None,
-    seed: int = 0,
-    shuffle: bool = False,
-    uneven: str = "keep",
-    collate: Optional[Collator] = None,
-    columns: Optional[Sequence[str]] = None,
-    global_batch_size: Optional[int] = None,
-    lengths: Optional[np.ndarray] = None,
-) -> Loader:
-    """Return the loader for ``dataset``: by index if it has one, else by rows. A collective.
-
-    ``micro_batch_size`` is a rank's, and ``accumulation_steps`` micro-batches make the window of an update. With
-    ``global_batch_size``, an update has that many samples over all ranks, and the number of accumulation steps follows
-    from it; micro-batches may then be smaller than ``micro_batch_size``, never larger. ``columns`` names the columns to
-    keep (None: all). ``shuffle``, ``seed``, ``collate`` and ``lengths`` (the samples' lengths, to group batches by) are
-    for sources with an index; a pipeline has its own order and batches.
-
-    Raises:
-        ValueError: the pipeline is already sharded with ``num_shards``, the data set is empty, or
-            ``global_batch_size`` is not a multiple of the pipeline's batch size.
-        TypeError: the data set can be neither indexed nor iterated, or its samples are not dicts.
-    """
-    readers = group or get_process_group()  # With a sharded model several ranks read the same samples.
-    group = group or get_data_group()
-    source = indexed_source(dataset)
-    if source is not None:
-        check_same_samples(source, readers, columns)
-        check_same_lengths(lengths, readers)
-        sampler = GlobalBatchSampler(
-            len(source), micro_batch_size, group.world_size, accumulation_steps, seed, shuffle, uneven,
-            global_batch_size, lengths,
-        )  # fmt: skip
-        return IndexedLoader(source, sampler, group, collate, columns, readers=readers)
-    if lengths is not None:
-        raise ValueError(f"a {type(dataset).__name__} has no index, so its batches cannot be grouped by length")
-    global_micro_batch_size = micro_batch_size * group.world_size
-    if global_batch_size is not None:
-        global_micro_batch_size = largest_divisor(global_batch_size, global_micro_batch_size)
-        accumulation_steps = global_batch_size // global_micro_batch_size
-    if is_mindspore_dataset(dataset):
-        if dataset.is_sharded():
-            raise ValueError(
-                "this pipeline is already sharded by num_shards, and would be sharded twice: its rows would be split "
-                f"among {group.world_size} ranks again. Build it without num_shards and shard_id; the trainer shards it"
-            )
-        # The batches of a pipeline that the user has batched are the global micro-batches.
-        if is_batched_pipeline(dataset):
-            pipeline = dataset
-            num_samples = readers.run_on_rank0(lambda: samples_in(pipeline), "counting the data pipeline's samples")
-        else:
-            num_samples = readers.run_on_rank0(dataset.get_dataset_size, "counting the data pipeline's samples")
-            pipeline = reusable(dataset).batch(global_micro_batch_size)
-
-        size = pipeline.get_batch_size()
-        if global_batch_size is not None:
-            if global_batch_size % size:
-                raise ValueError(
-                    f"a global batch of {global_batch_size} samples cannot be made of this pipeline's batches of "
-                    f"{size}; build it without .batch(), or with one that divides"
-                )
-            accumulation_steps = global_batch_size // size
-
-        def open_pipeline(epoch: int) -> Iterator[Batch]:
-            for batch in seeded_iterator(pipeline, seed, epoch):
-                yield Batch({name: array for name, array in batch.items() if columns is None or name in columns})
-
-        num_batches = readers.run_on_rank0(pipeline.get_dataset_size, "counting the data pipeline's batches")
-        return PipelineLoader(
-            open_pipeline,
-            num_batches if num_batches > 0 else None,
-            group,
-            accumulation_steps,
-            batch_size=size,
-            seed=seed,
-            uneven=uneven,
-            readers=readers,
-            num_samples=num_samples if num_samples and num_batches > 0 else None,
-        )
-    if not hasattr(dataset, "__iter__"):
-        raise TypeError(
-            f"a {type(dataset).__name__} is not a data set: expected datasets.Dataset, a MindSpore data set, "
-            "an object with __len__ and __getitem__, or an iterable of dicts"
-        )
-
-    def open_iterable(epoch: int) -> Iterator[Batch]:
-        if hasattr(dataset, "set_epoch"):  # Hugging Face's streaming data sets shuffle by it.
-            dataset.set_epoch(epoch)
-        rows = iter(dataset)
-        while chunk := list(itertools.islice(rows, global_micro_batch_size)):
-            if columns is not None:
-                chunk = [{name: value for name, value in row.items() if name in columns} for row in chunk]
-            yield Batch(as_arrays((collate or default_collate)(chunk)), np.arange(len(chunk)))
-
-    return PipelineLoader(
-        open_iterable, None, group, accumulation_steps,
-        batch_size=global_micro_batch_size, seed=seed, uneven=uneven, readers=readers,
-    )  # fmt: skip

@@ -7,8 +7,10 @@ These run an optimizer's own code on all parameters, on every rank. MindNLP's op
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import mindspore
@@ -37,16 +39,36 @@ def is_untouched(optimizer: Any) -> bool:
     return not any(group.get("maximize") or group.get("amsgrad") for group in optimizer.param_groups)
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """The result of :meth:`Updater.step`, the same on every rank.
+
+    Attributes:
+        norm: The norm of the averaged gradient before clipping; None if gradients were not clipped.
+        problem: Why the weights were not updated although there were gradients; an empty string if they were.
+    """
+
+    norm: Optional[float] = None
+    problem: str = ""
+
+
+def _no_span(name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class Updater(abc.ABC):
     """Interface of an optimizer for train steps; gradients are in the order of the parameters, and may be None.
 
     Attributes:
         scheduler: The scheduler that steps after every update; None without one, or if the optimizer has its own.
         is_sharded: Whether the ranks shard the optimizer state.
+        is_updating: Whether an update has begun and not ended. It stays True if an error interrupts the update, because
+            weights or optimizer are then partly updated.
     """
 
     scheduler: Any = None
     is_sharded = False
+    is_updating = False
 
     def __init__(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         self.optimizer = optimizer
@@ -55,6 +77,35 @@ class Updater(abc.ABC):
     def average(self, window: GradientAccumulator) -> Any:
         """Exchange a window and return the ``gradients`` that the other methods take. A collective."""
         return window.reduce()
+
+    def step(
+        self,
+        gradients: Any,
+        max_norm: Optional[float] = None,
+        span: Callable[[str], contextlib.AbstractContextManager[None]] = _no_span,
+    ) -> StepResult:
+        """Clip averaged gradients to ``max_norm``, update the weights, and step the scheduler. A collective.
+
+        If the gradients are not finite, the weights stay, and the result says so. ``gradients`` are None for a window
+        in which no micro-batch counted: then only the scheduler steps. :meth:`release` comes after the call.
+        """
+        result = StepResult()
+        if gradients is not None:
+            if max_norm and max_norm > 0:
+                with span("clip"):
+                    gradients, norm = self.clip(gradients, max_norm)
+                problem = "" if math.isfinite(norm) else f"the norm of the averaged gradient is {norm}"
+                result = StepResult(norm, problem)
+            elif not self.are_finite(gradients):
+                result = StepResult(problem="the averaged gradient holds NaN or infinity")
+            if not result.problem:
+                self.is_updating = True
+                with span("update"):
+                    self.update(gradients)
+        self.is_updating = True
+        self.finish()
+        self.is_updating = False
+        return result
 
     def are_finite(self, gradients: Any) -> bool:
         """Return whether averaged gradients contain neither NaN nor infinity; the same on every rank."""
@@ -88,7 +139,7 @@ class Updater(abc.ABC):
         """End an update, made or left out: release its gradients and step the scheduler."""
 
     def release(self) -> None:  # noqa: B027 -- most read nothing that others write to
-        """Let the other ranks write to memory that this rank has read; called after :meth:`finish`. A collective."""
+        """Let the other ranks write to memory that this rank has read; called after :meth:`step`. A collective."""
 
     def unshare(self) -> None:  # noqa: B027 -- most update memory that is this rank's alone
         """Move the parameters out of shared memory; the next update, if there is one, moves them back."""

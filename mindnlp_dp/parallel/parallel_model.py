@@ -18,7 +18,6 @@ from typing import Any, Optional, TypeVar, Union
 import numpy as np
 
 from mindnlp_dp.checkpoint.directory import PREFIX
-from mindnlp_dp.checkpoint.full_model import ReplicatedModel
 from mindnlp_dp.checkpoint.manifest import MODEL
 from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
 from mindnlp_dp.communication.replicas import (
@@ -33,7 +32,8 @@ from mindnlp_dp.data_parallel.multi_group import MultiGroupExchange
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
 from mindnlp_dp.parallel.placement import Placement, Placements
-from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad
+from mindnlp_dp.parallel.replicated_model import ReplicatedModel
+from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, ExpertParallelBlock
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of, file_header, host_type
 from mindnlp_dp.runtime.arrays import from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import named_weights
@@ -53,12 +53,11 @@ class ParallelModel(ReplicatedModel):
         mesh: the device mesh of the model.
         placements: placements of all weights, by name.
         pipeline: this rank's stage; None without the axis "pp".
-        expert_blocks: the blocks whose experts are distributed over ranks.
     """
 
     is_sharded = True
 
-    def __init__(self, model: Any, placements: Placements) -> None:
+    def __init__(self, model: Any, placements: Placements, row_weights: Optional[ExpertBatchWeights] = None) -> None:
         self.mesh = placements.mesh
         super().__init__(model, self.mesh.dp_group)
         self.world = self.mesh.world
@@ -66,43 +65,38 @@ class ParallelModel(ReplicatedModel):
         self.seed_rank = self.mesh.seed_rank
         self.loss_replication = self.mesh.sizes["dp_in_stage"]
         self.pipeline: Optional[Pipeline] = None
-        self.expert_blocks: list[Any] = []
-        self._row_weights: Optional[ExpertBatchWeights] = None
+        self._row_weights = row_weights
 
     # Training.
 
     def scope(self, parameters: Sequence[Any]) -> ModelScope:
-        """Return the scope that tells which of these parameters this rank adds to a norm over the full model."""
         placed = [self.placements[p.name_in_whole] for p in parameters]
         counts = [self.placements.owns(placement) for placement in placed]
         return ModelScope(self.mesh.model_parallel_group, counts, [placement.cut is not None for placement in placed])
 
-    def window(
-        self, named: Sequence[tuple[str, Any]], **exchange: Any
+    def gradient_exchange(
+        self, named: Sequence[tuple[str, Any]], **options: Any
     ) -> Union[GradientSynchronizer, MultiGroupExchange]:
-        """Return the gradient exchange for these parameters, each over the ranks that have it."""
         if self.pipeline is not None:
             # A stage runs several backward passes per update, and does not know which one is the last.
-            exchange["overlap"] = False
+            options["overlap"] = False
         if self._row_weights is None:
-            return GradientSynchronizer(named, self.mesh.grad_sync_group, **exchange)
-        exchange["overlap"] = False
+            return GradientSynchronizer(named, self.mesh.grad_sync_group, **options)
+        options["overlap"] = False
         weights = self._row_weights
         is_expert = [self.placements[p.name_in_whole].expert_rank is not None for _, p in named]
         places = [[i for i, expert in enumerate(is_expert) if expert == wanted] for wanted in (False, True)]
         windows = [
-            GradientSynchronizer([named[place] for place in mine], group, **exchange)
+            GradientSynchronizer([named[place] for place in mine], group, **options)
             for mine, group in zip(places, (self.mesh.grad_sync_group, self.mesh.expert_dp_group))
         ]
         return MultiGroupExchange(windows, places, [lambda weight: weight, lambda weight: weights.total])
 
     def resync_tied_weights(self) -> None:
-        """Make tied weights bitwise equal on all stages; called after every update. A collective."""
         for tie in self.pipeline.ties if self.pipeline is not None else ():
             tie.resync()
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raise ValueError if the optimizer updates parameters that are not (or no longer) in this model."""
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
                 if getattr(parameter, "parallel", None) is not self:
@@ -111,22 +105,13 @@ class ParallelModel(ReplicatedModel):
                         f"(any more) on rank {self.mesh.world.label()}; make the optimizer after parallelize()"
                     )
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether this rank's forward passes use experts on other ranks, so that no rank may skip a pass."""
-        return self._row_weights is not None
-
-    @contextlib.contextmanager
-    def micro_step(self, weight: float) -> Iterator[None]:
-        """Run the forward and backward pass of a micro-step in this block. A collective if the model has experts."""
-        with contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight):
-            yield
+    def micro_step(self, weight: float) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._row_weights is None else self._row_weights.micro_step(weight)
 
     def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
-        """Return the batch to run: this rank's, or a dummy batch of weight 0 if only other ranks of the row have one.
-
-        Returns None if no rank of the row has a batch. A collective of the row.
-        """
+        # A collective of the row: no rank may skip a pass whose tokens go to the experts of the others.
+        if self._row_weights is None:
+            return batch
         group = self.mesh.group("ep")
         has = group.all_gather_object(batch is not None)
         if all(has) or not any(has):
@@ -136,7 +121,6 @@ class ParallelModel(ReplicatedModel):
         return dummy if batch is None else batch
 
     def has_nonfinite_peer(self, loss: float) -> bool:
-        """Return whether a loss of the row is not finite, and so the gradients of experts are not. A collective."""
         if self._row_weights is None:
             return False
         worst = self.mesh.group("ep").all_reduce(np.array([not np.isfinite(loss)], np.float32), every_step=True)
@@ -144,7 +128,8 @@ class ParallelModel(ReplicatedModel):
 
     def loads(self) -> list[ExpertLoad]:
         """Return the expert loads of the last forward pass, one per block."""
-        return [block.load for block in self.expert_blocks if hasattr(block, "load")]
+        blocks = [module for module in self.model.modules() if isinstance(module, ExpertParallelBlock)]
+        return [block.load for block in blocks if hasattr(block, "load")]
 
     # Weights.
 

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional, TypeVar, Union
+from typing import Any, Literal, Optional, TypeVar, Union, overload
 
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
+from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
 from mindnlp_dp.parallel.parallel_model import ParallelModel
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, plan_for
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
-from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, partition_stages
+from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, pipeline_edits
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.placement import Placements, replicate_all, take_shards
-from mindnlp_dp.parallel.tensor_parallel.apply import apply_tensor_parallel
-from mindnlp_dp.parallel.tensor_parallel.expert_parallel import apply_expert_parallel
+from mindnlp_dp.parallel.tensor_parallel.edits import tensor_parallel_edits
+from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, expert_parallel_edits
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
 from mindnlp_dp.runtime.arrays import to_host
@@ -35,8 +36,19 @@ from mindnlp_dp.runtime.named_weights import all_names, named_weights
 T = TypeVar("T")
 
 
+@overload
 def parallelize(
-    model: T,
+    model: T, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[False] = ...,
+    weights: Optional[Union[str, Path]] = ..., schedule: str = ..., recompute: bool = ...,
+    layers_per_stage: Sequence[int] = ...,
+) -> T: ...  # fmt: skip
+@overload
+def parallelize(
+    model: Any, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[True],
+    layers_per_stage: Sequence[int] = ...,
+) -> ModelEdits: ...  # fmt: skip
+def parallelize(
+    model: Any,
     mesh: Optional[DeviceMesh] = None,
     plan: Optional[ShardingPlan] = None,
     *,
@@ -44,7 +56,8 @@ def parallelize(
     schedule: str = "1f1b",
     recompute: bool = False,
     layers_per_stage: Sequence[int] = (),
-) -> T:
+    dry_run: bool = False,
+) -> Any:
     """Shard a model over the ranks of a mesh, in place, with the weights of rank 0. A collective.
 
     Args:
@@ -58,6 +71,11 @@ def parallelize(
         schedule: pipeline schedule: "1f1b", "gpipe" or "eager-1f1b".
         layers_per_stage: number of layers of each pipeline stage; by default they are split evenly.
         recompute: in a pipeline, keep only the received activations and recompute the others in the backward pass.
+        dry_run: change nothing, and return the edits that would give this rank its part of the model
+            (:class:`~mindnlp_dp.parallel.model_edits.ModelEdits`); ``print`` shows them.
+
+    Returns:
+        The model; with ``dry_run`` the edits.
 
     Raises:
         ValueError: the model cannot be sharded in this way; the message names the axis and a fix.
@@ -66,21 +84,39 @@ def parallelize(
     """
     mesh = mesh or get_device_mesh()
     if getattr(model, "parallel", None) is not None:
-        raise ValueError(f"this {type(model).__name__} is sharded already, as {model.parallel.mesh}")  # type: ignore[attr-defined]
+        raise ValueError(f"this {type(model).__name__} is sharded already, as {model.parallel.mesh}")
     check_same_structure(named_weights(model), mesh.world)
     placements = replicate_all(model, mesh)
+    stage_input, row_weights = StageInput(), ExpertBatchWeights(mesh.group("ep"))
+
+    def planned() -> ModelEdits:
+        index = ModelIndex(model)
+        edits = ModelEdits(index, placements)
+        if layers_per_stage and mesh.sizes["pp"] == 1:
+            raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
+        if mesh.is_data_parallel:
+            return edits
+        checked = _checked_plan(model, plan, mesh)
+        if mesh.sizes["tp"] > 1 and checked.tensor is not None:
+            edits += tensor_parallel_edits(index, checked.tensor, placements)
+        if mesh.sizes["ep"] > 1 and checked.experts is not None:
+            edits += expert_parallel_edits(index, checked.experts, placements, row_weights)
+        if mesh.sizes["pp"] > 1 and checked.pipeline is not None:
+            edits += pipeline_edits(index, checked.pipeline, placements, stage_input, layers_per_stage)
+        return edits
+
+    # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
+    edits = mesh.world.run_on(True, planned, "cutting the model")
+    assert edits is not None, "every rank plans"
+    if dry_run:
+        return edits
     files = _open(weights, placements, mesh.world)
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
-    parts = ParallelModel(model, placements)
-    if not mesh.is_data_parallel:
-        plan = plan or plan_for(model)
-        # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
-        stage_input = mesh.world.run_on(True, lambda: _cut(model, plan, parts, layers_per_stage), "cutting the model")
-        if stage_input is not None:
-            parts.pipeline = Pipeline(model, mesh, stage_input, schedule, recompute=recompute)
-    elif layers_per_stage:
-        raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
+    edits.apply()
+    parallel = ParallelModel(model, placements, row_weights if mesh.sizes["ep"] > 1 else None)
+    if mesh.sizes["pp"] > 1:
+        parallel.pipeline = Pipeline(model, mesh, stage_input, schedule, recompute=recompute)
 
     def source(placement: Any) -> np.ndarray:
         """Return a full array on rank 0, from the files or the original model, and drop the original."""
@@ -89,14 +125,14 @@ def parallelize(
         return to_host(original) if read is None else read
 
     take_shards(model, placements)
-    parts.scatter(source)
-    if parts.pipeline is not None:
-        _tie_stages(model, parts.pipeline, placements)
-        _check_stages_train(model, parts)
+    parallel.scatter(source)
+    if parallel.pipeline is not None:
+        _tie_stages(model, parallel.pipeline, placements)
+        _check_stages_train(model, mesh)
     if not mesh.is_data_parallel:
-        model.parallel = parts  # type: ignore[attr-defined]
-        for name, parameter in model.named_parameters():  # type: ignore[attr-defined]
-            parameter.name_in_whole, parameter.parallel = name, parts
+        model.parallel = parallel
+        for name, parameter in model.named_parameters():
+            parameter.name_in_whole, parameter.parallel = name, parallel
     return model
 
 
@@ -111,9 +147,9 @@ def _open(
     return files, world.broadcast_object([] if files is None else files.missing)
 
 
-def _cut(model: Any, plan: ShardingPlan, parts: ParallelModel, layers_per_stage: Sequence[int]) -> Optional[StageInput]:
-    """Reduce the model to this rank's part; return the inbox for received activations if there is a pipeline."""
-    mesh, placements = parts.mesh, parts.placements
+def _checked_plan(model: Any, plan: Optional[ShardingPlan], mesh: DeviceMesh) -> ShardingPlan:
+    """Return the plan for a model; raise ValueError if it does not say how to shard it over an axis of the mesh."""
+    plan = plan or plan_for(model)
     kinds = {"tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline")}
     for axis, (part, what) in kinds.items():
         if mesh.sizes[axis] > 1 and part is None:
@@ -124,23 +160,15 @@ def _cut(model: Any, plan: ShardingPlan, parts: ParallelModel, layers_per_stage:
         raise ValueError(f"stages and experts cannot be combined yet, got {mesh}; leave pp or ep out")
     if mesh.sizes["pp"] > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ValueError("the router loss of all layers cannot be computed in stages; set output_router_logits=False")
-    if mesh.sizes["tp"] > 1 and plan.tensor is not None:
-        apply_tensor_parallel(model, plan.tensor, placements)
-    if mesh.sizes["ep"] > 1 and plan.experts is not None:
-        parts.expert_blocks, parts._row_weights = apply_expert_parallel(model, plan.experts, placements)
-    if mesh.sizes["pp"] > 1 and plan.pipeline is not None:
-        return partition_stages(model, plan.pipeline, placements, layers_per_stage)
-    if layers_per_stage:
-        raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
-    return None
+    return plan
 
 
-def _check_stages_train(model: Any, parts: ParallelModel) -> None:
+def _check_stages_train(model: Any, mesh: DeviceMesh) -> None:
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    for rank, others in enumerate(parts.mesh.world.all_gather_object(trains)):
+    for rank, others in enumerate(mesh.world.all_gather_object(trains)):
         if not others:
             raise ValueError(
-                f"the stage of rank {parts.mesh.world.label(rank)} has nothing to train: all of its weights are "
+                f"the stage of rank {mesh.world.label(rank)} has nothing to train: all of its weights are "
                 "frozen; freeze fewer, or use tp or dp"
             )
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import numpy as np
-from mindnlp.core import nn
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
@@ -106,6 +105,9 @@ class Placements(Mapping[str, Placement]):
         own = self[name].name
         return [name, *(alias for alias, known in self._aliases.items() if known == own and alias != name)]
 
+    def copy(self) -> Placements:
+        return Placements(self.mesh, list(self._by_name.values()), self._aliases, self.prefix)
+
     def change(self, names: Sequence[str], **changes: Any) -> None:
         for name in {self[name].name for name in names}:
             self._by_name[name] = replace(self._by_name[name], **changes)
@@ -187,9 +189,9 @@ def take_shards(model: Any, placements: Placements) -> None:
 
     # Autograd remembers the shape of a parameter, so the shape cannot be changed in place.
     new: dict[int, Any] = {}
-    for name, module in every_module(model):
+    for name, module in model.named_modules():
         for kind, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in map(id, new.values()):
+            if parameter is None:
                 continue
             placement = placements[f"{name}.{kind}" if name else kind]
             if placement.cut is not None:
@@ -199,40 +201,3 @@ def take_shards(model: Any, placements: Placements) -> None:
                     tensor = from_host(zeros, placement.dtype)
                     new[id(parameter)] = Parameter(tensor, requires_grad=parameter.requires_grad)
                 module._parameters[kind] = new[id(parameter)]
-
-
-def every_module(model: Any) -> list[tuple[str, Any]]:
-    """Return all modules with their names; a module with several names is listed under each."""
-    found: list[tuple[str, Any]] = []
-
-    def visit(prefix: str, module: Any) -> None:
-        found.append((prefix, module))
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(f"{prefix}.{name}" if prefix else name, child)
-
-    visit("", model)
-    return found
-
-
-def replace_module(model: Any, old: Any, new: Any) -> None:
-    """Replace a module by another one at all its places in the model."""
-    for _, module in every_module(model):
-        for name, child in module._modules.items():
-            if child is old:
-                module._modules[name] = new
-
-
-def find_module(model: Any, name: str, what: str) -> Any:
-    """Return the module of this name, or raise a ValueError that says ``what`` refers to it."""
-    modules: dict[str, Any] = dict(every_module(model))
-    if name not in modules:
-        raise ValueError(f"{what} is {name!r}, which {type(model).__name__} does not have")
-    return modules[name]
-
-
-class PPMissingLayer(nn.Module):
-    """Replaces a module of another stage, or an expert of another rank, that is never called; raises if called."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("this part of the model is on another stage of the pipeline")

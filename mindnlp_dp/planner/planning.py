@@ -20,6 +20,7 @@ from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
 from mindnlp_dp.planner.simulate_step import simulate_step
 from mindnlp_dp.planner.solver.integer_program import InfeasibleError
+from mindnlp_dp.runtime.partition import stage_bounds
 from mindnlp_dp.schedules.mesh_spec import Size, mesh_name
 from mindnlp_dp.schedules.pipeline import SCHEDULES
 
@@ -118,7 +119,7 @@ def predict(
             problem = f"{total} samples of a micro-batch cannot be split evenly among {sharing.num_data} devices"
         if problem:
             raise ValueError(f"{mesh_name(mesh_of(stages))}: {problem}")
-    bounds = _bounds(len(firsts), pp, blocks)
+    bounds = stage_bounds(len(firsts), pp, blocks or ())
     slices = [(a, b - 1, sharing) for a, b, sharing in zip(bounds, bounds[1:], stages)]
     of_each = [total // sharing.num_data for sharing in stages]
     name = schedule if pp > 1 else ""
@@ -140,14 +141,6 @@ def _stages_of(mesh: Mapping[str, Size]) -> list[StageParallelism]:
         raise ValueError(f"a mesh has axes dp, pp, ep, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
     by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
     return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
-
-
-def _bounds(num_layers: int, pp: int, blocks: Optional[Sequence[int]]) -> list[int]:
-    if blocks is None:
-        return [num_layers * stage // pp for stage in range(pp + 1)]
-    if len(blocks) != pp or sum(blocks) != num_layers or min(blocks) < 1:
-        raise ValueError(f"{list(blocks)} does not split {num_layers} layers over {pp} stages")
-    return [sum(blocks[:stage]) for stage in range(pp + 1)]
 
 
 def _totals(candidates: Sequence[Candidate], batch: int) -> list[int]:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-
-def even_edges(numel: int, num_pieces: int, multiple: int = 1) -> list[int]:
-    """Return where pieces of about the same length begin, at multiples of ``multiple``, and where the last one ends.
-
-    >>> even_edges(10, 3), even_edges(200, 3, 64)
-    ([0, 3, 6, 10], [0, 64, 128, 200])
-    """
-    return [*(numel * piece // num_pieces // multiple * multiple for piece in range(num_pieces)), numel]
+from collections.abc import Sequence
 
 
 def split_evenly(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
@@ -23,10 +16,29 @@ def split_evenly(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
     return start, start + small + (part < extra)
 
 
-def shard_bounds(size: int, num_shards: int) -> list[int]:
-    """Return the bounds of ``num_shards`` shards of ``size`` elements, whose lengths differ by at most one.
+def shard_bounds(size: int, num_shards: int, multiple: int = 1) -> list[int]:
+    """Return the bounds of ``num_shards`` shards of ``size`` elements, whose lengths differ by at most ``multiple``.
 
-    >>> shard_bounds(10, 4)
-    [0, 2, 5, 7, 10]
+    Shards begin at multiples of ``multiple``; only the last one ends anywhere.
+
+    >>> shard_bounds(10, 4), shard_bounds(200, 3, 64)
+    ([0, 2, 5, 7, 10], [0, 64, 128, 200])
     """
-    return [size * index // num_shards for index in range(num_shards + 1)]
+    return [*(size * index // num_shards // multiple * multiple for index in range(num_shards)), size]
+
+
+def stage_bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[int] = ()) -> list[int]:
+    """Return the bounds of the layers of each pipeline stage, split evenly or as ``layers_per_stage`` says.
+
+    Raises ValueError if ``layers_per_stage`` does not fit.
+
+    >>> stage_bounds(5, 2), stage_bounds(5, 2, [1, 4])
+    ([0, 2, 5], [0, 1, 5])
+    """
+    if not layers_per_stage:
+        return shard_bounds(num_layers, num_stages)
+    if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
+        raise ValueError(
+            f"{list(layers_per_stage)} does not split {num_layers} layers over pp={num_stages} stages, at least one each"
+        )
+    return [sum(layers_per_stage[:stage]) for stage in range(num_stages + 1)]

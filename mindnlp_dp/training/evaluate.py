@@ -16,6 +16,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import broadcast_buffers
 from mindnlp_dp.data.batches import call_with, num_rows_of
 from mindnlp_dp.data.loader import Loader
+from mindnlp_dp.parallel.replicated_model import as_replicated
 from mindnlp_dp.training.find_model import BatchWeigher, model_of
 from mindnlp_dp.training.span_loss import SpanLoss
 
@@ -59,12 +60,11 @@ def evaluate(
     span_loss = SpanLoss(called, group)
     if model is not None:
         broadcast_buffers(model, group)
-    parallel = getattr(model, "parallel", None)
-    dummy_batch_for = parallel.dummy_batch_for if parallel is not None and parallel.has_experts else lambda batch: batch
+    replicated = as_replicated(model, group)
     run = EvaluationRun(group)
     for window in loader.windows():
         for mine in window:
-            batch = dummy_batch_for(mine)
+            batch = replicated.dummy_batch_for(mine)
             if batch is None:
                 run.add(None)
                 continue

@@ -1,101 +1,111 @@
-"""Runs the forward and backward passes of an update, for replicated and for sharded models.
+"""Runs the forward and backward passes of an update, for the Trainers and for custom training loops.
 
-:class:`~mindnlp_dp.training.make_train_step.FunctionalStep` calls it with the micro-batches of an update.
+It yields the loss and the gradients of each of this rank's micro-batches. If the model is sharded, a pipeline stage
+runs its part of all micro-batches, and a rank without samples runs a dummy batch if other ranks need its experts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
-from mindnlp_dp.data.batches import call_with
+import numpy as np
+
+from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
-from mindnlp_dp.runtime.random_state import seeded
+from mindnlp_dp.parallel.replicated_model import ReplicatedModel
+from mindnlp_dp.runtime.random_state import seeded, step_seed
+from mindnlp_dp.training.timeline import StepTimeline
 
-if TYPE_CHECKING:
-    from mindnlp_dp.parallel.parallel_model import ParallelModel
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
+@dataclass
 class ForwardBackward:
-    """Runs ``forward_fn`` and its backward pass on the micro-batches of an update.
-
-    Args:
-        forward_fn: function from a batch to its mean loss.
-        gradient_fn: function from a batch to that loss and the gradients of ``parameters``.
-        parallel: the sharded model; None if every rank has the full model.
-        data_rank: this rank's number among the ranks that split the samples.
+    """Runs the micro-batches of an update, which are batches, or None where this rank has none.
 
     Attributes:
-        seed_rank: the rank from which the seed of the randomness inside the model is computed, besides the step.
+        model: the model, replicated or sharded.
+        exchange: the gradient exchange, which may begin during the last backward pass.
+        gradients_of: a function from a batch's inputs to its mean loss and the gradients of the exchange's parameters.
+        forward: a function from a batch's inputs to its mean loss, for the stages of a pipeline.
+        weight_of: a function from a batch's inputs to the weight of its loss.
+        seed: the seed of the randomness inside the model, combined with the rank, the update and the micro-batch.
+        inputs_of: a function from a batch to what the other functions take.
+        timeline: records the passes.
+        after_batch: called with each of this rank's batches that counts, and its inputs.
+        after_micro_step: called between two micro-batches.
     """
 
-    def __init__(
-        self,
-        forward_fn: Callable[..., Any],
-        gradient_fn: Callable[..., tuple[Any, Sequence[Any]]],
-        parameters: Sequence[Any],
-        parallel: Optional[ParallelModel],
-        data_rank: int,
-    ) -> None:
-        self._forward_fn = forward_fn
-        self._gradient_fn = gradient_fn
-        self._parameters = parameters
-        self._parallel = parallel
-        self.seed_rank = data_rank if parallel is None else parallel.seed_rank
+    model: ReplicatedModel
+    exchange: GradientAccumulator
+    gradients_of: Callable[[Any], tuple[float, Sequence[Optional[Any]]]]
+    forward: Callable[[Any], Any]
+    weight_of: Callable[[Any], float]
+    seed: int
+    timeline: StepTimeline
+    inputs_of: Callable[[Any], Any] = field(default=lambda batch: batch)
+    after_batch: Callable[[Any, Any], None] = _nothing
+    after_micro_step: Callable[[], None] = _nothing
 
-    def micro_steps(
-        self,
-        window: Sequence[Any],
-        weight_of: Callable[[Any], float],
-        seed_of: Callable[[int], int],
-        exchange: GradientAccumulator,
-    ) -> Iterator[MicroStep]:
-        """Yield the result of each micro-batch; a micro-batch of weight 0 is not computed.
+    def micro_steps(self, window: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
+        """Yield the result of each micro-batch of update ``step``; one of weight 0 is not computed."""
+        yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(window, step)
 
-        With experts, a rank without a micro-batch runs a dummy batch, because other ranks need its experts.
-        """
-        parallel = self._parallel
-        if parallel is not None and parallel.pipeline is not None:
-            batches = [
-                MicroBatch(
-                    batch, functools.partial(call_with, self._forward_fn), weight_of, seed=seed_of(number),
-                    indices=getattr(batch, "indices", None),
-                )
-                for number, batch in enumerate(window)
-                if weight_of(batch) > 0
-            ]  # fmt: skip
-            for batch in window:
-                if batch is not None and weight_of(batch) == 0:
-                    yield MicroStep.without_weight(getattr(batch, "indices", None))
-            yield from parallel.pipeline.run(batches, self._parameters)
-            return
+    def _one_by_one(self, window: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
         for number, mine in enumerate(window):
-            weight, batch = weight_of(mine), mine
-            if parallel is not None and parallel.has_experts:
-                batch = parallel.dummy_batch_for(batch if weight > 0 else None)
-                if batch is None:
-                    if mine is not None:
-                        yield MicroStep.without_weight(getattr(mine, "indices", None))
-                    continue
-            elif weight == 0:
-                if batch is not None:
-                    yield MicroStep.without_weight(getattr(batch, "indices", None))
-                continue
+            inputs, weight = self._weighed(mine)
+            batch = self.model.dummy_batch_for(mine if weight > 0 else None)
             is_last = number + 1 == len(window)
-            sending = exchange.backward(weight) if is_last else contextlib.nullcontext()
-            among = contextlib.nullcontext() if parallel is None else parallel.micro_step(weight)
-            with seeded(seed_of(number)), sending, among:
-                loss, gradients = call_with(self._gradient_fn, batch)
-            # The loss of a dummy batch belongs to another rank.
-            value = float(loss.asnumpy()) if weight > 0 else 0.0
-            has_nonfinite_peer = parallel is not None and parallel.has_nonfinite_peer(value)
-            yield MicroStep(value, gradients, weight, getattr(batch, "indices", None), has_nonfinite_peer)
+            if batch is not None:
+                inputs = inputs if batch is mine else self.inputs_of(batch)
+                sending = self.exchange.backward(weight) if is_last else contextlib.nullcontext()
+                timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
+                with seeded(self._seed(step, number)), sending, timed, self.model.micro_step(weight):
+                    loss, gradients = self.gradients_of(inputs)
+                # The loss of a dummy batch belongs to another rank.
+                loss = loss if weight > 0 else 0.0
+                yield MicroStep(loss, gradients, weight, _indices(batch), self.model.has_nonfinite_peer(loss))
+            elif mine is not None:
+                yield MicroStep.without_weight(_indices(mine))
+            if weight > 0:
+                self.after_batch(mine, inputs)
+            if not is_last:
+                self.after_micro_step()
+
+    def _through_stages(self, window: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
+        batches = []
+        for number, mine in enumerate(window):
+            inputs, weight = self._weighed(mine)
+            if weight > 0:
+                seed = self._seed(step, number)
+                batches.append(MicroBatch(inputs, self.forward, self.weight_of, seed=seed, indices=_indices(mine)))
+                self.after_batch(mine, inputs)
+            elif mine is not None:
+                yield MicroStep.without_weight(_indices(mine))
+
+        def span(name: str, **details: Any) -> contextlib.AbstractContextManager[None]:
+            return self.timeline.span(name, step=step, **details)
+
+        yield from self.model.pipeline.run(batches, self.exchange.parameters, span)
+        for _ in window[1:]:
+            self.after_micro_step()
+
+    def _weighed(self, batch: Optional[Any]) -> tuple[Any, float]:
+        """Return the inputs of a batch and the weight of its loss; the mean loss of a batch of weight 0 is 0 / 0."""
+        inputs = None if batch is None else self.inputs_of(batch)
+        weight = 0.0 if batch is None else checked_weight(self.weight_of(inputs), self.exchange.group.label())
+        return inputs, weight
+
+    def _seed(self, step: int, number: int) -> int:
+        return step_seed(self.seed, self.model.seed_rank, step, number)
 
 
-def parallel_of(parameters: Sequence[Any]) -> Optional[ParallelModel]:
-    """Return the sharded model that the parameters belong to, or None if they belong to none."""
-    return next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)
+def _indices(batch: Any) -> Optional[np.ndarray]:
+    return getattr(batch, "indices", None)

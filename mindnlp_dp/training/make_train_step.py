@@ -10,27 +10,26 @@ one update from this rank's part of a global batch, in the same stages as the Tr
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional, Union
 
 import mindspore
 
-from mindnlp_dp.checkpoint.full_model import data_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import broadcast_parameters
-from mindnlp_dp.data.loss_weight import checked_weight
+from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.external_reducer import ExternalReducer
 from mindnlp_dp.data_parallel.micro_step import MicroStep
-from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.parallel.replicated_model import ReplicatedModel, replicated_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
-from mindnlp_dp.runtime.random_state import step_seed
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
-from mindnlp_dp.training.forward_backward import ForwardBackward, parallel_of
+from mindnlp_dp.training.forward_backward import ForwardBackward
 from mindnlp_dp.training.metrics import LossMeter
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.train_step import TrainStep
@@ -111,10 +110,12 @@ def make_train_step(
         raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
     # The parameters of a module that two models share are in the lists of both.
     parameters = list({id(parameter): parameter for parameter in parameters}.values())
-    parallel = parallel_of(parameters)
-    group = group or data_group(parallel)
+    replicated = next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)
+    if replicated is None:
+        replicated = replicated_on_all_ranks(model) if group is None else ReplicatedModel(model, group)
+    group = group or replicated.group
     if broadcast_weights:
-        _broadcast(forward_fn, model, parameters, parallel, group)
+        _broadcast(forward_fn, model, parameters, replicated, group)
     if is_plain:
         parameters = _in_order_of(optimizer, parameters)
         gradient_fn = mindspore.value_and_grad(forward_fn, None, mindspore.ParameterTuple(parameters))
@@ -126,32 +127,39 @@ def make_train_step(
     window: GradientAccumulator
     if reducer is not None:
         window = ExternalReducer(parameters, reducer, group)
-    elif parallel is not None:
-        window = parallel.window([(p.name_in_whole, p) for p in parameters], **exchange)
     else:
-        window = GradientSynchronizer(parameters, group, **exchange)
-    losses = LossMeter(window.group if parallel is None else parallel.group)
-    scope = None
-    if parallel is not None:
-        parallel.check_optimizer(optimizer)
-        scope = parallel.scope(parameters)
-    updater = make_updater(optimizer, window, zero_stage, scheduler, scope)
+        named = [(getattr(p, "name_in_whole", str(number)), p) for number, p in enumerate(parameters)]
+        window = replicated.gradient_exchange(named, **exchange)
+    losses = LossMeter(replicated.group)
+    replicated.check_optimizer(optimizer)
+    updater = make_updater(optimizer, window, zero_stage, scheduler, replicated.scope(parameters))
     step = TrainStep(
         window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
-        resync_tied_weights=None if parallel is None else parallel.resync_tied_weights,
+        resync_tied_weights=replicated.resync_tied_weights,
     )  # fmt: skip
-    passes = ForwardBackward(forward_fn, gradient_fn, parameters, parallel, window.group.rank)
     span_loss = SpanLoss(model if weight_of is None else None, losses.group)
-    weight_of = weight_of or BatchWeigher(forward_fn, model)
-    return FunctionalStep(step, passes, accumulation_steps, weight_of, seed=seed, span_loss=span_loss)
+
+    def gradients_of(batch: Any) -> tuple[float, Sequence[Optional[Any]]]:
+        loss, gradients = call_with(gradient_fn, batch)
+        return float(loss.asnumpy()), gradients
+
+    forward_backward = ForwardBackward(
+        replicated, window, gradients_of, functools.partial(call_with, forward_fn),
+        weight_of or BatchWeigher(forward_fn, model), seed, step.timeline,
+    )  # fmt: skip
+    return FunctionalStep(step, forward_backward, accumulation_steps, span_loss)
 
 
 def _broadcast(
-    forward_fn: Callable[..., Any], model: Any, parameters: Sequence[Any], parallel: Any, group: ProcessGroup
+    forward_fn: Callable[..., Any],
+    model: Any,
+    parameters: Sequence[Any],
+    replicated: ReplicatedModel,
+    group: ProcessGroup,
 ) -> None:
     """Broadcast rank 0's parameters, and all other weights and buffers of the models that have them. A collective."""
-    if parallel is not None:
-        parallel.broadcast_weights()
+    if replicated.is_sharded:
+        replicated.broadcast_weights()
         return
     models = modules_of(forward_fn, parameters) if model is None else [model]
     for each in models:
@@ -194,19 +202,15 @@ class FunctionalStep:
     def __init__(
         self,
         train_step: TrainStep,
-        passes: ForwardBackward,
+        forward_backward: ForwardBackward,
         accumulation_steps: int,
-        weight_of: Callable[[Any], float],
-        *,
-        seed: int = 0,
-        span_loss: Optional[SpanLoss] = None,
+        span_loss: SpanLoss,
     ) -> None:
         self.train_step = train_step
-        self._span_loss = span_loss or SpanLoss(None, train_step.synchronizer.group)
-        self.seed = seed
-        self._passes = passes
+        self._span_loss = span_loss
+        self.seed = forward_backward.seed
+        self._forward_backward = forward_backward
         self.accumulation_steps = accumulation_steps
-        self._weight_of = weight_of
         self.num_updates = 0
         self.grad_norm: Optional[float] = None
         self.synchronizer: GradientAccumulator = train_step.synchronizer
@@ -237,13 +241,7 @@ class FunctionalStep:
 
     def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:
         with self._span_loss.window(window):
-            for micro in self._passes.micro_steps(window, self._weigh, self._seed_of, self.synchronizer):
+            for micro in self._forward_backward.micro_steps(window, self.num_updates):
                 if micro.weight > 0:
                     seen.append((micro.loss, micro.weight))
                 yield micro
-
-    def _weigh(self, batch: Any) -> float:
-        return 0.0 if batch is None else checked_weight(self._weight_of(batch), self.synchronizer.group.label())
-
-    def _seed_of(self, number: int) -> int:
-        return step_seed(self.seed, self._passes.seed_rank, self.num_updates, number)

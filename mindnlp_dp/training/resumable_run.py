@@ -28,10 +28,10 @@ from mindnlp_dp.checkpoint.directory import (
     remove_unfinished_checkpoints,
 )
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
-from mindnlp_dp.checkpoint.full_model import as_replicated, load_checkpoint
 from mindnlp_dp.checkpoint.manifest import RunId, run_of
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
+from mindnlp_dp.parallel.replicated_model import as_replicated, load_checkpoint
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.training.make_train_step import FunctionalStep
 from mindnlp_dp.training.run_state import Position, Run, check_same_data

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.checkpoint.full_model import ReplicatedModel
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.training.train_step import TrainStep
 
 

@@ -9,6 +9,7 @@ ranks have the same weights. It does not depend on models or trainers::
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Optional
@@ -44,7 +45,7 @@ class TrainStep:
         max_grad_norm: Optional[float] = None,
         leave_out_bad_losses: bool = True,
         timeline: Optional[StepTimeline] = None,
-        resync_tied_weights: Optional[Callable[[], None]] = None,
+        resync_tied_weights: Callable[[], None] = lambda: None,
     ) -> None:
         self.synchronizer = synchronizer
         self.updater = updater
@@ -53,45 +54,38 @@ class TrainStep:
         self.leave_out_bad_losses = leave_out_bad_losses
         self.timeline = timeline or StepTimeline(synchronizer.group)
         self._resync_tied_weights = resync_tied_weights
-        # is_updating stays True if an error interrupts an update: weights or optimizer are then partly updated.
         self.num_updates = 0
-        self.is_updating = False
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped."""
-        sync = self.synchronizer
         losses, bad = self._accumulate(micro_steps, step)
-        with self.timeline.span("wait for gradients", step=step), heartbeat.waiting("the exchange of gradients"):
-            gradients = self.updater.average(sync)
-        for name, began, ended in sync.last_window.spans:
-            self.timeline.add(name, began, ended, "exchange", step=step)
+        gradients = self._exchange(step)
+        sync = self.synchronizer
         if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, go_on=self.leave_out_bad_losses):
             warn_of_no_weight(sync.total_weight, step)
-        norm = None
-        if sync.total_weight > 0:
-            if self.max_grad_norm and self.max_grad_norm > 0:
-                with self.timeline.span("clip", step=step):
-                    gradients, norm = self.updater.clip(gradients, self.max_grad_norm)
-            problem = self._problem_of(gradients, norm)
-            if problem:
-                report_nonfinite_gradient(problem, step, go_on=self.leave_out_bad_losses)
-            else:
-                self.is_updating = True
-                with self.timeline.span("update", step=step), heartbeat.waiting("the update"):
-                    self.updater.update(gradients)
-                    if self._resync_tied_weights is not None:
-                        self._resync_tied_weights()
-        self.is_updating = True
-        self.updater.finish()
-        self.is_updating = False
+        with heartbeat.waiting("the update"):
+            span = functools.partial(self.timeline.span, step=step)
+            result = self.updater.step(gradients if sync.total_weight > 0 else None, self.max_grad_norm, span)
+            self._resync_tied_weights()
+        if result.problem:
+            report_nonfinite_gradient(result.problem, step, go_on=self.leave_out_bad_losses)
         self.num_updates += 1
         for loss, weight in losses:
             self.losses.add(loss, weight)
+        # The update is counted before this barrier, because the surviving ranks have it if another is lost here.
         with heartbeat.waiting("the update"):
             self.updater.release()
         sync.repack_if_learned()
         heartbeat.finish_update(step + 1, losses, sync.total_weight)
-        return norm
+        return result.norm
+
+    def _exchange(self, step: int) -> Any:
+        """Average the gradients of the window over the ranks. A collective."""
+        with self.timeline.span("wait for gradients", step=step), heartbeat.waiting("the exchange of gradients"):
+            gradients = self.updater.average(self.synchronizer)
+        for name, began, ended in self.synchronizer.last_window.spans:
+            self.timeline.add(name, began, ended, "exchange", step=step)
+        return gradients
 
     def _accumulate(
         self, micro_steps: Iterable[MicroStep], step: int
@@ -121,9 +115,3 @@ class TrainStep:
                 micro_steps.close()
             raise
         return losses, bad
-
-    def _problem_of(self, gradients: Any, norm: Optional[float]) -> str:
-        """Return why the averaged gradients must not be applied, or an empty string if they are finite."""
-        if norm is None:
-            return "" if self.updater.are_finite(gradients) else "the averaged gradient holds NaN or infinity"
-        return "" if math.isfinite(norm) else f"the norm of the averaged gradient is {norm}"

@@ -8,7 +8,8 @@ import pytest
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 
 from mindnlp_dp.data.batches import as_tensors, num_rows_of
-from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
+from mindnlp_dp.data.dataset_adapter import make_loader
+from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from models import Rows
 
 pytestmark = pytest.mark.core

@@ -299,7 +299,7 @@ def test_a_list_of_layers_of_ones_own(group):
         for name, weight in expected.items():
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
     for layers in ([3], [3, 0], [2, 2], [1, 1, 1]):
-        with pytest.raises(ValueError, match="layers_per_stage must split 3 layers over pp=2 stages"):
+        with pytest.raises(ValueError, match="does not split 3 layers over pp=2 stages"):
             dp.parallelize(make(), mesh, plan, layers_per_stage=layers)
     for sizes in ({"tp": 2}, {"dp": 2}):
         with pytest.raises(ValueError, match="layers_per_stage is for a pipeline, and the mesh is"):
@@ -737,6 +737,44 @@ def test_meshes_that_cannot_be(group):
                 dp.init_device_mesh({"pp": n})
             with pytest.raises(ValueError, match="which has no all-to-all"):
                 dp.init_device_mesh({"ep": n})
+
+
+@needs_mpi
+@pytest.mark.parametrize("mesh", {2: ["tp=2", "pp=2", "ep=2"], 4: ["pp=2,tp=2"]}.get(WORLD_SIZE, []))
+def test_a_dry_run_changes_nothing_and_shows_what_the_call_does(group, mesh):
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+    model = build("mixtral" if mesh.sizes["ep"] > 1 else "gpt2")
+
+    def structure():
+        return {name: type(module).__name__ for name, module in model.named_modules()}
+
+    kinds, forward, digest = structure(), model.forward, dp.replica_digest(model)
+    edits = dp.parallelize(model, mesh, dry_run=True)
+    assert (structure(), model.forward, dp.replica_digest(model)) == (kinds, forward, digest)
+    assert not hasattr(model, "parallel")
+    text = str(edits)
+    assert text.splitlines()[0] == f"{type(model).__name__} on rank {group.label()} of {mesh}: {len(edits)} edits"
+    dp.parallelize(model, mesh)
+    changed = {name for name, kind in structure().items() if kinds.get(name) != kind}
+    shown = dict(line.strip().split(": ", 1) for line in text.splitlines()[1:] if " -> " in line)
+    assert changed
+    for name in changed:
+        assert f"{kinds[name]} -> {structure()[name]}" in shown[name]
+    for name, parameter in model.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        if owner in shown and f"{kind} (" in shown[owner]:
+            assert shown[owner].count(f"-> {tuple(parameter.shape)}") >= 1
+
+
+def test_a_model_that_cannot_be_cut_is_not_changed(group):
+    if group.world_size not in (2, 4):
+        pytest.skip("nothing is cut")
+    model = build("bert")
+    kinds = [type(module) for module in model.modules()]
+    plan = ShardingPlan(TensorPlan({"*query": "columns", "*LayerNorm": "rows"}))
+    with pytest.raises(ValueError, match="is to be cut as 'rows', and is a LayerNorm"):
+        dp.parallelize(model, dp.init_device_mesh({"tp": group.world_size}), plan)
+    assert [type(module) for module in model.modules()] == kinds
 
 
 def test_models_that_cannot_be_cut_so(group):

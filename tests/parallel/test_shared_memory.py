@@ -15,7 +15,7 @@ from mindnlp_dp.communication.transports.mpi.ring import wire_for
 from mindnlp_dp.communication.transports.mpi.shared_memory import HostExchange, allocate_shared_rows, slice_bounds
 from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.shared_memory import SharedBucket, copy_range
-from mindnlp_dp.runtime.partition import even_edges
+from mindnlp_dp.runtime.partition import shard_bounds
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def test_hosts_of_two_ranks(group, numel, dtype, compression, skip_zeros, is_pat
     values[:, numel // 2 :] = 0
     rows = allocate_shared_rows(host, numel * values.itemsize).view(dtype)[:, :numel]
     rows[host.rank] = values[comm.rank]
-    parts = even_edges(numel, 4, 64)
+    parts = shard_bounds(numel, 4, 64)
     exchange.sum_rows(rows, parts, 0.5, wire_for(compression, values.dtype), PollingWait() if is_patient else None)
     out = np.empty(numel, dtype)
     copy_range(rows, parts[::2], 0, out)

@@ -7,15 +7,16 @@ first layer of the next stage ends the forward pass by raising :class:`StageOutp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 from mindnlp.core import nn
 
+from mindnlp_dp.parallel.model_edits import Edit, ModelIndex, PPMissingLayer
 from mindnlp_dp.parallel.parallel_plan import PipelinePlan
-from mindnlp_dp.parallel.placement import Placements, PPMissingLayer, every_module, find_module, replace_module
+from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.runtime.named_weights import all_names
-from mindnlp_dp.runtime.partition import shard_bounds
+from mindnlp_dp.runtime.partition import stage_bounds
 
 
 class StageOutput(Exception):  # noqa: N818
@@ -96,87 +97,79 @@ class StageEnd(nn.Module):
         raise StageOutput(hidden_states)
 
 
-def partition_stages(
-    model: Any, plan: PipelinePlan, placements: Placements, layers_per_stage: Sequence[int] = ()
-) -> StageInput:
-    """Replace the modules of other stages in ``model``, and record in ``placements`` which stage has which weight.
+def pipeline_edits(
+    index: ModelIndex,
+    plan: PipelinePlan,
+    placements: Placements,
+    stage_input: StageInput,
+    layers_per_stage: Sequence[int] = (),
+) -> list[Edit]:
+    """Return the edits that replace the modules of other stages, and say which stage has which weight.
 
-    Returns:
-        The StageInput from which the model takes its received activations.
+    The model takes its received activations from ``stage_input``.
 
     Raises:
         ValueError: there are more stages than layers, or ``layers_per_stage`` does not fit, or the plan names a module
             that the model does not have.
     """
-    stage_input = StageInput()
-    if plan.encoder:
-        if layers_per_stage:
-            raise ValueError(f"{type(model).__name__} is cut after its encoder; leave layers_per_stage out")
-        _cut_after_encoder(model, plan, placements, stage_input)
-    else:
-        _cut_between_layers(model, plan, placements, stage_input, layers_per_stage)
-    return stage_input
+    if not plan.encoder:
+        return _cut_between_layers(index, plan, placements, stage_input, layers_per_stage)
+    if layers_per_stage:
+        raise ValueError(f"{type(index.model).__name__} is cut after its encoder; leave layers_per_stage out")
+    return _cut_after_encoder(index, plan, placements, stage_input)
 
 
-def _cut_after_encoder(model: Any, plan: PipelinePlan, placements: Placements, stage_input: StageInput) -> None:
+def _cut_after_encoder(
+    index: ModelIndex, plan: PipelinePlan, placements: Placements, stage_input: StageInput
+) -> list[Edit]:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     if num_stages != 2:
         raise ValueError(
-            f"{type(model).__name__} is cut into two stages, its encoder and its decoder, got pp={num_stages}"
+            f"{type(index.model).__name__} is cut into two stages, its encoder and its decoder, got pp={num_stages}"
         )
-    encoder = find_module(model, plan.encoder, "the encoder")
-    _place(model, [[plan.encoder], []], placements)
-    if stage == 0:
-        _take_out(model, [plan.encoder])
-        encoder.forward = _EndsAfter(encoder.forward)
-    else:
-        replace_module(model, encoder, ReceivedEncoding(stage_input))
+    encoder = index.names_of(index.find(plan.encoder, "the encoder"))
+    placed = _stages_of(index.model, [[plan.encoder], []], placements)
+    if stage == 1:
+        return [placed, Edit(encoder, ReceivedEncoding(stage_input))]
+    return [placed, *_without(index, [plan.encoder]), Edit(encoder, forward=_EndsAfter)]
 
 
 def _cut_between_layers(
-    model: Any, plan: PipelinePlan, placements: Placements, stage_input: StageInput, layers_per_stage: Sequence[int]
-) -> None:
+    index: ModelIndex,
+    plan: PipelinePlan,
+    placements: Placements,
+    stage_input: StageInput,
+    layers_per_stage: Sequence[int],
+) -> list[Edit]:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
-    layers = find_module(model, plan.layers, "the list of layers")
-    if num_stages > len(layers):
+    num_layers = len(index.find(plan.layers, "the list of layers"))
+    if num_stages > num_layers:
         raise ValueError(
-            f"{type(model).__name__} has {len(layers)} layers, which cannot be split over pp={num_stages} stages; "
+            f"{type(index.model).__name__} has {num_layers} layers, which cannot be split over pp={num_stages} stages; "
             "each stage needs at least one"
         )
-    for name in plan.first:
-        find_module(model, name, "a module of the first stage")
-    bounds = _bounds(len(layers), num_stages, layers_per_stage)
-    names = [f"{plan.layers}.{number}" for number in range(len(layers))]
+    first = [index.find(name, "a module of the first stage") for name in plan.first]
+    bounds = stage_bounds(num_layers, num_stages, layers_per_stage)
+    names = [f"{plan.layers}.{number}" for number in range(num_layers)]
     own = [names[begin:end] for begin, end in zip(bounds, bounds[1:])]
     own[0] += plan.first
-    _place(model, own, placements)
-    for number in range(len(layers)):
-        if number < bounds[stage]:
-            layers[number] = Identity(is_layer=plan.tuples)
-        elif number >= bounds[stage + 1]:
-            layers[number] = StageEnd() if number == bounds[stage + 1] else PPMissingLayer()
-    if stage > 0 and not plan.first:
-        layers[0] = ReceivedActivations(stage_input, is_layer=plan.tuples)
+    begin, end = bounds[stage : stage + 2]
+    edits = [_stages_of(index.model, own, placements)]
+    # A layer may have further names, at which it stays: only the list is run.
+    edits += [Edit((name,), Identity(is_layer=plan.tuples)) for name in names[:begin]]
+    edits += [Edit((name,), StageEnd()) for name in names[end : end + 1]]
+    edits += [Edit((name,), PPMissingLayer()) for name in names[end + 1 :]]
+    if stage > 0 and not first:
+        edits.append(Edit((names[0],), ReceivedActivations(stage_input, is_layer=plan.tuples)))
     if stage > 0:
-        for number, name in enumerate(plan.first):
-            module = find_module(model, name, "a module of the first stage")
-            new = ReceivedActivations(stage_input) if number == 0 else ZeroModule()
+        for number, module in enumerate(first):
+            new: nn.Module = ReceivedActivations(stage_input) if number == 0 else ZeroModule()
             if number and not any(True for _ in module.parameters()):
                 new = Identity(is_layer=False)
-            replace_module(model, module, new)
+            edits.append(Edit(index.names_of(module), new))
     if stage < num_stages - 1:
-        _take_out(model, [plan.layers, *plan.first])
-
-
-def _bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[int]) -> list[int]:
-    if not layers_per_stage:
-        return shard_bounds(num_layers, num_stages)
-    if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
-        raise ValueError(
-            f"layers_per_stage must split {num_layers} layers over pp={num_stages} stages, at least one each; "
-            f"got {list(layers_per_stage)}"
-        )
-    return [sum(layers_per_stage[:stage]) for stage in range(num_stages + 1)]
+        edits += _without(index, [plan.layers, *plan.first])
+    return edits
 
 
 class _EndsAfter:
@@ -189,23 +182,27 @@ class _EndsAfter:
         raise StageOutput(self._forward(*args, **kwargs)[0])
 
 
-def _place(model: Any, own: list[list[str]], placements: Placements) -> None:
-    """Record the stage of each parameter: the one whose modules in ``own`` contain it, otherwise the last stage."""
+def _stages_of(model: Any, own: list[list[str]], placements: Placements) -> Edit:
+    """Return the stage of each parameter: the one whose modules in ``own`` contain it, otherwise the last stage."""
     stages: dict[str, set[int]] = {}
     for name in all_names(model):
         found = [stage for stage, names in enumerate(own) if any(name.startswith(f"{n}.") for n in names)]
         stages.setdefault(placements[name].name, set()).update(found or [len(own) - 1])
-    for name, numbers in stages.items():
-        placements.change([name], stages=tuple(sorted(numbers)))
+    return Edit(("",), placements={name: {"stages": tuple(sorted(numbers))} for name, numbers in stages.items()})
 
 
-def _take_out(model: Any, kept: list[str]) -> None:
-    """Replace all modules with parameters, except those in ``kept``, their submodules and the modules around them."""
-    for name, module in every_module(model)[1:]:
-        holds = any(k == name or k.startswith(f"{name}.") for k in kept)
-        is_held = any(name.startswith(f"{k}.") for k in kept)
-        held_objects = [m for n, m in every_module(model) if any(n == k or n.startswith(f"{k}.") for k in kept)]
-        if holds or is_held or any(module is m for m in held_objects):
+def _without(index: ModelIndex, kept: list[str]) -> list[Edit]:
+    """Return edits that take out all modules with parameters, except ``kept`` ones, their submodules and parents."""
+
+    def is_within(name: str, parents: Iterable[str]) -> bool:
+        return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+    held = {id(module) for name, module in index.modules.items() if is_within(name, kept)}
+    taken: list[str] = []
+    for name, module in index.modules.items():
+        holds_one = name == "" or any(is_within(one, [name]) for one in kept)
+        if holds_one or id(module) in held or is_within(name, taken):
             continue
         if any(True for _ in module.parameters()):
-            replace_module(model, module, PPMissingLayer())
+            taken.append(name)
+    return [Edit((name,), PPMissingLayer()) for name in taken]

@@ -15,6 +15,7 @@ gets the weighted mean of the gradients of its row (the ranks of its group), as 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,8 +29,9 @@ from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.autograd_ops import all_to_all
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.parallel.model_edits import Edit, ModelIndex, PPMissingLayer
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan
-from mindnlp_dp.parallel.placement import Placements, PPMissingLayer, every_module, replace_module
+from mindnlp_dp.parallel.placement import Placements
 
 
 @dataclass(frozen=True)
@@ -143,41 +145,33 @@ class ExpertParallelBlock(nn.Module):
         return _taken(ops.cat(outputs, 0), places)
 
 
-def apply_expert_parallel(model: Any, plan: ExpertPlan, placements: Placements) -> tuple[list[Any], ExpertBatchWeights]:
-    """Keep only this rank's experts in ``model``, and record in ``placements`` which rank has each expert.
-
-    Returns:
-        The new blocks, and the object that holds the loss weights of the row for them.
+def expert_parallel_edits(
+    index: ModelIndex, plan: ExpertPlan, placements: Placements, weights: ExpertBatchWeights
+) -> list[Edit]:
+    """Return the edits that keep only this rank's experts; the new blocks read the loss weights of their row.
 
     Raises:
         ValueError: the plan matches no block, or ep does not divide the number of experts.
     """
     mesh = placements.mesh
     group, size = mesh.group("ep"), mesh.sizes["ep"]
-    weights, blocks = ExpertBatchWeights(group), []
-    for name, block in every_module(model):
-        if not _is_block(name, block, plan):
+    edits: list[Edit] = []
+    for name, block in index.modules.items():
+        if not (fnmatchcase(name, plan.blocks) and hasattr(block, "experts")):
             continue
         if block.num_experts % size:
             raise ValueError(f"{name} has {block.num_experts} experts, which ep={size} does not divide")
         per_rank = block.num_experts // size
         for number in range(block.num_experts):
-            expert = block.experts[number]
-            names = [f"{name}.experts.{number}.{n}" for n, _ in expert.named_parameters()]
-            placements.change(names, expert_rank=number // per_rank)
-            if number // per_rank != mesh.index("ep"):
-                block.experts[number] = PPMissingLayer()
+            path, owner = f"{name}.experts.{number}", number // per_rank
+            placed = {f"{path}.{n}": {"expert_rank": owner} for n, _ in index.modules[path].named_parameters()}
+            edits.append(Edit((path,), None if owner == mesh.index("ep") else PPMissingLayer(), placements=placed))
         norm = getattr(block, "norm_topk_prob", True) if plan.norm_topk is None else plan.norm_topk
-        new = ExpertParallelBlock(block, group, weights, norm)
-        blocks.append(new)
-        replace_module(model, block, new)
-    if not blocks:
-        raise ValueError(f"the plan for experts fits no block of {type(model).__name__}: {plan.blocks}")
-    return blocks, weights
-
-
-def _is_block(name: str, module: Any, plan: ExpertPlan) -> bool:
-    return fnmatchcase(name, plan.blocks) and hasattr(module, "experts")
+        new = functools.partial(ExpertParallelBlock, group=group, weights=weights, norm_topk=norm)
+        edits.append(Edit(index.names_of(block), new))
+    if not edits:
+        raise ValueError(f"the plan for experts fits no block of {type(index.model).__name__}: {plan.blocks}")
+    return edits
 
 
 def _taken(x: Tensor, rows: np.ndarray) -> Tensor:

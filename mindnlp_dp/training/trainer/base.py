@@ -15,19 +15,22 @@ import numpy as np
 
 from mindnlp_dp.checkpoint.directory import choose_checkpoint, remove_leftovers, remove_unfinished_checkpoints
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
-from mindnlp_dp.checkpoint.full_model import ReplicatedModel, as_replicated, data_group, load_checkpoint
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
 from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
-from mindnlp_dp.data.dataset_adapter import indexed_source, sample_lengths
-from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader, make_loader
+from mindnlp_dp.data.dataset_adapter import IndexedSource, adapt, make_loader
+from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
-from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+from mindnlp_dp.parallel.replicated_model import (
+    ReplicatedModel,
+    as_replicated,
+    load_checkpoint,
+    replicated_on_all_ranks,
+)
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
-from mindnlp_dp.training.trainer.forward_backward import TrainerForwardBackward
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
@@ -62,7 +65,7 @@ class DataParallelTrainerBase(abc.ABC):
         self.accumulation_steps_set = self.accumulation_steps_asked = 0
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         # Not earlier: model_init may have made the model, and sharded it.
-        self.group = data_group(getattr(self.model, "parallel", None))
+        self.group = (getattr(self.model, "parallel", None) or replicated_on_all_ranks(self.model)).group
         check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()
 
@@ -102,11 +105,6 @@ class DataParallelTrainerBase(abc.ABC):
         """The full model, whether it is replicated or sharded."""
         return as_replicated(self.model, self.group)
 
-    @property
-    def passes(self) -> TrainerForwardBackward:
-        """The forward and backward passes of the model, whether it is replicated or sharded."""
-        return TrainerForwardBackward(getattr(self.model, "parallel", None))
-
     # Gradients.
 
     def loss_weight(self, inputs: Any) -> float:
@@ -129,13 +127,8 @@ class DataParallelTrainerBase(abc.ABC):
         if current is None or list(map(id, current.parameters)) != [id(p) for _, p in trainable]:
             options = ("bucket_cap_mb", "overlap", "compression", "powersgd_rank")
             exchange = {name: getattr(self.args, name) for name in options}
-            parallel = getattr(model, "parallel", None)
-            if parallel is None:
-                self._synchronizer = GradientSynchronizer(trainable, self.group, **exchange)
-            else:
-                self._synchronizer = parallel.window(trainable, **exchange)
-        assert self._synchronizer is not None
-        return self._synchronizer
+            current = self._synchronizer = as_replicated(model, self.group).gradient_exchange(trainable, **exchange)
+        return current
 
     # Training.
 
@@ -260,10 +253,10 @@ class DataParallelTrainerBase(abc.ABC):
 
     def _lengths(self, dataset: Any) -> np.ndarray:
         """Return the sample lengths that rank 0 reads: the column ``length_column_name``, else the number of tokens."""
-        source, names = indexed_source(dataset), [self.args.length_column_name, self.main_input]
-        if source is None:
+        source, names = adapt(dataset), [self.args.length_column_name, self.main_input]
+        if not isinstance(source, IndexedSource):
             raise ValueError(f"group_by_length needs a data set with an index, and a {type(dataset).__name__} has none")
-        return self.world.run_on_rank0(lambda: sample_lengths(source, *names), "reading the samples' lengths")
+        return self.world.run_on_rank0(lambda: source.lengths(*names), "reading the samples' lengths")
 
     @property
     def main_input(self) -> str:

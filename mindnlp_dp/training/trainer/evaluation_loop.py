@@ -35,7 +35,7 @@ def run_evaluation(
     span_loss = trainer.trainer_loss.span_loss()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     for (mine,) in dataset.windows():
-        batch, is_lent = trainer.passes.to_run(mine), mine is None
+        batch, is_lent = trainer.whole.dummy_batch_for(mine), mine is None
         if batch is None:
             evaluation.add(None)
         else:

@@ -1,9 +1,9 @@
 """This module lets training continue in the same processes after a rank was lost (``mindnlp-dp run --in-place``).
 
 When the training loop has failed on every surviving rank, :class:`~.base.DataParallelTrainerBase` gets from here the
-state for the next loop, the same on every rank and as :func:`mindnlp_dp.checkpoint.full_model.load_checkpoint` returns
-it: that of the last update that any rank has finished, if a rank alone has all of it (``zero_stage=0``), else the
-newest checkpoint's.
+state for the next loop, the same on every rank and as :func:`~mindnlp_dp.parallel.replicated_model.load_checkpoint`
+returns it: that of the last update that any rank has finished, if a rank alone has all of it (``zero_stage=0``), else
+the newest checkpoint's.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mindnlp_dp.checkpoint.full_model import load_checkpoint
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.communication.replicas import broadcast_parameters
+from mindnlp_dp.parallel.replicated_model import load_checkpoint
 from mindnlp_dp.runtime.job_context import job_id, min_world_size
 from mindnlp_dp.training.run_state import random_state
 from mindnlp_dp.training.trainer.callbacks import FLAGS, STOPS

@@ -33,6 +33,7 @@ from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
+from mindnlp_dp.training.forward_backward import ForwardBackward
 from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
@@ -92,13 +93,16 @@ class TrainingLoop:
             trainer._created_lr_scheduler = False
         trainer.create_optimizer_and_scheduler(num_training_steps=planned)
         self.synchronizer = trainer.synchronizer(trainer.model)
-        passes = trainer.passes
         self.train_step = TrainStep(
             self.synchronizer, self._make_updater(), self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
-            resync_tied_weights=passes.resync_tied_weights,
+            resync_tied_weights=trainer.whole.resync_tied_weights,
         )  # fmt: skip
-        self.parts = Run(trainer.whole, self.train_step)
+        self.forward_backward = ForwardBackward(
+            trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, args.seed,
+            self.timeline, inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
+        )  # fmt: skip
+        self.run_state = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
         is_over = self.checkpoint is not None and self.restore(self.checkpoint, planned)
@@ -137,7 +141,8 @@ class TrainingLoop:
 
     def _make_updater(self) -> Updater:
         trainer = self.trainer
-        scope = trainer.passes.scope(trainer.optimizer, self.synchronizer.parameters)
+        trainer.whole.check_optimizer(trainer.optimizer)
+        scope = trainer.whole.scope(self.synchronizer.parameters)
         return make_updater(trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope)
 
     def _follow_optimizer(self) -> None:
@@ -213,13 +218,31 @@ class TrainingLoop:
 
     def _micro_steps(self, window: list[Any]) -> Iterator[MicroStep]:
         """Run this rank's micro-batches of one global batch, and yield their losses and gradients one by one."""
-        trainer, step = self.trainer, self.trainer.state.global_step
+        trainer = self.trainer
         self._check_parameters()
-        yield from trainer.passes.micro_steps(self, window, step)
+        with trainer.trainer_loss.span_loss().window(window):
+            yield from self.forward_backward.micro_steps(window, trainer.state.global_step)
         # The exchange holds this rank's gradients now; free their memory before the averaged ones are allocated.
         trainer.model.zero_grad()
 
-    def count(self, batch: Any, inputs: Any) -> None:
+    def _gradients_of(self, inputs: Any) -> tuple[float, list[Any]]:
+        """Run a micro-batch by ``training_step``, which a subclass of the Trainer may override."""
+        trainer = self.trainer
+        trainer.model.zero_grad()
+        loss = trainer.loss_of_training_step(inputs)
+        return loss, [parameter.grad for parameter in self.synchronizer.parameters]
+
+    def _loss_of(self, inputs: Any) -> Any:
+        """Compute the loss of a pipeline's micro-batch by ``compute_loss``."""
+        trainer = self.trainer
+        trainer.model.train()
+        return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+
+    def _end_substep(self) -> None:
+        trainer = self.trainer
+        trainer.control = trainer.callback_handler.on_substep_end(self.args, trainer.state, trainer.control)
+
+    def _count(self, batch: Any, inputs: Any) -> None:
         """Count the samples, floating point operations and tokens of a micro-batch that this rank has trained on."""
         trainer, args = self.trainer, self.args
         self.samples_seen += len(batch.indices)
@@ -336,7 +359,7 @@ class TrainingLoop:
         """Whether this rank alone has the full state of the last update that it has finished, to continue from."""
         if self.starts_over or not self.is_set_up:
             return self.starts_over
-        return not self.train_step.is_updating and not self.train_step.updater.is_sharded
+        return not self.train_step.updater.is_updating and not self.train_step.updater.is_sharded
 
     @property
     def starts_over(self) -> bool:
@@ -354,7 +377,7 @@ class TrainingLoop:
         """
         trainer = self.trainer
         return {
-            **self.parts.state(keep=self.args.should_save if keep is None else keep),
+            **self.run_state.state(keep=self.args.should_save if keep is None else keep),
             "callbacks": callback_states(trainer.callback_handler.callbacks),
             "data": self.args.data_order(self.loader),
             "settings": self.args.result_settings(),
@@ -371,7 +394,7 @@ class TrainingLoop:
     def restore(self, saved: dict[str, Any], planned_updates: int) -> bool:
         """Restore a saved run, and return True if it had ended; :meth:`restore_after_callbacks` restores the rest."""
         trainer = self.trainer
-        self.parts.restore(saved)
+        self.run_state.restore(saved)
         load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
         trainer.state = TrainerState(**copy.deepcopy(saved["trainer_state"]))
         trainer._globalstep_last_logged = saved["last_logged"]
@@ -413,7 +436,7 @@ class TrainingLoop:
         """Restore random states and stop flags, which ``on_*_begin`` callbacks and reading to the position change."""
         saved, self.checkpoint = self.checkpoint, None
         if saved is not None:
-            self.parts.restore_random_state(saved)
+            self.run_state.restore_random_state(saved)
             if not saved["position"]["ending_epoch"]:
                 for flag in ("should_training_stop", "should_epoch_stop"):
                     setattr(self.trainer.control, flag, saved["flags"][flag])

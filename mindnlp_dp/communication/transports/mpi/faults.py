@@ -1,13 +1,11 @@
 """This module decides how a rank of an MPI job exits, and continues with the surviving ranks after a rank was lost.
 
 MPI is finalized only by all ranks together. A failed rank would wait there for the others, which wait for it
-in a collective, forever. So an exception aborts the job, and so does a nonzero exit code. A rank that has
-finished sleeps here until the others have finished, and prints after a while that it waits.
+in a collective, forever. So an exception aborts the job. A rank that has finished sleeps here until the others have
+finished, and prints after a while that it waits.
 
-Python does not tell its exit handlers the exit code. So ``sys.exit`` (which argparse calls), ``exit`` and ``quit``
-are patched to remember it. A bare ``raise SystemExit(3)`` stays unknown, and so does ``from sys import exit`` in a
-module other than the script: both are treated as an early end. ``mindnlp-dp run`` and ``python -m mpi4py`` know
-these codes, too.
+Python does not tell its exit handlers the exit code: under plain ``mpirun python script.py``, a rank that calls
+``sys.exit(3)`` has just finished early. ``mindnlp-dp run`` and ``python -m mpi4py`` know the code, and end the job.
 
 With ULFM, "User Level Failure Mitigation" (Bland et al., "Post-failure recovery of MPI communication capability",
 2013), which is in OpenMPI 5, a lost rank does not end the job: mpirun must be started with ``--with-ft ulfm``. A rank
@@ -18,20 +16,16 @@ that notices the loss revokes its communicators, so that ranks that wait for oth
 from __future__ import annotations
 
 import atexit
-import dis
 import sys
-import threading
 import time
 import types
 from collections.abc import Sequence
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
 # How long a finished rank waits for the others before it prints a message.
 PATIENCE_SECONDS = 10.0
 
 POLL_SECONDS = 0.02
-
-_Trace = Optional[types.TracebackType]
 
 # The communicator whose ranks exit together.
 _exit_comm: Any = None
@@ -48,23 +42,17 @@ def abort_job_on_failure(mpi: Any) -> None:
     set_exit_group(mpi.COMM_WORLD)
     if _exit_comm.Get_size() == 1:
         return
-    exits = _Exits()
     previous = sys.excepthook
 
-    def abort(code: int) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, trace: Optional[types.TracebackType]) -> None:
+        previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(code)
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: _Trace) -> None:
-        previous(kind, error, trace)
-        abort(1)
+        mpi.COMM_WORLD.Abort(1)
 
     def leave() -> None:
         if mpi.Is_finalized():
             return
-        if code := exits.final_code():
-            abort(code)
         try:
             _wait_for_the_others(_exit_comm)
         except mpi.Exception as error:
@@ -90,70 +78,6 @@ def _wait_for_the_others(comm: Any) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-
-
-class _Exits:
-    """Remembers the last exit that was requested, and decides at the end whether it ended the script."""
-
-    def __init__(self) -> None:
-        self._last: Optional[SystemExit] = None
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        while frame.f_back is not None:
-            frame = frame.f_back
-        self._outermost = frame
-        # The script may have its own name for it: from sys import exit.
-        names = vars(sys.modules["__main__"])
-        for name in [name for name, value in names.items() if value is sys.exit]:
-            names[name] = self._exit
-        sys.exit = self._exit  # type: ignore[assignment]
-        # The class of the built-in exit and quit.
-        quitter = sys.modules.get("_sitebuiltins")
-        if quitter is not None:
-            quitter.Quitter.__call__ = lambda _, code=None: self._exit(code)  # type: ignore[attr-defined]
-
-    def _exit(self, status: Any = None, /) -> NoReturn:
-        leave = SystemExit(status)
-        # In another thread, SystemExit ends only that thread.
-        if threading.current_thread() is threading.main_thread():
-            self._last = leave
-        raise leave
-
-    def final_code(self) -> int:
-        """Return the exit code of this process if it is known, else 0."""
-        if self._last is None or self._was_caught(self._last):
-            return 0
-        code = self._last.code
-        if code is None or isinstance(code, int):
-            return (code or 0) & 0xFF
-        return 1
-
-    def _was_caught(self, leave: SystemExit) -> bool:
-        """Return whether the script continued after ``leave``: to its end, or to another exception."""
-        if _has_returned(self._outermost):
-            return True
-        trace = leave.__traceback__
-        if trace is None:
-            # No handler caught it.
-            return False
-        if trace.tb_frame is not self._outermost:
-            return _has_returned(trace.tb_frame)
-        return trace.tb_lasti != self._outermost.f_lasti and not _was_raised_again(self._outermost)
-
-
-def _last_instruction(frame: types.FrameType) -> tuple[str, int]:
-    """Return the name and the argument of the last instruction of a frame that has ended."""
-    code = frame.f_code.co_code
-    return dis.opname[code[frame.f_lasti]], code[frame.f_lasti + 1]
-
-
-def _has_returned(frame: types.FrameType) -> bool:
-    """Return whether a frame that has ended did so by a return, not by an exception."""
-    return _last_instruction(frame)[0].startswith("RETURN_")
-
-
-def _was_raised_again(frame: types.FrameType) -> bool:
-    """Return whether a frame that ended by an exception re-raised a handled one: after ``finally``, or by ``raise``."""
-    return _last_instruction(frame) == ("RAISE_VARARGS", 0) or _last_instruction(frame)[0] == "RERAISE"
 
 
 def is_rank_failure(error: Optional[BaseException]) -> bool:

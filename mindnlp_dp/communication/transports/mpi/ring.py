@@ -13,7 +13,7 @@ from typing import Any, Callable, Optional
 import numpy as np
 
 from mindnlp_dp.communication.transports.polling_wait import PollingWait, all_reduce_in_place
-from mindnlp_dp.runtime.partition import even_edges
+from mindnlp_dp.runtime.partition import shard_bounds
 
 
 def reduce_round_ring(
@@ -36,7 +36,7 @@ def reduce_round_ring(
     scales, two bytes per message, are not counted.
     """
     rank, size = peers.rank, peers.size
-    pieces = _pieces(array, edges or even_edges(len(array), size))
+    pieces = _pieces(array, edges or shard_bounds(len(array), size))
     longest = max(len(piece) for piece in pieces)
     # Two buffers, because the last message is forwarded while the next one arrives.
     scratch = [wire.scratch(longest) for _ in range(2)] if wire else [np.empty(longest, array.dtype)]
@@ -176,7 +176,7 @@ def sum_over_hosts(
     order of sums. The bits that say which blocks are sent, 1/2048 of the float32 data, are not counted.
     """
     num_blocks = len(array) // BLOCK_ELEMENTS
-    edges = edges or even_edges(len(array), peers.size, BLOCK_ELEMENTS)
+    edges = edges or shard_bounds(len(array), peers.size, BLOCK_ELEMENTS)
     if not skip_zeros or num_blocks == 0:
         return reduce_round_ring(peers, array, wire=wire, waiter=waiter, edges=edges, scatter=scatter)
     from mpi4py import MPI

@@ -1,14 +1,16 @@
-"""This module handles a model as one set of weights, replicated or sharded, and loads a checkpoint into it.
+"""Gives training loops and checkpoints one interface to a model, replicated or sharded, and loads a checkpoint into it.
 
-:class:`ReplicatedModel` is for a replicated model; a model that :mod:`mindnlp_dp.parallel` has sharded has an instance
-of a subclass in its attribute ``parallel``. To resume a run, rank 0 reads the checkpoint, and every rank gets it.
+:class:`ReplicatedModel` is for a replicated model; a model that :func:`~mindnlp_dp.parallelize` has sharded has an
+instance of a subclass in its attribute ``parallel``. To resume a run, rank 0 reads the checkpoint, and every rank gets
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar
 
 from mindnlp_dp.checkpoint.reader import read_state, read_weights
 from mindnlp_dp.checkpoint.state_tree import PackedState, broadcast_state, unpack_state
@@ -20,10 +22,17 @@ from mindnlp_dp.communication.replicas import (
     broadcast_parameters,
     replica_digest,
 )
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
+from mindnlp_dp.data_parallel.model_scope import ModelScope
+from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
+
+T = TypeVar("T")
 
 
 class ReplicatedModel:
     """Gives checkpoints and training loops access to a replicated model; all ranks of the job call every method.
+
+    Without checkpoints, a train step needs no ``model``: None.
 
     Attributes:
         group: the ranks among which samples are split.
@@ -31,10 +40,12 @@ class ReplicatedModel:
         seed_rank: the rank number that, with the step, seeds the randomness inside the model.
         loss_replication: the number of ranks with the same shard of the model that split the samples of each
             micro-batch.
+        is_sharded: whether ranks hold shards of the model.
+        pipeline: this rank's stage (:class:`~.pipeline_parallel.runner.Pipeline`); None without stages.
     """
 
-    # Whether ranks hold shards of the model.
     is_sharded = False
+    pipeline: Any = None
 
     def __init__(self, model: Any, group: ProcessGroup) -> None:
         self.model = model
@@ -42,6 +53,39 @@ class ReplicatedModel:
         self.world = group
         self.seed_rank = group.rank
         self.loss_replication = 1
+
+    # Training.
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise ValueError if the optimizer updates parameters that are not (or no longer) in this model."""
+
+    def scope(self, parameters: Sequence[Any]) -> ModelScope:
+        """Return the scope that tells which of these parameters this rank adds to a norm over the full model."""
+        return ModelScope()
+
+    def gradient_exchange(self, named: Sequence[tuple[str, Any]], **options: Any) -> GradientAccumulator:
+        """Return the gradient exchange for these parameters, each over the ranks that have it."""
+        return GradientSynchronizer(named, self.group, **options)
+
+    def micro_step(self, weight: float) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the forward and backward pass of a micro-step. A collective if there are experts."""
+        return contextlib.nullcontext()
+
+    def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
+        """Return the batch to run: this rank's, or a dummy batch of weight 0 if other ranks need this rank's experts.
+
+        Returns None if there is nothing to run.
+        """
+        return batch
+
+    def has_nonfinite_peer(self, loss: float) -> bool:
+        """Return whether a loss of another rank that uses the same experts is not finite, and so their gradients."""
+        return False
+
+    def resync_tied_weights(self) -> None:
+        """Make tied weights bitwise equal on all stages; called after every update."""
+
+    # Weights.
 
     def broadcast_weights(self) -> None:
         """Give every rank the weights of rank 0."""
@@ -83,14 +127,12 @@ class ReplicatedModel:
         return whole
 
 
-def data_group(parts: Optional[ReplicatedModel]) -> ProcessGroup:
-    """Return the ranks among which a model's samples are split: those of the mesh of ``parts`` if it is sharded.
+def replicated_on_all_ranks(model: Any) -> ReplicatedModel:
+    """Return the :class:`ReplicatedModel` of a model that is trained on all ranks.
 
     Raises:
-        ValueError: the model is replicated, but the job's mesh has ranks that would train it on the same samples.
+        ValueError: the job's mesh has ranks that would train it on the same samples.
     """
-    if parts is not None:
-        return parts.group
     group, world = get_data_group(), get_process_group()
     if group.world_size != world.world_size:
         raise ValueError(
@@ -99,14 +141,13 @@ def data_group(parts: Optional[ReplicatedModel]) -> ProcessGroup:
             "Call mindnlp_dp.parallelize(model) before training, or "
             f'mindnlp_dp.init_device_mesh({{"dp": {world.world_size}}}) to train it on all ranks'
         )
-    return group
+    return ReplicatedModel(model, group)
 
 
 def as_replicated(model: Any, group: Optional[ProcessGroup] = None) -> ReplicatedModel:
     """Return the ``ParallelModel`` of a sharded model, else a :class:`ReplicatedModel` on the ranks of ``group``."""
-    parts = getattr(model, "parallel", None)
-    found: ReplicatedModel = ReplicatedModel(model, group or get_process_group()) if parts is None else parts
-    return found
+    sharded: Optional[ReplicatedModel] = getattr(model, "parallel", None)
+    return ReplicatedModel(model, group or get_process_group()) if sharded is None else sharded
 
 
 def load_checkpoint(path: Path, model: ReplicatedModel) -> dict[str, Any]:
