@@ -67,7 +67,8 @@ _what_is_installed() {
 }
 
 _pip_install() {
-  "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+  # --no-compile: Python compiles a module when it first imports it; all of them would take as long as the rest.
+  "$VENV/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "$@"
 }
 
 _install() {

@@ -92,9 +92,8 @@ def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False,
     return [p.asnumpy().copy() for p in parameters], losses, run
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("make", [roberta, cell])
-@pytest.mark.parametrize("stop_at", [3, 5, 6])
+@pytest.mark.parametrize("stop_at", [3, pytest.param(5, marks=pytest.mark.core), 6])
 def test_stopped_and_taken_up_it_ends_as_if_it_had_not(group, shared_tmp_path, make, stop_at):
     """The run stops within an epoch, at the end of one, and directly after a checkpoint."""
     expected, all_losses, _ = go(make, shared_tmp_path / "whole", group)

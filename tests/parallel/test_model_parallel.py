@@ -85,8 +85,7 @@ def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
     assert len(set(group.all_gather_object(model.parallel.assert_in_sync()))) == 1
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, pytest.param(2, marks=pytest.mark.core)])
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_an_update_that_is_divided_too(group, axis, zero_stage):
     if group.world_size != 4 or not IS_MPI:
@@ -100,10 +99,9 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
 # Pipelines.
 
 
-@pytest.mark.core
 @needs_mpi
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.core), "eager-1f1b"])
 @pytest.mark.parametrize("mesh", {2: ["pp=2"], 4: ["pp=4", MIXED, UNEVEN]}.get(WORLD_SIZE, []))
 def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule, recompute):
     mesh = dp.init_device_mesh(parse_mesh(mesh))

@@ -145,8 +145,9 @@ def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchang
 
 
 # Stops within an epoch, at its last step, at the first step of the next, before a log line, and at the last step.
-@pytest.mark.core
-@pytest.mark.parametrize("stop_at", [3, 5, 6, 8, 13, 15])
+@pytest.mark.parametrize(
+    "stop_at", [3, pytest.param(5, marks=pytest.mark.core), 6, 8, pytest.param(13, marks=pytest.mark.core), 15]
+)
 def test_a_stopped_run_ends_like_one_that_was_not(group, shared_tmp_path, whole, stop_at):
     assert whole.state.global_step == NUM_STEPS
     resumed = stopped_and_resumed(shared_tmp_path, group, stop_at)
@@ -235,8 +236,7 @@ def decided(group, tmp_path_factory):
 
 
 # -2 counts from the end, where early stopping has already seen two evaluations without improvement.
-@pytest.mark.core
-@pytest.mark.parametrize("stop_at", [7, 12, -2])
+@pytest.mark.parametrize("stop_at", [pytest.param(7, marks=pytest.mark.core), 12, -2])
 def test_decisions_go_on_where_they_were(group, shared_tmp_path, decided, stop_at):
     whole = decided
     stop_at = stop_at if stop_at > 0 else whole.state.global_step + stop_at
@@ -324,8 +324,7 @@ def test_an_epoch_that_a_callback_ends(group, shared_tmp_path):
     assert_same_run(resumed, whole)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("micro", "steps"), [(2, 4), (3, 3), (16, 1)])
+@pytest.mark.parametrize(("micro", "steps"), [pytest.param(2, 4, marks=pytest.mark.core), (3, 3), (16, 1)])
 def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, shared_tmp_path, capsys, micro, steps):
     rows = Rows(NUM_SAMPLES)
     whole = run(shared_tmp_path / "whole", group, rows, dropout=0.0, optim="sgd")

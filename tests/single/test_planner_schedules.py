@@ -197,7 +197,7 @@ def test_schedules_are_the_same_again_and_large_ones_end():
     rng = np.random.default_rng(3)
     tasks = [((0, 1), (int(rng.integers(4)),), float(rng.integers(1, 9))) for _ in range(200)]
     tasks += [((int(rng.integers(6)),), tuple({*rng.integers(0, 4, 2).tolist()}), 2.5) for _ in range(100)]
-    first, second = (schedule_tasks(tasks, "search", seed=5, node_limit=300) for _ in range(2))
+    first, second = (schedule_tasks(tasks, "search", seed=5, node_limit=50) for _ in range(2))
     assert first == second
     check_schedule(tasks, first)
     assert schedule_tasks([]).makespan == 0
