@@ -21,7 +21,7 @@ TORCH_HINT = 'PyTorch is not here; pip install "mindnlp-dp[compare]", or --torch
 
 def machine() -> str:
     # Imported here, because gloo.py may run with a Python without mindnlp_dp.
-    from mindnlp_dp.runtime.machine import machine as describe
+    from mindnlp_dp.runtime.devices import machine as describe
 
     return describe()
 

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.launch.errors import LaunchError
-from mindnlp_dp.launch.job_options import JobOptions
 from mindnlp_dp.launch.monitor.status import status_of, status_text
-from mindnlp_dp.launch.options import RESTARTS_OF_ELASTIC_JOBS, DashesOnlyHelpFormatter, add_run_options, rendezvous_of
+from mindnlp_dp.launch.options import (
+    RESTARTS_OF_ELASTIC_JOBS,
+    DashesOnlyHelpFormatter,
+    JobOptions,
+    add_run_options,
+    rendezvous_of,
+)
 from mindnlp_dp.launch.run import run_job
 
 

@@ -14,10 +14,9 @@ from typing import Any, Callable, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.data.batch_sizes import accumulation_steps_to_keep
 from mindnlp_dp.data.batches import Batch, Collator, as_arrays, check_row, default_collate, num_rows_of
 from mindnlp_dp.data.dataset_consistency import digest_of_lengths, sample_digests
-from mindnlp_dp.data.sampler import GlobalBatchSampler
+from mindnlp_dp.data.sampler import GlobalBatchSampler, accumulation_steps_to_keep
 from mindnlp_dp.runtime.partition import split_evenly
 
 

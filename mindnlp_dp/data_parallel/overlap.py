@@ -20,6 +20,8 @@ problem instead. If a window went wrong on any rank, all ranks exchange it again
 from __future__ import annotations
 
 import enum
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -28,8 +30,8 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
+from mindnlp_dp.communication.transports.polling_wait import PollingWait
 from mindnlp_dp.data_parallel.buckets.base import Bucket
-from mindnlp_dp.data_parallel.comm_thread import ExchangeThread, ImmediateExchange
 from mindnlp_dp.runtime.arrays import inspection
 
 # "auto" measures so many pairs of windows, without and with overlap; the first pair is only a warm-up.
@@ -278,3 +280,55 @@ def is_significant_speedup(without: np.ndarray, overlapped: np.ndarray) -> bool:
 def _remove(handles: Iterable[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+class ExchangeThread:
+    """Runs the submitted tasks in order on a separate thread, which ends with the window."""
+
+    def __init__(self) -> None:
+        self.waiter = PollingWait()
+        self._tasks: queue.SimpleQueue[Optional[Callable[[], None]]] = queue.SimpleQueue()
+        self._error: Optional[BaseException] = None
+        self._thread = threading.Thread(target=self._run, name="gradient-exchange", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if self._error is None:
+                    task()
+            except BaseException as error:  # noqa: BLE001
+                # finish() raises it in the thread that waits for the result.
+                self._error = error
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def finish(self) -> None:
+        """Wait until all tasks are done; raise the error of a task that failed."""
+        self._tasks.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Stop the thread, even if it is blocked in a wait for other ranks."""
+        self.waiter.give_up()
+        self._error = self._error or RuntimeError("abandoned")
+        self._tasks.put(None)
+        self._thread.join()
+
+
+class ImmediateExchange:
+    """Runs each task immediately: a task only enqueues work that the device continues in the background."""
+
+    waiter = None
+
+    def submit(self, task: Callable[[], None]) -> None:
+        task()
+
+    def finish(self) -> None:
+        """Do nothing: :meth:`.Bucket.wait` waits for each result."""
+
+    def abandon(self) -> None:
+        """Do nothing: the device completes the operations that were enqueued."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Optional
 
 from mindnlp_dp.launch.errors import POLL_SECONDS, TemporaryError
-from mindnlp_dp.launch.job_options import JobOptions
 from mindnlp_dp.launch.log_dir import VARIABLE as LOG_MB
 from mindnlp_dp.launch.monitor.attempt_monitor import AttemptMonitor, JobSnapshot, first_lost, poll
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
 from mindnlp_dp.launch.monitor.recovery import RestartPolicy
+from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import free_port
 from mindnlp_dp.launch.processes.exit_status import Status

@@ -19,9 +19,9 @@ from typing import Any, Optional, Union
 
 from mindnlp_dp.launch.errors import LaunchError
 from mindnlp_dp.launch.job import Job
-from mindnlp_dp.launch.job_options import JobOptions
 from mindnlp_dp.launch.log_dir import lock_log_dir, new_log_dir
 from mindnlp_dp.launch.monitor.nonblocking_stdio import NonBlockingStdio, stop_waiting_for_readers
+from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.client import HostAgent
 from mindnlp_dp.launch.rendezvous.membership import Membership, MinMax

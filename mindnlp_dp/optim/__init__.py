@@ -23,8 +23,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "LAMB": "lamb",
-    "LARS": "lars",
+    "LAMB": "trust_ratio",
+    "LARS": "trust_ratio",
     "parameter_groups": "parameter_groups",
     "scaled_learning_rate": "learning_rate",
     "warmup_factor": "learning_rate",
@@ -33,11 +33,11 @@ _HOME = {
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
-    from mindnlp_dp.optim.lamb import LAMB as LAMB
-    from mindnlp_dp.optim.lars import LARS as LARS
     from mindnlp_dp.optim.learning_rate import scaled_learning_rate as scaled_learning_rate
     from mindnlp_dp.optim.learning_rate import warmup_factor as warmup_factor
     from mindnlp_dp.optim.parameter_groups import parameter_groups as parameter_groups
+    from mindnlp_dp.optim.trust_ratio import LAMB as LAMB
+    from mindnlp_dp.optim.trust_ratio import LARS as LARS
 else:
 
     def __getattr__(name: str) -> Any:

@@ -27,8 +27,8 @@ from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.data_parallel.buckets.base import Bucket
 from mindnlp_dp.data_parallel.buckets.device import DeviceBucket
+from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
-from mindnlp_dp.optim.parameter_slice import ParameterSlice
 from mindnlp_dp.optim.updater import MindNLPUpdater, Updater
 from mindnlp_dp.optim.zero.state_registry import gather_array
 from mindnlp_dp.runtime.arrays import copy_of, dtype_name, from_host, set_weight, to_host

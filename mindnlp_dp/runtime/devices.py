@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Optional
 
 from mindnlp_dp.runtime.launch_env import card_of_this_process
@@ -82,3 +84,11 @@ def too_many_workers(num_workers: int, environ: Mapping[str, str]) -> Optional[s
         return None
     instead = f"start at most {count}" if count else "try DEVICE_TARGET=CPU"
     return f"{num_workers} workers, but this host has {count} {device} devices to use; {instead}"
+
+
+def machine() -> str:
+    """Return the processor, its number of cores and the Python version, in one line."""
+    model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{named[0] if named else model}, {os.cpu_count()} cores, Python {platform.python_version()}"

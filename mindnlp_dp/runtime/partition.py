@@ -39,6 +39,7 @@ def stage_bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[in
         return shard_bounds(num_layers, num_stages)
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ValueError(
-            f"{list(layers_per_stage)} does not split {num_layers} layers over pp={num_stages} stages, at least one each"
+            f"{list(layers_per_stage)} does not split {num_layers} layers over pp={num_stages} stages, each "
+            "with at least one"
         )
     return [sum(layers_per_stage[:stage]) for stage in range(num_stages + 1)]

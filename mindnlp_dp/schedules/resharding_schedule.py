@@ -14,14 +14,13 @@ paper is not a lower bound for every schedule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.schedules.resharding_jobs import ROUNDING, Jobs, Steps
-from mindnlp_dp.schedules.resharding_search import Search
+from mindnlp_dp.schedules.resharding import UnitTask
 
 ALGORITHMS = ("naive", "balance", "greedy", "search")
 
@@ -146,3 +145,164 @@ def _one_try(jobs: Jobs, rng: np.random.Generator, noise: float) -> Steps:
             later = [time for time in (*send, *receive) if time > now]
             now = min(later) if later else now
     return plan
+
+
+# Relative difference between sums of the same durations in another order.
+ROUNDING = 1e-9
+
+# (job, sender, begin) of each step.
+Steps = list[tuple[int, int, float]]
+
+
+class Jobs:
+    """Holds the tasks of a resharding, with their hosts as numbers."""
+
+    def __init__(self, tasks: Sequence[Any]) -> None:
+        given = [_as_tuple(task, number) for number, task in enumerate(tasks)]
+        self.sender_names = _names(host for senders, _, _ in given for host in senders)
+        receiver_names = _names(host for _, receivers, _ in given for host in receivers)
+        self.num_senders, self.num_receivers = len(self.sender_names), len(receiver_names)
+        sender = {name: number for number, name in enumerate(self.sender_names)}
+        receiver = {name: number for number, name in enumerate(receiver_names)}
+        self.senders = [sorted({sender[host] for host in senders}) for senders, _, _ in given]
+        self.receivers = [sorted({receiver[host] for host in receivers}) for _, receivers, _ in given]
+        self.times = [float(time) for _, _, time in given]
+
+    def in_order(self, senders: Sequence[int], order: Optional[Sequence[int]] = None) -> Steps:
+        """Return the schedule in which each task begins as early as possible after those before it."""
+        send, receive, plan = [0.0] * self.num_senders, [0.0] * self.num_receivers, []
+        for job in order or range(len(self.times)):
+            begin = max(send[senders[job]], *(receive[r] for r in self.receivers[job]))
+            plan.append((job, senders[job], begin))
+            send[senders[job]] = begin + self.times[job]
+            for r in self.receivers[job]:
+                receive[r] = begin + self.times[job]
+        return plan
+
+    def balanced(self) -> list[int]:
+        load, chosen = [0.0] * self.num_senders, []
+        for senders, time in zip(self.senders, self.times):
+            sender = min(senders, key=lambda s: load[s])
+            load[sender] += time
+            chosen.append(sender)
+        return chosen
+
+    def length(self, plan: Steps) -> float:
+        return max((begin + self.times[job] for job, _, begin in plan), default=0.0)
+
+    def lower_bound(self, send: Sequence[float], receive: Sequence[float], left: Any) -> float:
+        """Return a lower bound on all schedules of the tasks left, given the times when hosts are free again."""
+        waiting = list(receive)
+        by_senders: dict[tuple[int, ...], float] = {}
+        for job in left:
+            key = tuple(self.senders[job])
+            by_senders[key] = by_senders.get(key, 0.0) + self.times[job]
+            for r in self.receivers[job]:
+                waiting[r] += self.times[job]
+        bound = max([*waiting, *send], default=0.0)
+        # A group of hosts divides, at best evenly, the tasks that only they may send.
+        for hosts in [*by_senders, tuple(range(self.num_senders))]:
+            if hosts:
+                among = set(hosts)
+                work = sum(time for senders, time in by_senders.items() if among.issuperset(senders))
+                bound = max(bound, (sum(send[s] for s in hosts) + work) / len(hosts))
+        for job in left:
+            begin = max(min(send[s] for s in self.senders[job]), *(receive[r] for r in self.receivers[job]))
+            bound = max(bound, begin + self.times[job])
+        return bound
+
+
+def _as_tuple(task: Any, number: int) -> tuple[Sequence[Hashable], Sequence[Hashable], float]:
+    if isinstance(task, UnitTask):
+        return task.sender_hosts, task.receiver_hosts, task.size
+    senders, receivers, duration = task
+    if not senders or not receivers or not 0 <= duration < np.inf:
+        raise ValueError(
+            f"task {number} must have a sender, a receiver and a duration from 0 on; got {senders}, {receivers}, "
+            f"{duration}"
+        )
+    return list(senders), list(receivers), duration
+
+
+def _names(hosts: Any) -> list[Hashable]:
+    """Return each host once, in an order independent of the tasks: numbers by size, others as text."""
+    found = list(dict.fromkeys(hosts))
+    return sorted(found, key=lambda host: (0, host, "") if isinstance(host, int) else (1, 0, str(host)))
+
+
+class Search:
+    """Searches (task, sender) in the order of start times, and prunes what cannot improve on the best schedule."""
+
+    def __init__(self, jobs: Jobs, plan: Steps, node_limit: int) -> None:
+        self._jobs, self._best = jobs, plan
+        self._length = jobs.length(plan)
+        self._nodes_left = node_limit
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def run(self) -> tuple[Steps, bool]:
+        """Return the best schedule, and whether the search was complete."""
+        jobs = self._jobs
+        num = len(jobs.times)
+        bound = jobs.lower_bound([0.0] * jobs.num_senders, [0.0] * jobs.num_receivers, range(num))
+        # The depth is the number of tasks, which may exceed Python's recursion limit, so the stack is explicit.
+        free = ((0.0,) * jobs.num_senders, (0.0,) * jobs.num_receivers)
+        stack = [iter([(0.0, *free, frozenset(range(num)), (), bound)])]
+        while stack and self._length > bound * (1 + ROUNDING):
+            state = next(stack[-1], None)
+            if state is None:
+                stack.pop()
+            elif state[5] >= self._length * (1 - ROUNDING):
+                continue
+            elif not state[3]:
+                plan = _unlinked(state[4])
+                if jobs.length(plan) < self._length:
+                    self._best, self._length = plan, jobs.length(plan)
+            else:
+                self._nodes_left -= 1
+                if self._nodes_left < 0:
+                    return self._best, False
+                stack.append(iter(self._children(state)))
+        return self._best, True
+
+    def _children(self, state: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        now, send, receive, left, path, _ = state
+        key = (left, tuple(max(t, now) for t in send), tuple(max(t, now) for t in receive))
+        if key in self._seen:
+            return []
+        self._seen.add(key)
+        jobs = self._jobs
+        children = []
+        tried = set()
+        for job in sorted(left):
+            ready = max(now, *(receive[r] for r in jobs.receivers[job]))
+            for s in jobs.senders[job]:
+                begin = max(ready, send[s])
+                # Tasks with equal senders, receivers and time are interchangeable: try one of them.
+                alike = (tuple(jobs.senders[job]), tuple(jobs.receivers[job]), jobs.times[job], s)
+                if alike in tried:
+                    continue
+                tried.add(alike)
+                end = begin + jobs.times[job]
+                rest = left - {job}
+                # Tasks are started in order of time, so all later ones begin at ``begin`` or after.
+                new_send = tuple(end if i == s else t for i, t in enumerate(send))
+                mine = set(jobs.receivers[job])
+                new_receive = tuple(end if i in mine else t for i, t in enumerate(receive))
+                bound = jobs.lower_bound(
+                    [max(t, begin) for t in new_send] if rest else new_send,
+                    [max(t, begin) for t in new_receive] if rest else new_receive,
+                    rest,
+                )
+                if bound < self._length * (1 - ROUNDING):
+                    new_path = ((job, s, begin), path)
+                    children.append((bound, begin, (begin, new_send, new_receive, rest, new_path, bound)))
+        children.sort(key=lambda child: child[:2])
+        return [child for _, _, child in children]
+
+
+def _unlinked(path: Any) -> Steps:
+    plan: Steps = []
+    while path:
+        step, path = path
+        plan.append(step)
+    return plan[::-1]

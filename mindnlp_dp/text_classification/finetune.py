@@ -17,11 +17,7 @@ from typing import Any
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.directory import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
-from mindnlp_dp.data.batch_sizes import (
-    accumulation_steps_to_keep,
-    check_every_rank_has_a_sample,
-    for_stages,
-)
+from mindnlp_dp.data.sampler import accumulation_steps_to_keep, check_every_rank_has_a_sample, for_stages
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.runtime.versions import mindnlp_series
 from mindnlp_dp.schedules.mesh_spec import parse_mesh

@@ -20,7 +20,7 @@ from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.pipeline import pipeline_of
 from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
 from mindnlp_dp.runtime.atomic_write import atomic_write
-from mindnlp_dp.runtime.machine import machine
+from mindnlp_dp.runtime.devices import machine
 from mindnlp_dp.text_classification.config import TaskConfig
 from mindnlp_dp.text_classification.task import TextClassificationTask
 

@@ -14,8 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.data.loss_weight import checked_weight
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
-from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.runtime.random_state import seeded, step_seed

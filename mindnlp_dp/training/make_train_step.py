@@ -20,9 +20,8 @@ import mindspore
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.data.batches import call_with
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
-from mindnlp_dp.data_parallel.external_reducer import ExternalReducer
-from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
+from mindnlp_dp.data_parallel.naive import ExternalReducer
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel, replicated_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Optional
 
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
-from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.training.metrics import (

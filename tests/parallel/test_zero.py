@@ -19,8 +19,8 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.replicas import ReplicaMismatchError
 from mindnlp_dp.communication.transports.single import SingleProcessTransport
 from mindnlp_dp.data_parallel import synchronizer
+from mindnlp_dp.data_parallel.accumulation import MicroStep
 from mindnlp_dp.data_parallel.buckets import factory as buckets
-from mindnlp_dp.data_parallel.micro_step import MicroStep
 from mindnlp_dp.data_parallel.overlap import OverlapState
 from mindnlp_dp.optim import LAMB, LARS
 from mindnlp_dp.optim.factory import make_updater

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
-from mindnlp_dp.data.sampler import GlobalBatchSampler, epoch_order, grouped_by_length, plan_updates
+from mindnlp_dp.data.sampler import (
+    GlobalBatchSampler,
+    check_every_rank_has_a_sample,
+    epoch_order,
+    grouped_by_length,
+    plan_updates,
+)
 from mindnlp_dp.runtime.partition import split_evenly
 
 SIZES = {

@@ -140,3 +140,17 @@ def check_bucket_cap_mb(bucket_cap_mb: Any) -> float:
         f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}; 2 suits a CPU, 25 a device, and "
         "benchmarks/bench_bucket_cap.py says what suits this machine"
     )
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Elements ``[start, stop)`` of parameter ``index``, and the ``offset`` of the first one in a flat array."""
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def flat(self) -> slice:
+        return slice(self.offset, self.offset + self.stop - self.start)

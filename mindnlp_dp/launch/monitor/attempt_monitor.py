@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Optional
 
 from mindnlp_dp.launch.errors import POLL_SECONDS
-from mindnlp_dp.launch.job_options import JobOptions
 from mindnlp_dp.launch.monitor.console import Console
 from mindnlp_dp.launch.monitor.failure_attribution import Failure
 from mindnlp_dp.launch.monitor.hangs import EXIT_CODE, START_SECONDS, HangDetector, describe_hang
 from mindnlp_dp.launch.monitor.recovery import LostRanks, Outcome, RestartPolicy
+from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.launch.rendezvous.membership import Host, Membership

@@ -19,8 +19,8 @@ from typing import Any
 import mindspore
 import numpy as np
 
+from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.optim.fused.block_sums import BlockSums
-from mindnlp_dp.optim.parameter_slice import ParameterSlice
 from mindnlp_dp.runtime.arrays import number_of
 
 Group = dict[str, Any]

@@ -15,11 +15,10 @@ import numpy as np
 
 from mindnlp_dp.communication.transports.channel import Channel
 from mindnlp_dp.data_parallel.buckets.base import Bucket
-from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL, aligned
+from mindnlp_dp.data_parallel.buckets.layout import BLOCK_NUMEL, ParameterSlice, aligned
 from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer
 from mindnlp_dp.optim.fused.flat_weights import FlatWeights
 from mindnlp_dp.optim.fused.rules import Segment
-from mindnlp_dp.optim.parameter_slice import ParameterSlice
 from mindnlp_dp.runtime.arrays import aligned_zeros
 
 # Longer segments are split, so that a segment stays in the cache while a rule goes over it several times.

@@ -13,7 +13,7 @@ import numpy as np
 
 from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.optim.parameter_slice import ParameterSlice
+from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.runtime.arrays import aligned_zeros, number_of, to_host
 
 # Ranks gather a parameter's state in messages of this many elements: larger ones need more memory and are not faster.

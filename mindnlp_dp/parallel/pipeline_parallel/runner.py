@@ -23,7 +23,7 @@ from mindnlp.core.nn import Parameter
 from mindspore import _c_expression
 
 from mindnlp_dp.communication.p2p import ACTIVATIONS, GRADIENTS
-from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.data_parallel.accumulation import MicroStep
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch, MicroBatchShard
 from mindnlp_dp.parallel.pipeline_parallel.p2p import StageP2P, to_arrays, to_tensors

@@ -17,10 +17,10 @@ from mindnlp_dp.checkpoint.directory import choose_checkpoint, remove_leftovers,
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.communication.default_group import get_data_group, get_process_group
-from mindnlp_dp.data.batch_sizes import check_every_rank_has_a_sample
 from mindnlp_dp.data.batches import Batch, Collator, as_tensors
 from mindnlp_dp.data.dataset_adapter import IndexedSource, adapt, make_loader
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
+from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.parallel.replicated_model import (
     ReplicatedModel,

@@ -26,7 +26,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.directory import remove_old_checkpoints
 from mindnlp_dp.data.sampler import plan_updates
-from mindnlp_dp.data_parallel.micro_step import MicroStep
+from mindnlp_dp.data_parallel.accumulation import MicroStep
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
