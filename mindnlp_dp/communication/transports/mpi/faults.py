@@ -42,7 +42,14 @@ def abort_job_on_failure(mpi: Any) -> None:
     set_exit_group(mpi.COMM_WORLD)
     if _exit_comm.Get_size() == 1:
         return
-    previous = sys.excepthook
+    previous, set_abort_status = sys.excepthook, mpi._set_abort_status
+    will_abort = False
+
+    def note_abort_status(status: int) -> None:
+        # python -m mpi4py calls it with a script's exit code, and aborts the job after Python's own exit handlers.
+        nonlocal will_abort
+        will_abort = True
+        set_abort_status(status)
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: Optional[types.TracebackType]) -> None:
         previous(kind, error, trace)
@@ -51,7 +58,7 @@ def abort_job_on_failure(mpi: Any) -> None:
         mpi.COMM_WORLD.Abort(1)
 
     def leave() -> None:
-        if mpi.Is_finalized():
+        if mpi.Is_finalized() or will_abort:
             return
         try:
             _wait_for_the_others(_exit_comm)
@@ -61,6 +68,7 @@ def abort_job_on_failure(mpi: Any) -> None:
                 raise
 
     sys.excepthook = excepthook
+    mpi._set_abort_status = note_abort_status
     # mpi4py finalizes MPI after all of Python's own handlers.
     atexit.register(leave)
 
