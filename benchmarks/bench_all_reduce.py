@@ -11,15 +11,12 @@ copy an array into existing memory at the same time. Jobs run in turns; medians 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
-from common import TORCH_HINT, has_torch, launched, machine, median_seconds, run_job, write_json
+from common import Job, gloo, in_turns, job_of, machine, median_ratio, median_seconds, print_table, run_benchmark
 
 SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 29]
 # MCCL needs a second for 128 MB.
@@ -31,7 +28,7 @@ def repeats_for(num_bytes: int) -> int:
     return max(5, min(200, (1 << 25) // num_bytes))
 
 
-def measure_ours() -> dict[str, Any]:
+def measure_ours(_: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
     import mindnlp_dp as dp
@@ -54,17 +51,16 @@ def measure_ours() -> dict[str, Any]:
         }
         for name, call in calls.items():
             seconds[name][num_bytes] = median_seconds(comm.Barrier, call, repeats_for(num_bytes))
-    return seconds if group.is_main else {}
+    return seconds
 
 
-def measure_mccl() -> dict[str, Any]:
+def measure_mccl(_: argparse.Namespace) -> dict[str, Any]:
     import mindspore
-    from mindspore import communication
     from mindspore.mint import distributed
 
     import mindnlp_dp as dp
 
-    group = dp.init_process_group("mindspore")
+    dp.init_process_group("mindspore")
     seconds: dict[str, dict[int, float]] = {"mccl": {}}
     one = mindspore.Tensor(np.zeros(1, np.float32))
 
@@ -81,52 +77,35 @@ def measure_mccl() -> dict[str, Any]:
             out.asnumpy()
 
         seconds["mccl"][num_bytes] = median_seconds(barrier, call, min(20, repeats_for(num_bytes)))
-    return seconds if communication.get_rank() == 0 and group.is_main else {}
+    return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="jobs of every kind")
-    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--kind", help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.kind:
-        kinds: dict[str, Callable[[], dict[str, Any]]] = {"ours": measure_ours, "mccl": measure_mccl}
-        measured = kinds[args.kind]()
-        if measured:
-            args.write.write_text(json.dumps(measured))
-        return
-
-    jobs = {"ours": [*launched("mpi"), __file__, "--kind", "ours"]}
-    jobs["mccl"] = [*launched("mindspore"), __file__, "--kind", "mccl"]
-    if has_torch(args.torch_python):
-        jobs["gloo"] = [args.torch_python, str(Path(__file__).with_name("gloo.py")), "--kind", "all_reduce"]
-    else:
-        print(TORCH_HINT)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    jobs: dict[str, Job] = {
+        "ours": (job_of(__file__, "ours"), {}),
+        "mccl": (job_of(__file__, "mccl", backend="mindspore"), {}),
+    }
+    if args.torch_python:
+        jobs["gloo"] = (gloo(args.torch_python, "all_reduce"), {})
     runs: dict[str, list[dict[str, float]]] = {}
-    for _ in range(args.repeats):
-        for command in jobs.values():
-            for name, seconds in run_job(command).items():
+    for results in in_turns(jobs, args.repeats).values():
+        for result in results:
+            for name, seconds in result.items():
                 runs.setdefault(name, []).append(seconds)
     medians = {
         name: {int(size): statistics.median(run[size] for run in all_runs) for size in all_runs[0]}
         for name, all_runs in runs.items()
     }
+    ratios = {s: median_ratio(*([run[str(s)] for run in runs[name]] for name in ("openmpi", "ours"))) for s in SIZES}
     columns = [name for name in NAMES if name in medians]
     print(f"{machine()}; 2 ranks, medians of {args.repeats} jobs, microseconds")
-    print(f"{'bytes':>12}" + "".join(f"{NAMES[name]:>14}" for name in columns) + f"{'OpenMPI / ours':>16}")
-    ratios = {}
-    for size in SIZES:
-        ratios[size] = round(statistics.median(
-            openmpi[str(size)] / ours[str(size)] for openmpi, ours in zip(runs["openmpi"], runs["ours"])
-        ), 3)  # fmt: skip
-        cells = "".join(f"{1e6 * medians[n][size]:14.1f}" if size in medians[n] else f"{'':>14}" for n in columns)
-        print(f"{size:12}{cells}{ratios[size]:16.2f}")
-    numbers = {"machine": machine(), "runs": runs, "seconds": medians, "ratios": {"openmpi_over_ours": ratios}}
-    write_json(args.json, numbers)
+    rows = [
+        [size, *(f"{1e6 * medians[n][size]:.1f}" if size in medians[n] else "" for n in columns), f"{ratios[size]:.2f}"]
+        for size in SIZES
+    ]
+    print_table(["bytes", *(NAMES[name] for name in columns), "OpenMPI / ours"], rows)
+    return {"runs": runs, "seconds": medians, "ratios": {"openmpi_over_ours": ratios}}
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, measure, {"ours": measure_ours, "mccl": measure_mccl}, repeats=3, torch=True)

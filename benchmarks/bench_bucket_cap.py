@@ -11,21 +11,19 @@ exchange overlaps more of the backward pass.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
 from bench_gradient_sync import shapes_of
+from common import job_of, machine, print_table, run_benchmark, run_job
 
 CANDIDATES_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0)
 _NEARLY = 1.05
 
 
-def measure(repeats: int, compression: str) -> dict[str, Any]:
+def exchanges(args: argparse.Namespace) -> dict[str, Any]:
     """Return the exchange times of one window for each candidate, measured in turns, on the slowest rank."""
     import mindspore
 
@@ -36,10 +34,10 @@ def measure(repeats: int, compression: str) -> dict[str, Any]:
     gradients = [mindspore.Tensor(rng.standard_normal(shape).astype(np.float32)) for shape in shapes_of("bert")]
     parameters = [gradient.copy() for gradient in gradients]
     seconds: dict[float, list[float]] = {cap: [] for cap in CANDIDATES_MB}
-    for turn in range(repeats + 1):
+    for turn in range(args.repeats + 1):
         for cap in CANDIDATES_MB:
             sync = dp.GradientSynchronizer(
-                parameters, group, bucket_cap_mb=cap, overlap=False, compression=compression or None
+                parameters, group, bucket_cap_mb=cap, overlap=False, compression=args.compression or None
             )
             # The first window allocates the memory, so it does not count.
             sync(gradients)
@@ -51,34 +49,25 @@ def measure(repeats: int, compression: str) -> dict[str, Any]:
     return {str(cap): group.all_reduce(np.array(times), op="max").tolist() for cap, times in seconds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--backend", choices=["mpi", "mindspore"], default="mpi")
-    parser.add_argument("--compression", default="", choices=["", "fp16", "bf16"])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.write:
-        import mindnlp_dp as dp
-
-        seconds = measure(args.repeats, args.compression)
-        if dp.get_process_group().is_main:
-            args.write.write_text(json.dumps(seconds))
-        return
-    flags = ["--repeats", str(args.repeats), *(["--compression", args.compression] if args.compression else [])]
-    seconds = common.run_job([*common.launched(args.backend, args.nproc), __file__, *flags])
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    flags = ["--repeats", args.repeats, *(["--compression", args.compression] if args.compression else [])]
+    seconds = run_job(job_of(__file__, "exchanges", args.nproc, *flags, backend=args.backend))
     medians = {float(cap): statistics.median(times) for cap, times in seconds.items()}
     fastest = min(medians.values())
     chosen = min(cap for cap, taken in medians.items() if taken <= _NEARLY * fastest)
-    print(f"{common.machine()}; {args.nproc} ranks, {args.backend}; median of {args.repeats}")
-    print(f"{'bucket_cap_mb':>14}{'exchange':>12}{'x fastest':>11}")
-    for cap, taken in medians.items():
-        print(f"{cap:14g}{1e3 * taken:9.1f} ms{taken / fastest:11.2f}{'  <- the smallest that does' * (cap == chosen)}")
-    numbers = {"machine": common.machine(), "ranks": args.nproc, "backend": args.backend, "seconds": medians}
-    common.write_json(args.json, {**numbers, "bucket_cap_mb": chosen})
+    print(f"{machine()}; {args.nproc} ranks, {args.backend}; median of {args.repeats}")
+    rows = [
+        [f"{cap:g}", f"{1e3 * taken:.1f} ms", f"{taken / fastest:.2f}", "<- the smallest that does" * (cap == chosen)]
+        for cap, taken in medians.items()
+    ]
+    print_table(["bucket_cap_mb", "exchange", "x fastest", ""], rows)
+    return {"ranks": args.nproc, "backend": args.backend, "seconds": medians, "bucket_cap_mb": chosen}
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, measure, {"exchanges": exchanges}, repeats=9,
+        nproc={"type": int, "default": 2, "help": "number of ranks"},
+        backend={"choices": ["mpi", "mindspore"], "default": "mpi", "help": "of the launcher"},
+        compression={"default": "", "choices": ["", "fp16", "bf16"], "help": "of the gradients"},
+    )  # fmt: skip

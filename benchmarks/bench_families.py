@@ -10,13 +10,11 @@ weights or a zero head would be far less accurate than RoBERTa.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from common import launched, machine, run_job, write_json
+from common import ROOT, job_of, machine, print_table, run_benchmark, run_job
 
-ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("roberta", "xlm_roberta", "distilbert", "ernie", "opt")
 
 
@@ -55,8 +53,8 @@ def build(family: str, config: Any, vocab_size: int, num_labels: int) -> Any:
     return model(configuration(**shared, **of_bert))
 
 
-def train(family: str, config_file: Path, write: Path) -> None:
-    """Train and evaluate one family on every rank of a job; rank 0 writes the result."""
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train and evaluate one family."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()
@@ -67,12 +65,12 @@ def train(family: str, config_file: Path, write: Path) -> None:
     from mindnlp_dp.training.evaluate import accuracy
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
-    config = FinetuneConfig(**read_config_file(str(config_file)))
+    config = FinetuneConfig(**read_config_file(str(args.config)))
     task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
     set_seed(config.seed)
-    model = build(family, config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), len(task.label_names))
-    args = dp.DataParallelArguments(
-        str(write.parent), per_device_train_batch_size=config.global_batch_size // group.world_size,
+    model = build(args.family, config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), len(task.label_names))
+    arguments = dp.DataParallelArguments(
+        str(args.write.parent), per_device_train_batch_size=config.global_batch_size // group.world_size,
         per_device_eval_batch_size=config.eval_batch_size, num_train_epochs=config.num_epochs,
         learning_rate=config.learning_rate, warmup_ratio=config.warmup_ratio, weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm, seed=config.seed, save_strategy="no", disable_tqdm=True,
@@ -82,35 +80,34 @@ def train(family: str, config_file: Path, write: Path) -> None:
         return {"accuracy": accuracy(prediction.predictions, prediction.label_ids)}
 
     trainer = dp.DataParallelTrainer(
-        model, args, train_dataset=as_dataset(task.train), eval_dataset=as_dataset(task.test), compute_metrics=metrics
+        model,
+        arguments,
+        train_dataset=as_dataset(task.train),
+        eval_dataset=as_dataset(task.test),
+        compute_metrics=metrics,
     )
     trainer.train()
     result = trainer.evaluate()
-    if group.is_main:
-        size = sum(int(parameter.size) for parameter in model.parameters())
-        numbers = {"accuracy": result["eval_accuracy"], "loss": result["eval_loss"], "parameters": size}
-        write.write_text(json.dumps({**numbers, "digest": trainer.replica_digest}))
+    size = sum(int(parameter.size) for parameter in model.parameters())
+    numbers = {"accuracy": result["eval_accuracy"], "loss": result["eval_loss"], "parameters": size}
+    return {**numbers, "digest": trainer.replica_digest}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart_cpu.yaml")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--family", help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.family:
-        train(args.family, args.config, args.write)
-        return
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    flags = ["--config", args.config, "--family"]
+    runs = {family: run_job(job_of(__file__, "train", 2, *flags, family)) for family in args.families}
     print(machine())
-    print(f"{'family':14}{'parameters':>12}{'accuracy':>10}{'loss':>8}  digest")
-    runs = {}
-    for family in args.families:
-        runs[family] = run = run_job([*launched("mpi"), __file__, "--config", str(args.config), "--family", family])
-        print(f"{family:14}{run['parameters']:>12,}{run['accuracy']:>10.3f}{run['loss']:>8.3f}  {run['digest']}")
-    write_json(args.json, {"machine": machine(), "config": args.config.name, "runs": runs})
+    rows = [
+        [family, f"{run['parameters']:,}", f"{run['accuracy']:.3f}", f"{run['loss']:.3f}", run["digest"]]
+        for family, run in runs.items()
+    ]
+    print_table(["family", "parameters", "accuracy", "loss", "digest"], rows)
+    return {"config": args.config.name, "runs": runs}
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, measure, {"train": train}, family={},
+        config={"type": Path, "default": ROOT / "configs/quickstart_cpu.yaml", "help": "of the quickstart"},
+        families={"nargs": "+", "choices": FAMILIES, "default": list(FAMILIES), "help": "which to train"},
+    )  # fmt: skip

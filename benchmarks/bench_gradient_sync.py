@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -28,14 +27,16 @@ from typing import Any
 
 import numpy as np
 from common import (
-    TORCH_HINT,
-    has_torch,
-    launched,
+    Job,
+    gloo,
+    in_turns,
+    job_of,
     machine,
+    median_ratio,
     median_seconds,
+    print_table,
     proportional_bytes,
-    run_job,
-    write_json,
+    run_benchmark,
 )
 
 NAMES = {
@@ -62,7 +63,7 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
     return [(vocab, width), (positions, width), (2, width), *norm, *(layer * layers), (width, width), (width,)]
 
 
-def measure(backend: str, model: str) -> dict[str, Any]:
+def exchanges(args: argparse.Namespace) -> dict[str, Any]:
     import mindspore
 
     import mindnlp_dp as dp
@@ -70,9 +71,10 @@ def measure(backend: str, model: str) -> dict[str, Any]:
     from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
     from mindnlp_dp.runtime.arrays import fingerprint
 
+    backend = args.backend
     group = dp.init_process_group(backend)
     rng = np.random.default_rng(group.rank)
-    arrays = [rng.random(shape, np.float32) for shape in shapes_of(model)]
+    arrays = [rng.random(shape, np.float32) for shape in shapes_of(args.model)]
     gradients = [mindspore.Tensor(array) for array in arrays]
     parameters = [mindspore.Tensor(array) for array in arrays]
     seconds = {}
@@ -107,57 +109,45 @@ def measure(backend: str, model: str) -> dict[str, Any]:
     seconds[f"buckets_{name}"] = median_seconds(group.barrier, partial(buckets, gradients), 5)
     naive = dp.NaiveGradientSynchronizer(parameters, group)
     seconds[f"naive_{name}"] = median_seconds(group.barrier, partial(naive, gradients), 5)
-    return seconds if group.is_main else {}
+    return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["bert", "roberta-base"], default="bert")
-    parser.add_argument("--repeats", type=int, default=3, help="jobs of every kind")
-    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--backend", help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.backend:
-        measured = measure(args.backend, args.model)
-        if measured:
-            args.write.write_text(json.dumps(measured))
-        return
-
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    jobs: dict[str, Job] = {
+        kind: (job_of(__file__, "exchanges", 2, "--model", args.model, "--backend", kind, backend=kind), {})
+        for kind in ("mpi", "mindspore")
+    }
     runs: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         shapes = Path(folder, "shapes.json")
         shapes.write_text(json.dumps(shapes_of(args.model)))
-        flags = ["--model", args.model]
-        jobs = [[*launched(kind), __file__, *flags, "--backend", kind] for kind in ("mpi", "mindspore")]
-        if has_torch(args.torch_python):
-            gloo = str(Path(__file__).with_name("gloo.py"))
-            jobs.append([args.torch_python, gloo, "--kind", "gradients", "--shapes", str(shapes)])
-        else:
-            print(TORCH_HINT)
-        for _ in range(args.repeats):
-            for command in jobs:
-                for name, seconds in run_job(command).items():
+        if args.torch_python:
+            jobs["gloo"] = ([*gloo(args.torch_python, "gradients"), "--shapes", str(shapes)], {})
+        for results in in_turns(jobs, args.repeats).values():
+            for result in results:
+                for name, seconds in result.items():
                     runs.setdefault(name, []).append(seconds)
     medians = {name: statistics.median(times) for name, times in runs.items()}
 
     def ratio(above: str, below: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(runs[above], runs[below])), 3)
+        return median_ratio(runs[above], runs[below])
 
     million = sum(int(np.prod(shape)) for shape in shapes_of(args.model)) / 1e6
     print(f"{machine()}; {args.model}, {million:.1f} million parameters, 2 ranks, medians of {args.repeats} jobs")
-    print(f"{'':36}{'ms':>10}{'x one copy':>12}{'x ours':>10}")
-    for name in (name for name in NAMES if name in medians):
-        print(f"{NAMES[name]:36}{1000 * medians[name]:10.1f}{ratio(name, 'copy'):12.2f}{ratio(name, 'ours'):10.2f}")
+    rows = [
+        [NAMES[name], f"{1000 * medians[name]:.1f}", f"{ratio(name, 'copy'):.2f}", f"{ratio(name, 'ours'):.2f}"]
+        for name in NAMES
+        if name in medians
+    ]
+    print_table(["", "ms", "x one copy", "x ours"], rows)
     print(f"memory that ours keeps, a rank: {medians['memory']:.2f} x the gradients")
     ratios = {"naive_mccl_over_ours": ratio("naive_mccl", "ours"), "ours_over_copy": ratio("ours", "copy")}
     ratios["memory_over_gradients"] = round(medians.pop("memory"), 3)
     if "gloo" in runs:
         ratios["gloo_over_ours"] = ratio("gloo", "ours")
-    numbers = {"machine": machine(), "model": args.model, "runs": runs, "seconds": medians, "ratios": ratios}
-    write_json(args.json, numbers)
+    return {"model": args.model, "runs": runs, "seconds": medians, "ratios": ratios}
 
 
 if __name__ == "__main__":
-    main()
+    model = {"choices": ["bert", "roberta-base"], "default": "bert", "help": "whose gradients"}
+    run_benchmark(__doc__, measure, {"exchanges": exchanges}, repeats=3, torch=True, model=model, backend={})

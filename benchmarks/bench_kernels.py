@@ -15,52 +15,54 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import os
 import pstats
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-from common import MINDSPORES_KERNELS, TORCH_HINT, Job, has_torch, launched, machine, median_ratio, run_job, write_json
+from common import (
+    MINDSPORES_KERNELS,
+    Job,
+    gloo,
+    in_turns,
+    launched,
+    machine,
+    median_ratio,
+    on_one_core,
+    print_table,
+    run_benchmark,
+)
 from operators import OPERATORS
 from train_bert import OWN
 
 HERE = Path(__file__).parent
 
 
-def on_one_core(python: str, script: str, *flags: str) -> list[str]:
-    return ["taskset", "-c", str(min(os.sched_getaffinity(0))), python, str(HERE / script), *flags]
-
-
-def operator_jobs(torch_python: str) -> dict[str, Job]:
+def operator_jobs(torch_python: Optional[str]) -> dict[str, Job]:
     """Return for each column of the table a command and its additional environment variables."""
-    jobs: dict[str, Job] = {
-        "MindSpore": (on_one_core(sys.executable, "operators.py", "--library", "mindspore"), MINDSPORES_KERNELS),
-        "ours": (on_one_core(sys.executable, "operators.py", "--library", "mindspore"), {}),
-    }
-    if has_torch(torch_python):
-        jobs["PyTorch"] = (on_one_core(torch_python, "operators.py", "--library", "torch"), {})
+
+    def alone(library: str, python: str = sys.executable) -> list[str]:
+        return [*on_one_core(python), str(HERE / "operators.py"), "--library", library]
+
+    jobs: dict[str, Job] = {"MindSpore": (alone("mindspore"), MINDSPORES_KERNELS), "ours": (alone("mindspore"), {})}
+    if torch_python:
+        jobs["PyTorch"] = (alone("torch", torch_python), {})
     # NumPy's BLAS starts a thread for every core that it finds when it is loaded; taskset leaves it one core.
-    jobs["NumPy"] = (on_one_core(sys.executable, "operators.py", "--library", "numpy"), {})
-    return jobs
+    return {**jobs, "NumPy": (alone("numpy"), {})}
 
 
-def step_jobs(steps: int, torch_python: str) -> dict[str, Job]:
-    script = ["--steps", str(steps), "--variants"]
+def step_jobs(steps: int, torch_python: Optional[str]) -> dict[str, Job]:
+    script = [str(HERE / "train_bert.py"), "--steps", str(steps), "--variants"]
     jobs: dict[str, Job] = {
-        "as MindNLP does it": (on_one_core(sys.executable, "train_bert.py", *script, OWN), MINDSPORES_KERNELS),
-        "MindSpore's kernels, our update": (
-            on_one_core(sys.executable, "train_bert.py", *script, "auto"),
-            MINDSPORES_KERNELS,
-        ),
-        "ours": (on_one_core(sys.executable, "train_bert.py", *script, "auto"), {}),
-        "ours, two ranks": ([*launched("mpi"), str(HERE / "train_bert.py"), *script, "auto"], {}),
+        "as MindNLP does it": ([*on_one_core(), *script, OWN], MINDSPORES_KERNELS),
+        "MindSpore's kernels, our update": ([*on_one_core(), *script, "auto"], MINDSPORES_KERNELS),
+        "ours": ([*on_one_core(), *script, "auto"], {}),
+        "ours, two ranks": ([*launched("mpi"), *script, "auto"], {}),
     }
-    if has_torch(torch_python):
-        gloo = [torch_python, str(HERE / "gloo.py"), "--kind", "step", "--nproc"]
-        jobs["PyTorch"] = ([*gloo, "1"], {})
-        jobs["PyTorch, two ranks, DistributedDataParallel"] = ([*gloo, "2"], {})
+    if torch_python:
+        jobs["PyTorch"] = (gloo(torch_python, "step", 1), {})
+        jobs["PyTorch, two ranks, DistributedDataParallel"] = (gloo(torch_python, "step", 2), {})
     return jobs
 
 
@@ -69,23 +71,16 @@ def step_seconds(done: dict[str, Any]) -> float:
     return done["step"] if "step" in done else statistics.median(next(iter(done["measured"].values()))["step"])
 
 
-def operators_table(rounds: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
+def operators_table(results: dict[str, list[dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
     """Return the forward and backward times for each operator and library, as medians of all rounds."""
-    table: dict[str, dict[str, list[float]]] = {}
-    for name in OPERATORS:
-        for library in rounds[0]:
-            if name in rounds[0][library]:
-                both = zip(*(each[library][name] for each in rounds))
-                table.setdefault(name, {})[library] = [statistics.median(times) for times in both]
-    return table
-
-
-def print_operators(table: dict[str, dict[str, list[float]]]) -> None:
-    libraries = list(next(iter(table.values())))
-    print(f"{'ms, forward + backward':26}" + "".join(f"{library:>18}" for library in libraries))
-    for name, row in table.items():
-        cells = [f"{row[each][0]:.2f} + {row[each][1]:.2f}" if each in row else "" for each in libraries]
-        print(f"{name:26}" + "".join(f"{cell:>18}" for cell in cells))
+    return {
+        name: {
+            library: [statistics.median(times) for times in zip(*(done[name] for done in rounds))]
+            for library, rounds in results.items()
+            if name in rounds[0]
+        }
+        for name in OPERATORS
+    }
 
 
 def ratios_of(steps: dict[str, list[float]]) -> dict[str, float]:
@@ -118,36 +113,30 @@ def profile() -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="jobs of every kind")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a job")
-    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--profile", action="store_true", help="print what a step of ours consists of")
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.profile:
-        return profile()
-    if not has_torch(args.torch_python):
-        print(TORCH_HINT)
-
-    operators, steps = operator_jobs(args.torch_python), step_jobs(args.steps, args.torch_python)
-    rounds: list[dict[str, Any]] = []
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(args.repeats):
-        rounds.append({name: run_job(*job) for name, job in operators.items()})
-        for name, job in steps.items():
-            seconds[name].append(step_seconds(run_job(*job)))
-
+        profile()
+        return {}
+    jobs = {"operators": operator_jobs(args.torch_python), "steps": step_jobs(args.steps, args.torch_python)}
+    done = in_turns({f"{kind}, {name}": job for kind, of in jobs.items() for name, job in of.items()}, args.repeats)
+    table = operators_table({name: done[f"operators, {name}"] for name in jobs["operators"]})
+    seconds = {name: list(map(step_seconds, done[f"steps, {name}"])) for name in jobs["steps"]}
     print(f"{machine()}; medians of {args.repeats} jobs, one core a process")
-    print_operators(table := operators_table(rounds))
-    for name, taken in seconds.items():
-        print(f"{name:48}{statistics.median(taken):9.3f} s a step")
-    for name, ratio in (ratios := ratios_of(seconds)).items():
-        print(f"{name:48}{ratio:9.2f}")
-    write_json(args.json, {"machine": machine(), "operators": table, "steps": seconds, "ratios": ratios})
-    return None
+    libraries = list(jobs["operators"])
+    rows = [
+        [name, *(f"{row[each][0]:.2f} + {row[each][1]:.2f}" if each in row else "" for each in libraries)]
+        for name, row in table.items()
+    ]
+    print_table(["ms, forward + backward", *libraries], rows)
+    print_table(["", "s a step"], [[name, f"{statistics.median(taken):.3f}"] for name, taken in seconds.items()])
+    ratios = ratios_of(seconds)
+    print_table(["ratios", ""], [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()])
+    return {"operators": table, "steps": seconds, "ratios": ratios}
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, measure, {}, repeats=3, torch=True,
+        steps={"type": int, "default": 8, "help": "measured steps of a job"},
+        profile={"action": "store_true", "help": "print what a step of ours consists of"},
+    )  # fmt: skip

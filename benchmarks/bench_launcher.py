@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import psutil
-from common import TORCH_HINT, has_torch, machine, write_json
+from common import machine, run_benchmark
 
 HANG_SECONDS = 2.0
 LOST_AT = 110
@@ -259,15 +259,6 @@ def _share_of_a_core(pid: int, folder: Path) -> float:
     return (sum(launcher.cpu_times()[:2]) - before) / (time.perf_counter() - began)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
-    parser.add_argument("--without-msrun", action="store_true", help="leave out the one that takes half a minute")
-    return parser.parse_args()
-
-
 class Table:
     """Collects and prints the rows of results; ends(), starts() and costs() add them."""
 
@@ -358,22 +349,17 @@ def costs(table: Table) -> None:
     table.row("reports in an update, of its time", f"{1e6 * each:.1f} us each", reports * each / seconds)
 
 
-def main() -> None:
-    args = _arguments()
-    # The jobs run in other folders, so a relative path would not work.
-    Round.torch_python = os.path.abspath(shutil.which(args.torch_python) or args.torch_python)
-    with_torch = has_torch(args.torch_python)
-    if not with_torch:
-        print(TORCH_HINT)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    with_torch = args.torch_python is not None
+    if with_torch:
+        # The jobs run in other folders, so a relative path would not work.
+        Round.torch_python = os.path.abspath(shutil.which(args.torch_python) or args.torch_python)
     print(machine())
     table = Table(args.rounds)
     ends(table, with_torch=with_torch, with_msrun=not args.without_msrun)
     starts(table, with_torch=with_torch)
     costs(table)
-    if args.json:
-        rows = [dict(zip(("what", "of", "value"), row)) for row in table.rows]
-        result: dict[str, Any] = {"machine": machine(), "rows": rows}
-        write_json(args.json, result)
+    return {"rows": [dict(zip(("what", "of", "value"), row)) for row in table.rows]}
 
 
 @contextmanager
@@ -402,4 +388,7 @@ def _report_seconds() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, measure, {}, torch=True, rounds={"type": int, "default": 5, "help": "of every measurement"},
+        without_msrun={"action": "store_true", "help": "leave out the one that takes half a minute"},
+    )  # fmt: skip

@@ -25,17 +25,26 @@ smaller.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
-from common import TORCH_HINT, has_torch, launched, machine, median_ratio, proportional_bytes, run_job, write_json
+from common import (
+    Job,
+    gloo,
+    in_turns,
+    job_of,
+    machine,
+    median_ratio,
+    print_table,
+    proportional_bytes,
+    run_benchmark,
+    run_job,
+)
 from train_bert import LABELS, LEARNING_RATE, MAX_NORM, make_bert
 
 RANKS = (1, 2, 4)
@@ -89,12 +98,13 @@ def training(make_model: Callable[[], Any], zero_stage: Any) -> tuple[Any, Calla
     return step, lambda: step(batch)
 
 
-def measure(zero_stage: Any) -> dict[str, Any]:
+def grown(args: argparse.Namespace) -> dict[str, Any]:
     """Return the growth of memory after every stage of an update, in bytes, summed over the ranks."""
     import mindnlp_dp as dp
     from mindnlp_dp.data_parallel.overlap import TRIAL_PAIRS
 
     group = dp.init_process_group()
+    zero_stage = args.zero_stage if args.zero_stage == "auto" else int(args.zero_stage)
     # Two updates, because the optimizer creates its state in the first.
     _, update = training(lambda: make_bert(pretrained=None, **SMALL), zero_stage)
     update()
@@ -108,7 +118,7 @@ def measure(zero_stage: Any) -> dict[str, Any]:
     watch_stages(step, lambda stage: moments.update({stage: memory_now(group.barrier, proportional_bytes) - before}))
     update()
     total = group.all_reduce(np.array(list(moments.values()), np.int64))
-    return {"moments": dict(zip(moments, total.tolist()))} if group.is_main else {}
+    return {"moments": dict(zip(moments, total.tolist()))}
 
 
 def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
@@ -131,13 +141,14 @@ def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
         setattr(updater, name, watched(name))
 
 
-def train_large(num_layers: int, width: int, zero_stage: Any, num_updates: int) -> dict[str, Any]:
+def train_large(args: argparse.Namespace) -> dict[str, Any]:
     import mindnlp_dp as dp
 
-    group = dp.init_process_group()
-    _, update = training(lambda: make_roberta(num_layers, width), zero_stage)
-    losses = [update() for _ in range(num_updates)]
-    return {"losses": losses} if group.is_main else {}
+    (args.ids / str(os.getpid())).touch()
+    dp.init_process_group()
+    zero_stage = args.zero_stage if args.zero_stage == "auto" else int(args.zero_stage)
+    _, update = training(lambda: make_roberta(args.layers, args.width), zero_stage)
+    return {"losses": [update() for _ in range(args.updates)]}
 
 
 # The functions below start the jobs.
@@ -183,7 +194,7 @@ def available_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
-def run_large(args: argparse.Namespace) -> None:
+def run_large(args: argparse.Namespace) -> dict[str, Any]:
     num_ranks, num_parameters = args.ranks[-1], num_roberta_parameters(args.layers, args.width)
     print(f"{machine()}; RoBERTa, {num_parameters / 1e6:.1f} million parameters, {num_ranks} ranks")
     # Gradients twice on every rank, the backward pass's and the exchange's; weights and two moments on every rank, too,
@@ -197,86 +208,55 @@ def run_large(args: argparse.Namespace) -> None:
         print("zero_stage=0 does not fit, and is not tried")
     large: dict[str, Any] = {"parameters": num_parameters, "ranks": num_ranks, "updates": args.updates}
     large["zero_stage_0"] = {"needed_bytes": needed, "available_bytes": available, "fits": fits}
-    shape = ["--layers", str(args.layers), "--width", str(args.width), "--updates", str(args.updates)]
+    shape = ["--layers", args.layers, "--width", args.width, "--updates", args.updates]
     for zero_stage, name in [("auto", "ours")] + [("0", "zero_stage_0")] * fits:
         with tempfile.TemporaryDirectory() as ids, PeakMemory(Path(ids)) as peak:
-            job = [*launched("mpi", num_ranks), __file__, "--large", *shape, "--zero-stage", zero_stage, "--ids", ids]
+            job = job_of(__file__, "large", num_ranks, *shape, "--zero-stage", zero_stage, "--ids", ids)
             losses = run_job(job)["losses"]
         large.setdefault(name, {}).update(peak_bytes=peak.bytes, losses=losses)
         shown = ", ".join(f"{loss:.3f}" for loss in losses)
         peak_gib = f"{peak.bytes / GIB:.1f} GiB"
         print(f"zero_stage={zero_stage}: {args.updates} updates, rank 0's losses {shown}; all ranks at most {peak_gib}")
-    write_json(args.json, {"machine": machine(), "large": large})
+    return {"large": large}
 
 
-def run_all(args: argparse.Namespace) -> None:
-    gloo = [args.torch_python, str(Path(__file__).with_name("gloo.py")), "--kind"]
-
-    def ours(num_ranks: int, zero_stage: str) -> list[str]:
-        python = [sys.executable] if num_ranks == 1 else launched("mpi", num_ranks)
-        return [*python, __file__, "--zero-stage", zero_stage]
-
+def run_all(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Callable[[int], list[str]]] = {
-        "ours": lambda num_ranks: ours(num_ranks, "auto"),
-        "ours, zero_stage=0": lambda num_ranks: ours(num_ranks, "0"),
+        "ours": lambda num_ranks: job_of(__file__, "grown", num_ranks, "--zero-stage", "auto"),
+        "ours, zero_stage=0": lambda num_ranks: job_of(__file__, "grown", num_ranks, "--zero-stage", "0"),
     }
-    if has_torch(args.torch_python):
-        rows["PyTorch, DDP"] = lambda num_ranks: [*gloo, "memory", "--nproc", str(num_ranks)]
-        rows["PyTorch, DDP and ZeroRedundancyOptimizer"] = lambda num_ranks: [
-            *gloo, "memory zero", "--nproc", str(num_ranks)
-        ]  # fmt: skip
-    else:
-        print(TORCH_HINT)
-    moments: dict[str, dict[int, list[dict[str, int]]]] = {row: {n: [] for n in args.ranks} for row in rows}
-    for _ in range(args.repeats):
-        for num_ranks in args.ranks:
-            for row, command in rows.items():
-                moments[row][num_ranks].append(run_job(command(num_ranks))["moments"])
-    peaks = {
-        row: {num_ranks: [max(run.values()) for run in runs] for num_ranks, runs in by_ranks.items()}
-        for row, by_ranks in moments.items()
-    }
+    if args.torch_python:
+        rows["PyTorch, DDP"] = lambda num_ranks: gloo(args.torch_python, "memory", num_ranks)
+        rows["PyTorch, DDP and ZeroRedundancyOptimizer"] = lambda n: gloo(args.torch_python, "memory zero", n)
+    jobs: dict[str, Job] = {f"{row}, {n}": (command(n), {}) for n in args.ranks for row, command in rows.items()}
+    moments = {name: [done["moments"] for done in results] for name, results in in_turns(jobs, args.repeats).items()}
+    peaks = {row: {n: [max(run.values()) for run in moments[f"{row}, {n}"]] for n in args.ranks} for row in rows}
 
     def ratio(row: str, num_ranks: int) -> float:
         return median_ratio(peaks[row][num_ranks], peaks[row][args.ranks[0]])
 
     print(f"{machine()}; BERT, 22.7 million parameters, MB over all ranks, medians of {args.repeats} jobs")
-    print(f"{'':42}" + "".join(f"{f'{n} ranks' if n > 1 else '1 rank':>10}{'x':>7}" for n in args.ranks))
-    for row, by_ranks in peaks.items():
-        cells = "".join(f"{statistics.median(by_ranks[n]) / 1e6:10.0f}{ratio(row, n):7.2f}" for n in args.ranks)
-        print(f"{row:42}{cells}")
+    cells = [
+        [row, *(x for n in args.ranks for x in (f"{statistics.median(taken[n]) / 1e6:.0f}", f"{ratio(row, n):.2f}"))]
+        for row, taken in peaks.items()
+    ]
+    header = [title for n in args.ranks for title in (f"{n} ranks" if n > 1 else "1 rank", "x")]
+    print_table(["", *header], cells)
     names = {"ours": "", "ours, zero_stage=0": "zero_stage_0_", "PyTorch, DDP": "ddp_"}
     words = {2: "two_ranks_over_one", 4: "four_ranks_over_one"}
     ratios = {
         names.get(row, "zero_redundancy_") + words[n]: ratio(row, n) for row in rows for n in args.ranks if n in words
     }
-    write_json(args.json, {"machine": machine(), "bytes": peaks, "moments": moments, "ratios": ratios})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="jobs of every kind")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="the last one is that of --large")
-    parser.add_argument("--large", action="store_true", help="a RoBERTa-large on four ranks instead")
-    parser.add_argument("--layers", type=int, default=24, help="of the RoBERTa")
-    parser.add_argument("--width", type=int, default=1024, help="of the RoBERTa")
-    parser.add_argument("--updates", type=int, default=3, help="of the RoBERTa")
-    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--zero-stage", help=argparse.SUPPRESS)
-    parser.add_argument("--ids", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if not args.zero_stage:
-        (run_large if args.large else run_all)(args)
-        return
-    zero_stage = "auto" if args.zero_stage == "auto" else int(args.zero_stage)
-    if args.ids:
-        (args.ids / str(os.getpid())).touch()
-    measured = train_large(args.layers, args.width, zero_stage, args.updates) if args.large else measure(zero_stage)
-    if measured:
-        args.write.write_text(json.dumps(measured))
+    return {"bytes": peaks, "moments": moments, "ratios": ratios}
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, lambda args: (run_large if args.large else run_all)(args), {"grown": grown, "large": train_large},
+        repeats=3, torch=True, zero_stage={}, ids={"type": Path},
+        ranks={"type": int, "nargs": "+", "default": RANKS, "help": "the last one is that of --large"},
+        large={"action": "store_true", "help": "a RoBERTa-large on four ranks instead"},
+        layers={"type": int, "default": 24, "help": "of the RoBERTa"},
+        width={"type": int, "default": 1024, "help": "of the RoBERTa"},
+        updates={"type": int, "default": 3, "help": "of the RoBERTa"},
+    )  # fmt: skip

@@ -19,17 +19,14 @@ language model with two narrow layers and 60,000 words. Each rank has one core.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import launched, machine, proportional_bytes, run_job, write_json
+from common import job_of, machine, on_one_core, print_table, proportional_bytes, run_benchmark, run_job
 
 MODELS: dict[str, dict[str, Any]] = {
     "bert": {"vocab_size": 1000, "hidden_size": 512, "num_layers": 4, "intermediate_size": 2048, "kind": "classifier"},
@@ -62,6 +59,13 @@ def make_batch(name: str, num_rows: int, length: int = LENGTH) -> dict[str, np.n
     ids = rng.integers(5, MODELS[name]["vocab_size"], (num_rows, length))
     labels = rng.integers(0, 8, num_rows) if MODELS[name]["kind"] == "classifier" else ids
     return {"input_ids": ids, "labels": labels}
+
+
+def of_all_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
+    import mindnlp_dp as dp
+
+    numbers = job(args)
+    return dp.get_process_group().all_gather_object(numbers)
 
 
 def job(args: argparse.Namespace) -> dict[str, Any]:
@@ -242,64 +246,36 @@ def operator_cost(dp: Any, world: Any) -> dict[str, Any]:
 
 def run(model: str, mesh: str, kind: str, steps: int, *, schedule: str = "1f1b", micro_steps: int = MICRO_STEPS) -> Any:
     num_ranks = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
-    front = [sys.executable] if num_ranks == 1 else launched("mpi", num_ranks)
-    if num_ranks == 1:
-        front = ["taskset", "-c", str(min(os.sched_getaffinity(0))), *front]
-    options = ["--job", kind, "--model", model, "--mesh", mesh, "--steps", str(steps), "--schedule", schedule]
-    options += ["--micro-steps", str(micro_steps), "--weights", str(Path(tempfile.gettempdir(), f"bench_{model}"))]
-    return run_job([*front, __file__, *options])
+    options = ["--model", model, "--mesh", mesh, "--steps", steps, "--schedule", schedule, "--micro-steps", micro_steps]
+    command = job_of(__file__, kind, num_ranks, *options, "--weights", Path(tempfile.gettempdir(), f"bench_{model}"))
+    return run_job(command if num_ranks > 1 else [*on_one_core(), *command[1:]])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--job", choices=("step", "memory", "operator", "save"), help=argparse.SUPPRESS)
-    parser.add_argument("--model", default="bert", help=argparse.SUPPRESS)
-    parser.add_argument("--mesh", default="dp=1", help=argparse.SUPPRESS)
-    parser.add_argument("--schedule", default="1f1b", help=argparse.SUPPRESS)
-    parser.add_argument("--micro-steps", type=int, default=MICRO_STEPS, help=argparse.SUPPRESS)
-    parser.add_argument("--weights", help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.job:
-        import mindnlp_dp as dp
-
-        numbers = job(args)
-        everyone = dp.get_process_group().all_gather_object(numbers)
-        if dp.get_process_group().is_main:
-            args.write.write_text(json.dumps(everyone))
-        return
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for model in MODELS:
         run(model, "dp=1", "save", 1)
         for mesh in (*MESHES, *OF_FOUR):
+            entry = table[f"{model}, {mesh}"] = {"memory": run(model, mesh, "memory", 1)}
             if mesh in MESHES:
-                table[f"{model}, {mesh}"] = {"step": run(model, mesh, "step", args.steps)}
-            memory_by_rank = run(model, mesh, "memory", 1)
-            table.setdefault(f"{model}, {mesh}", {})["memory"] = memory_by_rank
+                entry["step"] = run(model, mesh, "step", args.steps)
     bubbles = {
         s: run("bert", "pp=2", "step", args.steps, schedule=s, micro_steps=8)[0]["bubble"] for s in ("gpipe", "1f1b")
     }
     operator = run("bert", "dp=2", "operator", 1)[0]
-    print(f"{machine()}\n")
-    print(f"{'':<24}{'step':>9}{'to one':>8}{'tensor':>18}{'pipeline':>18}{'gradients':>18}{'memory a rank':>24}")
+    print(machine())
+    rows = []
     for name, entry in table.items():
-        model = name.split(",")[0]
-        cells = [f"{name:<24}"]
+        cells = [name, *[""] * 5]
         if "step" in entry:
-            ranks, one = entry["step"], table[f"{model}, dp=1"]["step"][0]["seconds"]
-            cells.append(f"{1e3 * ranks[0]['seconds']:>6.0f} ms{ranks[0]['seconds'] / one:>8.2f}")
-            for kind in ("tensor", "pipeline", "gradients"):
+            ranks, one = entry["step"], table[f"{name.split(',')[0]}, dp=1"]["step"][0]["seconds"]
+            cells[1:3] = f"{1e3 * ranks[0]['seconds']:.0f} ms", f"{ranks[0]['seconds'] / one:.2f}"
+            for column, kind in enumerate(("tensor", "pipeline", "gradients"), 3):
                 sent, formula = (sum(r[kind] for r in ranks), sum(r["formula"][kind] for r in ranks))
-                cells.append(f"{sent / 1e6:>9.2f} MB x{sent / formula:5.3f}" if formula else f"{'-':>18}")
-        else:
-            cells.append(" " * 71)
-        worst = max(entry["memory"], key=lambda r: abs(r["grown"] / r["counted"] - 1))
-        cells.append(
-            f"{max(r['grown'] for r in entry['memory']) / 2**20:>10.0f} MiB x{worst['grown'] / worst['counted']:6.3f}"
-        )
-        print("".join(cells))
+                cells[column] = f"{sent / 1e6:.2f} MB x{sent / formula:5.3f}" if formula else "-"
+        worst = max((r["grown"] / r["counted"] for r in entry["memory"]), key=lambda ratio: abs(ratio - 1))
+        rows.append([*cells, f"{max(r['grown'] for r in entry['memory']) / 2**20:.0f} MiB x{worst:6.3f}"])
+    print_table(["", "step", "to one", "tensor", "pipeline", "gradients", "memory a rank"], rows)
     ideal = 1 / 9
     for schedule, found in bubbles.items():
         print(f"bubble of {schedule}: {100 * found:.1f} %, the formula's is {100 * ideal:.1f} %")
@@ -309,9 +285,13 @@ def main() -> None:
         "operator_overhead_us": operator["operator"] - operator["transport"],
         "memory": {name: [r["grown"] / r["counted"] for r in entry["memory"]] for name, entry in table.items()},
     }
-    write_json(args.json, {"machine": machine(), "table": table, "bubbles": bubbles, "operator": operator,
-                           "ratios": ratios})  # fmt: skip
+    return {"table": table, "bubbles": bubbles, "operator": operator, "ratios": ratios}
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, measure, dict.fromkeys(("step", "memory", "operator", "save"), of_all_ranks),
+        steps={"type": int, "default": 15, "help": "measured updates of every mesh"}, model={"default": "bert"},
+        mesh={"default": "dp=1"}, schedule={"default": "1f1b"}, weights={},
+        micro_steps={"type": int, "default": MICRO_STEPS},
+    )  # fmt: skip

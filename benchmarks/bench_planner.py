@@ -17,12 +17,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from pathlib import Path
 from typing import Any, Callable
 
 import bench_parallel
 import numpy as np
-from common import machine, write_json
+from common import machine, print_table, run_benchmark
 
 from mindnlp_dp.commands.calibrate.fit import measure_cluster
 from mindnlp_dp.planner import choose_strategies, load_cluster, load_model, plan, predict, slice_stages
@@ -131,16 +130,12 @@ def in_order(rows: list[dict[str, Any]]) -> bool:
     return all(a["predicted"] < b["predicted"] for a, b in pairs if 1.15 * a["measured"] < b["measured"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     slicings = {layers: slicing(layers) for layers in (48, 96)}
     programs = {str(has_limit): integer_program(has_limit=has_limit) for has_limit in (False, True)}
     whole = whole_plan()
     rows = this_machine(args.steps)
-    print(f"{machine()}\n")
+    print(machine())
     for layers, seconds in slicings.items():
         print(f"slicing {layers} layers onto 64 devices: {seconds:.1f} s")
     print(
@@ -148,18 +143,19 @@ def main() -> None:
         f"to within 2 % where memory binds: {programs['True']:.1f} s"
     )
     print(f"whole plan of GPT-3 on 64 devices: {whole['seconds']:.1f} s; the best even grid is "
-          f"{whole['uniform_over_plan']:.3f} times as slow as the plan\n")  # fmt: skip
-    print(f"{'model':<14}{'mesh':<8}{'measured':>10}{'predicted':>12}{'error':>9}")
-    for row in rows:
-        error = row["predicted"] / row["measured"] - 1
-        print(f"{row['model']:<14}{row['mesh']:<8}{1e3 * row['measured']:>7.0f} ms{1e3 * row['predicted']:>9.0f} ms"
-              f"{100 * error:>+7.0f} %")  # fmt: skip
-    worst = max(abs(row["predicted"] / row["measured"] - 1) for row in rows)
-    print(f"\nlargest error {100 * worst:.0f} %; in the measured order: {'yes' if in_order(rows) else 'no'}")
+          f"{whole['uniform_over_plan']:.3f} times as slow as the plan")  # fmt: skip
+    errors = [row["predicted"] / row["measured"] - 1 for row in rows]
+    cells = [
+        [row["model"], row["mesh"], *(f"{1e3 * row[key]:.0f} ms" for key in ("measured", "predicted")), f"{error:+.0%}"]
+        for row, error in zip(rows, errors)
+    ]
+    print_table(["model", "mesh", "measured", "predicted", "error"], cells)
+    worst = max(map(abs, errors))
+    print(f"largest error {worst:.0%}; in the measured order: {'yes' if in_order(rows) else 'no'}")
     ratios = {"largest_error": worst, "in_order": in_order(rows), "uniform_over_plan": whole["uniform_over_plan"]}
-    write_json(args.json, {"machine": machine(), "slicing": slicings, "programs": programs, "whole": whole,
-                           "predictions": rows, "ratios": ratios})  # fmt: skip
+    return {"slicing": slicings, "programs": programs, "whole": whole, "predictions": rows, "ratios": ratios}
 
 
 if __name__ == "__main__":
-    main()
+    steps = {"type": int, "default": 15, "help": "measured updates of every mesh"}
+    run_benchmark(__doc__, measure, {}, steps=steps)

@@ -11,7 +11,6 @@ runs only the model's forward and backward pass: memory that the kernels themsel
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import launched, machine, run_job, write_json
+from common import ROOT, job_of, machine, print_table, run_benchmark, run_job
 
 KINDS = {
     "MindNLP's own Trainer": ("stock", 1),
@@ -31,27 +30,15 @@ KINDS = {
 EVALUATE_EVERY, SAVE_EVERY = 50, 100
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=1000)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--kind", choices=[kind for kind, _ in KINDS.values()], help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.kind:
-        measured = run_kind(args.kind, args.updates)
-        if measured is not None:
-            args.write.write_text(json.dumps(measured))
-        return
-    print(f"{machine()}; {args.updates} updates")
-    print(f"{'':24}{'KB an update':>14}{'at the end':>14}")
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for name, (kind, num_ranks) in KINDS.items():
-        command = [*(launched("mpi", 2) if num_ranks == 2 else [sys.executable]), __file__]
-        memory: Any = run_job([*command, "--kind", kind, "--updates", str(args.updates)])
+        memory = run_job(job_of(__file__, "train", num_ranks, "--kind", kind, "--updates", args.updates))
         table[name] = {"kb_an_update": slope(memory), "mb_at_the_end": memory[-1] / 1024, "kb": memory}
-        print(f"{name:24}{table[name]['kb_an_update']:14.1f}{table[name]['mb_at_the_end']:11.0f} MB", flush=True)
-    write_json(args.json, {"machine": machine(), "updates": args.updates, "table": table})
+    print(f"{machine()}; {args.updates} updates")
+    rows = [[name, f"{row['kb_an_update']:.1f}", f"{row['mb_at_the_end']:.0f} MB"] for name, row in table.items()]
+    print_table(["", "KB an update", "at the end"], rows)
+    return {"updates": args.updates, "table": table}
 
 
 def slope(memory: list[float]) -> float:
@@ -64,18 +51,18 @@ def resident_kb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024
 
 
-def run_kind(kind: str, num_updates: int) -> list[float] | None:
-    """Train one kind of run; return the resident memory in KB after every update on rank 0, None on others."""
+def train(args: argparse.Namespace) -> list[float]:
+    """Train one kind of run; return the resident memory in KB after every update."""
     import mindnlp_dp as dp
 
-    group = dp.init_process_group()
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    dp.init_process_group()
+    sys.path.insert(0, str(ROOT / "tests"))
     from models import Rows, tiny_roberta
 
-    rows, memory = Rows(256), []
+    kind, rows, memory = args.kind, Rows(256), list[float]()
     model = tiny_roberta(num_layers=2, dropout=0.1)
     if kind == "operators":
-        return operators_alone(model, rows, num_updates)
+        return operators_alone(model, rows, args.updates)
     from mindnlp.engine import TrainerCallback
 
     class MemoryRecorder(TrainerCallback):
@@ -83,7 +70,7 @@ def run_kind(kind: str, num_updates: int) -> list[float] | None:
             memory.append(resident_kb())
 
     settings: dict[str, Any] = {
-        "max_steps": num_updates, "learning_rate": 1e-3, "per_device_train_batch_size": 8, "disable_tqdm": True,
+        "max_steps": args.updates, "learning_rate": 1e-3, "per_device_train_batch_size": 8, "disable_tqdm": True,
         "evaluation_strategy": "steps", "eval_steps": EVALUATE_EVERY, "save_strategy": "steps",
         "save_steps": SAVE_EVERY, "save_total_limit": 1, "logging_steps": 100,
     }  # fmt: skip
@@ -95,7 +82,7 @@ def run_kind(kind: str, num_updates: int) -> list[float] | None:
             dp.DataParallelTrainer(
                 model, arguments, train_dataset=rows, eval_dataset=Rows(16), callbacks=[MemoryRecorder()]
             ).train()
-    return memory if group.is_main else None
+    return memory
 
 
 def train_stock(model: Any, rows: Any, folder: Path, settings: dict[str, Any], watch: Any) -> None:
@@ -130,4 +117,6 @@ def operators_alone(model: Any, rows: Any, num_updates: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(
+        __doc__, measure, {"train": train}, updates={"type": int, "default": 1000, "help": "of each run"}, kind={}
+    )

@@ -11,24 +11,22 @@ evaluation loss of one model on one data set for several numbers of ranks and ba
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
-from common import launched, machine, run_job, write_json
+from common import ROOT, job_of, machine, print_table, run_benchmark, run_job
 
-ROOT = Path(__file__).resolve().parent.parent
 # The small models are in the tests' folder.
 sys.path.insert(0, str(ROOT / "tests"))
 ADAMW = {"optim": "adamw", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
 BATCH_SIZES = (1, 3, 8)
 
 
-def measure(write: Path) -> None:
-    """Train and evaluate all cases of one job; rank 0 writes the results."""
+def train(_: argparse.Namespace) -> dict[str, Any]:
+    """Train and evaluate all cases."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()
@@ -50,8 +48,7 @@ def measure(write: Path) -> None:
             )
             rows.append([name, accumulation, optimizer, by_default, by_rows])
         losses = [[size, evaluation_loss(dp, Path(folder), size)] for size in BATCH_SIZES]
-    if group.is_main:
-        write.write_text(json.dumps({"rows": rows, "losses": losses}))
+    return {"rows": rows, "losses": losses}
 
 
 def evaluation_loss(dp: Any, folder: Path, batch_size: int) -> float:
@@ -64,27 +61,24 @@ def evaluation_loss(dp: Any, folder: Path, batch_size: int) -> float:
     return trainer.evaluate()["eval_loss"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.write:
-        measure(args.write)
-        return
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    found = {ranks: run_job(job_of(__file__, "train", ranks)) for ranks in args.ranks}
     print(machine())
-    found = {ranks: run_job([*launched("mpi", ranks), __file__]) for ranks in args.ranks}
-    print(f"{'model':30}{'optimizer':>10}{'ranks':>7}{'micro-batches':>15}{'by default':>12}{'by rows':>10}")
-    for ranks, numbers in found.items():
-        for name, accumulation, optimizer, by_default, by_rows in numbers["rows"]:
-            if ranks * accumulation > 1:
-                print(f"{name:30}{optimizer:>10}{ranks:>7}{accumulation:>15}{by_default:>12.1e}{by_rows:>10.1e}")
-    print(f"\n{'eval_loss, batch size':30}" + "".join(f"{size:>12}" for size in BATCH_SIZES))
-    for ranks, numbers in found.items():
-        print(f"{f'{ranks} ranks':30}" + "".join(f"{loss:>12.6f}" for _, loss in numbers["losses"]))
-    write_json(args.json, {"machine": machine(), "ranks": found})
+    rows = [
+        [name, optimizer, ranks, accumulation, f"{by_default:.1e}", f"{by_rows:.1e}"]
+        for ranks, numbers in found.items()
+        for name, accumulation, optimizer, by_default, by_rows in numbers["rows"]
+        if ranks * accumulation > 1
+    ]
+    print_table(["model", "optimizer", "ranks", "micro-batches", "by default", "by rows"], rows)
+    print()
+    losses = {ranks: [f"{loss:.6f}" for _, loss in numbers["losses"]] for ranks, numbers in found.items()}
+    print_table(
+        ["eval_loss, batch size", *map(str, BATCH_SIZES)], [[f"{ranks} ranks", *row] for ranks, row in losses.items()]
+    )
+    return {"ranks": found}
 
 
 if __name__ == "__main__":
-    main()
+    ranks = {"type": int, "nargs": "+", "default": [1, 2, 3], "help": "numbers of ranks"}
+    run_benchmark(__doc__, measure, {"train": train}, ranks=ranks)

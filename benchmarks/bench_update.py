@@ -14,16 +14,12 @@ in turns; medians are printed.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
-from common import TORCH_HINT, has_torch, launched, machine, median_ratio, run_job, write_json
+from common import Job, gloo, in_turns, job_of, machine, median_ratio, on_one_core, print_table, run_benchmark
 from train_bert import LEARNING_RATE, MAX_NORM, OWN, make_bert, update_stages
 
 WARM_UP = 3
@@ -85,70 +81,54 @@ def updates(variant: str, group: Any) -> Callable[[], dict[str, float]]:
     return ours
 
 
-def measure(variants: list[str], num_updates: int) -> dict[str, Any]:
+def stages_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of every stage of every update on the slowest rank."""
     import mindnlp_dp as dp
 
     group = dp.init_process_group()
-    measured: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
-    calls = {name: updates(name, group) for name in variants}
-    for number in range(WARM_UP + num_updates):
+    measured: dict[str, dict[str, list[float]]] = {name: {} for name in args.variants}
+    calls = {name: updates(name, group) for name in args.variants}
+    for number in range(WARM_UP + args.updates):
         for name, call in calls.items():
             taken = call()
             taken["both"] = taken["clip"] + taken["update"]
             slowest = group.all_reduce(np.array(list(taken.values())), op="max")
             for stage, seconds in zip(taken, slowest.tolist()) if number >= WARM_UP else ():
                 measured[name].setdefault(stage, []).append(seconds)
-    return measured if group.is_main else {}
+    return measured
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="jobs of every kind")
-    parser.add_argument("--updates", type=int, default=15, help="measured updates of a job")
-    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.variants:
-        measured = measure(args.variants, args.updates)
-        if measured:
-            args.write.write_text(json.dumps(measured))
-        return
-
-    core = str(min(os.sched_getaffinity(0)))
-    script = [__file__, "--updates", str(args.updates), "--variants"]
-    torch = [args.torch_python, str(Path(__file__).with_name("gloo.py")), "--kind", "update", "--nproc"]
-    jobs = {
-        "one": ["taskset", "-c", core, sys.executable, *script, OWN, "auto"],
-        "two": [*launched("mpi"), *script, "zero_stage=0", "auto"],
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    flags = ["--updates", args.updates, "--variants"]
+    _, *one = job_of(__file__, "stages", 1, *flags, OWN, "auto")
+    jobs: dict[str, Job] = {
+        "one": ([*on_one_core(), *one], {}),
+        "two": (job_of(__file__, "stages", 2, *flags, "zero_stage=0", "auto"), {}),
     }
-    if has_torch(args.torch_python):
-        jobs.update(torch_one=[*torch, "1"], torch_two=[*torch, "2"])
-    else:
-        print(TORCH_HINT)
-    rows = {row: place for row, place in ROWS.items() if place[0] in jobs}
-    runs: dict[str, dict[str, list[float]]] = {row: {} for row in rows}
-    for _ in range(args.repeats):
-        results = {name: run_job(command) for name, command in jobs.items()}
-        for row, (job, variant) in rows.items():
-            for stage, seconds in results[job][variant].items():
-                runs[row].setdefault(stage, []).append(statistics.median(seconds))
-
+    if args.torch_python:
+        jobs["torch_one"] = (gloo(args.torch_python, "update", 1), {})
+        jobs["torch_two"] = (gloo(args.torch_python, "update", 2), {})
+    results = in_turns(jobs, args.repeats)
     stages = ("exchange", "clip", "update", "both")
-    medians = {row: {stage: statistics.median(runs[row][stage]) for stage in stages} for row in rows}
+    runs = {
+        row: {stage: [statistics.median(done[variant][stage]) for done in results[job]] for stage in stages}
+        for row, (job, variant) in ROWS.items()
+        if job in jobs
+    }
+    medians = {
+        row: {stage: statistics.median(taken) for stage, taken in of_row.items()} for row, of_row in runs.items()
+    }
 
     def ratio(above: str, below: str) -> float:
         return median_ratio(runs[above]["both"], runs[below]["both"])
 
-    own, ours_one, _, ours_two, *with_torch = rows
+    own, ours_one, _, ours_two, *with_torch = runs
     print(f"{machine()}; BERT, 22.7 million parameters, medians of {args.repeats} jobs, milliseconds")
-    print(f"{'':46}{'exchange':>10}{'clip':>8}{'update':>8}{'clip + update':>15}{'MindNLP / this':>16}")
-    for row, times in medians.items():
-        exchange = f"{1e3 * times['exchange']:.1f}" if times["exchange"] else ""
-        cells = f"{exchange:>10}{1e3 * times['clip']:8.1f}{1e3 * times['update']:8.1f}"
-        print(f"{row:46}{cells}{1e3 * times['both']:15.1f}{ratio(own, row):16.2f}")
+    rows = [
+        [row, *(f"{1e3 * times[stage]:.1f}" if times[stage] else "" for stage in stages), f"{ratio(own, row):.2f}"]
+        for row, times in medians.items()
+    ]
+    print_table(["", "exchange", "clip", "update", "clip + update", "MindNLP / this"], rows)
     ratios = {
         "mindnlp_over_ours_one_rank": ratio(own, ours_one),
         "mindnlp_over_ours_two_ranks": ratio(own, ours_two),
@@ -156,8 +136,11 @@ def main() -> None:
     if with_torch:
         ratios["torch_over_ours_one_rank"] = ratio(with_torch[0], ours_one)
         ratios["torch_over_ours_two_ranks"] = ratio(with_torch[1], ours_two)
-    write_json(args.json, {"machine": machine(), "runs": runs, "seconds": medians, "ratios": ratios})
+    return {"runs": runs, "seconds": medians, "ratios": ratios}
 
 
 if __name__ == "__main__":
-    main()
+    updates_flag = {"type": int, "default": 15, "help": "measured updates of a job"}
+    run_benchmark(
+        __doc__, measure, {"stages": stages_of}, repeats=3, torch=True, updates=updates_flag, variants={"nargs": "+"}
+    )
