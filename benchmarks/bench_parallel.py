@@ -161,7 +161,6 @@ def wire_bytes(model: Any) -> int:
 def trace_passes(model: Any, spans: list[tuple[str, float, float]]) -> None:
     """Record the begin and end of each pass of the next update in ``spans``."""
     import contextlib
-    import functools
 
     parallel = getattr(model, "parallel", None)
     if parallel is None or parallel.pipeline is None:
@@ -174,7 +173,8 @@ def trace_passes(model: Any, spans: list[tuple[str, float, float]]) -> None:
         if name != "wait":
             spans.append((name, began, time.perf_counter()))
 
-    parallel.pipeline.run = functools.partial(type(parallel.pipeline).run, parallel.pipeline, span=span)
+    pipeline = parallel.pipeline
+    pipeline.run = lambda batches, parameters, *_: type(pipeline).run(pipeline, batches, parameters, span)
 
 
 def bubble_of(group: Any, spans: list[tuple[str, float, float]]) -> float:

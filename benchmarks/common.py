@@ -105,6 +105,8 @@ def run_job(command: Sequence[str], environment: Mapping[str, str] = {}) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
         run_command([*command, "--write", str(file)], environment)
+        if not file.exists():
+            sys.exit(f"{' '.join(command)} has ended without a result")
         return json.loads(file.read_text())
 
 

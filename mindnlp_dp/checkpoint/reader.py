@@ -1,4 +1,7 @@
-"""This module reads the files of a checkpoint on rank 0; full_model.py calls it and sends the result to every rank."""
+"""This module reads the files of a checkpoint on rank 0.
+
+parallel/replicated_model.py calls it, and sends the result to every rank.
+"""
 
 from __future__ import annotations
 

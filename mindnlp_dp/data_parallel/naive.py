@@ -1,4 +1,4 @@
-"""This module is the simple reference for the exchange of gradients; synchronizer.py must give the same result."""
+"""This module has simple exchanges of gradients: the reference for synchronizer.py, and one by a user's reducer."""
 
 from __future__ import annotations
 

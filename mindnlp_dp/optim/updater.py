@@ -82,12 +82,20 @@ class Updater(abc.ABC):
         self,
         gradients: Any,
         max_norm: Optional[float] = None,
+        *,
         span: Callable[[str], contextlib.AbstractContextManager[None]] = _no_span,
+        on_problem: Callable[[str], None] = lambda problem: None,
+        after_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Clip averaged gradients to ``max_norm``, update the weights, and step the scheduler. A collective.
 
         If the gradients are not finite, the weights stay, and the result says so. ``gradients`` are None for a window
         in which no micro-batch counted: then only the scheduler steps. :meth:`release` comes after the call.
+
+        Args:
+            span: A function that returns a context for each stage of the update, such as one that measures it.
+            on_problem: A function that is told why the weights stay; if it raises, the scheduler does not step.
+            after_update: A function that completes an update of the weights.
         """
         result = StepResult()
         if gradients is not None:
@@ -98,10 +106,13 @@ class Updater(abc.ABC):
                 result = StepResult(norm, problem)
             elif not self.are_finite(gradients):
                 result = StepResult(problem="the averaged gradient holds NaN or infinity")
-            if not result.problem:
+            if result.problem:
+                on_problem(result.problem)
+            else:
                 self.is_updating = True
                 with span("update"):
                     self.update(gradients)
+                    after_update()
         self.is_updating = True
         self.finish()
         self.is_updating = False

@@ -99,11 +99,16 @@ class ModelEdits(list[Edit]):
         for edit in self:
             edit.apply(self._model, self._placements)
 
-    def __str__(self) -> str:
-        mesh, after = self._placements.mesh, self._placements.copy()
+    def placements_after(self) -> Placements:
+        """Return the placements of the weights as they will be."""
+        after = self._placements.copy()
         for edit in self:
             for name, changes in edit.placements.items():
                 after.change([name], **changes)
+        return after
+
+    def __str__(self) -> str:
+        mesh, after = self._placements.mesh, self.placements_after()
         lines = [f"{self._kinds['']} on rank {mesh.world.label()} of {mesh}: {len(self)} edits"]
         return "\n".join(lines + [f"  {edit.paths[0] or '(model)'}: {self._text(edit, after)}" for edit in self])
 

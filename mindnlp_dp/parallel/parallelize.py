@@ -22,7 +22,7 @@ from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
 from mindnlp_dp.parallel.parallel_model import ParallelModel
 from mindnlp_dp.parallel.parallel_plan import ShardingPlan, plan_for
-from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline
+from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline, check_pipeline
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, pipeline_edits
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.placement import Placements, replicate_all, take_shards
@@ -102,18 +102,21 @@ def parallelize(
         if mesh.sizes["ep"] > 1 and checked.experts is not None:
             edits += expert_parallel_edits(index, checked.experts, placements, row_weights)
         if mesh.sizes["pp"] > 1 and checked.pipeline is not None:
-            edits += pipeline_edits(index, checked.pipeline, placements, stage_input, layers_per_stage)
+            check_pipeline(schedule)
+            edits += pipeline_edits(index, checked.pipeline, placements, stage_input, layers_per_stage or None)
         return edits
 
     # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
     edits = mesh.world.run_on(True, planned, "cutting the model")
     assert edits is not None, "every rank plans"
+    if mesh.sizes["pp"] > 1:
+        _check_stages_train(edits.placements_after())
     if dry_run:
         return edits
     files = _open(weights, placements, mesh.world)
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
-    edits.apply()
+    mesh.world.run_on(True, edits.apply, "cutting the model")
     parallel = ParallelModel(model, placements, row_weights if mesh.sizes["ep"] > 1 else None)
     if mesh.sizes["pp"] > 1:
         parallel.pipeline = Pipeline(model, mesh, stage_input, schedule, recompute=recompute)
@@ -128,7 +131,6 @@ def parallelize(
     parallel.scatter(source)
     if parallel.pipeline is not None:
         _tie_stages(model, parallel.pipeline, placements)
-        _check_stages_train(model, mesh)
     if not mesh.is_data_parallel:
         model.parallel = parallel
         for name, parameter in model.named_parameters():
@@ -163,8 +165,8 @@ def _checked_plan(model: Any, plan: Optional[ShardingPlan], mesh: DeviceMesh) ->
     return plan
 
 
-def _check_stages_train(model: Any, mesh: DeviceMesh) -> None:
-    trains = any(parameter.requires_grad for parameter in model.parameters())
+def _check_stages_train(placements: Placements) -> None:
+    mesh, trains = placements.mesh, any(p.trains and placements.is_here(p) for p in placements.values())
     for rank, others in enumerate(mesh.world.all_gather_object(trains)):
         if not others:
             raise ValueError(

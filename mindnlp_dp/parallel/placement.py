@@ -168,7 +168,7 @@ def _exact_sum(array: np.ndarray, group: ProcessGroup) -> np.ndarray:
 
 
 def replicate_all(model: Any, mesh: DeviceMesh) -> Placements:
-    """Return placements with every parameter on every rank; the sharding functions then change them."""
+    """Return placements with every parameter on every rank; edits (model_edits.py) change them."""
     names_of: dict[int, list[str]] = {}
     whole = []
     stages = tuple(range(mesh.sizes["pp"]))

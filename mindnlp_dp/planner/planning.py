@@ -119,7 +119,7 @@ def predict(
             problem = f"{total} samples of a micro-batch cannot be split evenly among {sharing.num_data} devices"
         if problem:
             raise ValueError(f"{mesh_name(mesh_of(stages))}: {problem}")
-    bounds = stage_bounds(len(firsts), pp, blocks or ())
+    bounds = stage_bounds(len(firsts), pp, blocks)
     slices = [(a, b - 1, sharing) for a, b, sharing in zip(bounds, bounds[1:], stages)]
     of_each = [total // sharing.num_data for sharing in stages]
     name = schedule if pp > 1 else ""

@@ -1,4 +1,4 @@
-"""This module counts the accelerators of this host without MindSpore, and selects this process's device and card."""
+"""This module describes this host's processor and accelerators, and selects this process's device and card."""
 
 from __future__ import annotations
 

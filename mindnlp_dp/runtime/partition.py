@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Optional
 
 
 def split_evenly(num_items: int, num_parts: int, part: int) -> tuple[int, int]:
@@ -27,7 +28,7 @@ def shard_bounds(size: int, num_shards: int, multiple: int = 1) -> list[int]:
     return [*(size * index // num_shards // multiple * multiple for index in range(num_shards)), size]
 
 
-def stage_bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[int] = ()) -> list[int]:
+def stage_bounds(num_layers: int, num_stages: int, layers_per_stage: Optional[Sequence[int]] = None) -> list[int]:
     """Return the bounds of the layers of each pipeline stage, split evenly or as ``layers_per_stage`` says.
 
     Raises ValueError if ``layers_per_stage`` does not fit.
@@ -35,7 +36,7 @@ def stage_bounds(num_layers: int, num_stages: int, layers_per_stage: Sequence[in
     >>> stage_bounds(5, 2), stage_bounds(5, 2, [1, 4])
     ([0, 2, 5], [0, 1, 5])
     """
-    if not layers_per_stage:
+    if layers_per_stage is None:
         return shard_bounds(num_layers, num_stages)
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ValueError(

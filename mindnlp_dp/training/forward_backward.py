@@ -35,7 +35,6 @@ class ForwardBackward:
         gradients_of: a function from a batch's inputs to its mean loss and the gradients of the exchange's parameters.
         forward: a function from a batch's inputs to its mean loss, for the stages of a pipeline.
         weight_of: a function from a batch's inputs to the weight of its loss.
-        seed: the seed of the randomness inside the model, combined with the rank, the update and the micro-batch.
         inputs_of: a function from a batch to what the other functions take.
         timeline: records the passes.
         after_batch: called with each of this rank's batches that counts, and its inputs.
@@ -47,17 +46,19 @@ class ForwardBackward:
     gradients_of: Callable[[Any], tuple[float, Sequence[Optional[Any]]]]
     forward: Callable[[Any], Any]
     weight_of: Callable[[Any], float]
-    seed: int
     timeline: StepTimeline
     inputs_of: Callable[[Any], Any] = field(default=lambda batch: batch)
     after_batch: Callable[[Any, Any], None] = _nothing
     after_micro_step: Callable[[], None] = _nothing
 
-    def micro_steps(self, window: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
-        """Yield the result of each micro-batch of update ``step``; one of weight 0 is not computed."""
-        yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(window, step)
+    def micro_steps(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+        """Yield the result of each micro-batch of update ``step``; one of weight 0 is not computed.
 
-    def _one_by_one(self, window: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
+        The randomness inside the model is a function of ``seed``, the rank, the update and the micro-batch.
+        """
+        yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(window, step, seed)
+
+    def _one_by_one(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         for number, mine in enumerate(window):
             inputs, weight = self._weighed(mine)
             batch = self.model.dummy_batch_for(mine if weight > 0 else None)
@@ -66,7 +67,12 @@ class ForwardBackward:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
                 sending = self.exchange.backward(weight) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
-                with seeded(self._seed(step, number)), sending, timed, self.model.micro_step(weight):
+                with (
+                    seeded(step_seed(seed, self.model.seed_rank, step, number)),
+                    sending,
+                    timed,
+                    self.model.micro_step(weight),
+                ):
                     loss, gradients = self.gradients_of(inputs)
                 # The loss of a dummy batch belongs to another rank.
                 loss = loss if weight > 0 else 0.0
@@ -78,13 +84,13 @@ class ForwardBackward:
             if not is_last:
                 self.after_micro_step()
 
-    def _through_stages(self, window: Sequence[Optional[Any]], step: int) -> Iterator[MicroStep]:
+    def _through_stages(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         batches = []
         for number, mine in enumerate(window):
             inputs, weight = self._weighed(mine)
             if weight > 0:
-                seed = self._seed(step, number)
-                batches.append(MicroBatch(inputs, self.forward, self.weight_of, seed=seed, indices=_indices(mine)))
+                own_seed = step_seed(seed, self.model.seed_rank, step, number)
+                batches.append(MicroBatch(inputs, self.forward, self.weight_of, seed=own_seed, indices=_indices(mine)))
                 self.after_batch(mine, inputs)
             elif mine is not None:
                 yield MicroStep.without_weight(_indices(mine))
@@ -101,9 +107,6 @@ class ForwardBackward:
         inputs = None if batch is None else self.inputs_of(batch)
         weight = 0.0 if batch is None else checked_weight(self.weight_of(inputs), self.exchange.group.label())
         return inputs, weight
-
-    def _seed(self, step: int, number: int) -> int:
-        return step_seed(self.seed, self.model.seed_rank, step, number)
 
 
 def _indices(batch: Any) -> Optional[np.ndarray]:

@@ -144,9 +144,9 @@ def make_train_step(
 
     forward_backward = ForwardBackward(
         replicated, window, gradients_of, functools.partial(call_with, forward_fn),
-        weight_of or BatchWeigher(forward_fn, model), seed, step.timeline,
+        weight_of or BatchWeigher(forward_fn, model), step.timeline,
     )  # fmt: skip
-    return FunctionalStep(step, forward_backward, accumulation_steps, span_loss)
+    return FunctionalStep(step, forward_backward, accumulation_steps, span_loss, seed)
 
 
 def _broadcast(
@@ -204,10 +204,11 @@ class FunctionalStep:
         forward_backward: ForwardBackward,
         accumulation_steps: int,
         span_loss: SpanLoss,
+        seed: int,
     ) -> None:
         self.train_step = train_step
         self._span_loss = span_loss
-        self.seed = forward_backward.seed
+        self.seed = seed
         self._forward_backward = forward_backward
         self.accumulation_steps = accumulation_steps
         self.num_updates = 0
@@ -240,7 +241,7 @@ class FunctionalStep:
 
     def _micro_steps(self, window: list[Any], seen: list[tuple[float, float]]) -> Iterator[MicroStep]:
         with self._span_loss.window(window):
-            for micro in self._forward_backward.micro_steps(window, self.num_updates):
+            for micro in self._forward_backward.micro_steps(window, self.num_updates, self.seed):
                 if micro.weight > 0:
                     seen.append((micro.loss, micro.weight))
                 yield micro

@@ -65,7 +65,7 @@ class FunctionalRun:
         # The number of updates that the epoch and the run had done when the epoch was opened.
         self._opened_at = (0, step.num_updates)
         self._saved: Optional[dict[str, Any]] = None
-        self._parts = Run(self._whole, step.train_step)
+        self._run_state = Run(self._whole, step.train_step)
         # Read in the constructor, which every rank calls: reading it may be a collective.
         self._data = {**loader.order, "seed": step.seed}
         # Set by the first checkpoint that this process writes; resume() sets the run id, too.
@@ -89,7 +89,7 @@ class FunctionalRun:
             windows = self.loader.windows(begin.epoch, begin.update)
             if self._saved is not None:
                 # Restored only now, because opening the data draws random numbers.
-                self._parts.restore_random_state(self._saved)
+                self._run_state.restore_random_state(self._saved)
                 self._saved = None
             for window in windows:
                 if len(window) > self.step.accumulation_steps:
@@ -112,7 +112,7 @@ class FunctionalRun:
         run_id = self.group.run_on(self.group.is_main, self._become_writer, "preparing the folder of checkpoints")
         path = checkpoint_path(self.folder, self.step.num_updates)
         state = {
-            **self._parts.state(keep=self.group.is_main),
+            **self._run_state.state(keep=self.group.is_main),
             "data": self._data,
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
@@ -166,7 +166,7 @@ class FunctionalRun:
                 f"{self.loader.global_batch_size}; make it with make_loader(..., "
                 f"global_batch_size={saved['global_batch_size']}), or save to another folder"
             )
-        self._parts.restore(saved)
+        self._run_state.restore(saved)
         position = Position(**saved["position"])
         self.step.num_updates, self.step.grad_norm = saved["num_updates"], saved["grad_norm"]
         self.epoch, self._opened_at = position.epoch, (position.update, self.step.num_updates)

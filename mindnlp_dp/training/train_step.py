@@ -63,11 +63,12 @@ class TrainStep:
         if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, go_on=self.leave_out_bad_losses):
             warn_of_no_weight(sync.total_weight, step)
         with heartbeat.waiting("the update"):
-            span = functools.partial(self.timeline.span, step=step)
-            result = self.updater.step(gradients if sync.total_weight > 0 else None, self.max_grad_norm, span)
-            self._resync_tied_weights()
-        if result.problem:
-            report_nonfinite_gradient(result.problem, step, go_on=self.leave_out_bad_losses)
+            result = self.updater.step(
+                gradients if sync.total_weight > 0 else None, self.max_grad_norm,
+                span=functools.partial(self.timeline.span, step=step),
+                on_problem=functools.partial(report_nonfinite_gradient, step=step, go_on=self.leave_out_bad_losses),
+                after_update=self._resync_tied_weights,
+            )  # fmt: skip
         self.num_updates += 1
         for loss, weight in losses:
             self.losses.add(loss, weight)

@@ -48,7 +48,7 @@ def main() -> None:
                     time.sleep(0.3)
                     os.kill(os.getpid(), signal.SIGKILL)
                 if rank == late:
-                    trainer.training_loop.train_step.is_updating = False
+                    updater.is_updating = False
                     # The other rank has made its update by then.
                     time.sleep(0.8)
                     raise MPI.Exception(MPI.ERR_PROC_FAILED)

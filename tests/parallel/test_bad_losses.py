@@ -7,6 +7,7 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
+from library import settings_here
 
 import mindnlp_dp as dp
 from models import Rows, alone, tiny_roberta, train, weights
@@ -123,6 +124,15 @@ def test_a_gradient_that_is_no_number_and_is_not_clipped(group, tmp_path, value)
     dp.assert_replicas_in_sync(trainer.model)
     with pytest.raises(FloatingPointError, match="holds NaN or infinity at step 1"):
         train(tiny_roberta(), rows, tmp_path, Spoils, logging_nan_inf_filter=False, **settings)
+
+
+def test_a_schedule_stays_where_it_is_if_training_stops_for_a_gradient(group, tmp_path):
+    settings = {**SETTINGS, "per_device_train_batch_size": 4, "logging_nan_inf_filter": False, "max_grad_norm": 1.0}
+    args = dp.DataParallelArguments(str(tmp_path), **settings_here(**settings, save_strategy="no", disable_tqdm=True))
+    trainer = Overflowing(tiny_roberta(), args, train_dataset=Rows(12 * group.world_size))
+    with pytest.raises(FloatingPointError, match="gradient"):
+        trainer.train()
+    assert trainer.lr_scheduler.last_epoch == trainer.state.global_step == 1
 
 
 def test_rows_of_a_pipeline_are_named_by_their_number(group, tmp_path):

@@ -773,6 +773,16 @@ def test_a_model_that_cannot_be_cut_is_not_changed(group):
     with pytest.raises(ValueError, match="is to be cut as 'rows', and is a LayerNorm"):
         dp.parallelize(model, dp.init_device_mesh({"tp": group.world_size}), plan)
     assert [type(module) for module in model.modules()] == kinds
+    if IS_MPI:
+        with pytest.raises(ValueError, match="1f2b"):
+            dp.parallelize(build("gpt2"), dp.init_device_mesh({"pp": group.world_size}), schedule="1f2b")
+        frozen = build("gpt2")
+        for name, parameter in frozen.named_parameters():
+            parameter.requires_grad = "wpe" in name
+        kinds = [type(module) for module in frozen.modules()]
+        with pytest.raises(ValueError, match="has nothing to train"):
+            dp.parallelize(frozen, dp.init_device_mesh({"pp": group.world_size}))
+        assert [type(module) for module in frozen.modules()] == kinds
 
 
 def test_models_that_cannot_be_cut_so(group):

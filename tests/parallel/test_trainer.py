@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import mindspore
 import numpy as np
@@ -50,6 +52,19 @@ def test_the_hook_called_directly_averages_every_gradient(group, tmp_path):
     for name, parameter in parameters.items():
         if name not in (frozen, unused):
             np.testing.assert_array_equal(parameter.grad.asnumpy(), np.float32((group.world_size - 1) / 2))
+
+
+def test_the_loop_of_an_earlier_call_is_freed_at_once(group, tmp_path):
+    """Its buckets and optimizer state would else exist twice, until the garbage collector finds them."""
+    trainer = train(tiny_roberta(), Rows(8), tmp_path, per_device_train_batch_size=2)
+    loop = weakref.ref(trainer.training_loop)
+    gc.collect()
+    gc.disable()
+    try:
+        vars(trainer).pop("training_loop")
+        assert loop() is None
+    finally:
+        gc.enable()
 
 
 def test_frozen_parameters_are_left_alone(group, tmp_path):

@@ -42,6 +42,13 @@ def no_span(name: str, **details: Any) -> Any:
     return contextlib.nullcontext()
 
 
+def check_pipeline(schedule: str) -> str:
+    """Return the name of the schedule; raise ValueError if it is unknown, or if MindSpore cannot run a pipeline."""
+    if not hasattr(_c_expression, "run_backward"):
+        raise ValueError("a pipeline needs an autograd whose graphs stay alive: MindSpore 2.8 or later")
+    return check_schedule(schedule)
+
+
 class Pipeline:
     """This rank's stage of a pipeline.
 
@@ -55,11 +62,9 @@ class Pipeline:
     def __init__(
         self, model: Any, mesh: DeviceMesh, stage_input: StageInput, schedule: str = "1f1b", *, recompute: bool = False
     ) -> None:
-        if not hasattr(_c_expression, "run_backward"):
-            raise ValueError("a pipeline needs an autograd whose graphs stay alive: MindSpore 2.8 or later")
         self.mesh = mesh
         self.stage, self.num_stages = mesh.index("pp"), mesh.sizes["pp"]
-        self.schedule = check_schedule(schedule)
+        self.schedule = check_pipeline(schedule)
         self.recompute = recompute
         self.most_in_flight = 0
         self.messages = StageP2P(mesh)

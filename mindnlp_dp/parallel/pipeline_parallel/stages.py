@@ -102,7 +102,7 @@ def pipeline_edits(
     plan: PipelinePlan,
     placements: Placements,
     stage_input: StageInput,
-    layers_per_stage: Sequence[int] = (),
+    layers_per_stage: Optional[Sequence[int]] = None,
 ) -> list[Edit]:
     """Return the edits that replace the modules of other stages, and say which stage has which weight.
 
@@ -139,7 +139,7 @@ def _cut_between_layers(
     plan: PipelinePlan,
     placements: Placements,
     stage_input: StageInput,
-    layers_per_stage: Sequence[int],
+    layers_per_stage: Optional[Sequence[int]],
 ) -> list[Edit]:
     stage, num_stages = placements.mesh.index("pp"), placements.mesh.sizes["pp"]
     num_layers = len(index.find(plan.layers, "the list of layers"))
@@ -155,18 +155,18 @@ def _cut_between_layers(
     own[0] += plan.first
     begin, end = bounds[stage : stage + 2]
     edits = [_stages_of(index.model, own, placements)]
+    # These come before the layers, because a layer may hold one of these modules, too.
+    for number, module in enumerate(first if stage > 0 else ()):
+        new: nn.Module = ReceivedActivations(stage_input) if number == 0 else ZeroModule()
+        if number and not any(True for _ in module.parameters()):
+            new = Identity(is_layer=False)
+        edits.append(Edit(index.names_of(module), new))
     # A layer may have further names, at which it stays: only the list is run.
     edits += [Edit((name,), Identity(is_layer=plan.tuples)) for name in names[:begin]]
     edits += [Edit((name,), StageEnd()) for name in names[end : end + 1]]
     edits += [Edit((name,), PPMissingLayer()) for name in names[end + 1 :]]
     if stage > 0 and not first:
         edits.append(Edit((names[0],), ReceivedActivations(stage_input, is_layer=plan.tuples)))
-    if stage > 0:
-        for number, module in enumerate(first):
-            new: nn.Module = ReceivedActivations(stage_input) if number == 0 else ZeroModule()
-            if number and not any(True for _ in module.parameters()):
-                new = Identity(is_layer=False)
-            edits.append(Edit(index.names_of(module), new))
     if stage < num_stages - 1:
         edits += _without(index, [plan.layers, *plan.first])
     return edits

@@ -1,4 +1,4 @@
-"""Applies a tensor parallel plan: edits that replace layers by parallel layers for the ranks of the axis "tp".
+"""Plans tensor parallelism: edits that replace layers by parallel layers for the ranks of the axis "tp".
 
 :func:`~mindnlp_dp.parallelize` calls it. The edits change the structure of the model (layers of layers.py) and say how
 each weight is sharded; the weights are sharded later.

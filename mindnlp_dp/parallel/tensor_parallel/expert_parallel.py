@@ -156,7 +156,7 @@ def expert_parallel_edits(
     mesh = placements.mesh
     group, size = mesh.group("ep"), mesh.sizes["ep"]
     edits: list[Edit] = []
-    for name, block in index.modules.items():
+    for name, block in index.unique():
         if not (fnmatchcase(name, plan.blocks) and hasattr(block, "experts")):
             continue
         if block.num_experts % size:

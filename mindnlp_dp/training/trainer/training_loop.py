@@ -98,10 +98,6 @@ class TrainingLoop:
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
             resync_tied_weights=trainer.whole.resync_tied_weights,
         )  # fmt: skip
-        self.forward_backward = ForwardBackward(
-            trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, args.seed,
-            self.timeline, inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
-        )  # fmt: skip
         self.run_state = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
         trainer._globalstep_last_logged = 0
@@ -220,8 +216,13 @@ class TrainingLoop:
         """Run this rank's micro-batches of one global batch, and yield their losses and gradients one by one."""
         trainer = self.trainer
         self._check_parameters()
+        # Not kept: it refers to this loop, whose memory must be free as soon as the trainer drops it.
+        forward_backward = ForwardBackward(
+            trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, self.timeline,
+            inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
+        )  # fmt: skip
         with trainer.trainer_loss.span_loss().window(window):
-            yield from self.forward_backward.micro_steps(window, trainer.state.global_step)
+            yield from forward_backward.micro_steps(window, trainer.state.global_step, trainer.args.seed)
         # The exchange holds this rank's gradients now; free their memory before the averaged ones are allocated.
         trainer.model.zero_grad()
 
