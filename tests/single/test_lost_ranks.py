@@ -81,6 +81,12 @@ def test_nobody_tells_them(lost_ranks):
     assert lost_ranks.poll([WAITS, WAITS, WORKS], {}, [2], 101.0 + PATIENCE_SECONDS + 0.1) is Outcome.FAILED
 
 
+def test_ranks_that_wait_and_get_on_are_not_stuck(lost_ranks):
+    for number in range(5):
+        recovers = dataclasses.replace(WAITS, changes=WAITS.changes + number)
+        assert lost_ranks.poll([recovers, WAITS, WORKS], {}, [2], number * PATIENCE_SECONDS) is Outcome.UNCHANGED
+
+
 def test_one_after_the_other():
     lost_ranks = LostRanks(4, 1)
     lost_ranks.poll([WORKS] * 4, {}, [3], 0.0)

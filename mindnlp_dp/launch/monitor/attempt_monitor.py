@@ -38,6 +38,9 @@ _LOOK_SECONDS = 0.5
 # How long the status of a rank on another host may take to arrive after the job's processes have ended.
 _LAST_WORD_SECONDS = 5.0
 
+# After SIGTERM, how long the other ranks may take to finish once the first one has.
+_FINISH_SECONDS = 30.0
+
 # How long ranks that have finished without lost ranks may take to exit, and mpirun after all ranks have exited.
 _LEAVE_SECONDS = 10.0
 
@@ -153,7 +156,7 @@ class AttemptMonitor:
             # Before the first update there is nothing to save. After the end of the first rank no rank saves, but the
             # others get some time to finish, too.
             since = min((self._finished.get(rank, now) for rank in self.lost_ranks.left[:1]), default=now)
-            can_save = snapshot.update > 0 and now - since <= _LEAVE_SECONDS
+            can_save = snapshot.update > 0 and now - since <= _FINISH_SECONDS
             if not failed:
                 self._termination.end(has_saved or not can_save)
             for host in self._hosts:

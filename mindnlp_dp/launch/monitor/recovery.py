@@ -20,8 +20,9 @@ from mindnlp_dp.launch.monitor.failure_attribution import Failure, describe_exit
 from mindnlp_dp.launch.processes.exit_status import Status
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 
-# How long the remaining ranks may all be waiting before they continue without a lost rank.
-PATIENCE_SECONDS = 5.0
+# How long the remaining ranks may all wait, without any progress, before they continue without a lost rank. On a busy
+# machine mpirun tells them of the loss some seconds late.
+PATIENCE_SECONDS = 15.0
 
 
 class Outcome(enum.Enum):
@@ -49,7 +50,7 @@ class LostRanks:
         self.ranks: dict[int, Failure] = {}
         self.new: list[Failure] = []
         self._has_new = False
-        self._stuck_since = 0.0
+        self._stuck_since, self._changes = 0.0, list[int]()
 
     @property
     def left(self) -> list[int]:
@@ -80,15 +81,16 @@ class LostRanks:
             return Outcome.CONTINUED
         if any(number in statuses for number in left):
             return Outcome.FAILED
-        waits = all(ranks[number].blocked_in for number in left)
-        self._stuck_since = (self._stuck_since or now) if waits else 0.0
+        waits, changes = all(ranks[number].blocked_in for number in left), [ranks[number].changes for number in left]
+        if not waits or changes != self._changes:
+            self._stuck_since, self._changes = now, changes
         return Outcome.FAILED if waits and now - self._stuck_since > PATIENCE_SECONDS else Outcome.UNCHANGED
 
     def _lose(self, number: int, failure: Failure) -> None:
         self.ranks[number] = failure
         self.new = [*(self.new if self._has_new else []), failure]
         self._has_new = True
-        self._stuck_since = 0.0
+        self._changes = []
 
     def end(self) -> None:
         """Count the attempt as failed, although the other ranks could continue."""
