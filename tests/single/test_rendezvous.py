@@ -593,6 +593,16 @@ def test_a_host_that_takes_long_to_end_its_ranks_is_not_lost(meeting):
     assert codes == [7]
 
 
+def test_the_launcher_can_wait_after_the_rendezvous_was_closed(meeting):
+    server, come = meeting
+    come()
+    socket.create_connection(("127.0.0.1", server._listening.getsockname()[1])).close()
+    server.close(1)
+    began = time.monotonic()
+    server.run_once(0.2)
+    assert time.monotonic() - began >= 0.2
+
+
 def test_a_launcher_that_was_stopped_itself_blames_nobody(meeting):
     server, come = meeting
     connection = come()

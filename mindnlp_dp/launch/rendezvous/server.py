@@ -133,7 +133,9 @@ class RendezvousServer:
         """Wait until a socket can be read, by poll, which takes any descriptor number, and opens none itself."""
         poll = select.poll()
         for sock in sockets:
-            poll.register(sock, select.POLLIN)
+            # After close(), the launcher may still have to wait for its own ranks' ends.
+            if sock.fileno() >= 0:
+                poll.register(sock, select.POLLIN)
         poll.poll(1000 * seconds)
 
     def _accept(self) -> None:
@@ -253,5 +255,5 @@ class RendezvousServer:
 
         self.run_until(is_heard, _PARTING_SECONDS)
         for connection in [*self._strangers, *self._parting]:
-            connection.close()
+            self._hang_up(connection)
         self._listening.close()
