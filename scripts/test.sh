@@ -3,19 +3,21 @@
 #
 #   bash scripts/test.sh            at most ten minutes: lint, types, layers, all tests of one process, and those
 #                                   others that show a promise (marker `core`; docs/testing.md lists them)
-#   bash scripts/test.sh --all      at most thirty minutes: every test
-#   bash scripts/test.sh [--all] --mindspore 2.7.0
-#                                   with another MindSpore than the default, in .venv-mindspore-2.7.0; without --all it
-#                                   skips what hardly depends on the version: lint and types, the tests of the launcher,
-#                                   the planner and the docs, and the failure tests
+#   bash scripts/test.sh --ci       at most twenty minutes, what must pass before a change lands: the tests of every
+#                                   suite that do not have the marker `slow`
+#   bash scripts/test.sh --all      at most thirty minutes, before a release: every test
+#   bash scripts/test.sh [--ci | --all] --mindspore 2.7.0
+#                                   with another MindSpore than the default, in .venv-mindspore-2.7.0; without --ci and
+#                                   --all it skips what hardly depends on the version: lint and types, the tests of the
+#                                   launcher, the planner and the docs, and the failure tests
 #   bash scripts/test.sh --help     print this text
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all=false
+tests=core
 while [ $# -gt 0 ]; do
   case "$1" in
-    --all) all=true ;;
+    --ci | --all) tests=${1#--} ;;
     --mindspore)
       [ $# -gt 1 ] || { echo "error: --mindspore takes a version, such as 2.8.0" >&2; exit 2; }
       # Exported, because scripts that the tests run need them too.
@@ -23,7 +25,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' scripts/test.sh; exit 0 ;;
-    *) echo "error: scripts/test.sh takes --all, --mindspore VERSION or --help, or nothing; got '$1'" >&2; exit 2 ;;
+    *) echo "error: scripts/test.sh takes --ci, --all, --mindspore VERSION or --help, or nothing; got '$1'" >&2; exit 2 ;;
   esac
   shift
 done
@@ -83,10 +85,14 @@ side_by_side() {
   done
 }
 
-# parallel NAME LAUNCHER RANKS [ARGUMENT...]: runs the parallel suite, or the tests that pytest's arguments select; NAME
-# is "" for the whole suite. @NAME.py is the file tests/parallel/test_NAME.py.
+# A later -m replaces this one.
+selection=()
+[ "$tests" != ci ] || selection=(-m "not slow")
+
+# parallel NAME LAUNCHER RANKS ARGUMENT...: runs the tests of the parallel suite that pytest's arguments select; NAME is ""
+# for the whole suite. @NAME.py is the file tests/parallel/test_NAME.py.
 parallel() {
-  local name="parallel, $2, $3${1:+: $1}" launcher=$2 ranks=$3 arguments=() argument
+  local name="parallel, $2, $3${1:+: $1}" launcher=$2 ranks=$3 arguments=("${selection[@]}") argument
   for argument in "${@:4}"; do
     case "$argument" in
       @*) arguments+=("tests/parallel/test_${argument#@}") ;;
@@ -114,7 +120,7 @@ single() {
 }
 
 failure() {
-  step "$1" python -m pytest "${@:2}" --durations=25
+  step "$1" python -m pytest "${selection[@]}" "${@:2}" --durations=25
 }
 
 # All kinds of collectives, the gradients of a step, and a training that must equal that of one process.
@@ -124,7 +130,7 @@ adamw=("$updates[0-adamw]" "$updates[1-adamw]" "$updates[2-adamw]" "$updates[aut
 cut=@model_parallel.py::test_a_model_that_is_cut_trains_what_one_process_trains
 resumed=@resuming.py::test_another_number_of_ranks_keeps_the_global_batch_and_the_order
 
-if ! $all; then
+if [ $tests = core ]; then
   static_and_single() {
     if [ -z "${MINDSPORE:-}" ]; then
       lint_and_types
@@ -155,46 +161,49 @@ else
   }
   side_by_side static_and_docs large_arrays
 
-  # Each of the two uses one core.
-  one_rank() {
+  # Each of the two uses about one core.
+  one_rank_and_models() {
     parallel core mpi 1 tests/parallel -m core
     parallel smoke msrun 1 "${smoke[@]}"
+    step "models: eight families" python tests/models_matrix.py --core
+    export MINDNLP_DP_KERNELS=mindspore
+    parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py
+    unset MINDNLP_DP_KERNELS
   }
-  side_by_side single one_rank
+  side_by_side single one_rank_and_models
 
-  parallel "" mpi 2
+  parallel "" mpi 2 tests/parallel
   # The tests that depend on the transport: collectives of every type and their order of summation; gradient exchange
   # after and during the backward pass, full and compressed; replicas and buffers that are broadcast; sharded updates
   # and models; and a training that must equal that of one process.
   over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_gone_wrong.py @powersgd.py
-    @replicas.py @buffers.py @equivalence.py)
-  parallel "its transport" msrun 2 "${over_transport[@]}" @trainer.py @evaluation.py @parallel_operators.py \
-    @functional.py @device_calls.py @device_update.py @resharding.py @timeline.py "$updates" "$cut[gpt2-tp=2]" \
-    @model_parallel.py::test_meshes_that_cannot_be @model_parallel.py::test_stages_and_experts_that_cannot_be
-  parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]"
-  parallel smoke mindspore 2 "${smoke[@]}"
-  # With four ranks: all tests except those in which ranks 2 and 3 do the same as rank 1. Decisions of ranks and the
-  # checkpoints of a custom loop do not depend on the number of ranks; sums, shards, gathers and resharding do.
-  at_four=()
-  for file in tests/parallel/test_*.py; do
-    name=${file#tests/parallel/test_}
-    case ${name%.py} in
-      decisions | against_upstream | functional_run | timeline | token_losses | resuming | zero) ;;
-      *) at_four+=("@$name") ;;
-    esac
-  done
+    @replicas.py @buffers.py @equivalence.py @trainer.py @evaluation.py @parallel_operators.py @functional.py
+    @device_calls.py @device_update.py @resharding.py @timeline.py "$updates" "$cut[gpt2-tp=2]"
+    @model_parallel.py::test_meshes_that_cannot_be @model_parallel.py::test_stages_and_experts_that_cannot_be)
+  # With four ranks: what depends on their number, such as sums, shards, meshes, and groups of some of the ranks.
+  at_four=(@collectives.py @types.py @shared_memory.py @between_hosts.py @algorithms.py @gradient_sync.py @powersgd.py
+    @overlap_gone_wrong.py @device_update.py @loader.py @orders.py @batch_scaling.py @evaluation.py @equivalence.py
+    @parallel_operators.py @model_parallel.py @stage_meshes.py @resharding.py)
   # Four ranks that simulate two hosts with two ranks each.
-  between_hosts=(@zero.py::test_two_hosts_train_what_one_rank_trains @zero.py::test_what_is_sent_between_hosts
-    @zero.py::test_no_memory_to_share_weights_on_two_hosts)
-  parallel "what depends on their number" mpi 4 "${at_four[@]}" "${adamw[@]}" "$resumed" \
-    @token_losses.py::test_models_that_are_cut "${between_hosts[@]}"
+  at_four+=("${adamw[@]}" @token_losses.py::test_models_that_are_cut @zero.py::test_two_hosts_train_what_one_rank_trains
+    @zero.py::test_what_is_sent_between_hosts @zero.py::test_no_memory_to_share_weights_on_two_hosts)
+  if [ $tests = all ]; then
+    parallel "its transport" msrun 2 "${over_transport[@]}"
+    parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]"
+    at_four+=(@after_a_failure.py @bad_losses.py @buffers.py @functional.py @kernels.py @models.py @overlap.py
+      @replicas.py @trainer.py "$resumed")
+  else
+    parallel "its transport" msrun 2 "${over_transport[@]}" -m core
+    parallel smoke msrun 4 "${smoke[@]}" "$cut[gpt2-dp=2,tp=2]"
+  fi
+  parallel smoke mindspore 2 "${smoke[@]}"
+  parallel "what depends on their number" mpi 4 "${at_four[@]}"
   # Meshes with three axes.
   parallel "meshes" mpi 8 @model_parallel.py
   # A number of ranks that is not a power of two.
   parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_adamw
 
-  # These jobs mostly start, wait for each other and end, so two functions can share the cores. The models, which never
-  # wait, get what these leave.
+  # These jobs mostly start, wait for each other and end, so two functions can share the cores.
   restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
   restarts_and_hosts() {
     failure "failure: restarts" "${restarts[@]}"
@@ -205,14 +214,8 @@ else
   failures() {
     failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"
   }
-  models() {
-    renice -n 10 -p "$BASHPID" >/dev/null
-    step "models" python tests/models_matrix.py
-    export MINDNLP_DP_KERNELS=mindspore
-    parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py
-    unset MINDNLP_DP_KERNELS
-  }
-  side_by_side restarts_and_hosts failures models
+  side_by_side restarts_and_hosts failures
+  [ $tests != all ] || step "models" python tests/models_matrix.py
 fi
 
 echo

@@ -53,13 +53,26 @@ def fits(kind, mesh):
 
 
 def cases():
-    """Return every kind of model with every mesh; one decoder and one model with experts are marked as core."""
+    """Return every kind of model with every mesh.
+
+    One decoder and one model with experts are marked as core. Of each other kind, on more than two ranks, all meshes
+    but one are slow; it is another mesh for each kind.
+    """
     meshes = [mesh for mesh in MESHES.get(WORLD_SIZE, []) if IS_MPI or set(parse_mesh(mesh)) <= {"dp", "tp"}]
     kinds = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral", "qwen2_moe")
     if WORLD_SIZE == 8:
         kinds = ("masked", "gpt2")
-    core = {"gpt2": pytest.mark.core, "mixtral": pytest.mark.core}
-    return [pytest.param(kind, mesh, marks=core.get(kind, ())) for kind in kinds for mesh in meshes if fits(kind, mesh)]
+
+    def marks(number, kind, fitting, mesh):
+        if kind in ("gpt2", "mixtral"):
+            return pytest.mark.core
+        return () if WORLD_SIZE <= 2 or mesh == fitting[number % len(fitting)] else pytest.mark.slow
+
+    found = []
+    for number, kind in enumerate(kinds):
+        fitting = [mesh for mesh in meshes if fits(kind, mesh)]
+        found += [pytest.param(kind, mesh, marks=marks(number, kind, fitting, mesh)) for mesh in fitting]
+    return found
 
 
 def failing_meshes():
@@ -74,7 +87,7 @@ def a_mesh(group):
     return {1: None, 2: "tp=2", 3: "tp=3", 4: "dp=2,tp=2", 8: "dp=2,pp=2,tp=2"}[group.world_size]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), cases())  # some are marked as core
+@pytest.mark.parametrize(("kind", "mesh"), cases())
 def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build(kind), mesh)
@@ -102,7 +115,9 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
 @needs_mpi
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.core), "eager-1f1b"])
-@pytest.mark.parametrize("mesh", {2: ["pp=2"], 4: ["pp=4", MIXED, UNEVEN]}.get(WORLD_SIZE, []))
+@pytest.mark.parametrize(
+    "mesh", {2: ["pp=2"], 4: ["pp=4", MIXED, pytest.param(UNEVEN, marks=pytest.mark.slow)]}.get(WORLD_SIZE, [])
+)
 def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule, recompute):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build("gpt2"), mesh, schedule=schedule, recompute=recompute)
@@ -197,7 +212,7 @@ def test_a_loss_that_is_no_number_is_left_out_on_every_stage(group):
 
 
 @needs_mpi
-@pytest.mark.parametrize("num_rows", [2, 1])
+@pytest.mark.parametrize("num_rows", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mesh", "fails_on"), failing_meshes())
 def test_a_window_after_one_that_failed(mesh, fails_on, num_rows):
     """No rank hangs, and no message from before the failure is taken for one of the next window.

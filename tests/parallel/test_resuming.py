@@ -146,7 +146,15 @@ def test_however_gradients_are_exchanged(group, tmp_path_factory, whole, exchang
 
 # Stops within an epoch, at its last step, at the first step of the next, before a log line, and at the last step.
 @pytest.mark.parametrize(
-    "stop_at", [3, pytest.param(5, marks=pytest.mark.core), 6, 8, pytest.param(13, marks=pytest.mark.core), 15]
+    "stop_at",
+    [
+        3,
+        pytest.param(5, marks=pytest.mark.core),
+        6,
+        pytest.param(8, marks=pytest.mark.slow),
+        pytest.param(13, marks=pytest.mark.core),
+        15,
+    ],
 )
 def test_a_stopped_run_ends_like_one_that_was_not(group, shared_tmp_path, whole, stop_at):
     assert whole.state.global_step == NUM_STEPS
@@ -324,7 +332,10 @@ def test_an_epoch_that_a_callback_ends(group, shared_tmp_path):
     assert_same_run(resumed, whole)
 
 
-@pytest.mark.parametrize(("micro", "steps"), [pytest.param(2, 4, marks=pytest.mark.core), (3, 3), (16, 1)])
+@pytest.mark.parametrize(
+    ("micro", "steps"),
+    [pytest.param(2, 4, marks=pytest.mark.core), pytest.param(3, 3, marks=pytest.mark.slow), (16, 1)],
+)
 def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, shared_tmp_path, capsys, micro, steps):
     rows = Rows(NUM_SAMPLES)
     whole = run(shared_tmp_path / "whole", group, rows, dropout=0.0, optim="sgd")

@@ -29,7 +29,9 @@ only_0_4 = pytest.mark.skipif(is_0_5, reason="of MindNLP 0.4's arguments, models
 MOST = 1e-5
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(3, marks=pytest.mark.core)])
+@pytest.mark.parametrize(
+    "accumulation_steps", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.core)]
+)
 @pytest.mark.parametrize("name", HEADS)
 def test_every_head_trains_what_one_process_would(group, tmp_path, name, accumulation_steps):
     far, mine, one = together_and_alone(group, tmp_path, name, accumulation_steps)

@@ -140,7 +140,9 @@ def test_fifty_updates_are_those_of_one_rank_to_the_bit(group, alone, optimizer,
     assert any((a != b).any() for a, b in zip(before, job.weights()))
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.core), "adam", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("adamw", marks=pytest.mark.core), pytest.param("adam", marks=pytest.mark.slow), "sgd"]
+)
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_a_hundred_updates_against_mindnlps_own(group, optimizer, zero_stage):
     job = Job(optimizer, group, zero_stage)
