@@ -85,14 +85,14 @@ side_by_side() {
   done
 }
 
-# A later -m replaces this one.
-selection=()
-[ "$tests" != ci ] || selection=(-m "not slow")
+# The markers of the tests that are selected; a later -m replaces this one.
+markers=""
+[ $tests != ci ] || markers="not slow"
 
 # parallel NAME LAUNCHER RANKS ARGUMENT...: runs the tests of the parallel suite that pytest's arguments select; NAME is ""
 # for the whole suite. @NAME.py is the file tests/parallel/test_NAME.py.
 parallel() {
-  local name="parallel, $2, $3${1:+: $1}" launcher=$2 ranks=$3 arguments=("${selection[@]}") argument
+  local name="parallel, $2, $3${1:+: $1}" launcher=$2 ranks=$3 arguments=(-m "$markers") argument
   for argument in "${@:4}"; do
     case "$argument" in
       @*) arguments+=("tests/parallel/test_${argument#@}") ;;
@@ -120,7 +120,7 @@ single() {
 }
 
 failure() {
-  step "$1" python -m pytest "${selection[@]}" "${@:2}" --durations=25
+  step "$1" python -m pytest -m "$markers" "${@:2}" --durations=25
 }
 
 # All kinds of collectives, the gradients of a step, and a training that must equal that of one process.

@@ -191,8 +191,11 @@ def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = 
         group: group of all ranks; by default the group of :func:`~mindnlp_dp.init_process_group`.
 
     Raises:
+        TypeError: ``sizes`` is no mapping.
         ValueError: the sizes do not fit the world size, differ between ranks, or are not supported by the backend.
     """
+    if not isinstance(sizes, Mapping):
+        raise TypeError(f'the sizes of a mesh are a dict, such as {{"dp": 2, "tp": 2}}; got {sizes!r}')
     group = group or get_process_group()
     everyone = group.all_gather_object(list(sizes.items()))
     for rank, theirs in enumerate(everyone):

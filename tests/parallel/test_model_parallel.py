@@ -741,6 +741,8 @@ def test_meshes_that_cannot_be(group):
         dp.init_device_mesh({"dp": 0})
     with pytest.raises(ValueError, match="at most one axis may be -1"):
         dp.init_device_mesh({"dp": -1, "tp": -1})
+    with pytest.raises(TypeError, match="the sizes of a mesh are a dict, .* got 'tp=2'"):
+        dp.init_device_mesh("tp=2")
     assert dp.init_device_mesh({"dp": 1, "tp": -1}, group).sizes["tp"] == n
     if n > 1:
         with pytest.raises(ValueError, match="ranks must make the same mesh"):
