@@ -161,7 +161,7 @@ else
   }
   side_by_side static_and_docs large_arrays
 
-  # Each of the two uses about one core.
+  # The first two use about one core each; Slurm mostly waits.
   one_rank_and_models() {
     parallel core mpi 1 tests/parallel -m core
     parallel smoke msrun 1 "${smoke[@]}"
@@ -170,7 +170,8 @@ else
     parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py
     unset MINDNLP_DP_KERNELS
   }
-  side_by_side single one_rank_and_models
+  slurm() { step "Slurm, where it is installed" bash tests/slurm.sh; }
+  side_by_side single one_rank_and_models slurm
 
   parallel "" mpi 2 tests/parallel
   # The tests that depend on the transport: collectives of every type and their order of summation; gradient exchange
@@ -203,18 +204,19 @@ else
   # A number of ranks that is not a power of two.
   parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_adamw
 
-  # These jobs mostly start, wait for each other and end, so two functions can share the cores.
+  # These jobs mostly start, wait for each other and end, so three functions can share the cores.
   restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
-  restarts_and_hosts() {
-    failure "failure: restarts" "${restarts[@]}"
+  restarts() { failure "failure: restarts" "${restarts[@]}"; }
+  hosts() {
+    local backends=(mpi)
+    [ $tests != all ] || backends+=(mindspore)
     step "two hosts" bash tests/two_hosts.sh
-    step "lost hosts" bash tests/lost_hosts.sh
-    step "Slurm, where it is installed" bash tests/slurm.sh
+    step "lost hosts" bash tests/lost_hosts.sh "${backends[@]}"
   }
   failures() {
     failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"
   }
-  side_by_side restarts_and_hosts failures
+  side_by_side restarts hosts failures
   [ $tests != all ] || step "models" python tests/models_matrix.py
 fi
 

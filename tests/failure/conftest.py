@@ -31,7 +31,7 @@ FORKED_RANKS_SECONDS = 10.0
 BACKENDS = ("mpi", "mindspore")
 core = pytest.mark.core
 # For core tests for which one backend is enough.
-CORE_UNDER_MPI = (pytest.param("mpi", marks=core), "mindspore")
+CORE_UNDER_MPI = (pytest.param("mpi", marks=core), pytest.param("mindspore", marks=pytest.mark.slow))
 ONE_AFTER_ANOTHER = Path(__file__).with_name("one_after_another.py")
 # The fork server of this suite: its children are the ranks of the jobs.
 fork_server: Optional[subprocess.Popen] = None

@@ -178,7 +178,12 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
 @pytest.mark.usefixtures("own_imports")
 @pytest.mark.parametrize(
     ("victim", "backend"),
-    [("stand-in", "mpi"), ("server", "mpi"), pytest.param("launcher", "mpi", marks=core), ("launcher", "mindspore")],
+    [
+        ("stand-in", "mpi"),
+        ("server", "mpi"),
+        pytest.param("launcher", "mpi", marks=core),
+        pytest.param("launcher", "mindspore", marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_left_of_forked_ranks(tmp_path, victim, backend):
     script = (
