@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-POLL_SECONDS = 0.05
-
 
 class LaunchError(Exception):
     """Raised when the job cannot be started as asked: the command line is wrong, or a program is not installed."""

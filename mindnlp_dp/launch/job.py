@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
-from mindnlp_dp.launch.errors import POLL_SECONDS, TemporaryError
+from mindnlp_dp.launch.errors import TemporaryError
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import VARIABLE as LOG_MB
-from mindnlp_dp.launch.monitor.attempt_monitor import AttemptMonitor, JobSnapshot, first_lost, poll
-from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
+from mindnlp_dp.launch.monitor.attempt_monitor import AttemptMonitor, AttemptResult
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, report_failure
 from mindnlp_dp.launch.monitor.recovery import RestartPolicy
 from mindnlp_dp.launch.options import JobOptions
 from mindnlp_dp.launch.processes.attempt import Attempt
@@ -41,21 +42,17 @@ class Job:
         command: Sequence[str],
         backend: str,
         membership: Membership,
+        loop: EventLoop,
         *,
         log_dir: Path,
         options: JobOptions,
         termination: Termination,
     ) -> None:
-        self._command, self._backend, self._membership = list(command), backend, membership
-        self._log_dir, self._options = log_dir, options
-        self._sleep = membership.local.sleep
-        self._termination = termination
+        self._command, self._backend, self._membership, self._loop = list(command), backend, membership, loop
+        self._log_dir, self._options, self._termination = log_dir, options, termination
         self._restart_policy = RestartPolicy(options.max_restarts, log_dir)
         self._name = secrets.token_hex(8)
         self._number = 0
-        self._snapshot = JobSnapshot([])
-        # The statuses of the ranks at the time when their logs were last shown.
-        self._shown: dict[int, Status] = {}
 
     def run(self) -> int:
         """Run the job to its end, and return its exit code.
@@ -68,26 +65,20 @@ class Job:
             hosts = self._membership.gather()
             attempt = self._next_attempt(hosts)
             began = time.monotonic()
-            self._snapshot = JobSnapshot([])
-            try:
-                failure, grows = self._run_once(hosts, attempt)
-            except TemporaryError as error:
-                if not self._number:
-                    raise
-                # The job was started before, so the next attempt may work again.
-                failure, grows = Failure(None, error.exit_code, str(error)), False
+            result = self._run_attempt(hosts, attempt)
             seconds = time.monotonic() - began
             self._number += 1
-            if grows:
+            failure = result.failure
+            if result.grows:
                 self._termination.end(is_saved=True)
                 self._restart_policy.made_progress()
                 continue
             if failure is None:
                 return 0
-            self._report(failure, hosts, attempt, seconds)
+            self._report(failure, hosts, attempt, seconds, result.shown_status)
             # A job that was asked to end is not restarted.
             self._termination.end(is_saved=True)
-            wait = self._restart_policy.after(failure, update=self._snapshot.update, seconds=seconds)
+            wait = self._restart_policy.after(failure, update=result.update, seconds=seconds)
             if wait is None:
                 if self._restart_policy.why_not:
                     print(f"the job is over: {self._restart_policy.why_not}", file=sys.stderr)
@@ -101,9 +92,7 @@ class Job:
                 + f", from the newest checkpoint; logs of this attempt: {self._log_dir}/try_{self._number}",
                 file=sys.stderr,
             )
-            deadline = time.monotonic() + wait
-            while (left := deadline - time.monotonic()) > 0:
-                self._sleep(min(left, POLL_SECONDS))
+            self._loop.sleep(wait)
 
     def _next_attempt(self, hosts: Sequence[Host]) -> Attempt:
         membership = self._membership
@@ -130,74 +119,48 @@ class Job:
             )
         return attempt
 
-    def _run_once(self, hosts: Sequence[Host], attempt: Attempt) -> tuple[Optional[Failure], bool]:
-        """Run one attempt; return its failure, None if it succeeded, and whether it was ended in order to grow."""
-        for host in hosts:
-            host.clear(attempt.log_dir, attempt.number)
-        for is_second_start in (False, True):
-            monitor = AttemptMonitor(
-                hosts, attempt, self._membership, self._restart_policy,
-                log_dir=self._log_dir, options=self._options, termination=self._termination,
-            )  # fmt: skip
-            try:
-                # The first host starts last: its mpirun asks the others for daemons, so they must know the attempt.
-                for index, host in reversed(list(enumerate(hosts))):
-                    host.start(replace(attempt, index=index))
-                monitor.wait_until_over(self._sleep)
-            finally:
-                for host in hosts:
-                    host.end()
-            self._shown = monitor.snapshot.statuses
-            # Ranks that had to be ended may have written their statuses meanwhile.
-            after = poll(hosts, attempt)
-            self._snapshot = replace(monitor.snapshot, ranks=after.ranks, statuses=after.statuses)
-            left = monitor.lost_ranks.left
-            finished = [rank for rank in left if rank in after.statuses and not after.statuses[rank].exit_code]
-            if monitor.grows and finished != left:
-                return None, True
-            failure = monitor.lost_ranks.failure or monitor.hang or self._find_failure(hosts, attempt, left)
+    def _run_attempt(self, hosts: Sequence[Host], attempt: Attempt) -> AttemptResult:
+        """Run an attempt; start mpirun a second time if it ends before any rank has started."""
+        try:
+            for host in hosts:
+                host.clear(attempt.log_dir, attempt.number)
+            result = self._start_and_monitor(hosts, attempt)
             # On a busy machine OpenMPI's own server may start too late ("The PMIx server's listener thread failed to
             # start").
-            has_begun = self._has_begun or any(self._log_dir.glob("worker_*.log"))
-            if (
-                failure is None
-                or monitor.hang
-                or is_second_start
-                or has_begun
-                or attempt.backend != "mpi"
-                or len(hosts) > 1
-            ):
-                break
-            print("mpirun ended before any rank had begun; it is started again", file=sys.stderr)
-        return failure, False
+            if result.failed_before_start and attempt.backend == "mpi" and len(hosts) == 1:
+                print("mpirun ended before any rank had begun; it is started again", file=sys.stderr)
+                result = self._start_and_monitor(hosts, attempt)
+            return result
+        except TemporaryError as error:
+            if not self._number:
+                raise
+            # The job was started before, so the next attempt may work again.
+            return AttemptResult(Failure(None, error.exit_code, str(error)))
 
-    def _find_failure(self, hosts: Sequence[Host], attempt: Attempt, left: Sequence[int]) -> Optional[Failure]:
-        """Return how an attempt failed, judged by the remaining ranks ``left``; None if it succeeded."""
-        ended = [process for report in self._snapshot.reports for process in report.ended]
-        statuses = {rank: status for rank, status in self._snapshot.statuses.items() if rank in left}
-        if all(rank in statuses and not statuses[rank].exit_code for rank in left):
-            # All ranks succeeded, so a host that is lost now does not matter.
-            return None
-        lost = first_lost(hosts)
-        if lost is not None and not any(status.exit_code and not status.waited for status in statuses.values()):
-            rank = replace(attempt, index=hosts.index(lost)).ranks.start
-            return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
-        failure = find_failure(ended, statuses, self._log_dir, left)
-        missing = [rank for rank in left if rank not in statuses]
-        # mpirun exits with 0 after it has lost a host, and in jobs that may continue without a rank.
-        if failure is None and missing and (len(hosts) > 1 or attempt.in_place or not self._has_begun):
-            return Failure(missing[0], 1, "ended without a word")
-        if failure is not None and failure.rank is None and not failure.what and self._has_begun:
-            what = f"a rank failed with exit code {failure.exit_code}, and could not write to {self._log_dir},"
-            return replace(failure, what=what)
-        return failure
+    def _start_and_monitor(self, hosts: Sequence[Host], attempt: Attempt) -> AttemptResult:
+        """Start the ranks, monitor them, and end all that are left."""
+        monitor = AttemptMonitor(
+            hosts, attempt, self._membership, self._restart_policy,
+            loop=self._loop, log_dir=self._log_dir, options=self._options, termination=self._termination,
+        )  # fmt: skip
+        try:
+            # The first host starts last: its mpirun asks the others for daemons, so they must know the attempt.
+            for index, host in reversed(list(enumerate(hosts))):
+                host.start(replace(attempt, index=index))
+            reason = monitor.wait()
+        finally:
+            for host in hosts:
+                host.end()
+        return monitor.result(reason)
 
-    @property
-    def _has_begun(self) -> bool:
-        """Return whether any rank of the last attempt has started."""
-        return any(rank.pid for rank in self._snapshot.ranks)
-
-    def _report(self, failure: Failure, hosts: Sequence[Host], attempt: Attempt, seconds: float) -> None:
+    def _report(
+        self,
+        failure: Failure,
+        hosts: Sequence[Host],
+        attempt: Attempt,
+        seconds: float,
+        shown_status: Optional[Status],
+    ) -> None:
         host = _host_of(failure.rank, hosts, attempt)
         where = host.name if host is not None and len(hosts) > 1 else ""
         log_tail = host.tail(failure.rank) if host is not None and failure.rank is not None else ""
@@ -209,7 +172,7 @@ class Job:
             where=where,
             log_tail=log_tail,
             shown=self._options.tee,
-            main=self._shown.get(0),
+            main=shown_status,
         )
 
 

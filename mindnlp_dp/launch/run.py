@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.job import Job
 from mindnlp_dp.launch.log_dir import lock_log_dir, new_log_dir
 from mindnlp_dp.launch.monitor.nonblocking_stdio import NonBlockingStdio, stop_waiting_for_readers
@@ -72,32 +73,31 @@ def run_job(
         raise LaunchError("--scale-batch is for an elastic job, --nproc MIN:MAX or --nnodes MIN:MAX")
     if wrong := too_many_workers(nproc.most, environ):
         raise LaunchError(wrong)
-    termination = Termination(options.grace_period)
+    termination, loop = Termination(options.grace_period), EventLoop()
     with termination.handled(), NonBlockingStdio():
         try:
             if rendezvous is not None and not _leads(rendezvous, node_rank):
                 rank = node_rank if node_rank is not None else node_rank_of(environ)
                 return HostAgent(
-                    rendezvous, environ, nproc.most, version=__version__, node_rank=rank, termination=termination
-                ).run()
+                    rendezvous, environ, nproc.most, loop,
+                    version=__version__, node_rank=rank, termination=termination,
+                ).run()  # fmt: skip
             server = (
-                RendezvousServer(rendezvous, __version__, one_a_host=backend == "mpi")
+                RendezvousServer(rendezvous, __version__, loop, one_a_host=backend == "mpi")
                 if rendezvous is not None
                 else None
             )
             log_dir = log_dir or new_log_dir()
-            if server is None or rendezvous is None:
-                local = LocalHost(environ, nproc.most)
-            else:
-                shell = partial(remote_shell, server.own_endpoint, rendezvous.token)
-                local = LocalHost(environ, nproc.most, sleep=server.run_once, remote_shell=shell)
+            shell = partial(remote_shell, server.own_endpoint, server.rendezvous.token) if server is not None else None
+            local = LocalHost(environ, nproc.most, loop, remote_shell=shell)
             job = Job(
                 command,
                 backend,
                 Membership(
-                    local, server, rendezvous,
+                    local, server, loop,
                     nnodes=nnodes or MinMax(1, 1), nproc=nproc, grow_after=options.grow_after,
                 ),
+                loop,
                 log_dir=log_dir,
                 options=options,
                 termination=termination,

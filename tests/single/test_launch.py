@@ -14,8 +14,9 @@ import pytest
 import mindnlp_dp
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch import log_dir
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.monitor.console import _Log
-from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure, report_failure
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, report_failure
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, free_port
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, read_statuses, write_status
 from mindnlp_dp.launch.processes.run_module import command as module_command
@@ -103,7 +104,7 @@ def test_who_ended_the_job(tmp_path, statuses, ended, printed, verdict):
         write_status(tmp_path, index, status)
     (tmp_path / "launcher.log").write_text(printed)
     rank, code, what = verdict
-    failure = find_failure(ended, read_statuses(tmp_path, range(2)), tmp_path, ranks=range(2))
+    failure = find_failed_process(ended, read_statuses(tmp_path, range(2)), tmp_path, ranks=range(2))
     assert (failure.rank, failure.exit_code) == (rank, code)
     assert failure.what.startswith(what)
 
@@ -113,7 +114,7 @@ def test_ranks_that_say_that_they_ended_well_did(tmp_path, returncode):
     for rank in range(2):
         write_status(tmp_path, rank, Status(0, 1.0))
     assert (
-        find_failure(
+        find_failed_process(
             [ExitedProcess(0, returncode), ExitedProcess(1, 0)],
             read_statuses(tmp_path, range(2)),
             tmp_path,
@@ -220,7 +221,7 @@ def test_each_process_takes_its_own_card(monkeypatch, environ, card, chosen):
 def test_the_rank_that_others_waited_for_is_one_of_those_left(tmp_path):
     """Check a job that has long continued without rank 0."""
     waited = {rank: Status(1, 9.0, waited=True) for rank in (1, 2)}
-    failure = find_failure([ExitedProcess(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
+    failure = find_failed_process([ExitedProcess(None, 1)], waited, tmp_path, ranks=[1, 2, 3])
     assert failure.rank == 3
     assert "was still busy elsewhere when rank 1 stopped waiting" in failure.what
 
@@ -269,9 +270,9 @@ def test_a_number_that_is_another_process_by_now_gets_no_signal(tmp_path):
         assert somebody_elses.state == ""
         (tmp_path / "worker_0.stacks").write_text("")
         assert stacks_of({0: somebody_elses}, [], tmp_path) == {}
-        terminate_ranks([somebody_elses], 0.0)
+        terminate_ranks([somebody_elses], 0.0, EventLoop())
         assert other.poll() is None
-        terminate_ranks([ours], 0.0)
+        terminate_ranks([ours], 0.0, EventLoop())
         assert other.wait(10) == -9
     assert state_and_birth_of(other.pid) == ("", 0)
 

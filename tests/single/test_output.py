@@ -8,9 +8,11 @@ import termios
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.monitor.console import Console
 from mindnlp_dp.launch.monitor.nonblocking_stdio import (
     NonBlockingStdio,
@@ -117,8 +119,8 @@ def test_who_does_not_read_errors_keeps_no_output_from_a_file(tmp_path, pipe):
         sys.stderr = open(pipe[1], "w", closefd=False)  # noqa: SIM115
         with open(tmp_path / "file", "w") as file, standard_output(file.fileno()), NonBlockingStdio():
             print("x" * MORE_THAN_A_PIPE_TAKES, file=sys.stderr)
-            console = Console(tmp_path, 1, "0", 0)
-            console.show_all(time.sleep)
+            console = Console(tmp_path, 1, "0", 0, EventLoop())
+            console.show_all()
             console.close()
             stop_waiting_for_readers()
     finally:
@@ -194,7 +196,7 @@ def test_streams_without_a_descriptor_stay_what_they_are(capsys):
 def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsys):
     os.close(pipe[0])
     with standard_output(pipe[1]), NonBlockingStdio():
-        console = Console(tmp_path, 1, "0", 0)
+        console = Console(tmp_path, 1, "0", 0, EventLoop())
         (tmp_path / "worker_0.log").write_text("a line\n")
         console.show()
         (tmp_path / "worker_0.log").write_text("a line\nanother\n")
@@ -207,7 +209,7 @@ def test_an_output_that_nobody_reads_any_more_ends_nothing(tmp_path, pipe, capsy
 def test_a_rank_is_lost_whose_output_nobody_reads_any_more(tmp_path, pipe, capsys):
     os.close(pipe[0])
     with standard_output(pipe[1]), NonBlockingStdio():
-        console = Console(tmp_path, 3, "0", 0)
+        console = Console(tmp_path, 3, "0", 0, EventLoop())
         for rank in range(3):
             (tmp_path / f"worker_{rank}.log").write_text("a line\n")
         console.keep_ranks([1, 2])
@@ -220,8 +222,8 @@ def test_no_standard_output_at_all(tmp_path, monkeypatch):
     (tmp_path / "worker_0.log").write_text("a line\n")
     monkeypatch.setattr(sys, "stdout", None)
     with NonBlockingStdio():
-        console = Console(tmp_path, 1, "0", 0)
-        console.show_all(time.sleep)
+        console = Console(tmp_path, 1, "0", 0, EventLoop())
+        console.show_all()
         console.close()
 
 
@@ -231,13 +233,13 @@ def test_a_log_is_read_no_faster_than_it_is_shown(tmp_path, pipe, tee):
     (tmp_path / "worker_0.log").write_text("".join(lines) + "its last")
     found = []
     with standard_output(pipe[1]), NonBlockingStdio():
-        console = Console(tmp_path, 1, tee, 0)
+        console = Console(tmp_path, 1, tee, 0, EventLoop())
         for _ in range(10):
             console.show()
         held = sum(len(output._pending) for output in (sys.stdout.buffer,))
         reader = threading.Thread(target=read_all, args=(pipe[0], found))
         reader.start()
-        console.show_all(time.sleep)
+        console.show_all()
         console.close()
     os.close(pipe[1])
     reader.join()
@@ -261,8 +263,8 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
 
     monkeypatch.setattr("mindnlp_dp.launch.monitor.console.has_unwritten", read_once_it_was_asked)
     with standard_output(pipe[1]), NonBlockingStdio():
-        console = Console(tmp_path, 1, "0", 0)
-        console.show_all(slept.append)
+        console = Console(tmp_path, 1, "0", 0, SimpleNamespace(run_once=slept.append))
+        console.show_all()
         found.append(os.read(pipe[0], 1 << 20))
         # Check this before close(), which waits for the reader for one second only.
         assert b"".join(found) == (tmp_path / "worker_0.log").read_bytes()
@@ -272,8 +274,8 @@ def test_a_log_is_shown_to_its_end_whenever_its_reader_catches_up(tmp_path, pipe
 def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
     (tmp_path / "worker_0.log").write_text("x" * (5 << 20) + "\nits last\nand no more")
     with NonBlockingStdio():
-        console = Console(tmp_path, 1, "all", 0)
-        console.show_all(time.sleep)
+        console = Console(tmp_path, 1, "all", 0, EventLoop())
+        console.show_all()
         with open(tmp_path / "worker_0.log", "a") as log:
             log.write(" but this")
         console.close()
@@ -284,20 +286,23 @@ def test_lines_without_an_end_are_shown_with_all_others(tmp_path, capfdbinary):
 
 def test_ctrl_c_while_nobody_reads_a_job_that_went_well(tmp_path, pipe):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
+    waits = []
 
-    def interrupt(seconds):
-        raise KeyboardInterrupt
+    def interrupt_once(seconds):
+        waits.append(seconds)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
 
     with standard_output(pipe[1]), NonBlockingStdio():
-        console = Console(tmp_path, 1, "0", 0)
-        console.show_all(interrupt)
+        console = Console(tmp_path, 1, "0", 0, SimpleNamespace(run_once=interrupt_once, sleep=time.sleep))
+        console.show_all()
         console.close()
 
 
 def test_a_try_that_is_over_waits_for_no_reader(tmp_path, pipe, capsys):
     (tmp_path / "worker_0.log").write_bytes(bytes(3 * MORE_THAN_A_PIPE_TAKES))
     with standard_output(pipe[1]), NonBlockingStdio():
-        console = Console(tmp_path, 1, "0", 0)
+        console = Console(tmp_path, 1, "0", 0, EventLoop())
         console.show()
         console.close()
         stop_waiting_for_readers()

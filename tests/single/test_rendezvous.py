@@ -17,6 +17,7 @@ import pytest
 
 from mindnlp_dp.commands.main import main
 from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.options import rendezvous_of
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.processes.environment import clean_environment
@@ -102,7 +103,7 @@ def meeting():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1")
+    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop())
     join = {"say": "join", "name": "b", "slots": 1, "job": "", "version": "1", "node_rank": None, "launcher": "x"}
 
     def come(**said):
@@ -110,7 +111,7 @@ def meeting():
         connection.send({**join, **said})
         deadline = time.monotonic() + 10
         while not connection.is_ready and time.monotonic() < deadline:
-            server.run_once(0.01)
+            server._loop.run_once(0.01)
             connection.receive()
         return connection
 
@@ -124,7 +125,7 @@ def test_hosts_hear_how_the_job_ended_whatever_they_were_saying(meeting, late, s
     server, come = meeting
     connection = come()
     while not server.hosts:
-        server.run_once(0.01)
+        server._loop.run_once(0.01)
     report = {"say": "report", "try": 0, "report": {"text": "x" * 1000}}
     for _ in range(50):
         connection.send(report)
@@ -156,12 +157,12 @@ def test_a_host_that_is_refused_hears_why(meeting):
     connection = come(version="2")
     for _ in range(50):
         connection.send({"say": "report", "try": 0, "report": {"text": "x" * 1000}})
-    server.run_once(0.1)
+    server._loop.run_once(0.1)
     assert not server.hosts
     deadline = time.monotonic() + 5
     heard = []
     while not heard and time.monotonic() < deadline:
-        server.run_once(0.01)
+        server._loop.run_once(0.01)
         heard = connection.receive()
     assert heard[-1]["code"] == 2
     assert "it has mindnlp_dp 2" in heard[-1]["why"]
@@ -194,10 +195,10 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1")
+    server = RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop())
     try:
         with pytest.raises(LaunchError, match=f"port {port} of the endpoint cannot be listened at"):
-            RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1")
+            RendezvousServer(Rendezvous("127.0.0.1", port, TOKEN), "1", EventLoop())
         noisy = socket.create_connection(("127.0.0.1", port))
         noisy.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         noisier = socket.create_connection(("127.0.0.1", port))
@@ -210,7 +211,7 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
         other.send({**said, "version": "2", "launcher": "y"})
         heard, deadline = [], time.monotonic() + 10
         while (not server.hosts or not any(h["do"] == "over" for h in heard)) and time.monotonic() < deadline:
-            server.run_once(0.01)
+            server._loop.run_once(0.01)
             joined.receive()
             heard += other.receive()
         assert [host.name for host in server.hosts] == ["b"]
@@ -226,12 +227,12 @@ def test_noise_at_the_endpoint_is_hung_up_on_and_keeps_nobody_waiting(capsys):
         again.send(said)
         first, deadline = server.hosts[0], time.monotonic() + 10
         while server.hosts != [] and server.hosts[0] is first and time.monotonic() < deadline:
-            server.run_once(0.01)
+            server._loop.run_once(0.01)
             again.receive()
         assert (len(server.hosts), first.lost) == (1, "its launcher came again")
         assert server.hosts[0] is not first
         again.socket.close()
-        server.run_until(lambda: not server.hosts, 5)
+        server._loop.run_until(lambda: not server.hosts, 5)
         assert server.hosts == []
         for sock in (joined.socket, silent, noisier):
             sock.close()
@@ -268,8 +269,8 @@ def test_sizes():
     for wrong in ("0", "2:1", "a", "1:", ":2", "-1", "1:2:3", ""):
         with pytest.raises(ValueError, match="MIN:MAX"):
             MinMax.parse(wrong)
-    local = LocalHost({}, 3)
-    members = Membership(local, None, None, nnodes=MinMax(1, 1), nproc=MinMax(1, 3), grow_after=0.5)
+    local = LocalHost({}, 3, loop := EventLoop())
+    members = Membership(local, None, loop, nnodes=MinMax(1, 1), nproc=MinMax(1, 3), grow_after=0.5)
     assert members.counts([local]) == [3]
     for expected in (2, 1, 1):
         members.note_lost_rank(local)
@@ -277,7 +278,7 @@ def test_sizes():
     assert not members.could_grow(1)
     time.sleep(0.6)
     assert members.could_grow(1)
-    fixed = Membership(local, None, None, nnodes=MinMax(1, 1), nproc=MinMax(2, 2), grow_after=0.5)
+    fixed = Membership(local, None, loop, nnodes=MinMax(1, 1), nproc=MinMax(2, 2), grow_after=0.5)
     fixed.note_lost_rank(local)
     assert (fixed.counts([local]), fixed.is_elastic) == ([2], False)
 
@@ -490,10 +491,10 @@ def test_half_a_call_costs_a_fork_server_nothing(tmp_path):
 
 
 def test_a_host_has_no_more_ranks_than_its_own_launcher_was_told():
-    local, other = LocalHost({}, 4), SimpleNamespace(name="b", address="10.0.0.2", slots=2)
-    members = Membership(local, None, None, nnodes=MinMax(2, 2), nproc=MinMax(4, 4), grow_after=60)
+    local, other = LocalHost({}, 4, loop := EventLoop()), SimpleNamespace(name="b", address="10.0.0.2", slots=2)
+    members = Membership(local, None, loop, nnodes=MinMax(2, 2), nproc=MinMax(4, 4), grow_after=60)
     assert members.counts([local, other]) == [4, 2]
-    elastic = Membership(local, None, None, nnodes=MinMax(1, 2), nproc=MinMax(3, 8), grow_after=60)
+    elastic = Membership(local, None, loop, nnodes=MinMax(1, 2), nproc=MinMax(3, 8), grow_after=60)
     elastic.note_lost_rank(local)
     assert elastic.counts([local, other]) == [3, 2]
 
@@ -554,8 +555,8 @@ class SlowHost:
 
     name, number = "b", 0
 
-    def __init__(self, sleep):
-        self._sleep = sleep
+    def __init__(self, loop):
+        self._loop, self.is_ending = loop, False
 
     def poll(self):
         return HostReport()
@@ -564,9 +565,8 @@ class SlowHost:
         pass
 
     def end(self):
-        until = time.monotonic() + 2.5
-        while time.monotonic() < until:
-            self._sleep(0.05)
+        self.is_ending = True
+        self._loop.sleep(2.5)
 
     def leave(self):
         pass
@@ -576,18 +576,40 @@ def test_a_host_that_takes_long_to_end_its_ranks_is_not_lost(meeting):
     server, _ = meeting
     port = server._listening.getsockname()[1]
     rendezvous = Rendezvous("127.0.0.1", port, TOKEN, lost_after=1.0)
-    server._rendezvous = rendezvous
-    agent = HostAgent(rendezvous, {}, 1, version="1", node_rank=1, termination=Termination())
-    agent._host = SlowHost(agent._sleep_and_report)
+    server.rendezvous = rendezvous
+    loop = EventLoop()
+    agent = HostAgent(rendezvous, {}, 1, loop, version="1", node_rank=1, termination=Termination())
+    agent._host = SlowHost(loop)
     codes = []
     thread = threading.Thread(target=lambda: codes.append(agent.run()))
     thread.start()
     while not server.hosts:
-        server.run_once(0.05)
+        server._loop.run_once(0.05)
     [host] = server.hosts
     host.start(Attempt(0, "mpi", ["x.py"], "logs", [1, 1], ["a", "b"], index=1))
     host.end()
     assert (host.lost, server.hosts) == ("", [host])
+    server.close(7)
+    thread.join(10)
+    assert codes == [7]
+
+
+def test_an_endpoint_that_is_lost_while_ranks_are_ended_is_called_again(meeting):
+    server, _ = meeting
+    rendezvous = Rendezvous("127.0.0.1", server._listening.getsockname()[1], TOKEN)
+    loop = EventLoop()
+    agent = HostAgent(rendezvous, {}, 1, loop, version="1", node_rank=1, termination=Termination())
+    agent._host = host = SlowHost(loop)
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(agent.run()))
+    thread.start()
+    server._loop.run_until(lambda: server.hosts, 10)
+    [first] = server.hosts
+    first.say(do="end", number=-1)
+    server._loop.run_until(lambda: host.is_ending, 10)
+    first.lost = "the connection broke"
+    server._loop.run_until(lambda: server.hosts and server.hosts[0] is not first, 10)
+    assert [host.launcher for host in server.hosts] == [first.launcher]
     server.close(7)
     thread.join(10)
     assert codes == [7]
@@ -599,20 +621,26 @@ def test_the_launcher_can_wait_after_the_rendezvous_was_closed(meeting):
     socket.create_connection(("127.0.0.1", server._listening.getsockname()[1])).close()
     server.close(1)
     began = time.monotonic()
-    server.run_once(0.2)
-    assert time.monotonic() - began >= 0.2
+    server._loop.sleep(0.1)
+    assert time.monotonic() - began >= 0.1
+
+
+def test_an_order_for_a_daemon_that_comes_too_late(tmp_path):
+    host = LocalHost({}, 1, EventLoop())
+    host.run_daemon("exit 1")
+    assert not host._daemons
 
 
 def test_a_launcher_that_was_stopped_itself_blames_nobody(meeting):
     server, come = meeting
     connection = come()
     while not server.hosts:
-        server.run_once(0.01)
+        server._loop.run_once(0.01)
     connection.send({"say": "busy"})
     # The state after SIGSTOP, or after a disk did not respond.
-    server._last_run -= 60
+    server._loop._handled -= 60
     server.hosts[0].heard -= 60
-    server.run_once(0.01)
+    server._loop.run_once(0.01)
     assert [host.lost for host in server.hosts] == [""]
 
 

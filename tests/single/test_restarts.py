@@ -11,6 +11,7 @@ import time
 import pytest
 
 from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import (
     RECORD,
     VARIABLE,
@@ -21,9 +22,9 @@ from mindnlp_dp.launch.log_dir import (
     lock_log_dir,
     new_log_dir,
 )
-from mindnlp_dp.launch.monitor.attempt_monitor import JobSnapshot
-from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failure
+from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process
 from mindnlp_dp.launch.monitor.recovery import RestartPolicy
+from mindnlp_dp.launch.monitor.snapshot import JobSnapshot
 from mindnlp_dp.launch.processes.attempt import HostReport
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status
 from mindnlp_dp.launch.processes.host import LocalHost
@@ -92,7 +93,7 @@ def test_a_users_file_is_not_taken_for_a_log(tmp_path):
         archive_earlier_job(tmp_path)
     # A host that joins a later attempt does not move them either.
     with pytest.raises(LaunchError, match="does not belong to a job"):
-        LocalHost({}, 1).clear(str(tmp_path), 2)
+        LocalHost({}, 1, EventLoop()).clear(str(tmp_path), 2)
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -129,25 +130,25 @@ def test_another_hosts_clock_does_not_say_who_failed_first(monkeypatch):
 
 
 def test_a_rank_that_was_ended_for_anothers_failure_is_not_to_blame(tmp_path):
-    failure = find_failure([ExitedProcess(0, -15), ExitedProcess(1, -9)], {}, tmp_path, ranks=range(2))
+    failure = find_failed_process([ExitedProcess(0, -15), ExitedProcess(1, -9)], {}, tmp_path, ranks=range(2))
     assert (failure.rank, failure.exit_code) == (1, 137)
 
 
 def test_without_a_log_folder_there_is_a_verdict(tmp_path):
-    failure = find_failure([ExitedProcess(None, 3)], {}, tmp_path / "gone", ranks=range(2))
+    failure = find_failed_process([ExitedProcess(None, 3)], {}, tmp_path / "gone", ranks=range(2))
     assert (failure.rank, failure.exit_code) == (None, 3)
 
 
 def test_echoes_wait_for_their_cause():
-    def has_only_echoes(statuses, *ended):
-        return JobSnapshot([], statuses, [HostReport(ended=list(ended))]).has_only_echoes
+    def has_only_secondary_failures(statuses, *ended):
+        return JobSnapshot([], statuses, [HostReport(ended=list(ended))]).has_only_secondary_failures
 
     echo, cause = Status(1, 1.0, waited=True), Status(1, 1.0)
-    assert has_only_echoes({0: echo})
-    assert has_only_echoes({0: echo, 2: Status(0, 1.0)}, ExitedProcess(0, 1))
-    assert not has_only_echoes({0: echo, 1: cause})
-    assert not has_only_echoes({0: echo}, ExitedProcess(1, -9))
-    assert not has_only_echoes({})
+    assert has_only_secondary_failures({0: echo})
+    assert has_only_secondary_failures({0: echo, 2: Status(0, 1.0)}, ExitedProcess(0, 1))
+    assert not has_only_secondary_failures({0: echo, 1: cause})
+    assert not has_only_secondary_failures({0: echo}, ExitedProcess(1, -9))
+    assert not has_only_secondary_failures({})
 
 
 def test_processes_of_other_hosts_are_not_looked_for_here(tmp_path, monkeypatch):
@@ -211,14 +212,14 @@ def test_a_folder_of_logs_that_leads_nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").symlink_to(tmp_path / "not here")
     with pytest.raises(LaunchError, match="cannot be written to"):
-        LocalHost({}, 1).clear(str(new_log_dir()), 0)
+        LocalHost({}, 1, EventLoop()).clear(str(new_log_dir()), 0)
 
 
 def test_statuses_that_cannot_be_put_aside_are_nobodys_ends(tmp_path, capsys):
     claim(tmp_path)
     (tmp_path / "worker_1.status").write_text("{}")
     (tmp_path / "try_1").write_text("a file of the user's")
-    host = LocalHost({}, 1)
+    host = LocalHost({}, 1, EventLoop())
     host.clear(str(tmp_path), 1)
     assert not (tmp_path / "worker_1.status").exists()
     assert (tmp_path / "try_1").read_text() == "a file of the user's"

@@ -1,7 +1,7 @@
 """Show a job where it was started: ranks' output as it is written and, on a terminal, a status line.
 
 :mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. The text goes to standard output and standard error, no
-faster than the reader takes it (:mod:`.output`).
+faster than the reader takes it (:mod:`.nonblocking_stdio`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Optional
 
-from mindnlp_dp.launch.errors import POLL_SECONDS
+from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.monitor.nonblocking_stdio import has_unwritten, stop_waiting_for_readers, write_error
 from mindnlp_dp.launch.monitor.status import StatusLine
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
@@ -38,10 +38,10 @@ class Console:
         tee: output to show: "0", rank 0's; "all", every line with its rank in front; "none".
     """
 
-    def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int) -> None:
+    def __init__(self, log_dir: Path, nproc: int, tee: str, num_restarts: int, loop: EventLoop) -> None:
         # A user who has closed standard output does not want to see anything.
         ranks = {"0": [0], "all": range(nproc), "none": []}[tee if sys.stdout is not None else "none"]
-        self._log_dir = log_dir
+        self._log_dir, self._loop = log_dir, loop
         self._logs = [_Log(log_dir, rank, f"[{rank}] " if tee == "all" else "") for rank in ranks]
         self._num_restarts = num_restarts
         self._is_terminal = sys.stderr.isatty()
@@ -92,11 +92,11 @@ class Console:
             self._write(self._line)
         return was_new or was_behind
 
-    def show_all(self, sleep: Callable[[float], None]) -> None:
+    def show_all(self) -> None:
         """Show all that finished ranks have written, however long the reader takes, or until Ctrl-C."""
         try:
             while self.show():
-                sleep(POLL_SECONDS if has_unwritten(sys.stdout) else 0)
+                self._loop.run_once(POLL_SECONDS if has_unwritten(sys.stdout) else 0)
         except KeyboardInterrupt:
             stop_waiting_for_readers()
 
@@ -113,7 +113,7 @@ class Console:
         deadline = time.monotonic() + _REST_SECONDS
         while self.show() and time.monotonic() < deadline:
             if has_unwritten(sys.stdout):
-                time.sleep(_REST_SECONDS / 100)
+                self._loop.sleep(_REST_SECONDS / 100)
         for log in self._logs:
             sys.stdout.buffer.write(log.end())
         if self._logs and has_unwritten(sys.stdout):

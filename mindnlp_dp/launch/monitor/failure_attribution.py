@@ -1,7 +1,7 @@
 """Find which rank ended a job, and how: from ranks' statuses, their processes' exit codes, and what mpirun printed.
 
-:mod:`mindnlp_dp.launch.job` calls it. A rank's own status counts most. A rank that gave up waiting for another is not
-to blame: the other rank is.
+:mod:`mindnlp_dp.launch.monitor.attempt_monitor` calls it. A rank's own status counts most. A rank that gave up waiting
+for another is not to blame: the other rank is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Optional
 
+from mindnlp_dp.launch.monitor.snapshot import JobSnapshot, first_lost
+from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.exit_status import ExitedProcess, Status, tail
+from mindnlp_dp.launch.rendezvous.membership import Host
 
 # The exit codes of processes that are ended because another one failed.
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM, 14)
@@ -34,9 +37,32 @@ class Failure:
 
 
 def find_failure(
+    snapshot: JobSnapshot, hosts: Sequence[Host], attempt: Attempt, log_dir: Path, ranks: Sequence[int]
+) -> Optional[Failure]:
+    """Return how an attempt failed, judged by ``ranks``, which are those that are not lost; None if it succeeded."""
+    statuses = {rank: status for rank, status in snapshot.statuses.items() if rank in ranks}
+    if all(rank in statuses and not statuses[rank].exit_code for rank in ranks):
+        # All ranks succeeded, so a host that is lost now does not matter.
+        return None
+    lost = first_lost(hosts)
+    if lost is not None and not any(status.exit_code and not status.waited for status in statuses.values()):
+        rank = replace(attempt, index=hosts.index(lost)).ranks.start
+        return Failure(rank, 1, "was lost with its host", f"host {lost.name} is lost: {lost.lost}")
+    failure = find_failed_process(snapshot.ended, statuses, log_dir, ranks)
+    missing = [rank for rank in ranks if rank not in statuses]
+    # mpirun exits with 0 after it has lost a host, and in jobs that may continue without a rank.
+    if failure is None and missing and (len(hosts) > 1 or attempt.in_place or not snapshot.has_begun):
+        return Failure(missing[0], 1, "ended without a word")
+    if failure is not None and failure.rank is None and not failure.what and snapshot.has_begun:
+        what = f"a rank failed with exit code {failure.exit_code}, and could not write to {log_dir},"
+        return replace(failure, what=what)
+    return failure
+
+
+def find_failed_process(
     ended: Sequence[ExitedProcess], statuses: Mapping[int, Status], log_dir: Path, ranks: Sequence[int]
 ) -> Optional[Failure]:
-    """Return which of these ranks ended the job, and how; None if the job succeeded."""
+    """Return which of these ranks failed first, and how, judged by its status or its process; None if none failed."""
     gone = {process.rank: process.returncode for process in ended if process.rank is not None}
     silent = {rank: code for rank, code in gone.items() if rank not in statuses}
     failed = {rank: status for rank, status in statuses.items() if status.exit_code != 0}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Optional, Union
 
 from mindnlp_dp.launch.errors import TemporaryError
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import (
     ScratchDir,
     archive_attempt_logs,
@@ -55,13 +56,13 @@ class LocalHost:
     """The host of this process, used by its launcher.
 
     Args:
+        loop: event loop of this launcher, which runs while ranks are ended.
         remote_shell: on the first of several hosts: function that takes a folder that only this user can read, and
             returns the command by which mpirun starts a process on another host, as it would by ssh.
 
     Attributes:
         name: host name.
         slots: maximum number of ranks.
-        sleep: function for waiting; the first host receives the others' messages meanwhile.
     """
 
     lost = ""
@@ -71,12 +72,12 @@ class LocalHost:
         self,
         environ: Mapping[str, str],
         slots: int,
+        loop: EventLoop,
         *,
-        sleep: Callable[[float], None] = time.sleep,
-        remote_shell: Callable[[Path], list[str]] = lambda folder: [],
+        remote_shell: Optional[Callable[[Path], list[str]]] = None,
     ) -> None:
-        self._remote_shell = remote_shell
-        self.name, self.slots, self.sleep = this_host_name(), slots, sleep
+        self._loop, self._remote_shell = loop, remote_shell
+        self.name, self.slots = this_host_name(), slots
         self._environ = dict(environ)
         self._processes: list[Process] = []
         self._daemons: list[Process] = []
@@ -159,10 +160,10 @@ class LocalHost:
         if attempt.backend == "mpi":
             counts = dict(zip(attempt.addresses or ["localhost"], attempt.counts))
             self._scratch = self._scratch or ScratchDir()
+            remote_shell = self._remote_shell(self._scratch.path) if self._remote_shell is not None else []
             self._processes = start_mpi(
                 counts, worker, environ, self._log,
-                scratch=self._scratch.path, remote_shell=self._remote_shell(self._scratch.path),
-                in_place=attempt.in_place,
+                scratch=self._scratch.path, remote_shell=remote_shell, in_place=attempt.in_place,
             )  # fmt: skip
             return
         cluster = Cluster(attempt.num_ranks, (attempt.addresses[0] if attempt.addresses else "127.0.0.1", attempt.port))
@@ -182,7 +183,9 @@ class LocalHost:
 
     def run_daemon(self, command: str) -> None:
         """Start the daemon that the first host's mpirun needs here; the daemon starts this host's ranks."""
-        assert self._attempt is not None
+        if self._attempt is None or self._has_ended:
+            # The order has come too late.
+            return
         if self._log is None or self._log.closed:
             path = Path(self._attempt.log_dir, f"launcher_{self._attempt.index}.log")
             try:
@@ -260,10 +263,10 @@ class LocalHost:
         if self._has_ended:
             return
         grace = grace_seconds(self._environ)
-        terminate([*self._processes, *self._daemons], grace, self.sleep)
+        terminate([*self._processes, *self._daemons], grace, self._loop)
         assert self._attempt is not None
         ranks = {number: rank for number, rank in self._ranks().items() if rank.pid}
-        terminate_ranks(list(ranks.values()), GRACE_SECONDS, self.sleep)
+        terminate_ranks(list(ranks.values()), GRACE_SECONDS, self._loop)
         statuses = read_statuses(Path(self._attempt.log_dir), ranks, self._attempt.name)
         for number, rank in ranks.items():
             if number not in statuses or statuses[number].exit_code:

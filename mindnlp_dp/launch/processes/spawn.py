@@ -10,13 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Optional
 
-from mindnlp_dp.launch.errors import POLL_SECONDS, LaunchError
+from mindnlp_dp.launch.errors import LaunchError
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.processes.environment import clean_environment, cluster_environment, find_mpirun
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
@@ -156,15 +156,13 @@ def grace_seconds(environ: Mapping[str, str]) -> float:
     return GRACE_SECONDS if environ.get("DEVICE_TARGET", "CPU") == "CPU" else DEVICE_GRACE_SECONDS
 
 
-def terminate(processes: list[Process], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def terminate(processes: Sequence[Process], grace: float, loop: EventLoop) -> None:
     """End the processes that still run, by SIGTERM and, after a grace period, by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.popen.poll() is None:
                 _signal_session(process.popen.pid, number)
-        deadline = time.monotonic() + grace
-        while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
-            sleep(POLL_SECONDS)
+        loop.run_until(lambda: all(process.popen.poll() is not None for process in processes), grace)
     for process in processes:
         if process.popen.returncode:
             kill_process_group(process.popen.pid)
@@ -177,16 +175,15 @@ def kill_process_group(pid: int) -> None:
         _signal_session(pid, signal.SIGKILL)
 
 
-def terminate_ranks(ranks: Sequence[RankHeartbeat], grace: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def terminate_ranks(ranks: Sequence[RankHeartbeat], grace: float, loop: EventLoop) -> None:
     """Wait until ranks have ended, and kill those that do not; they may be children of mpirun or a fork server."""
-    deadline = time.monotonic() + grace
-    while (left := [rank for rank in ranks if rank.state]) and time.monotonic() < deadline:
-        sleep(POLL_SECONDS / 5)
-    for rank in left:
-        try:
-            os.kill(rank.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    loop.run_until(lambda: not any(rank.state for rank in ranks), grace)
+    for rank in ranks:
+        if rank.state:
+            try:
+                os.kill(rank.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
 
 
 def _signal_session(pid: int, number: int) -> None:

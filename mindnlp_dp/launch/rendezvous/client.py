@@ -7,14 +7,14 @@ this host's ranks, because no launcher monitors them any more, and tries for a w
 from __future__ import annotations
 
 import secrets
-import selectors
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
+from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt
 from mindnlp_dp.launch.processes.environment import this_host_name
 from mindnlp_dp.launch.processes.host import LocalHost
@@ -24,8 +24,6 @@ from mindnlp_dp.launch.termination import Termination
 
 _REPORT_SECONDS = 0.5
 
-_POLL_SECONDS = 0.05
-
 _RETRY_SECONDS = 0.5
 
 # An endpoint that is started at the same time is up by then, so until then no message is printed.
@@ -33,10 +31,6 @@ _SILENT_SECONDS = 5.0
 
 # How long to try to connect again after the endpoint was lost.
 REJOIN_SECONDS = 30.0
-
-
-class _ServerLostError(Exception):
-    """Raised when the endpoint has closed the connection, or has been silent for too long."""
 
 
 def connect(rendezvous: Rendezvous, seconds: float) -> Connection:
@@ -88,19 +82,28 @@ class HostAgent:
         rendezvous: Rendezvous,
         environ: Mapping[str, str],
         slots: int,
+        loop: EventLoop,
         *,
         version: str,
         node_rank: Optional[int],
         termination: Termination,
     ) -> None:
-        self._rendezvous, self._termination = rendezvous, termination
-        self._host = LocalHost(environ, slots, sleep=self._sleep_and_report)
-        self._said = 0.0
+        self._rendezvous, self._loop, self._termination = rendezvous, loop, termination
+        self._host = LocalHost(environ, slots, loop)
         self._join = {
             "say": "join", "name": this_host_name(), "slots": slots, "job": rendezvous.job, "version": version,
             "node_rank": node_rank, "launcher": secrets.token_hex(8),
         }  # fmt: skip
+        # The connection to the endpoint; None before the first and once the endpoint is lost, which `_lost` explains.
         self._connection: Optional[Connection] = None
+        self._lost, self._heard = "", 0.0
+        # Orders that have arrived and are not carried out yet.
+        self._orders: list[dict[str, Any]] = []
+        # What the last report said of ranks' ends, and when it was sent.
+        self._ended: tuple[list[int], int] = ([], 0)
+        self._reported = 0.0
+        self._is_ending = False
+        loop.handler = self
 
     def run(self) -> int:
         """Follow the first host's orders until the job is over, and return its exit code.
@@ -113,84 +116,94 @@ class HostAgent:
         try:
             while True:
                 try:
-                    self._connection = connect(self._rendezvous, patience)
+                    connection = connect(self._rendezvous, patience)
                 except RendezvousTimeoutError as error:
                     if patience == REJOIN_SECONDS:
                         print(f"{error}; the job is over for this host", file=sys.stderr)
                         return RendezvousTimeoutError.exit_code
                     raise
-                try:
-                    return self._serve(self._connection)
-                except _ServerLostError as error:
-                    self._termination.end(is_saved=True)
-                    print(f"{error}; this host's ranks are ended, and it is called again", file=sys.stderr)
-                    self._host.end()
-                    self._connection.socket.close()
-                    patience = REJOIN_SECONDS
+                with self._termination.awaited():
+                    code = self._follow_orders(connection)
+                if code is not None:
+                    return code
+                self._termination.end(is_saved=True)
+                print(f"{self._lost}; this host's ranks are ended, and it is called again", file=sys.stderr)
+                self._end_ranks()
+                patience = REJOIN_SECONDS
         except KeyboardInterrupt:
-            if self._connection is not None:
-                self._say(say="leave", why="its launcher was ended")
+            self._say(say="leave", why="its launcher was ended")
             raise
         finally:
             with self._termination.ignored():
+                self._is_ending = True
                 self._host.leave()
             if self._connection is not None:
                 self._connection.close()
 
-    def _sleep_and_report(self, seconds: float) -> None:
-        """Sleep while ranks are ended, and send heartbeats: this may take longer than a host may be silent."""
-        now = time.monotonic()
-        if now - self._said >= _REPORT_SECONDS:
-            self._said = now
-            self._say(say="busy")
-        time.sleep(seconds)
-
-    def _serve(self, connection: Connection) -> int:
-        with self._termination.awaited():
-            return self._follow_orders(connection)
-
-    def _follow_orders(self, connection: Connection) -> int:
+    def _follow_orders(self, connection: Connection) -> Optional[int]:
+        """Follow orders until the job is over; return its exit code, or None if the endpoint is lost."""
+        self._connection, self._orders, self._heard = connection, [], time.monotonic()
+        self._ended, self._reported = ([], 0), 0.0
         self._say(**self._join)
-        heard, looked, reported, last, has_told = time.monotonic(), time.monotonic(), 0.0, None, False
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection.socket, selectors.EVENT_READ)
-            while True:
-                selector.select(_POLL_SECONDS)
-                try:
-                    orders = connection.receive()
-                except (EOFError, OSError, AuthenticationError) as error:
-                    raise _ServerLostError(
-                        f"the endpoint {self._rendezvous.host}:{self._rendezvous.port} is gone ({error or 'closed'})"
-                    ) from None
-                now = time.monotonic()
-                if now - looked > self._rendezvous.lost_after / 2:
-                    # This launcher itself was stopped; messages that were sent meanwhile arrive only now.
-                    heard = now
-                looked = now
-                if orders:
-                    heard = now
-                elif now - heard > self._rendezvous.lost_after:
-                    raise _ServerLostError(
-                        f"nothing was heard of the endpoint {self._rendezvous.host}:{self._rendezvous.port} for "
-                        f"{self._rendezvous.lost_after:.0f} s"
-                    )
-                for order in orders:
-                    if order["do"] == "over":
-                        if order.get("why"):
-                            print(order["why"], file=sys.stderr)
-                        return int(order["code"])
-                    self._obey(order)
-                looked = time.monotonic()
-                if self._termination.asked is not None and not has_told:
-                    has_told = True
-                    self._say(say="terminates")
-                self._termination.end(is_saved=self._host.number < 0)
-                # Ends are reported at once, progress twice a second. Between attempts the report is a heartbeat.
-                report = self._host.poll()
-                ended = (sorted(report.statuses), len(report.ended))
-                if now - reported >= _REPORT_SECONDS or ended != last:
-                    reported, last = now, ended
-                    self._say(say="report", **{"try": self._host.number}, report=report.to_json())
+        has_told = False
+        while self._connection is not None:
+            self._loop.run_once(POLL_SECONDS)
+            while self._orders:
+                order = self._orders.pop(0)
+                if order["do"] == "over":
+                    if order.get("why"):
+                        print(order["why"], file=sys.stderr)
+                    return int(order["code"])
+                self._obey(order)
+            if self._termination.asked is not None and not has_told:
+                has_told = True
+                self._say(say="terminates")
+            self._termination.end(is_saved=self._host.number < 0)
+        return None
+
+    def sockets(self) -> Sequence[socket.socket]:
+        return [] if self._connection is None else [self._connection.socket]
+
+    def handle_messages(self, elapsed: float) -> None:
+        """Receive orders and report, also while ranks are ended: ending them takes longer than a host may be silent."""
+        if self._connection is None:
+            return
+        where = f"the endpoint {self._rendezvous.host}:{self._rendezvous.port}"
+        now, lost_after = time.monotonic(), self._rendezvous.lost_after
+        try:
+            orders = self._connection.receive()
+        except Exception as error:  # noqa: BLE001 -- whatever the endpoint says, this host's ranks are ended
+            self._lose(f"{where} is gone ({error or 'closed'})")
+            return
+        self._orders += orders
+        if orders or elapsed > lost_after / 2:
+            # In the second case this launcher was stopped or busy; messages that were sent meanwhile arrive only now.
+            self._heard = now
+        elif now - self._heard > lost_after and not self._is_ending:
+            self._lose(f"nothing was heard of {where} for {lost_after:.0f} s")
+            return
+        if self._is_ending:
+            # The ranks' ends would look like failures.
+            if now - self._reported >= _REPORT_SECONDS:
+                self._reported = now
+                self._say(say="busy")
+            return
+        # Ends are reported at once, progress twice a second. Between attempts the report is a heartbeat.
+        report = self._host.poll()
+        ended = (sorted(report.statuses), len(report.ended))
+        if now - self._reported >= _REPORT_SECONDS or ended != self._ended:
+            self._reported, self._ended = now, ended
+            self._say(say="report", **{"try": self._host.number}, report=report.to_json())
+
+    def _lose(self, why: str) -> None:
+        assert self._connection is not None
+        self._connection.close()
+        self._connection, self._lost = None, why
+
+    def _end_ranks(self) -> None:
+        self._is_ending = True
+        self._host.end()
+        self._is_ending = False
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         do = order["do"]
@@ -215,7 +228,7 @@ class HostAgent:
             self._say(say="answer", answer=self._answer(order))
         elif do == "end":
             report = self._host.poll()
-            self._host.end()
+            self._end_ranks()
             self._say(say="ended", **{"try": order["number"]}, report=report.to_json())
 
     def _answer(self, question: Mapping[str, Any]) -> Any:
@@ -231,9 +244,9 @@ class HostAgent:
         return True
 
     def _say(self, **message: Any) -> None:
-        assert self._connection is not None
-        try:
-            self._connection.send(message)
-        except OSError:
-            # The next receive() raises, too.
-            pass
+        if self._connection is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                # The next receive() raises, too.
+                pass

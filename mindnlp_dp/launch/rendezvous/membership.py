@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from mindnlp_dp.launch.errors import RendezvousTimeoutError
+from mindnlp_dp.launch.event_loop import POLL_SECONDS, EventLoop
 from mindnlp_dp.launch.processes.host import LocalHost
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
-from mindnlp_dp.launch.rendezvous.server import Rendezvous, RendezvousServer
+from mindnlp_dp.launch.rendezvous.server import RendezvousServer
 
 Host = Union[LocalHost, RemoteHost]
 
@@ -72,13 +73,13 @@ class Membership:
         self,
         local: LocalHost,
         server: Optional[RendezvousServer],
-        rendezvous: Optional[Rendezvous],
+        loop: EventLoop,
         *,
         nnodes: MinMax,
         nproc: MinMax,
         grow_after: float,
     ) -> None:
-        self.local, self._server, self._rendezvous = local, server, rendezvous
+        self.local, self._server, self._loop = local, server, loop
         self.nnodes, self.nproc, self._grow_after = nnodes, nproc, grow_after
         self._has_begun = False
         # The times at which ranks were lost, by host.
@@ -98,12 +99,13 @@ class Membership:
         Raises:
             RendezvousTimeoutError: too few hosts have joined after ``join_timeout``.
         """
-        if self._server is None or self._rendezvous is None:
+        if self._server is None:
             return [self.local]
+        rendezvous = self._server.rendezvous
         began, enough, is_silent = time.monotonic(), None, True
-        where = f"{self._rendezvous.host}:{self._rendezvous.port}"
+        where = f"{rendezvous.host}:{rendezvous.port}"
         while True:
-            self._server.run_once(0.05)
+            self._loop.run_once(POLL_SECONDS)
             hosts = self._there()
             now = time.monotonic()
             if is_silent and now - began > _SILENT_SECONDS:
@@ -114,12 +116,12 @@ class Membership:
                 # A job that has started continues with the remaining hosts, and grows later.
                 if self._has_begun or len(hosts) == self.nnodes.most:
                     break
-                if now - enough >= self._rendezvous.last_call_timeout:
+                if now - enough >= rendezvous.last_call_timeout:
                     break
-            elif now - began > self._rendezvous.join_timeout:
+            elif now - began > rendezvous.join_timeout:
                 raise RendezvousTimeoutError(
                     f"{len(hosts)} of {self.nnodes} hosts have joined at {where} in "
-                    f"{self._rendezvous.join_timeout:.0f} s; start the same command on the others, with the same token"
+                    f"{rendezvous.join_timeout:.0f} s; start the same command on the others, with the same token"
                 )
         self._has_begun = True
         return hosts

@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.processes.attempt import Attempt, HostReport
 from mindnlp_dp.launch.rendezvous.protocol import Connection, address_of
 
@@ -27,7 +27,7 @@ class RemoteHost:
     Args:
         connection: connection to the host's launcher.
         said: message by which that launcher introduced itself.
-        wait: function that waits until a condition is true, for at most so many seconds, and receives messages.
+        loop: event loop, by which this host's messages arrive.
 
     Attributes:
         launcher: identity of the host's launcher, which stays the same when it connects again.
@@ -35,10 +35,8 @@ class RemoteHost:
         terminates: whether the host's launcher was asked to end, and waits for a checkpoint.
     """
 
-    def __init__(
-        self, connection: Connection, said: dict[str, Any], *, wait: Callable[[Callable[[], bool], float], None]
-    ) -> None:
-        self._connection, self._wait = connection, wait
+    def __init__(self, connection: Connection, said: dict[str, Any], loop: EventLoop) -> None:
+        self._connection, self._loop = connection, loop
         self.name, self.slots, self.node_rank = str(said["name"]), int(said["slots"]), said.get("node_rank")
         self.launcher = str(said["launcher"])
         self.address = address_of(connection.socket.getpeername())
@@ -97,10 +95,10 @@ class RemoteHost:
     def _ask(self, **question: Any) -> Any:
         self._answer = None
         self.say(do="answer", **question)
-        self._wait(lambda: self._answer is not None or bool(self.lost), _ANSWER_SECONDS)
+        self._loop.run_until(lambda: self._answer is not None or bool(self.lost), _ANSWER_SECONDS)
         return self._answer
 
     def end(self) -> None:
         """Have the host end its ranks, and wait until it reports that."""
         self.say(do="end", number=self._number)
-        self._wait(lambda: self._has_ended or bool(self.lost), _ENDING_SECONDS)
+        self._loop.run_until(lambda: self._has_ended or bool(self.lost), _ENDING_SECONDS)

@@ -2,22 +2,22 @@
 
 :mod:`mindnlp_dp.launch.run` creates the :class:`RendezvousServer`, which holds a proxy for each host that has joined
 (:mod:`mindnlp_dp.launch.rendezvous.remote_host`). The first host decides; the others start, report and end ranks
-(:mod:`mindnlp_dp.launch.rendezvous.client`). One thread does everything, so all waiting is done in
-:meth:`RendezvousServer.run_once`.
+(:mod:`mindnlp_dp.launch.rendezvous.client`). The launcher's event loop calls :meth:`RendezvousServer.handle_messages`
+whenever the launcher waits.
 """
 
 from __future__ import annotations
 
 import random
-import select
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 from mindnlp_dp.launch.errors import TemporaryError
+from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.rendezvous.protocol import AuthenticationError, Connection, address_of, listen_at
 from mindnlp_dp.launch.rendezvous.remote_host import RemoteHost
 
@@ -55,17 +55,19 @@ class RendezvousServer:
     """Listens at the endpoint, lets hosts join, and exchanges messages with them; used by the first host's launcher.
 
     Args:
+        loop: event loop of this launcher, which receives the hosts' messages.
         one_a_host: whether to refuse a second launcher on a host, whose ranks MPI could not tell from the first one's.
 
     Attributes:
+        rendezvous: its parameters.
         hosts: hosts that have joined and are not lost, by node rank, then those without one in order of arrival.
 
     Raises:
         TemporaryError: the launcher cannot listen at the port.
     """
 
-    def __init__(self, rendezvous: Rendezvous, version: str, *, one_a_host: bool = False) -> None:
-        self._rendezvous, self._version, self._one_a_host = rendezvous, version, one_a_host
+    def __init__(self, rendezvous: Rendezvous, version: str, loop: EventLoop, *, one_a_host: bool = False) -> None:
+        self.rendezvous, self._version, self._loop, self._one_a_host = rendezvous, version, loop, one_a_host
         self.hosts: list[RemoteHost] = []
         # Callers that have not proved the token: their time of arrival and address.
         self._strangers: dict[Connection, tuple[float, str]] = {}
@@ -74,12 +76,13 @@ class RendezvousServer:
         self._parting: dict[Connection, float] = {}
         # Addresses that were already named in a message.
         self._refused: set[str] = set()
-        self._beat = self._last_run = 0.0
+        self._beat = 0.0
         try:
             self._listening = listen_at(rendezvous.host, rendezvous.port)
         except OSError as error:
             raise TemporaryError(f"port {rendezvous.port} of the endpoint cannot be listened at: {error}") from None
         self._listening.setblocking(False)
+        loop.handler = self
 
     @property
     def own_endpoint(self) -> str:
@@ -88,55 +91,36 @@ class RendezvousServer:
         address = {"::": "127.0.0.1", "0.0.0.0": "127.0.0.1"}.get(address, address)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
-    def run_once(self, seconds: float) -> None:
-        """Receive the hosts' messages for at most ``seconds``; return earlier if one arrives."""
-        self._forgive_own_absence()
-        everybody = (*self._strangers, *self._by_connection, *self._parting)
-        self._wait([self._listening, *(c.socket for c in everybody)], seconds)
+    def sockets(self) -> Sequence[socket.socket]:
+        return [self._listening, *(connection.socket for connection in self._connections())]
+
+    def _connections(self) -> list[Connection]:
+        return [*self._strangers, *self._by_connection, *self._parting]
+
+    def handle_messages(self, elapsed: float) -> None:
+        """Receive the hosts' messages, give up hosts that are silent, and send a heartbeat."""
+        now, lost_after = time.monotonic(), self.rendezvous.lost_after
+        if elapsed > lost_after / 2:
+            # This launcher was stopped, or busy: the hosts' messages from that time are still unread.
+            for host in self._by_connection.values():
+                host.heard = now
+        connections = self._connections()
         self._accept()
-        for connection in everybody:
+        for connection in connections:
             self._hear(connection)
-        now = time.monotonic()
-        for connection, until in list(self._parting.items()):
-            if now > until:
-                self._hang_up(connection)
-        for connection, (since, _) in list(self._strangers.items()):
-            if now - since > _GREETING_SECONDS:
-                self._hang_up(connection)
         for host in self._by_connection.values():
-            if not host.lost and now - host.heard > self._rendezvous.lost_after:
-                host.lost = f"nothing was heard of it for {self._rendezvous.lost_after:.0f} s"
+            if not host.lost and now - host.heard > lost_after:
+                host.lost = f"nothing was heard of it for {lost_after:.0f} s"
         if now - self._beat > _BEAT_SECONDS:
             self._beat = now
             for host in self._by_connection.values():
                 host.say(do="beat")
-        for connection, host in list(self._by_connection.items()):
-            if host.lost:
-                self._hang_up(connection)
+        over = [connection for connection, until in self._parting.items() if now > until]
+        over += [caller for caller, (since, _) in self._strangers.items() if now - since > _GREETING_SECONDS]
+        over += [connection for connection, host in self._by_connection.items() if host.lost]
+        for connection in over:
+            self._hang_up(connection)
         self.hosts = [host for host in self.hosts if not host.lost]
-
-    def _forgive_own_absence(self) -> None:
-        """Do not count the time for which this launcher was stopped: the hosts' messages from then are still unread."""
-        now, before = time.monotonic(), self._last_run
-        self._last_run = now
-        if before and now - before > self._rendezvous.lost_after / 2:
-            for host in self._by_connection.values():
-                host.heard = now
-
-    def run_until(self, is_done: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_done() and (left := deadline - time.monotonic()) > 0:
-            self.run_once(min(left, 0.05))
-
-    @staticmethod
-    def _wait(sockets: list[socket.socket], seconds: float) -> None:
-        """Wait until a socket can be read, by poll, which takes any descriptor number, and opens none itself."""
-        poll = select.poll()
-        for sock in sockets:
-            # After close(), the launcher may still have to wait for its own ranks' ends.
-            if sock.fileno() >= 0:
-                poll.register(sock, select.POLLIN)
-        poll.poll(1000 * seconds)
 
     def _accept(self) -> None:
         for _ in range(_MOST_STRANGERS):
@@ -161,7 +145,7 @@ class RendezvousServer:
 
     def _greet(self, sock: socket.socket, address: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(sock, self._rendezvous.token, is_server=True)
+        connection = Connection(sock, self.rendezvous.token, is_server=True)
         self._strangers[connection] = time.monotonic(), address
         try:
             connection.flush()
@@ -225,14 +209,14 @@ class RendezvousServer:
         wrong = ""
         if said["version"] != self._version:
             wrong = f"it has mindnlp_dp {said['version']}, the endpoint's host {self._version}"
-        elif said["job"] != self._rendezvous.job:
-            wrong = f"its job is {said['job']!r}, the endpoint's {self._rendezvous.job!r} (--rdzv-id)"
+        elif said["job"] != self.rendezvous.job:
+            wrong = f"its job is {said['job']!r}, the endpoint's {self.rendezvous.job!r} (--rdzv-id)"
         elif self._one_a_host and self._has_launcher(connection):
             wrong = "this host has a launcher of this job already; start one on each, with --nproc-per-node"
         if wrong:
             self._part_from(connection, 2, wrong)
             return None
-        host = RemoteHost(connection, said, wait=self.run_until)
+        host = RemoteHost(connection, said, self._loop)
         del self._strangers[connection]
         self._by_connection[connection] = host
         self.hosts.append(host)
@@ -253,7 +237,9 @@ class RendezvousServer:
                 self._part_from(connection, code)
             return not self._parting
 
-        self.run_until(is_heard, _PARTING_SECONDS)
+        self._loop.run_until(is_heard, _PARTING_SECONDS)
+        # The launcher may still have to wait for its own ranks' ends.
+        self._loop.handler = None
         for connection in [*self._strangers, *self._parting]:
             self._hang_up(connection)
         self._listening.close()
