@@ -70,7 +70,11 @@ def theirs(tmp_path_factory):
     return with_msrun(tmp_path_factory.mktemp("theirs"), "loop_mindspore.py")
 
 
-@pytest.mark.parametrize("launch", [with_msrun, pytest.param(with_ours, marks=pytest.mark.core)], ids=["msrun", "mpi"])
+@pytest.mark.parametrize(
+    "launch",
+    [pytest.param(with_msrun, marks=pytest.mark.slow), pytest.param(with_ours, marks=pytest.mark.core)],
+    ids=["msrun", "mpi"],
+)
 def test_both_loops_end_with_the_same_weights(tmp_path, theirs, launch):
     mine = launch(tmp_path / "mine", "loop_mindnlp_dp.py")
     assert mine[0] == pytest.approx(theirs[0], abs=0.002)
