@@ -34,7 +34,7 @@ NUM_SLOWEST, SLOW_SECONDS = 25, 0.5
 
 
 def command(launcher: str, world_size: int, folder: Path, arguments: list[str]) -> list[str]:
-    suite = ["-p", "no:cacheprovider", "-x", "-q", "--rank-junit", str(folder), *arguments]
+    suite = ["-p", "no:cacheprovider", "-x", "-q", f"--rank-junit={folder}", *arguments]
     bin_folder = Path(sys.executable).parent
     if launcher == "msrun":
         return [

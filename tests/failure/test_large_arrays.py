@@ -28,4 +28,6 @@ def memory():
 def test_more_than_two_gib(launch):
     job = launch(SCRIPT)
     assert job.exit_code == 0, job.output
-    assert job.output.splitlines() == ["broadcast", "all_gather", "send and recv", "all_reduce", "broadcast_object"]
+    # The launcher adds a line if a rank ends, and frees its memory, long after the other.
+    said = [line for line in job.output.splitlines() if not line.startswith("rank ")]
+    assert said == ["broadcast", "all_gather", "send and recv", "all_reduce", "broadcast_object"]
