@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Run the tests in .venv, which is created or reused. Times are for two cores, without the installation.
 #
-#   bash scripts/test.sh            at most ten minutes: lint, types, layers, all tests of one process, and those
+#   bash scripts/test.sh            at most ten minutes: lint, types, layers, the tests of one process, and those
 #                                   others that show a promise (marker `core`; docs/testing.md lists them)
 #   bash scripts/test.sh --ci       at most twenty minutes, what must pass before a change lands: the tests of every
 #                                   suite that do not have the marker `slow`
-#   bash scripts/test.sh --all      at most thirty minutes, before a release: every test
+#   bash scripts/test.sh --all      at most forty minutes, before a release: every test
 #   bash scripts/test.sh [--ci | --all] --mindspore 2.7.0
 #                                   with another MindSpore than the default, in .venv-mindspore-2.7.0; without --ci and
 #                                   --all it skips what hardly depends on the version: lint and types, the tests of the
@@ -86,8 +86,8 @@ side_by_side() {
 }
 
 # The markers of the tests that are selected; a later -m replaces this one.
-markers=""
-[ $tests != ci ] || markers="not slow"
+markers="not slow" core="core and not slow"
+[ $tests != all ] || markers=""
 
 # parallel NAME LAUNCHER RANKS ARGUMENT...: runs the tests of the parallel suite that pytest's arguments select; NAME is ""
 # for the whole suite. @NAME.py is the file tests/parallel/test_NAME.py.
@@ -116,7 +116,7 @@ of_any_version=("${of_any_version[@]/#/--ignore=tests/single/test_}")
 of_any_version=("${of_any_version[@]/%/.py}")
 
 single() {
-  step "single process" python -m pytest tests/single --durations=25 "$@"
+  step "single process" python -m pytest -m "$markers" tests/single --durations=25 "$@"
 }
 
 failure() {
@@ -140,13 +140,13 @@ if [ $tests = core ]; then
     fi
   }
   several_ranks() {
-    parallel core mpi 2 tests/parallel -m core
-    parallel core mpi 4 @model_parallel.py @stage_meshes.py "${adamw[@]}" -m core
-    parallel "its transport" msrun 2 "${smoke[@]}" @functional.py @device_update.py -m core
+    parallel core mpi 2 tests/parallel -m "$core"
+    parallel core mpi 4 @model_parallel.py @stage_meshes.py "${adamw[@]}" -m "$core"
+    parallel "its transport" msrun 2 "${smoke[@]}" @functional.py @device_update.py -m "$core"
   }
   side_by_side static_and_single several_ranks
-  core_failures() { failure "failure: core" tests/failure -m core; }
-  some_models() { step "models: eight families" python tests/models_matrix.py --core; }
+  core_failures() { failure "failure: core" tests/failure -m "$core"; }
+  some_models() { step "models: four families" python tests/models_matrix.py --core; }
   if [ -z "${MINDSPORE:-}" ]; then
     side_by_side core_failures some_models
   else
@@ -163,9 +163,9 @@ else
 
   # The first two use about one core each; Slurm mostly waits.
   one_rank_and_models() {
-    parallel core mpi 1 tests/parallel -m core
+    parallel core mpi 1 tests/parallel -m "$core"
     parallel smoke msrun 1 "${smoke[@]}"
-    step "models: eight families" python tests/models_matrix.py --core
+    step "models: four families" python tests/models_matrix.py --core
     export MINDNLP_DP_KERNELS=mindspore
     parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py
     unset MINDNLP_DP_KERNELS
@@ -194,7 +194,7 @@ else
     at_four+=(@after_a_failure.py @bad_losses.py @buffers.py @functional.py @kernels.py @models.py @overlap.py
       @replicas.py @trainer.py "$resumed")
   else
-    parallel "its transport" msrun 2 "${over_transport[@]}" -m core
+    parallel "its transport" msrun 2 "${over_transport[@]}" -m "$core"
     parallel smoke msrun 4 "${smoke[@]}" "$cut[gpt2-dp=2,tp=2]"
   fi
   parallel smoke mindspore 2 "${smoke[@]}"

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
-  "") most="not slow" few=core ;;
+  "") most="not slow" few="core and not slow" ;;
   --all) most="" few="" ;;
   *) echo "error: scripts/test_mindnlp_0_5.sh takes --all, or nothing; got '$1'" >&2; exit 2 ;;
 esac

@@ -125,7 +125,6 @@ def test_results_that_cannot_be_written_leave_no_half(folder, ends):
     assert not [name for name in os.listdir(output) if name.startswith(".")]
 
 
-@pytest.mark.core
 def test_a_run_goes_on_from_its_checkpoints(folder, ends, tmp_path):
     """It continues after update 5 with the report of an uninterrupted run; fails if all checkpoints are damaged."""
     whole = folder / "whole" / "out"

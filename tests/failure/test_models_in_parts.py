@@ -72,7 +72,6 @@ def test_the_examples(launch, nproc, script, picture, said):
     assert said in job.output
 
 
-@pytest.mark.core
 def test_finetune_on_a_mesh(launch, tmp_path):
     settings = ["--max-steps", "3", "--hidden-size", "16", "--intermediate-size", "32", "--vocab-size", "300",
                 "--logging-steps", "1", "--eval-batch-size", "512"]  # fmt: skip

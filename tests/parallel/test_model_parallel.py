@@ -40,6 +40,7 @@ MESHES = {
         "pp=2,dp=2|1,tp=1|2", "pp=2,tp=2|1,dp=1|2", "pp=2,dp=3|1,tp=1", "pp=2,dp=1|3"],
     8: ["dp=2,pp=2,tp=2", "pp=2,dp=4|2,tp=1|2", "pp=3,dp=2|4|1,tp=1|1|2"],
 }  # fmt: skip
+CORE_MESHES = ("dp=2,tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,ep=2", "pp=2,dp=2|1,tp=1|2")
 WORLD_SIZE = dp.get_process_group().world_size
 
 
@@ -55,8 +56,8 @@ def fits(kind, mesh):
 def cases():
     """Return every kind of model with every mesh.
 
-    One decoder and one model with experts are marked as core. Of each other kind, on more than two ranks, all meshes
-    but one are slow; it is another mesh for each kind.
+    Some meshes of a decoder and of a model with experts are marked as core. Of each other kind, on more than two ranks,
+    all meshes but one are slow; it is another mesh for each kind.
     """
     meshes = [mesh for mesh in MESHES.get(WORLD_SIZE, []) if IS_MPI or set(parse_mesh(mesh)) <= {"dp", "tp"}]
     kinds = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral", "qwen2_moe")
@@ -65,7 +66,7 @@ def cases():
 
     def marks(number, kind, fitting, mesh):
         if kind in ("gpt2", "mixtral"):
-            return pytest.mark.core
+            return pytest.mark.core if WORLD_SIZE <= 2 or mesh in CORE_MESHES else ()
         return () if WORLD_SIZE <= 2 or mesh == fitting[number % len(fitting)] else pytest.mark.slow
 
     found = []
@@ -87,7 +88,7 @@ def a_mesh(group):
     return {1: None, 2: "tp=2", 3: "tp=3", 4: "dp=2,tp=2", 8: "dp=2,pp=2,tp=2"}[group.world_size]
 
 
-@pytest.mark.parametrize(("kind", "mesh"), cases())
+@pytest.mark.parametrize(("kind", "mesh"), cases())  # some are marked as core
 def test_a_model_that_is_cut_trains_what_one_process_trains(group, kind, mesh):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
     model = dp.parallelize(build(kind), mesh)

@@ -125,7 +125,7 @@ def assert_same(first, second):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(name, marks=[pytest.mark.core] * (name in ("adamw", "momentum", "own"))) for name in OPTIMIZERS],
+    [pytest.param(name, marks=[pytest.mark.core] * (name in ("adamw", "own"))) for name in OPTIMIZERS],
 )
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, "auto"])
 def test_fifty_updates_are_those_of_one_rank_to_the_bit(group, alone, optimizer, zero_stage):

@@ -84,6 +84,7 @@ print((resident() - before) / 100)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_by_compiled_adams():
     environment = {**os.environ, "PYTHONPATH": TESTS}
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, env=environment)

@@ -193,6 +193,7 @@ def test_random_reshardings_equal_brute_force():
     assert np.mean(ratios) < 1.05
 
 
+@pytest.mark.slow
 def test_schedules_are_the_same_again_and_large_ones_end():
     rng = np.random.default_rng(3)
     tasks = [((0, 1), (int(rng.integers(4)),), float(rng.integers(1, 9))) for _ in range(200)]
