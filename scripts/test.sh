@@ -147,11 +147,7 @@ if [ $tests = core ]; then
   side_by_side static_and_single several_ranks
   core_failures() { failure "failure: core" tests/failure -m "$core"; }
   some_models() { step "models: four families" python tests/models_matrix.py --core; }
-  if [ -z "${MINDSPORE:-}" ]; then
-    side_by_side core_failures some_models
-  else
-    some_models
-  fi
+  [ -n "${MINDSPORE:-}" ] || side_by_side core_failures some_models
 else
   # Beside lint and docs only, because it takes 17 GiB of memory.
   large_arrays() { failure "failure: large arrays" tests/failure/test_large_arrays.py; }
@@ -163,8 +159,12 @@ else
 
   # The first two use about one core each; Slurm mostly waits.
   one_rank_and_models() {
-    parallel core mpi 1 tests/parallel -m "$core"
-    parallel smoke msrun 1 "${smoke[@]}"
+    if [ $tests = all ]; then
+      parallel core mpi 1 tests/parallel -m "$core"
+      parallel smoke msrun 1 "${smoke[@]}"
+    else
+      parallel "smoke and Trainer" mpi 1 "${smoke[@]}" @trainer.py
+    fi
     step "models: four families" python tests/models_matrix.py --core
     export MINDNLP_DP_KERNELS=mindspore
     parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py

@@ -138,12 +138,13 @@ echo "equal digests: two nodes of Slurm trained one model, whatever started the 
 # Slurm sends this signal a minute before a job's time runs out; here it comes in the middle of the updates.
 saving=(--save-steps 5)
 number=$(batch requeued srun "${saving[@]}")
-for _ in $(seq 600); do
+# On a busy machine the ranks take a minute to start.
+for _ in $(seq 3000); do
   [ -d "$work/requeued/checkpoint-5" ] && break
   sleep 0.1
 done
 on_node node1 timeout 20 scancel --batch --signal=USR1 "$number"
-for _ in $(seq 200); do
+for _ in $(seq 1200); do
   [ "$(state_of "$number")" = PENDING ] && break
   sleep 0.1
 done
