@@ -9,7 +9,7 @@
 #   bash scripts/test.sh [--ci | --all] --mindspore 2.7.0
 #                                   with another MindSpore than the default, in .venv-mindspore-2.7.0; without --ci and
 #                                   --all it skips what hardly depends on the version: lint and types, the tests of the
-#                                   launcher, the planner and the docs, and the failure tests
+#                                   launcher, the planner and the docs, four ranks, and the failure tests
 #   bash scripts/test.sh --help     print this text
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -141,7 +141,7 @@ if [ $tests = core ]; then
   }
   several_ranks() {
     parallel core mpi 2 tests/parallel -m "$core"
-    parallel core mpi 4 @model_parallel.py @stage_meshes.py "${adamw[@]}" -m "$core"
+    [ -n "${MINDSPORE:-}" ] || parallel core mpi 4 @model_parallel.py @stage_meshes.py "${adamw[@]}" -m "$core"
     parallel "its transport" msrun 2 "${smoke[@]}" @functional.py @device_update.py -m "$core"
   }
   side_by_side static_and_single several_ranks
@@ -189,18 +189,20 @@ else
   at_four+=("${adamw[@]}" @token_losses.py::test_models_that_are_cut @zero.py::test_two_hosts_train_what_one_rank_trains
     @zero.py::test_what_is_sent_between_hosts @zero.py::test_no_memory_to_share_weights_on_two_hosts)
   if [ $tests = all ]; then
+    at_eight=(@model_parallel.py)
     parallel "its transport" msrun 2 "${over_transport[@]}"
     parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]"
     at_four+=(@after_a_failure.py @bad_losses.py @buffers.py @functional.py @kernels.py @models.py @overlap.py
       @replicas.py @trainer.py "$resumed")
   else
+    at_eight=("$cut" @model_parallel.py::test_a_folder_of_weights_into_an_empty_model_and_back)
     parallel "its transport" msrun 2 "${over_transport[@]}" -m "$core"
     parallel smoke msrun 4 "${smoke[@]}" "$cut[gpt2-dp=2,tp=2]"
   fi
   parallel smoke mindspore 2 "${smoke[@]}"
   parallel "what depends on their number" mpi 4 "${at_four[@]}"
   # Meshes with three axes.
-  parallel "meshes" mpi 8 @model_parallel.py
+  parallel "meshes" mpi 8 "${at_eight[@]}"
   # A number of ranks that is not a power of two.
   parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_adamw
 

@@ -66,7 +66,9 @@ def cases():
 
     def marks(number, kind, fitting, mesh):
         if kind in ("gpt2", "mixtral"):
-            return pytest.mark.core if WORLD_SIZE <= 2 or mesh in CORE_MESHES else ()
+            if WORLD_SIZE <= 2 or mesh in CORE_MESHES:
+                return pytest.mark.core
+            return () if kind == "gpt2" else pytest.mark.slow
         return () if WORLD_SIZE <= 2 or mesh == fitting[number % len(fitting)] else pytest.mark.slow
 
     found = []
@@ -117,7 +119,11 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.core), "eager-1f1b"])
 @pytest.mark.parametrize(
-    "mesh", {2: ["pp=2"], 4: ["pp=4", MIXED, pytest.param(UNEVEN, marks=pytest.mark.slow)]}.get(WORLD_SIZE, [])
+    "mesh",
+    {
+        2: ["pp=2"],
+        4: [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("pp=4", UNEVEN)), MIXED],
+    }.get(WORLD_SIZE, []),
 )
 def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule, recompute):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
