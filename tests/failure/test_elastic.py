@@ -70,6 +70,7 @@ def test_a_job_shrinks_and_grows_and_trains_the_same_model(tmp_path, undisturbed
     assert expected["sizes"] == [3] * UPDATES
 
 
+@pytest.mark.slow
 def test_batches_that_are_in_proportion_to_the_ranks(tmp_path):
     """Every epoch reads every sample once, in smaller batches while a rank is missing."""
     exit_code, output = run_job(

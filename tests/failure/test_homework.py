@@ -86,6 +86,7 @@ def test_one_process_and_two_learn_the_same_task(flags, tmp_path):
     assert "one process" in (tmp_path / "one/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_script_for_two_cpu_processes_ends_with_a_page(flags, tmp_path, venv):
     done = run(
         ["bash", "scripts/homework_2cpu.sh", *flags],

@@ -102,6 +102,7 @@ def a_cluster(num_devices):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_finetune_follows_a_plan(launch, tmp_path):
     from mindnlp_dp.commands.main import main
 
