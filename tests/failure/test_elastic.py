@@ -112,7 +112,8 @@ Path(f"pid_{group.rank}").write_text(str(os.getpid()))
 
 # These ranks are forked by their job's own server. The other tests show the same for the shared server.
 @pytest.mark.parametrize(
-    ("how", "code", "backend"), [("os.kill(os.getpid(), 2)", 130, "mpi"), ("1 / 0", 1, "mindspore")]
+    ("how", "code", "backend"),
+    [("os.kill(os.getpid(), 2)", 130, "mpi"), pytest.param("1 / 0", 1, "mindspore", marks=pytest.mark.slow)],
 )
 @pytest.mark.usefixtures("own_imports")
 def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, request):
@@ -180,7 +181,7 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
     ("victim", "backend"),
     [
         ("stand-in", "mpi"),
-        ("server", "mpi"),
+        pytest.param("server", "mpi", marks=pytest.mark.slow),
         pytest.param("launcher", "mpi", marks=core),
         pytest.param("launcher", "mindspore", marks=pytest.mark.slow),
     ],

@@ -97,6 +97,7 @@ def test_the_script_for_two_cpu_processes_ends_with_a_page(flags, tmp_path, venv
     assert "2 processes, mccl" in (tmp_path / "out/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_gets_no_page_of_an_older_one(flags, tmp_path, venv):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/report.json").write_text("{}")

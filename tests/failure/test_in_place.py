@@ -159,7 +159,7 @@ def test_restarts_are_counted_and_limited(tmp_path):
     assert [f["restart"] for f in failures(tmp_path)] == [1, None]
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_that_are_an_update_apart_continue_with_the_later_one(tmp_path, late):
     script = ROOT / "tests/failure/late_in_place.py"
     exit_code, output = run_job(tmp_path, *IN_PLACE, script, tmp_path, late, nproc="1:3")
@@ -218,7 +218,9 @@ if group.is_main:
 """
 
 
-@pytest.mark.parametrize(("when", "steps", "ends"), [("steps", 2, 1), ("epoch", 4, 1)])
+@pytest.mark.parametrize(
+    ("when", "steps", "ends"), [("steps", 2, 1), pytest.param("epoch", 4, 1, marks=pytest.mark.slow)]
+)
 def test_a_stop_that_an_interrupted_evaluation_leads_to(tmp_path, when, steps, ends):
     exit_code, output = run_job(tmp_path, *IN_PLACE, STOPPED, when, nproc="1:3")
     assert exit_code == 0, output

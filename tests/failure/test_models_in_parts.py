@@ -60,8 +60,20 @@ def test_a_rank_that_fails_in_mid_update_ends_the_job(launch, way, axes):
     [
         (2, "two_operators.py", ["cut"], "device 2 (tp=1):  10.0 of 10 GB"),
         (2, "two_operators.py", ["stages"], "device 2 (pp=1):  10.0 of 10 GB of weights: operators.1"),
-        (4, "two_operators.py", ["hybrid"], "device 4 (dp=1, pp=1):  10.0 of 10 GB of weights: operators.1"),
-        (4, "transformers_by_device.py", ["gpt"], "micro-batches in flight, by stage: [4, 3, 2, 1]"),
+        pytest.param(
+            4,
+            "two_operators.py",
+            ["hybrid"],
+            "device 4 (dp=1, pp=1):  10.0 of 10 GB of weights: operators.1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            "transformers_by_device.py",
+            ["gpt"],
+            "micro-batches in flight, by stage: [4, 3, 2, 1]",
+            marks=pytest.mark.slow,
+        ),
         (2, "transformers_by_device.py", ["t5"], "device 2 (pp=1)"),
         (4, "experts_by_device.py", [], "times the mean"),
     ],
