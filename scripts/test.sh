@@ -214,13 +214,13 @@ else
     local backends=(mpi)
     [ $tests != all ] || backends+=(mindspore)
     failure "failure: restarts" "${restarts[@]}"
+    step "two hosts" bash tests/two_hosts.sh
     step "lost hosts" bash tests/lost_hosts.sh "${backends[@]}"
   }
-  failures_and_hosts() {
+  failures() {
     failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"
-    step "two hosts" bash tests/two_hosts.sh
   }
-  side_by_side restarts_and_hosts failures_and_hosts
+  side_by_side restarts_and_hosts failures
   if [ $tests = all ]; then
     step "Slurm, where it is installed" bash tests/slurm.sh
     step "models" python tests/models_matrix.py
