@@ -198,7 +198,6 @@ else
   else
     at_eight=("$cut" @model_parallel.py::test_a_folder_of_weights_into_an_empty_model_and_back)
     parallel "its transport" msrun 2 "${over_transport[@]}" -m "$core"
-    parallel smoke msrun 4 "${smoke[@]}" "$cut[gpt2-dp=2,tp=2]"
   fi
   parallel smoke mindspore 2 "${smoke[@]}"
   parallel "what depends on their number" mpi 4 "${at_four[@]}"
