@@ -125,6 +125,8 @@ failure() {
   step "$1" python -m pytest -m "$markers" "${@:2}" --durations=25
 }
 
+some_models() { step "models: four families" python tests/models_matrix.py --core; }
+
 # All kinds of collectives, the gradients of a step, and a training that must equal that of one process.
 smoke=(@collectives.py @gradient_sync.py @equivalence.py)
 updates=@zero.py::test_fifty_updates_are_those_of_one_rank_to_the_bit
@@ -148,7 +150,6 @@ if [ $tests = core ]; then
   }
   side_by_side static_and_single several_ranks
   core_failures() { failure "failure: core" tests/failure -m "$core"; }
-  some_models() { step "models: four families" python tests/models_matrix.py --core; }
   [ -n "${MINDSPORE:-}" ] || side_by_side core_failures some_models
 else
   # Beside lint and docs only, because it takes 17 GiB of memory.
@@ -167,7 +168,8 @@ else
     else
       parallel "smoke and Trainer" mpi 1 "${smoke[@]}" @trainer.py
     fi
-    step "models: four families" python tests/models_matrix.py --core
+    # The matrix of all families follows the failure tests.
+    [ $tests = all ] || some_models
     export MINDNLP_DP_KERNELS=mindspore
     parallel "kernels of MindSpore" mpi 2 @equivalence.py @trainer.py
     unset MINDNLP_DP_KERNELS

@@ -191,7 +191,7 @@ def init_device_mesh(sizes: Mapping[str, Size], group: Optional[ProcessGroup] = 
         group: group of all ranks; by default the group of :func:`~mindnlp_dp.init_process_group`.
 
     Raises:
-        TypeError: ``sizes`` is no mapping.
+        TypeError: ``sizes`` is not a mapping.
         ValueError: the sizes do not fit the world size, differ between ranks, or are not supported by the backend.
     """
     if not isinstance(sizes, Mapping):

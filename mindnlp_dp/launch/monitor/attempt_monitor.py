@@ -125,7 +125,7 @@ class AttemptMonitor:
         return reason
 
     def _poll(self) -> Optional[StopReason]:
-        """Poll the ranks, show their output, and return why the attempt is over; None while it goes on."""
+        """Poll the ranks, show their output, and return why the attempt is over; None while it continues."""
         self._snapshot = take_snapshot(self._hosts, self._attempt)
         now = time.monotonic()
         has_failed = self._check_failed(now)
