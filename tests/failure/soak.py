@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the quickstart as one elastic job of 1 to 3 ranks, with many faults at random moments.
 
-    python tests/failure/soak.py [--faults 200] [--backend mpi] [--in-place] [--seed 0] [--json FILE]
+    python tests/failure/soak.py [--faults 200] [--backend mpi] [--in-place] [--hang-timeout 8] [--seed 0] [--json FILE]
 
 Each fault hits a job that has made an update since the last fault: SIGKILL, SIGTERM, SIGSTOP (which the job must detect
 as a hang) or SIGINT to a rank, or SIGKILL to mpirun. After the last fault the job runs to its end. It must end with 0,
@@ -32,8 +32,6 @@ from mindnlp_dp.launch.log_dir import RECORD
 from mindnlp_dp.launch.monitor.status import read_of_all_hosts
 
 FAULTS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
-# Longer than rank 0 takes to prepare the data while the others wait.
-HANG_SECONDS = 8
 # Between two faults some of the 233 updates of an epoch are made, eleven on a fast machine: the job must outlast all.
 # In place, the job continues while the launcher still polls, so more updates are made.
 FAULTS_AN_EPOCH, FAULTS_AN_EPOCH_IN_PLACE = 15, 6
@@ -41,11 +39,11 @@ FAULTS_AN_EPOCH, FAULTS_AN_EPOCH_IN_PLACE = 15, 6
 PATIENCE_SECONDS = 120
 
 
-def command(place: Path, backend: str, num_epochs: int, *, in_place: bool) -> list[str]:
+def command(place: Path, options: argparse.Namespace, num_epochs: int) -> list[str]:
     return [
         sys.executable, "-m", "mindnlp_dp", "run", "--nproc", "1:3", "--grow-after", "4", "--max-restarts", "100000",
-        "--hang-timeout", str(HANG_SECONDS), "--backend", backend, "--tee", "none", "--log-dir", str(place / "logs"),
-        *(["--in-place"] if in_place else []),
+        "--hang-timeout", str(options.hang_timeout), "--backend", options.backend, "--tee", "none",
+        "--log-dir", str(place / "logs"), *(["--in-place"] if options.in_place else []),
         str(ROOT / "scripts/finetune.py"), "--config", str(ROOT / "configs/quickstart_cpu.yaml"), "--output-dir",
         str(place / "out"), "--save-steps", "5", "--num-epochs", str(num_epochs),
     ]  # fmt: skip
@@ -72,14 +70,14 @@ class Job:
     """Starts the job, disturbs it, and counts the faults."""
 
     def __init__(self, place: Path, options: argparse.Namespace, chance: random.Random) -> None:
-        backend = options.backend
         faults_an_epoch = FAULTS_AN_EPOCH_IN_PLACE if options.in_place else FAULTS_AN_EPOCH
         num_epochs = 1 + options.faults // faults_an_epoch
         self._logs, self._chance = place / "logs", chance
         with open(place / "launcher.out", "w") as out:
-            job = command(place, backend, num_epochs, in_place=options.in_place)
+            job = command(place, options, num_epochs)
             self.launcher = subprocess.Popen(job, stdout=out, stderr=out, cwd=place)
-        self._faults = [*FAULTS, *(["mpirun"] if backend == "mpi" else [])]
+        self._faults = [*FAULTS, *(["mpirun"] if options.backend == "mpi" else [])]
+        self._hang_timeout = options.hang_timeout
         self.happened: collections.Counter[str] = collections.Counter()
         self.sizes: collections.Counter[int] = collections.Counter()
         self.seconds: list[float] = []
@@ -140,7 +138,7 @@ class Job:
             time.sleep(0.02)
         if not self.wait_for_an_update():
             return False
-        self.seconds.append(time.monotonic() - at - HANG_SECONDS * (how == "stop"))
+        self.seconds.append(time.monotonic() - at - self._hang_timeout * (how == "stop"))
         return True
 
 
@@ -149,6 +147,8 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--backend", choices=BACKENDS, default="mpi")
     parser.add_argument("--in-place", action="store_true")
+    # Longer than rank 0 takes to prepare the data while the others wait.
+    parser.add_argument("--hang-timeout", type=float, default=8, help="seconds; more where other programs run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
