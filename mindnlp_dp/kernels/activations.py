@@ -1,7 +1,8 @@
-"""This module computes GELU and its derivative, in blocks that stay in a core's cache; functions.py calls it.
+"""This module computes GELU and SiLU and their gradients; functions.py calls it.
 
-Each function returns the values, and the derivative if asked. The graph saves the derivative, so that the backward pass
-is one multiplication.
+oneDNN's primitives compute them in one pass over the memory, and the gradient from the input. Where they are missing,
+or slow on this core, or the values are not finite, NumPy computes them in blocks that stay in a core's cache, together
+with the derivative, so that the backward pass is one multiplication.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Optional
 
 import numpy as np
 
-from mindnlp_dp.kernels.memory import empty
-from mindnlp_dp.kernels.workers import parallel_for_blocks
+from mindnlp_dp.kernels import onednn
+from mindnlp_dp.kernels.memory import ITEM_BYTES, empty
+from mindnlp_dp.kernels.workers import SMALLEST_PART, parallel_for, parallel_for_blocks
 
 # For z >= 0, the upper tail of the normal distribution is exp(-z^2 / 2) times a polynomial in t = 1 / (1 + P z) without
 # a constant term: Hastings' form (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17) with one more
@@ -23,35 +25,64 @@ DENSITY_AT_ZERO = 0.3989422804
 # The argument of tanh is TANH_SLOPE (x + TANH_CUBE x^3).
 TANH_SLOPE, TANH_CUBE = 0.7978845608, 0.044715
 
+# Parts of an array begin at multiples of a cache line, and so of a vector register.
+ALIGNED = 16
+
 _Block = Callable[[np.ndarray, np.ndarray, Optional[np.ndarray], list[np.ndarray]], None]
 
 
-def gelu(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """Return ``x Phi(x)``, Phi being the normal distribution function, and its derivative (Hendrycks, Gimpel, 2016)."""
-    return _computed(_gelu, x, derivative, 3)
+def forward(name: str, x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
+    """Return an activation of ``x``, and its derivative if asked and if :func:`backward` needs it.
+
+    * "gelu": ``x Phi(x)``, Phi being the normal distribution function (Hendrycks, Gimpel, 2016).
+    * "gelu_tanh": GELU with Phi(x) approximated by ``(1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2``.
+    * "gelu_quick": GELU with Phi(x) approximated by ``sigmoid(1.702 x)``.
+    * "silu": ``x sigmoid(x)``.
+    """
+    if not _has_primitive(name, x):
+        return _computed(name, x, derivative)
+    out = empty(*x.shape)
+    x = np.ascontiguousarray(x)
+    at_x, at_y = x.ctypes.data, out.ctypes.data
+
+    def part(first: int, last: int) -> None:
+        run = onednn.activation(name, last - first)
+        run(at_x + first * ITEM_BYTES, at_y + first * ITEM_BYTES)
+
+    parallel_for(part, x.size, ALIGNED, SMALLEST_PART)
+    return out, None
 
 
-def gelu_tanh(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """Return GELU with Phi(x) approximated by ``(1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2``."""
-    return _computed(_gelu_tanh, x, derivative, 2)
+def backward(name: str, gradient: np.ndarray, x: np.ndarray, slope: Optional[np.ndarray]) -> np.ndarray:
+    """Return the gradient of an activation's input from that of its output, the input, and the derivative, if kept."""
+    out = empty(*x.shape)
+    g = np.ascontiguousarray(gradient)
+    if slope is None:
+        x = np.ascontiguousarray(x)
+        at_x, at_g, at_out = x.ctypes.data, g.ctypes.data, out.ctypes.data
 
+        def part(first: int, last: int) -> None:
+            run = onednn.activation_backward(name, last - first)
+            run(*(at + first * ITEM_BYTES for at in (at_x, at_g, at_out)))
 
-def gelu_quick(x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """Return GELU with Phi(x) approximated by ``sigmoid(1.702 x)``."""
-    return _computed(_gelu_quick, x, derivative, 1)
-
-
-def backward(gradient: np.ndarray, slope: np.ndarray) -> np.ndarray:
-    """Return the gradient of an activation's input: the output's gradient times the derivative."""
-    out = empty(*slope.shape)
-    g, dy, of_x = np.ascontiguousarray(gradient).reshape(-1), slope.reshape(-1), out.reshape(-1)
+        parallel_for(part, x.size, ALIGNED, SMALLEST_PART)
+        if np.isfinite(out.sum()):
+            return out
+        # Where the input is infinite, oneDNN returns NaN instead of the limit, 0 or 1 times the gradient.
+        _, slope = _computed(name, x, True)
+        assert slope is not None, "asked for"
+    g, dy, of_x = g.reshape(-1), slope.reshape(-1), out.reshape(-1)
     parallel_for_blocks(lambda at: np.multiply(g[at], dy[at], out=of_x[at]), g.size)
     return out
 
 
-def _computed(
-    block: _Block, x: np.ndarray, derivative: bool, num_scratch: int
-) -> tuple[np.ndarray, Optional[np.ndarray]]:
+def _has_primitive(name: str, x: np.ndarray) -> bool:
+    is_fast = onednn.has_fast_exponentials() if name == "gelu_tanh" else onednn.has_primitives()
+    return is_fast and x.size > 0
+
+
+def _computed(name: str, x: np.ndarray, derivative: bool) -> tuple[np.ndarray, Optional[np.ndarray]]:
+    block, num_scratch = _BLOCKS[name]
     out = empty(*x.shape)
     slope = empty(*x.shape) if derivative else None
     x, y, dy = np.ascontiguousarray(x).reshape(-1), out.reshape(-1), None if slope is None else slope.reshape(-1)
@@ -114,16 +145,33 @@ def _gelu_tanh(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: 
 
 
 def _gelu_quick(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[np.ndarray]) -> None:
+    _swish(x, y, dy, scratch, 1.702)
+
+
+def _silu(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[np.ndarray]) -> None:
+    _swish(x, y, dy, scratch, 1.0)
+
+
+def _swish(x: np.ndarray, y: np.ndarray, dy: Optional[np.ndarray], scratch: list[np.ndarray], slope: float) -> None:
     (s,) = scratch
-    np.multiply(x, np.float32(-1.702), out=s)
+    np.multiply(x, np.float32(-slope), out=s)
     np.exp(s, out=s)
     s += np.float32(1)
     np.divide(np.float32(1), s, out=s)
     if dy is not None:
-        # s (1 + 1.702 x (1 - s))
+        # s (1 + slope x (1 - s))
         np.subtract(np.float32(1), s, out=dy)
         dy *= x
-        dy *= np.float32(1.702)
+        dy *= np.float32(slope)
         dy += np.float32(1)
         dy *= s
     np.multiply(x, s, out=y)
+
+
+# For each activation, the function that computes a block, and the number of scratch arrays that it needs.
+_BLOCKS: dict[str, tuple[_Block, int]] = {
+    "gelu": (_gelu, 3),
+    "gelu_tanh": (_gelu_tanh, 2),
+    "gelu_quick": (_gelu_quick, 1),
+    "silu": (_silu, 1),
+}

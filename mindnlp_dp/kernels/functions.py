@@ -21,9 +21,10 @@ from mindnlp_dp.kernels.matmul import column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.kernels.memory import array_of, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
+from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
 from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
-GELU = {"none": activations.gelu, "tanh": activations.gelu_tanh, "quick": activations.gelu_quick}
+GELU = {"none": "gelu", "tanh": "gelu_tanh", "quick": "gelu_quick"}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
@@ -44,6 +45,16 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Return the GELU of ``x``: exact ("none"), or approximated with a "tanh" or with a sigmoid ("quick")."""
     return _Activation.apply(x, GELU[approximate])
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return ``x sigmoid(x)``."""
+    return _Activation.apply(x, "silu")
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Return the softmax of ``x`` over its last dimension."""
+    return _Softmax.apply(x)
 
 
 def layer_norm(x: Tensor, num_axes: int, weight: Optional[Tensor], bias: Optional[Tensor], epsilon: float) -> Tensor:
@@ -191,15 +202,32 @@ def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 class _Activation(_Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x)
-        out, ctx.slope = activation(array_of(x), ctx.needs_input_grad[0])
+        out, ctx.slope = activations.forward(name, array_of(x), ctx.needs_input_grad[0])
+        ctx.name = name
         return tensor_of(out)
 
     @staticmethod
     @_once
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return tensor_of(activations.backward(array_of(gradient), ctx.slope)), None
+        (x,) = ctx.saved_tensors
+        return tensor_of(activations.backward(ctx.name, array_of(gradient), array_of(x), ctx.slope)), None
+
+
+class _Softmax(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = softmax_of_rows(_rows(x))
+        result = tensor_of(out.reshape(x.shape))
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (result,) = ctx.saved_tensors
+        return tensor_of(softmax_backward(_rows(gradient), _rows(result)).reshape(result.shape))
 
 
 class _Kind(NamedTuple):

@@ -1,22 +1,41 @@
-"""This module computes layer and RMS normalisation of a matrix's rows, in blocks that stay in a core's cache.
+"""This module computes layer and RMS normalisation of a matrix's rows; functions.py calls it.
 
-functions.py calls it. Sums over the rows are taken within blocks and then added up, so that the rounding error does not
+oneDNN's primitives do it in one pass over the memory. NumPy does it, in blocks that stay in a core's cache, where they
+are missing, and for rows in which float32 needs care: values whose squares overflow, and a mean that is large compared
+with the deviation. Sums over the rows are taken within blocks and then added up, so that the rounding error does not
 grow with the number of rows; the blocks do not depend on the number of cores.
 """
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 
-from mindnlp_dp.kernels.memory import empty
-from mindnlp_dp.kernels.workers import parallel_for_blocks, rows_of_a_block
+from mindnlp_dp.kernels import onednn
+from mindnlp_dp.kernels.memory import ITEM_BYTES, empty
+from mindnlp_dp.kernels.workers import SMALLEST_PART, parallel_for, parallel_for_blocks, rows_of_a_block
 
 Weight = Optional[np.ndarray]
-# For each row: its mean in two parts, shape (M, 2), which are subtracted one after the other; and 1 / standard
-# deviation, shape (M, 1).
-Statistics = tuple[np.ndarray, np.ndarray]
+# Rows whose gradients of weight and bias oneDNN sums one after the other.
+ROWS_OF_A_SUM = 128
+# Where a mean has more standard deviations than this, oneDNN's rounding of it would show in the result.
+_MOST_DEVIATIONS = 4.0
+
+
+class Statistics(NamedTuple):
+    """What a backward pass needs to know of each of M rows.
+
+    Attributes:
+        mean: By oneDNN the mean, shape (M,); by NumPy the mean in two parts, which are subtracted one after the other,
+            shape (M, 2).
+        spread: By oneDNN the variance, shape (M,); by NumPy 1 / standard deviation, shape (M, 1).
+        epsilon: What oneDNN adds to the variance; None: NumPy has computed these.
+    """
+
+    mean: np.ndarray
+    spread: np.ndarray
+    epsilon: Optional[float] = None
 
 
 def normalize(
@@ -30,6 +49,12 @@ def normalize(
         The result, and the statistics that the backward pass needs.
     """
     rows, columns = x.shape
+    if onednn.has_primitives() and x.size:
+        out, statistics = _by_onednn(np.ascontiguousarray(x), weight, bias, epsilon, centred)
+        if _are_exact(statistics, centred):
+            # oneDNN 3.10's gradient of RMS normalization subtracts a mean, as layer normalization's does.
+            scale = None if centred else 1 / np.sqrt(statistics.spread[:, None] + np.float32(epsilon))
+            return out, statistics if scale is None else Statistics(np.zeros((rows, 2), np.float32), scale)
     out = empty(rows, columns)
     mean, scale = np.zeros((rows, 2), np.float32), np.empty((rows, 1), np.float32)
 
@@ -50,14 +75,43 @@ def normalize(
             y += bias
 
     parallel_for_blocks(block, rows, columns)
-    return out, (mean, scale)
+    return out, Statistics(mean, scale)
+
+
+def _by_onednn(
+    x: np.ndarray, weight: Weight, bias: Weight, epsilon: float, centred: bool
+) -> tuple[np.ndarray, Statistics]:
+    rows, columns = x.shape
+    out, mean, variance = empty(rows, columns), np.zeros(rows, np.float32), np.empty(rows, np.float32)
+    whole = [np.ascontiguousarray(each) for each in (weight, bias) if each is not None]
+    by_row = [(x, columns), (out, columns), *[(mean, 1)] * centred, (variance, 1)]
+    begins = [(array.ctypes.data, ITEM_BYTES * width) for array, width in by_row]
+
+    def part(first: int, last: int) -> None:
+        run = onednn.normalization(
+            last - first, columns, epsilon, scale=weight is not None, shift=bias is not None, centred=centred
+        )
+        run(*(begin + first * width for begin, width in begins), *(each.ctypes.data for each in whole))
+
+    parallel_for(part, rows, 1, SMALLEST_PART // columns + 1)
+    return out, Statistics(mean, variance, epsilon)
+
+
+def _are_exact(statistics: Statistics, centred: bool) -> bool:
+    """Return whether float32 was enough for oneDNN's way: it rounds the mean once, and adds up squares."""
+    mean, variance, _ = statistics
+    if not np.isfinite(variance).all():
+        return False
+    return not centred or bool((np.abs(mean) <= _MOST_DEVIATIONS * np.sqrt(variance)).all())
 
 
 def normalize_backward(
     gradient: np.ndarray, x: np.ndarray, weight: Weight, statistics: Statistics, centred: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the gradients of ``x``, ``weight`` and ``bias``, of shapes (M, N), (N,) and (N,)."""
-    (rows, columns), (mean, scale) = x.shape, statistics
+    (rows, columns), (mean, scale, epsilon) = x.shape, statistics
+    if epsilon is not None:
+        return _backward_by_onednn(gradient, x, weight, statistics, epsilon)
     of_x = empty(rows, columns)
     size = rows_of_a_block(columns)
     sums = np.empty((2, -(-rows // size), columns), np.float32)
@@ -89,6 +143,28 @@ def normalize_backward(
     parallel_for_blocks(block, rows, columns)
     of_weight, of_bias = sums.sum(1)
     return of_x, of_weight, of_bias
+
+
+def _backward_by_onednn(
+    gradient: np.ndarray, x: np.ndarray, weight: Weight, statistics: Statistics, epsilon: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    (rows, columns), (mean, variance, _) = x.shape, statistics
+    g, x, of_x = np.ascontiguousarray(gradient), np.ascontiguousarray(x), empty(rows, columns)
+    num_sums = -(-rows // ROWS_OF_A_SUM)
+    of_weight, of_bias = np.zeros((2, num_sums, columns), np.float32)
+    by_row = [(each.ctypes.data, ITEM_BYTES * width) for each, width in
+              ((x, columns), (g, columns), (of_x, columns), (mean, 1), (variance, 1))]  # fmt: skip
+    scale = None if weight is None else np.ascontiguousarray(weight)
+
+    def part(first: int, last: int) -> None:
+        for number in range(first, last):
+            begin, end = number * ROWS_OF_A_SUM, min((number + 1) * ROWS_OF_A_SUM, rows)
+            run = onednn.normalization_backward(end - begin, columns, epsilon, scale=scale is not None)
+            of_scale = [] if scale is None else [scale.ctypes.data, of_weight[number].ctypes.data]
+            run(*(at + begin * width for at, width in by_row), *of_scale, of_bias[number].ctypes.data)
+
+    parallel_for(part, num_sums, 1, SMALLEST_PART // (ROWS_OF_A_SUM * columns) + 1)
+    return of_x, of_weight.sum(0), of_bias.sum(0)
 
 
 def _take_off_mean(rows: np.ndarray, mean: np.ndarray) -> None:

@@ -1,16 +1,21 @@
-"""This module calls oneDNN's float32 matrix product, from the library that MindSpore ships; matmul.py uses it.
+"""This module calls oneDNN, from the library that MindSpore ships: matrix products and element-wise primitives.
 
-MindSpore calls oneDNN's primitives, which repack their inputs at every call. The C function ``dnnl_sgemm`` is as fast
-as any BLAS, and selects its instructions by the features of the core, not by its vendor. It runs on the calling thread
-(MindSpore's oneDNN is built for thread pools) and releases Python's GIL. It sums in the same order as MindSpore's own
-products, so results are equal on as many machines as MindSpore's are.
+MindSpore builds a primitive at every call. Here primitives and their memory objects are kept by shape, for each thread,
+and a call only sets the addresses. The calling thread computes (MindSpore's oneDNN is built for thread pools, and gets
+none here), and ctypes releases Python's GIL. oneDNN selects its instructions by the features of the core, not by its
+vendor.
+
+The constants are those of oneDNN 3 (include/oneapi/dnnl/dnnl_types.h); with another version only ``dnnl_sgemm`` is
+called, which versions 1 to 3 have.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,22 +24,63 @@ Layout = tuple[bytes, int]
 # A function that multiplies the matrices at the first two addresses into the one at the third.
 Multiply = Callable[[int, int, int], None]
 
+_FLOAT32, _FORWARD, _BACKWARD = 3, 64, 128
+_ACCURATE_SOFTMAX = 0x30000
+# Flags of normalization.
+_SCALE, _SHIFT, _RMS = 0x2, 0x4, 0x20
+# The arguments of a primitive.
+_SOURCE, _SECOND, _RESULT, _WEIGHTS = 1, 2, 17, 33
+_MEAN, _VARIANCE, _SCALES, _SHIFTS = 49, 50, 51, 52
+_OF_SOURCE, _OF_RESULT, _OF_SCALES, _OF_SHIFTS = 129, 145, 255, 256
+
+# The activations that oneDNN computes, and the values of their first parameter.
+ACTIVATIONS = {"gelu": (0x31, 0.0), "gelu_tanh": (0x2B, 0.0), "gelu_quick": (0x2C, 1.702), "silu": (0x2C, 1.0)}
+
+# The bits of AVX-512 in dnnl_cpu_isa_t. Without it oneDNN computes tanh and the gradient of a softmax element by
+# element.
+_AVX512 = 0x8
+
+# Primitives that a thread keeps; the batches of a data set with rows of many lengths have many shapes.
+_MOST_KEPT = 256
+
 
 @functools.cache
-def _sgemm() -> Optional[Any]:
+def _library() -> Optional[Any]:
     import mindspore
 
     for path in sorted((Path(mindspore.__file__).parent / "lib").glob("libdnnl.so*")):
         try:
-            return ctypes.CDLL(str(path)).dnnl_sgemm
+            library = ctypes.CDLL(str(path))
+            _ = library.dnnl_sgemm
         except (OSError, AttributeError):
             continue
+        return library
     return None
 
 
 def is_there() -> bool:
-    """Return whether MindSpore's oneDNN has this function, as its versions 1 to 3 do."""
-    return _sgemm() is not None
+    """Return whether MindSpore's oneDNN has a matrix product, as its versions 1 to 3 do."""
+    return _library() is not None
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [("major", ctypes.c_int)]
+
+
+@functools.cache
+def has_primitives() -> bool:
+    """Return whether this is oneDNN 3, whose constants this module knows."""
+    library = _library()
+    if library is None or not hasattr(library, "dnnl_layer_normalization_forward_primitive_desc_create"):
+        return False
+    library.dnnl_version.restype = ctypes.POINTER(_Version)
+    return bool(library.dnnl_version().contents.major == 3)
+
+
+@functools.cache
+def has_fast_exponentials() -> bool:
+    """Return whether oneDNN computes tanh, and the gradient of a softmax, in vectors on this core."""
+    return has_primitives() and bool(_library().dnnl_get_effective_cpu_isa() & _AVX512)  # type: ignore[union-attr]
 
 
 def multiplication(sizes: tuple[int, int, int], a: Layout, b: Layout, out_stride: int, *, add: bool) -> Multiply:
@@ -44,8 +90,8 @@ def multiplication(sizes: tuple[int, int, int], a: Layout, b: Layout, out_stride
     only one thread may use it. All other arguments are prepared once, because preparing the call of a small product
     takes longer than computing it.
     """
-    run: Any = _sgemm()
-    rows, inner, columns = map(ctypes.c_int64, sizes)
+    library: Any = _library()
+    run, (rows, inner, columns) = library.dnnl_sgemm, map(ctypes.c_int64, sizes)
     at_a, at_b, at_out = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     (a_transposed, a_stride), (b_transposed, b_stride) = a, b
     arguments = (
@@ -60,3 +106,197 @@ def multiplication(sizes: tuple[int, int, int], a: Layout, b: Layout, out_stride
             raise RuntimeError(f"oneDNN's product of (rows, inner, columns) = {sizes} ended with status {status}")
 
     return multiply
+
+
+# Primitives. Only the thread that makes one may run it: they share a thread's scratch memory.
+
+_kept = threading.local()
+
+
+def _of_this_thread(key: Hashable, make: Callable[[], Primitive]) -> Primitive:
+    """Return this thread's primitive for a key; the least recently used one is dropped if there are too many."""
+    primitives: OrderedDict[Hashable, Primitive] = _kept.__dict__.setdefault("primitives", OrderedDict())
+    if key in primitives:
+        primitives.move_to_end(key)
+    else:
+        primitives[key] = make()
+        if len(primitives) > _MOST_KEPT:
+            primitives.popitem(last=False)
+    return primitives[key]
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = [("number", ctypes.c_int), ("memory", ctypes.c_void_p)]
+
+
+def _made(function: str, *arguments: Any) -> ctypes.c_void_p:
+    """Call one of oneDNN's functions that create an object, and return the object."""
+    found = ctypes.c_void_p()
+    if status := getattr(_library(), function)(ctypes.byref(found), *arguments):
+        raise RuntimeError(f"oneDNN's {function} ended with status {status}")
+    return found
+
+
+@functools.cache
+def _engine() -> ctypes.c_void_p:
+    return _made("dnnl_engine_create", 1, ctypes.c_size_t(0))
+
+
+def _stream() -> ctypes.c_void_p:
+    if not hasattr(_kept, "stream"):
+        _kept.stream = _made("dnnl_stream_create", _engine(), 1)
+    stream: ctypes.c_void_p = _kept.stream
+    return stream
+
+
+@functools.lru_cache(maxsize=1024)
+def _array(shape: Sequence[int]) -> ctypes.c_void_p:
+    """Return the description of a row-major float32 array."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    dims = ctypes.c_int64 * 12
+    make = "dnnl_memory_desc_create_with_strides"
+    return _made(make, len(shape), dims(*shape), _FLOAT32, dims(*strides))
+
+
+class Primitive:
+    """A primitive of oneDNN and its memory objects; a call takes the addresses of its arguments, in their order."""
+
+    def __init__(
+        self,
+        description: ctypes.c_void_p,
+        arguments: Sequence[tuple[int, ctypes.c_void_p]],
+        forward: Optional[ctypes.c_void_p] = None,
+    ) -> None:
+        library: Any = _library()
+        self._primitive = _made("dnnl_primitive_create", description)
+        # The description of a gradient refers to that of the forward pass.
+        for used in (description, forward):
+            library.dnnl_primitive_desc_destroy(used)
+        self._memories = [_made("dnnl_memory_create", array, _engine(), None) for _, array in arguments]
+        numbers = [number for number, _ in arguments]
+        self._arguments = (_Argument * len(numbers))(*zip(numbers, (m.value for m in self._memories)))
+        self._set, self._run = library.dnnl_memory_set_data_handle, library.dnnl_primitive_execute
+        self._stream = _stream()
+        self._destroy = library.dnnl_primitive_destroy, library.dnnl_memory_destroy
+
+    def __call__(self, *addresses: int) -> None:
+        for memory, address in zip(self._memories, addresses):
+            self._set(memory, ctypes.c_void_p(address))
+        if status := self._run(self._primitive, self._stream, len(self._memories), self._arguments):
+            raise RuntimeError(f"a primitive of oneDNN ended with status {status}")
+
+    def __del__(self) -> None:
+        of_primitive, of_memory = self._destroy
+        of_primitive(self._primitive)
+        for memory in self._memories:
+            of_memory(memory)
+
+
+def activation(name: str, size: int) -> Primitive:
+    """Return the primitive of one of :data:`ACTIVATIONS`; arguments: input, output, of ``size`` elements each."""
+    algorithm, parameter = ACTIVATIONS[name]
+
+    def make() -> Primitive:
+        x = _array((size,))
+        return Primitive(_activation(algorithm, x, parameter), [(_SOURCE, x), (_RESULT, x)])
+
+    return _of_this_thread((name, size), make)
+
+
+def activation_backward(name: str, size: int) -> Primitive:
+    """Return the primitive of its gradient; arguments: input, gradient of the output, gradient of the input."""
+    algorithm, parameter = ACTIVATIONS[name]
+
+    def make() -> Primitive:
+        x = _array((size,))
+        forward = _activation(algorithm, x, parameter)
+        description = _made(
+            "dnnl_eltwise_backward_primitive_desc_create", _engine(), algorithm, x, x, x,
+            ctypes.c_float(parameter), ctypes.c_float(0), forward, None,
+        )  # fmt: skip
+        return Primitive(description, [(_SOURCE, x), (_OF_RESULT, x), (_OF_SOURCE, x)], forward)
+
+    return _of_this_thread((name, size, "backward"), make)
+
+
+def _activation(algorithm: int, x: ctypes.c_void_p, parameter: float) -> ctypes.c_void_p:
+    return _made(
+        "dnnl_eltwise_forward_primitive_desc_create", _engine(), _FORWARD, algorithm, x, x,
+        ctypes.c_float(parameter), ctypes.c_float(0), None,
+    )  # fmt: skip
+
+
+def normalization(rows: int, columns: int, epsilon: float, *, scale: bool, shift: bool, centred: bool) -> Primitive:
+    """Return the primitive of layer normalization, or of RMS normalization if not ``centred``, of each row.
+
+    Arguments: input, output (rows, columns); mean if ``centred``, and variance (rows,), which it writes; the weight if
+    ``scale`` and the bias if ``shift`` (columns,).
+    """
+    flags = _SCALE * scale | _SHIFT * shift | _RMS * (not centred)
+
+    def make() -> Primitive:
+        x, row, column = _array((rows, columns)), _array((rows,)), _array((columns,))
+        arguments = [(_SOURCE, x), (_RESULT, x), *[(_MEAN, row)] * centred, (_VARIANCE, row)]
+        arguments += [(_SCALES, column)] * scale + [(_SHIFTS, column)] * shift
+        return Primitive(_normalization(x, row, epsilon, flags), arguments)
+
+    return _of_this_thread((rows, columns, epsilon, flags), make)
+
+
+def normalization_backward(rows: int, columns: int, epsilon: float, *, scale: bool) -> Primitive:
+    """Return the primitive of the gradient of layer normalization.
+
+    Arguments: input, gradient of the output, gradient of the input (rows, columns); mean and variance (rows,); if
+    ``scale`` the weight and its gradient; gradient of the bias (columns,).
+    """
+    flags = _SCALE * scale | _SHIFT
+
+    def make() -> Primitive:
+        x, row, column = _array((rows, columns)), _array((rows,)), _array((columns,))
+        forward = _normalization(x, row, epsilon, flags)
+        description = _made(
+            "dnnl_layer_normalization_backward_primitive_desc_create", _engine(), _BACKWARD, x, x, x, row,
+            ctypes.c_float(epsilon), flags, forward, None,
+        )  # fmt: skip
+        arguments = [(_SOURCE, x), (_OF_RESULT, x), (_OF_SOURCE, x), (_MEAN, row), (_VARIANCE, row)]
+        arguments += [*[(_SCALES, column), (_OF_SCALES, column)] * scale, (_OF_SHIFTS, column)]
+        return Primitive(description, arguments, forward)
+
+    return _of_this_thread((rows, columns, epsilon, flags, "backward"), make)
+
+
+def _normalization(x: ctypes.c_void_p, row: ctypes.c_void_p, epsilon: float, flags: int) -> ctypes.c_void_p:
+    return _made(
+        "dnnl_layer_normalization_forward_primitive_desc_create", _engine(), _FORWARD, x, x, row,
+        ctypes.c_float(epsilon), flags, None,
+    )  # fmt: skip
+
+
+def softmax(rows: int, columns: int) -> Primitive:
+    """Return the primitive of the softmax of each row; arguments: input, output."""
+
+    def make() -> Primitive:
+        x = _array((rows, columns))
+        return Primitive(_softmax(x), [(_SOURCE, x), (_RESULT, x)])
+
+    return _of_this_thread(("softmax", rows, columns), make)
+
+
+def softmax_backward(rows: int, columns: int) -> Primitive:
+    """Return the primitive of its gradient; arguments: output, gradient of the output, gradient of the input."""
+
+    def make() -> Primitive:
+        x = _array((rows, columns))
+        forward = _softmax(x)
+        description = _made(
+            "dnnl_softmax_backward_primitive_desc_create", _engine(), _ACCURATE_SOFTMAX, x, x, x, 1, forward, None
+        )
+        return Primitive(description, [(_RESULT, x), (_OF_RESULT, x), (_OF_SOURCE, x)], forward)
+
+    return _of_this_thread(("softmax", rows, columns, "backward"), make)
+
+
+def _softmax(x: ctypes.c_void_p) -> ctypes.c_void_p:
+    return _made("dnnl_softmax_forward_primitive_desc_create", _engine(), _FORWARD, _ACCURATE_SOFTMAX, x, x, 1, None)
