@@ -42,6 +42,12 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
         return kernels().gelu(input, approximate) if is_known else NotImplemented
 
     @override(module)
+    def silu(input: Any, inplace: bool = False) -> Any:
+        return kernels().silu(input) if supports(input) and not inplace else NotImplemented
+
+    override(module)(softmax)
+
+    @override(module)
     def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
         is_plain = isinstance(normalized_shape, (int, tuple, list)) and isinstance(eps, (int, float))
         if is_plain and supports(input, *not_none(weight, bias)):
@@ -76,6 +82,20 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
             if target.shape == input.shape[:1] and is_class.all():
                 return kernels().cross_entropy(input, classes, ignore_index, reduction)
         return NotImplemented
+
+
+@around(f"{_PYTORCH}.ops.pointwise")
+def _pointwise(module: types.ModuleType) -> Iterator[None]:
+    yield
+    override(module)(softmax)
+
+
+def softmax(input: Any, dim: Any = -1, *, dtype: Any = None) -> Any:
+    """Return the softmax over the last dimension, or NotImplemented for another one."""
+    is_last = supports(input) and input.ndim > 0 and dim in (-1, input.ndim - 1)
+    if is_last and dtype in (None, input.dtype):
+        return kernels().softmax(input)
+    return NotImplemented
 
 
 @around(f"{_PYTORCH}.ops.blas")

@@ -21,10 +21,10 @@ from mindnlp.transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel,
 from mindspore import Tensor
 
 import mindnlp_dp as dp
-from mindnlp_dp.kernels import dispatch, dropout, matmul, memory, workers
-from mindnlp_dp.kernels.activations import gelu
+from mindnlp_dp.kernels import activations, dispatch, dropout, matmul, memory, onednn, workers
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
+from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
 from mindnlp_dp.parallel.tensor_parallel.layers import add_bias
 
 
@@ -138,6 +138,11 @@ CASES = {
     "gelu, tanh": (lambda x: F.gelu(x, approximate="tanh"), (100, 301)),
     "gelu, quick": (quick_gelu, (100, 301)),
     "gelu, transposed": (lambda x: F.gelu(x.swapaxes(0, 2)), (3, 4, 5)),
+    "silu": (F.silu, (100, 301)),
+    "softmax": (lambda x: F.softmax(x, dim=-1), (3, 7, 5, 33)),
+    "softmax of one row": (lambda x: ops.softmax(x, dim=0), (30,)),
+    "softmax, transposed": (lambda x: ops.softmax(x.swapaxes(0, 1), dim=-1), (40, 30)),
+    "softmax, another dimension": (lambda x: ops.softmax(x, dim=0), (40, 30)),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (30,), w, b, 1e-12), (5, 20, 30), (30,), (30,)),
     "layer norm of two dimensions": (lambda x, w, b: F.layer_norm(x, (20, 30), w, b), (5, 20, 30), (20, 30), (20, 30)),
     "layer norm of many rows": (lambda x, w, b: F.layer_norm(x, (7,), w, b), (9000, 7), (7,), (7,)),
@@ -243,8 +248,12 @@ def test_the_number_of_cores_changes_no_bit(num_cores):
     def all_of_them():
         y = matmul.product(x, w.T, bias)
         z, statistics = normalize(y, bias, bias, 1e-5, centred=True)
+        activated = {name: activations.forward(name, y, True) for name in onednn.ACTIVATIONS}
         return [
-            y, z, *gelu(y, derivative=True), *normalize_backward(y, z, bias, statistics, centred=True),
+            y, z, *normalize_backward(y, z, bias, statistics, centred=True),
+            *(out for out, _ in activated.values()),
+            *(activations.backward(name, z, y, slope) for name, (_, slope) in activated.items()),
+            softmax_of_rows(y), softmax_backward(z, softmax_of_rows(y)),
             matmul.product(y.T, x), matmul.product(y, w), dropout.masked(x, keep, 1.25),
             matmul.matmul(heads, heads.swapaxes(-1, -2)), matmul.matmul(long, long.swapaxes(-1, -2)),
         ]  # fmt: skip
