@@ -96,6 +96,9 @@ def column_sums(x: np.ndarray) -> np.ndarray:
 def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """Multiply each pair of matrices into ``out``, distributed over the cores; the batch dimensions are equal."""
     (rows, inner), columns = a.shape[-2:], b.shape[-1]
+    if onednn.has_primitives() and out.ndim > 2 and min(*a.strides, *b.strides, *out.strides) >= 0:
+        _in_one_call(a, b, out)
+        return
     addresses = list(zip(_addresses(a), _addresses(b), _addresses(out)))
     _, out_stride = _layout(out)
 
@@ -105,6 +108,25 @@ def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
             multiply(*pair)
 
     parallel_for(part, len(addresses), 1, WORK_OF_A_PART // (rows * inner * columns) + 1)
+
+
+def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Multiply as many matrices in one call as a core has to; strides must not be negative."""
+    axis = int(np.argmax(out.shape[:-2]))
+    work = math.prod(out.shape) // out.shape[axis] * a.shape[-1]
+
+    def part(first: int, last: int) -> None:
+        arrays = [x[(slice(None),) * axis + (slice(first, last),)] for x in (a, b, out)]
+        onednn.products(*map(_strided, arrays))(*(x.ctypes.data for x in arrays))
+
+    parallel_for(part, out.shape[axis], 1, WORK_OF_A_PART // work + 1)
+
+
+def _strided(x: np.ndarray) -> onednn.Strided:
+    """Return oneDNN's description of an array, in which a broadcast dimension has the length 1."""
+    is_one = [length == 1 or not stride for length, stride in zip(x.shape, x.strides)]
+    shape = tuple(1 if one and axis < x.ndim - 2 else length for axis, (one, length) in enumerate(zip(is_one, x.shape)))
+    return shape, tuple(1 if one else stride // ITEM_BYTES for one, stride in zip(is_one, x.strides))
 
 
 def _addresses(x: np.ndarray) -> list[int]:

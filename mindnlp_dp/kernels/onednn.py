@@ -21,6 +21,8 @@ from typing import Any, Optional
 
 # BLAS's description of a matrix: b"T" if transposed, else b"N"; and the distance between rows, in elements.
 Layout = tuple[bytes, int]
+# Shape and strides of an array, in elements.
+Strided = tuple[tuple[int, ...], tuple[int, ...]]
 # A function that multiplies the matrices at the first two addresses into the one at the third.
 Multiply = Callable[[int, int, int], None]
 
@@ -150,14 +152,15 @@ def _stream() -> ctypes.c_void_p:
 
 
 @functools.lru_cache(maxsize=1024)
-def _array(shape: Sequence[int]) -> ctypes.c_void_p:
-    """Return the description of a row-major float32 array."""
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * size)
+def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> ctypes.c_void_p:
+    """Return the description of a float32 array with these strides, in elements."""
     dims = ctypes.c_int64 * 12
-    make = "dnnl_memory_desc_create_with_strides"
-    return _made(make, len(shape), dims(*shape), _FLOAT32, dims(*strides))
+    return _made("dnnl_memory_desc_create_with_strides", len(shape), dims(*shape), _FLOAT32, dims(*strides))
+
+
+def _array(shape: tuple[int, ...]) -> ctypes.c_void_p:
+    """Return the description of a row-major array of one or two dimensions."""
+    return _strided(shape, (*shape[1:], 1))
 
 
 class Primitive:
@@ -192,6 +195,20 @@ class Primitive:
         of_primitive(self._primitive)
         for memory in self._memories:
             of_memory(memory)
+
+
+def products(a: Strided, b: Strided, out: Strided) -> Primitive:
+    """Return the primitive of the products of many matrices; arguments: the factors, and the results.
+
+    All have the same number of dimensions; where a factor has the length 1 before the last two, it is broadcast.
+    """
+
+    def make() -> Primitive:
+        arrays = [_strided(*each) for each in (a, b, out)]
+        description = _made("dnnl_matmul_primitive_desc_create", _engine(), *arrays[:2], None, arrays[2], None)
+        return Primitive(description, list(zip((_SOURCE, _WEIGHTS, _RESULT), arrays)))
+
+    return _of_this_thread((a, b, out), make)
 
 
 def activation(name: str, size: int) -> Primitive:
