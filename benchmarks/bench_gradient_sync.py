@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,14 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
     return [(vocab, width), (positions, width), (2, width), *norm, *(layer * layers), (width, width), (width,)]
 
 
+def page_faults(function: Callable[[], Any], calls: int) -> float:
+    """Return the page faults of a call."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        function()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / calls
+
+
 def exchanges(args: argparse.Namespace) -> dict[str, Any]:
     import mindspore
 
@@ -97,6 +107,7 @@ def exchanges(args: argparse.Namespace) -> dict[str, Any]:
         before = proportional_bytes()
         ours = dp.GradientSynchronizer(parameters, group)
         seconds["ours"] = median_seconds(group.barrier, partial(ours, gradients), 9)
+        seconds["page_faults"] = page_faults(partial(ours, gradients), 4)
         grown = group.all_reduce(np.array([proportional_bytes() - before], np.int64))
         seconds["memory"] = float(grown[0]) / group.world_size / sum(array.nbytes for array in arrays)
         del ours
@@ -141,6 +152,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     print_table(["", "ms", "x one copy", "x ours"], rows)
     print(f"memory that ours keeps, a rank: {medians['memory']:.2f} x the gradients")
+    print(f"page faults of a call of ours: {medians.pop('page_faults'):.0f}")
     ratios = {"naive_mccl_over_ours": ratio("naive_mccl", "ours"), "ours_over_copy": ratio("ours", "copy")}
     ratios["memory_over_gradients"] = round(medians.pop("memory"), 3)
     if "gloo" in runs:

@@ -49,7 +49,7 @@ def operator_jobs(torch_python: Optional[str]) -> dict[str, Job]:
     if torch_python:
         jobs["PyTorch"] = (alone("torch", torch_python), {})
     # NumPy's BLAS starts a thread for every core that it finds when it is loaded; taskset leaves it one core.
-    return {**jobs, "NumPy": (alone("numpy"), {})}
+    return {**jobs, "NumPy": (alone("numpy"), {}), "oneDNN": (alone("onednn"), {})}
 
 
 def step_jobs(steps: int, torch_python: Optional[str]) -> dict[str, Job]:
@@ -59,8 +59,10 @@ def step_jobs(steps: int, torch_python: Optional[str]) -> dict[str, Job]:
         "MindSpore's kernels, our update": ([*on_one_core(), *script, "auto"], MINDSPORES_KERNELS),
         "ours": ([*on_one_core(), *script, "auto"], {}),
         "ours, two ranks": ([*launched("mpi"), *script, "auto"], {}),
+        'ours, "medium"': ([*on_one_core(), *script, "auto"], {"MINDNLP_DP_MATMUL_PRECISION": "medium"}),
     }
     if torch_python:
+        jobs["PyTorch, autocast to bfloat16"] = (gloo(torch_python, "step amp", 1), {})
         jobs["PyTorch"] = (gloo(torch_python, "step", 1), {})
         jobs["PyTorch, two ranks, DistributedDataParallel"] = (gloo(torch_python, "step", 2), {})
     return jobs
@@ -89,12 +91,25 @@ def ratios_of(steps: dict[str, list[float]]) -> dict[str, float]:
         "stock_step_over_ours": median_ratio(steps["as MindNLP does it"], ours),
         "kernels_alone": median_ratio(steps["MindSpore's kernels, our update"], ours),
         "scaling_efficiency": median_ratio(ours, two),
+        "highest_over_medium": median_ratio(ours, steps['ours, "medium"']),
     }
     if "PyTorch" in steps:
         torch, ddp = steps["PyTorch"], steps["PyTorch, two ranks, DistributedDataParallel"]
         ratios["ours_over_torch"] = median_ratio(ours, torch)
         ratios["two_ranks_over_ddp"] = median_ratio(two, ddp)
         ratios["ddp_scaling_efficiency"] = median_ratio(torch, ddp)
+        ratios["medium_over_torch_amp"] = median_ratio(steps['ours, "medium"'], steps["PyTorch, autocast to bfloat16"])
+    return ratios
+
+
+def kernel_ratios(table: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """Return our time of forward and backward pass over that of PyTorch, and of the primitive that oneDNN has."""
+    ratios = {}
+    for name in ("gelu", "gelu, tanh", "layer norm", "softmax", "attention's product"):
+        times = {library: sum(both) for library, both in table[name].items()}
+        for ratio, library in (("kernels_over_torch", "PyTorch"), ("kernel_over_primitive", "oneDNN")):
+            if library in times:
+                ratios[f"{ratio}, {name}"] = round(times["ours"] / times[library], 3)
     return ratios
 
 
@@ -129,7 +144,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ]
     print_table(["ms, forward + backward", *libraries], rows)
     print_table(["", "s a step"], [[name, f"{statistics.median(taken):.3f}"] for name, taken in seconds.items()])
-    ratios = ratios_of(seconds)
+    ratios = {**ratios_of(seconds), **kernel_ratios(table)}
     print_table(["ratios", ""], [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()])
     return {"operators": table, "steps": seconds, "ratios": ratios}
 

@@ -4,7 +4,7 @@ It runs with a Python that has PyTorch; MindSpore is not needed:
 
     python benchmarks/gloo.py --kind all_reduce --write FILE
     python benchmarks/gloo.py --kind gradients --shapes FILE --write FILE
-    python benchmarks/gloo.py --kind step [--nproc 1] --write FILE
+    python benchmarks/gloo.py --kind step [--nproc 1] --write FILE          and "step amp", with autocast to bfloat16
     python benchmarks/gloo.py --kind update [--nproc 1] --write FILE
     python benchmarks/gloo.py --kind memory [--nproc 4] --write FILE
 
@@ -136,6 +136,11 @@ def step(distributed: Any, torch: Any, _: Any, zero: bool = False) -> dict[str, 
     return {"step": median_seconds(distributed.barrier, lambda: one(lambda _: None), 7)}
 
 
+def step_amp(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return step(distributed, torch, _)
+
+
 def step_zero(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
     return step(distributed, torch, _, zero=True)
 
@@ -189,8 +194,8 @@ def memory_zero(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
 
 
 KINDS = {
-    function.__name__.replace("_zero", " zero"): function
-    for function in (all_reduce, gradients, step, step_zero, update, memory, memory_zero)
+    function.__name__.replace("_zero", " zero").replace("_amp", " amp"): function
+    for function in (all_reduce, gradients, step, step_amp, step_zero, update, memory, memory_zero)
 }
 
 

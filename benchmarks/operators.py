@@ -3,6 +3,7 @@
     python benchmarks/operators.py --library mindspore --write FILE     our kernels
     python benchmarks/operators.py --library torch --write FILE         with a Python that has PyTorch
     python benchmarks/operators.py --library numpy --write FILE
+    python benchmarks/operators.py --library onednn --write FILE        the primitives that our kernels call, by themselves
 
 MINDNLP_DP_KERNELS=mindspore selects MindSpore's own kernels. The results are median milliseconds per call: for forward
 alone, and the extra time of a backward pass to all inputs.
@@ -14,6 +15,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable
 
@@ -28,6 +30,7 @@ OPERATORS: dict[str, tuple[tuple[int, ...], ...]] = {
     "gelu": ((TOKENS, INNER),),
     "gelu, tanh": ((TOKENS, INNER),),
     "layer norm": ((TOKENS, INNER), (INNER,), (INNER,)),
+    "softmax": ((BATCH * HEADS * LENGTH, LENGTH),),
     "dropout": ((TOKENS, INNER),),
     "embedding": ((SIZES["vocab_size"], WIDTH),),
 }
@@ -43,6 +46,7 @@ def same_functions(library: Any, functional: Any, ids: Any) -> dict[str, Callabl
         "gelu": functional.gelu,
         "gelu, tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "layer norm": lambda x, weight, bias: functional.layer_norm(x, (INNER,), weight, bias),
+        "softmax": lambda x: functional.softmax(x, -1),
         "dropout": lambda x: functional.dropout(x, 0.1),
         "embedding": lambda weight: functional.embedding(ids, weight),
     }
@@ -91,6 +95,55 @@ def by_numpy(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[str, 
     return {"linear": (forward, lambda: (forward(), g @ weight, g.T @ x, g.sum(0)))}
 
 
+def by_primitive(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[str, Calls]:
+    from mindnlp_dp.kernels import onednn
+
+    def calls(forward: Any, of_forward: list[np.ndarray], backward: Sequence[tuple[Any, list[np.ndarray]]]) -> Calls:
+        def run(primitive: Any, arrays: list[np.ndarray]) -> None:
+            primitive(*(array.ctypes.data for array in arrays))
+
+        def both() -> None:
+            run(forward, of_forward)
+            for primitive, arrays in backward:
+                run(primitive, arrays)
+
+        return lambda: run(forward, of_forward), both
+
+    def product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> tuple[Any, list[np.ndarray]]:
+        return onednn.products(*map(onednn.strided, (a, b, out))), [a, b, out]
+
+    def activation(name: str, x: np.ndarray) -> Calls:
+        y, g, of_x = (np.ones_like(x) for _ in range(3))
+        gradient = onednn.activation_backward(name, x.size)
+        return calls(onednn.activation(name, x.size), [x, y], [(gradient, [x, g, of_x])])
+
+    q, k = inputs["attention's product"]
+    scores, g = np.ones((2, BATCH, HEADS, LENGTH, LENGTH), np.float32)
+    of_q, of_k = np.empty_like(q), np.empty_like(k)
+    rows, columns, rows_of_q = (0, 2, 1, 3), (0, 2, 3, 1), q.transpose(0, 2, 1, 3)
+    attention = [
+        product(g, k.transpose(rows), of_q.transpose(rows)),
+        product(rows_of_q.swapaxes(-1, -2), g, of_k.transpose(columns)),
+    ]
+    x, weight, bias = inputs["layer norm"]
+    y, of_y, of_x, mean, variance = (*(np.ones_like(x) for _ in range(3)), *np.ones((2, TOKENS), np.float32))
+    norm = onednn.normalization(TOKENS, INNER, 1e-5, scale=True, shift=True, centred=True)
+    of_norm = onednn.normalization_backward(TOKENS, INNER, 1e-5, scale=True)
+    of_weight, of_bias = np.ones_like(weight), np.ones_like(bias)
+    (s,) = inputs["softmax"]
+    p, of_p, of_s = (np.ones_like(s) for _ in range(3))
+    return {
+        "attention's product": calls(*product(rows_of_q, k.transpose(columns), scores), attention),
+        "gelu": activation("gelu", *inputs["gelu"]),
+        "gelu, tanh": activation("gelu_tanh", *inputs["gelu, tanh"]),
+        "layer norm": calls(
+            norm, [x, y, mean, variance, weight, bias],
+            [(of_norm, [x, of_y, of_x, mean, variance, weight, of_weight, of_bias])],
+        ),
+        "softmax": calls(onednn.softmax(*s.shape), [s, p], [(onednn.softmax_backward(*s.shape), [p, of_p, of_s])]),
+    }  # fmt: skip
+
+
 def milliseconds(calls: Calls, repeats: int) -> list[float]:
     """Return the median times of forward and of what backward adds, measured in turns without the first two."""
     taken: list[tuple[float, ...]] = []
@@ -105,7 +158,7 @@ def milliseconds(calls: Calls, repeats: int) -> list[float]:
 
 
 def main() -> None:
-    libraries = {"mindspore": by_mindspore, "torch": by_torch, "numpy": by_numpy}
+    libraries = {"mindspore": by_mindspore, "torch": by_torch, "numpy": by_numpy, "onednn": by_primitive}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=libraries, required=True)
     parser.add_argument("--calls", type=int, default=15, help="measured calls of an operator")

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mindnlp_dp.runtime.versions import mindnlp_series
 
-KERNELS = ("auto", "mindspore")
+KERNELS, PRECISIONS = ("auto", "mindspore"), ("highest", "medium")
 
-VARIABLE = "MINDNLP_DP_KERNELS"
+VARIABLE, PRECISION_VARIABLE = "MINDNLP_DP_KERNELS", "MINDNLP_DP_MATMUL_PRECISION"
 
 _are_on = False
 
@@ -23,10 +26,24 @@ def check_kernels(kernels: str) -> str:
     Raises:
         ValueError: the value is neither "auto" nor "mindspore".
     """
-    asked = os.environ.get(VARIABLE) or kernels if kernels == "auto" else kernels
-    if asked not in KERNELS:
-        by = f"{VARIABLE}={asked}" if asked != kernels else f"kernels={kernels!r}"
-        raise ValueError(f"{by} is none of {', '.join(map(repr, KERNELS))}")
+    return _checked("kernels", kernels, "auto", VARIABLE, KERNELS)
+
+
+def check_precision(matmul_precision: str) -> str:
+    """Return ``matmul_precision``; for "auto", that of ``MINDNLP_DP_MATMUL_PRECISION``, or "highest".
+
+    Raises:
+        ValueError: the value is none of "auto", "highest" and "medium".
+    """
+    found = _checked("matmul_precision", matmul_precision, "auto", PRECISION_VARIABLE, ("auto", *PRECISIONS))
+    return "highest" if found == "auto" else found
+
+
+def _checked(name: str, value: str, default: str, variable: str, choices: Sequence[str]) -> str:
+    asked = os.environ.get(variable) or value if value == default else value
+    if asked not in choices:
+        by = f"{variable}={asked}" if asked != value else f"{name}={value!r}"
+        raise ValueError(f"{by} is none of {', '.join(map(repr, choices))}")
     return asked
 
 
@@ -38,6 +55,36 @@ def choose(kernels: str, num_cores: int) -> None:
     global _are_on
     _are_on = kernels == "auto"
     use_cores(num_cores if _are_on else 1)
+
+
+def choose_precision(matmul_precision: str) -> None:
+    """Make our kernels multiply in float32 ("highest"), or from factors rounded to bfloat16 ("medium")."""
+    from mindnlp_dp.kernels.matmul import use_bfloat16
+
+    is_medium = matmul_precision == "medium"
+    if use_bfloat16(is_medium) != is_medium:
+        warnings.warn(
+            'matmul_precision="medium" changes nothing here: this core has no products of bfloat16 numbers (AVX512-BF16 '
+            "or AMX), or MindSpore's oneDNN is not version 3",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+@contextlib.contextmanager
+def medium_precision(uses: bool) -> Iterator[None]:
+    """Multiply as ``matmul_precision="medium"`` does inside of the ``with`` block, if ``uses``."""
+    if not (uses and _are_on):
+        yield
+        return
+    from mindnlp_dp.kernels import matmul
+
+    before = matmul.uses_bfloat16()
+    choose_precision("medium")
+    try:
+        yield
+    finally:
+        matmul.use_bfloat16(before)
 
 
 def supports(*tensors: Any) -> bool:

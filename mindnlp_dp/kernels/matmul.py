@@ -9,6 +9,7 @@ the products, with its own threads.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Optional
 
 import numpy as np
@@ -25,34 +26,70 @@ WORK_OF_A_PART = 1 << 22
 
 ROWS_OF_A_SUM = 64
 
+# Whether products are computed from factors rounded to bfloat16.
+_uses_bfloat16 = False
+
+
+def use_bfloat16(uses: bool) -> bool:
+    """Make products round their factors to bfloat16, and sum in float32, if this core can; return whether they do."""
+    global _uses_bfloat16
+    _uses_bfloat16 = uses and onednn.has_bfloat16()
+    return _uses_bfloat16
+
+
+def uses_bfloat16() -> bool:
+    return _uses_bfloat16
+
 
 def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> np.ndarray:
     """Return ``a @ b``, plus ``bias`` in every row, as a new (M, N) matrix; ``a`` is (M, K), ``b`` is (K, N)."""
     (rows, inner), columns = a.shape, b.shape[1]
     out = empty(rows, columns)
-    if bias is not None or not inner:
-        out[...] = 0 if bias is None else bias
     if not out.size or not inner:
+        out[...] = 0 if bias is None else bias
         return out
     if not onednn.is_there():
-        return np.matmul(a, b, out=out) if bias is None else np.add(np.matmul(a, b), out, out=out)
+        return np.matmul(a, b, out=out) if bias is None else np.add(np.matmul(a, b), bias, out=out)
     a, b = _for_blas(a), _for_blas(b)
+    if _uses_bfloat16:
+        _by_tiles(a, b, bias, out)
+        return out
+    if bias is not None:
+        out[...] = bias
     at_a, at_b, at_out = a.ctypes.data, b.ctypes.data, out.ctypes.data
     layouts = _layout(a), _layout(b), columns
     a_row, out_row = a.strides[0], out.strides[0]
 
+    def tile(begin: int, end: int) -> None:
+        multiply = onednn.multiplication((end - begin, inner, columns), *layouts, add=bias is not None)
+        multiply(at_a + begin * a_row, at_b, at_out + begin * out_row)
+
+    _for_tiles(tile, rows, inner * columns)
+    return out
+
+
+def _by_tiles(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray], out: np.ndarray) -> None:
+    """Multiply two matrices into ``out`` by oneDNN's primitive, from factors rounded to bfloat16."""
+    row = [] if bias is None else [np.ascontiguousarray(bias)]
+
+    def tile(begin: int, end: int) -> None:
+        arrays = [a[begin:end], b, out[begin:end]]
+        run = onednn.products(*map(onednn.strided, arrays), bias=bool(row), bfloat16=True)
+        run(*(x.ctypes.data for x in [*arrays, *row]))
+
+    _for_tiles(tile, len(out), b.size)
+
+
+def _for_tiles(tile: Callable[[int, int], None], rows: int, work_of_a_row: int) -> None:
+    """Call ``tile(begin, end)`` for tiles of rows, distributed over the cores; the last one takes the remainder."""
     num_tiles = max(1, rows // ROWS_OF_A_TILE)
 
     def part(first: int, last: int) -> None:
-        # The last tile also takes the remaining rows.
         begins = [number * ROWS_OF_A_TILE for number in range(first, last)]
-        ends = [*begins[1:], last * ROWS_OF_A_TILE if last < num_tiles else rows]
-        for begin, end in zip(begins, ends):
-            multiply = onednn.multiplication((end - begin, inner, columns), *layouts, add=bias is not None)
-            multiply(at_a + begin * a_row, at_b, at_out + begin * out_row)
+        for begin, end in zip(begins, [*begins[1:], last * ROWS_OF_A_TILE if last < num_tiles else rows]):
+            tile(begin, end)
 
-    parallel_for(part, num_tiles, 1, WORK_OF_A_PART // (ROWS_OF_A_TILE * inner * columns) + 1)
-    return out
+    parallel_for(part, num_tiles, 1, WORK_OF_A_PART // (ROWS_OF_A_TILE * work_of_a_row) + 1)
 
 
 def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> np.ndarray:
@@ -117,16 +154,9 @@ def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
     def part(first: int, last: int) -> None:
         arrays = [x[(slice(None),) * axis + (slice(first, last),)] for x in (a, b, out)]
-        onednn.products(*map(_strided, arrays))(*(x.ctypes.data for x in arrays))
+        onednn.products(*map(onednn.strided, arrays), bfloat16=_uses_bfloat16)(*(x.ctypes.data for x in arrays))
 
     parallel_for(part, out.shape[axis], 1, WORK_OF_A_PART // work + 1)
-
-
-def _strided(x: np.ndarray) -> onednn.Strided:
-    """Return oneDNN's description of an array, in which a broadcast dimension has the length 1."""
-    is_one = [length == 1 or not stride for length, stride in zip(x.shape, x.strides)]
-    shape = tuple(1 if one and axis < x.ndim - 2 else length for axis, (one, length) in enumerate(zip(is_one, x.shape)))
-    return shape, tuple(1 if one else stride // ITEM_BYTES for one, stride in zip(is_one, x.strides))
 
 
 def _addresses(x: np.ndarray) -> list[int]:

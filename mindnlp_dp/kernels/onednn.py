@@ -28,19 +28,20 @@ Multiply = Callable[[int, int, int], None]
 
 _FLOAT32, _FORWARD, _BACKWARD = 3, 64, 128
 _ACCURATE_SOFTMAX = 0x30000
+_BFLOAT16_MODE = 1
 # Flags of normalization.
 _SCALE, _SHIFT, _RMS = 0x2, 0x4, 0x20
 # The arguments of a primitive.
-_SOURCE, _SECOND, _RESULT, _WEIGHTS = 1, 2, 17, 33
+_SOURCE, _RESULT, _WEIGHTS, _BIAS = 1, 17, 33, 41
 _MEAN, _VARIANCE, _SCALES, _SHIFTS = 49, 50, 51, 52
 _OF_SOURCE, _OF_RESULT, _OF_SCALES, _OF_SHIFTS = 129, 145, 255, 256
 
 # The activations that oneDNN computes, and the values of their first parameter.
 ACTIVATIONS = {"gelu": (0x31, 0.0), "gelu_tanh": (0x2B, 0.0), "gelu_quick": (0x2C, 1.702), "silu": (0x2C, 1.0)}
 
-# The bits of AVX-512 in dnnl_cpu_isa_t. Without it oneDNN computes tanh and the gradient of a softmax element by
-# element.
-_AVX512 = 0x8
+# The bits of AVX-512 and of its bfloat16 products in dnnl_cpu_isa_t. Without AVX-512 oneDNN computes tanh and the
+# gradient of a softmax element by element.
+_AVX512, _AVX512_BFLOAT16 = 0x20, 0x80
 
 # Primitives that a thread keeps; the batches of a data set with rows of many lengths have many shapes.
 _MOST_KEPT = 256
@@ -80,9 +81,19 @@ def has_primitives() -> bool:
 
 
 @functools.cache
+def _core_has(bit: int) -> bool:
+    library: Any = _library()
+    return has_primitives() and bool(library.dnnl_get_effective_cpu_isa() & bit)
+
+
 def has_fast_exponentials() -> bool:
     """Return whether oneDNN computes tanh, and the gradient of a softmax, in vectors on this core."""
-    return has_primitives() and bool(_library().dnnl_get_effective_cpu_isa() & _AVX512)  # type: ignore[union-attr]
+    return _core_has(_AVX512)
+
+
+def has_bfloat16() -> bool:
+    """Return whether this core multiplies bfloat16 numbers, by AVX512-BF16 or AMX, and oneDNN uses it."""
+    return _core_has(_AVX512_BFLOAT16)
 
 
 def multiplication(sizes: tuple[int, int, int], a: Layout, b: Layout, out_stride: int, *, add: bool) -> Multiply:
@@ -158,6 +169,17 @@ def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> ctypes.c_void_
     return _made("dnnl_memory_desc_create_with_strides", len(shape), dims(*shape), _FLOAT32, dims(*strides))
 
 
+def strided(array: Any) -> Strided:
+    """Return the shape and strides of a float32 array of NumPy, in which a dimension that is broadcast has length 1.
+
+    This holds for all dimensions but the last two.
+    """
+    is_one = [length == 1 or not stride for length, stride in zip(array.shape, array.strides)]
+    first = len(array.shape) - 2
+    shape = tuple(1 if one and axis < first else n for axis, (one, n) in enumerate(zip(is_one, array.shape)))
+    return shape, tuple(1 if one else stride // array.itemsize for one, stride in zip(is_one, array.strides))
+
+
 def _array(shape: tuple[int, ...]) -> ctypes.c_void_p:
     """Return the description of a row-major array of one or two dimensions."""
     return _strided(shape, (*shape[1:], 1))
@@ -197,18 +219,31 @@ class Primitive:
             of_memory(memory)
 
 
-def products(a: Strided, b: Strided, out: Strided) -> Primitive:
-    """Return the primitive of the products of many matrices; arguments: the factors, and the results.
+def products(a: Strided, b: Strided, out: Strided, *, bias: bool = False, bfloat16: bool = False) -> Primitive:
+    """Return the primitive of the products of matrices; arguments: the factors, the results, and the bias if any.
 
-    All have the same number of dimensions; where a factor has the length 1 before the last two, it is broadcast.
+    All factors have the same number of dimensions; where one has the length 1 before the last two, it is broadcast. The
+    bias, (N,), is added to every row. With ``bfloat16`` the factors are rounded, and their products summed in float32.
     """
 
     def make() -> Primitive:
         arrays = [_strided(*each) for each in (a, b, out)]
-        description = _made("dnnl_matmul_primitive_desc_create", _engine(), *arrays[:2], None, arrays[2], None)
-        return Primitive(description, list(zip((_SOURCE, _WEIGHTS, _RESULT), arrays)))
+        row = _array((1, out[0][-1])) if bias else None
+        attributes = _bfloat16_attributes() if bfloat16 else None
+        made = _made("dnnl_matmul_primitive_desc_create", _engine(), *arrays[:2], row, arrays[2], attributes)
+        arguments = list(zip((_SOURCE, _WEIGHTS, _RESULT), arrays))
+        return Primitive(made, arguments if row is None else [*arguments, (_BIAS, row)])
 
-    return _of_this_thread((a, b, out), make)
+    return _of_this_thread((a, b, out, bias, bfloat16), make)
+
+
+@functools.cache
+def _bfloat16_attributes() -> ctypes.c_void_p:
+    attributes = _made("dnnl_primitive_attr_create")
+    library: Any = _library()
+    if status := library.dnnl_primitive_attr_set_fpmath_mode(attributes, _BFLOAT16_MODE):
+        raise RuntimeError(f"oneDNN's fpmath mode bf16 ended with status {status}")
+    return attributes
 
 
 def activation(name: str, size: int) -> Primitive:

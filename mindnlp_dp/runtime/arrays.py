@@ -49,7 +49,9 @@ def number_of(x: Any) -> float:
 def aligned_zeros(numel: int, dtype: Any) -> np.ndarray:
     """Return a flat array of zeros that begins at a cache line, as MindSpore's own memory does."""
     item_bytes = np.dtype(dtype).itemsize
-    memory = np.zeros(numel * item_bytes + _CACHE_LINE_BYTES, np.uint8)
+    # NumPy asks the system for huge pages for empty arrays only.
+    memory = np.empty(numel * item_bytes + _CACHE_LINE_BYTES, np.uint8)
+    memory.fill(0)
     begin = -memory.ctypes.data % _CACHE_LINE_BYTES
     return memory[begin : begin + numel * item_bytes].view(dtype)
 

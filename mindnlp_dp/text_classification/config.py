@@ -100,6 +100,7 @@ class FinetuneConfig(TaskConfig):
     stats: bool = _setting(False, "print the time of the gradient exchange for each update")
     tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
     kernels: str = _setting("auto", "on CPU: auto, the fast kernels of this package; mindspore, its slower ones")
+    matmul_precision: str = _setting("auto", "on CPU: highest, or medium: products from inputs rounded to bfloat16")
 
     def check(self) -> None:
         super().check()
@@ -109,6 +110,7 @@ class FinetuneConfig(TaskConfig):
             ("compression", ("", "fp16", "bf16", "powersgd")),
             ("zero_stage", ("auto", "0", "1", "2")),
             ("kernels", ("auto", "mindspore")),
+            ("matmul_precision", ("auto", "highest", "medium")),
             ("pipeline_schedule", SCHEDULES),
         ):
             if getattr(self, name) not in choices:

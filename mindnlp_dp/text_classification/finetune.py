@@ -39,7 +39,9 @@ def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = follow_plan(parse_config(FinetuneConfig, description=__doc__))
-        group = dp.init_process_group(tune_runtime=config.tune_runtime, kernels=config.kernels)
+        group = dp.init_process_group(
+            tune_runtime=config.tune_runtime, kernels=config.kernels, matmul_precision=config.matmul_precision
+        )
         with as_input_error():
             mesh = dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
         args = training_arguments(config, mesh)

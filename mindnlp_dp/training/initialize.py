@@ -12,7 +12,7 @@ from mindnlp_dp.communication.consistency_checks import check_level
 from mindnlp_dp.communication.default_group import current_group, set_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.compat.mindspore_layers import use_kernels_in_layers
-from mindnlp_dp.kernels.dispatch import check_kernels
+from mindnlp_dp.kernels.dispatch import check_kernels, check_precision, choose_precision
 from mindnlp_dp.kernels.dispatch import choose as choose_kernels
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import set_device_from_env
@@ -20,7 +20,12 @@ from mindnlp_dp.runtime.launch_env import detect_launch
 
 
 def init_process_group(
-    backend: str = "auto", *, tune_runtime: bool = True, kernels: str = "auto", checks: str = "auto"
+    backend: str = "auto",
+    *,
+    tune_runtime: bool = True,
+    kernels: str = "auto",
+    matmul_precision: str = "auto",
+    checks: str = "auto",
 ) -> ProcessGroup:
     """Join the other processes of this job, and return the group of all of them.
 
@@ -29,21 +34,26 @@ def init_process_group(
     With ``tune_runtime`` on CPU, threads and operator dispatch are tuned to the cores of this process; pass ``False``
     to keep MindSpore's settings. It also makes MindNLP's layers use our ``kernels`` ("auto") or MindSpore's own, slower
     ones ("mindspore"); the environment variable ``MINDNLP_DP_KERNELS`` replaces "auto".
+    ``matmul_precision`` says how these kernels multiply: in float32 ("highest"), or from factors rounded to bfloat16,
+    with sums in float32 ("medium"), on cores that can. Everything else stays in float32. "auto" is the environment
+    variable ``MINDNLP_DP_MATMUL_PRECISION``, or "highest".
     ``checks`` says before which collectives the ranks verify that all make the same call: before every one ("all"), or
     before all except those that each update makes ("setup"). "auto" means "all" on CPU, and "setup" on a device,
     because every check makes the host wait for the device.
 
     Raises:
-        ValueError: ``backend``, ``kernels`` or ``checks`` is unknown, or ``backend`` contradicts the launcher or an
+        ValueError: ``backend``, ``kernels``, ``matmul_precision`` or ``checks`` is unknown, or ``backend`` contradicts the launcher or an
             earlier call.
         ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
-    kernels = check_kernels(kernels)
+    kernels, precision = check_kernels(kernels), check_precision(matmul_precision)
     if (group := current_group()) is not None:
         if backend not in ("auto", group.backend, group.backend_kind):
             raise ValueError(f"init_process_group({backend!r}), but the group was started with {group.backend!r}")
         if kernels == "mindspore":
             choose_kernels(kernels, 1)
+        if matmul_precision != "auto":
+            choose_precision(precision)
         return group
 
     check_level(checks)
@@ -61,6 +71,7 @@ def init_process_group(
         settings = configure_runtime(device, transport.local_rank, transport.local_world_size, cores_by_rank)
         if device == "CPU":
             choose_kernels(kernels, settings.num_threads)
+            choose_precision(precision)
             use_kernels_in_layers()
     group = ProcessGroup(transport, kind, checks=checks)
     set_process_group(group)

@@ -111,6 +111,16 @@ def test_memory_of_a_result_is_used_again_when_nobody_holds_it():
     assert (array == 3.0).all(), "a reader still looked at it"
 
 
+def test_a_loop_that_holds_its_gradients_until_it_has_the_next_uses_the_memory_of_two():
+    one = bucket()
+    seen = set()
+    for value in range(6):
+        gradients = result_of(one, float(value))
+        assert (gradients.asnumpy() == value).all()
+        seen.add(gradients.data_ptr())
+    assert len(seen) == 2
+
+
 def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
     """Simulate tensors that share an array's memory without a reference to the array."""
     held = []
@@ -128,7 +138,7 @@ def test_where_references_do_not_tell_memory_is_never_used_again(monkeypatch):
     monkeypatch.setattr(host, "refcount_is_reliable", lambda from_host: False)
     one = bucket()
     first = result_of(one, 1.0)
-    memory = one._results[0]
+    memory = one._results[0][-1]
     del first
     result_of(one, 2.0)
-    assert one._results[0] is not memory
+    assert one._results[0][-1] is not memory

@@ -21,14 +21,17 @@ def sum_dtype(layout: BucketLayout) -> type:
     return np.float64 if layout.dtype == "float64" else np.float32
 
 
-# References from the dictionary of results, the local variable and the call of getrefcount.
+# References from the list of results, the local variable and the call of getrefcount.
 _REFERENCES_OF_OUR_OWN = 3
 
+# A loop that holds the last gradients until it has the next ones needs the memory of both.
+_GENERATIONS = 2
 
-def _is_free(results: dict[int, np.ndarray], index: int) -> bool:
-    """Return whether only this dictionary refers to the array."""
-    result = results.get(index)
-    return result is not None and sys.getrefcount(result) <= _REFERENCES_OF_OUR_OWN
+
+def _is_free(results: list[np.ndarray], position: int) -> bool:
+    """Return whether only this list refers to the array."""
+    result = results[position]
+    return sys.getrefcount(result) <= _REFERENCES_OF_OUR_OWN
 
 
 @functools.cache
@@ -37,7 +40,7 @@ def refcount_is_reliable(from_host: Callable[[np.ndarray, str], Any]) -> bool:
 
     This depends on CPython and on MindSpore's tensors; if it does not work with either, memory is never reused.
     """
-    results = {0: np.zeros(4, np.float32)}
+    results = [np.zeros(4, np.float32)]
     if not _is_free(results, 0):
         return False
     # The variable keeps the tensor alive. If the tensor has copied the array, counts show nothing, and this is False.
@@ -55,7 +58,8 @@ class HostBucket(Bucket):
         self._buffer = aligned_zeros(layout.numel, sum_dtype(layout)) if buffer is None else buffer
         self._filled: set[int] = set()
         self._kept: set[int] = set()
-        self._results: dict[int, np.ndarray] = {}
+        # The newest result of a slot is the last one.
+        self._results: dict[int, list[np.ndarray]] = {}
 
     def _view(self, index: int) -> np.ndarray:
         slot = self._slots[index]
@@ -83,7 +87,7 @@ class HostBucket(Bucket):
     def rollback(self) -> None:
         self._filled = set(self._kept)
         for index in self._kept:
-            np.copyto(self._view(index).reshape(-1), self._results[index])
+            np.copyto(self._view(index).reshape(-1), self._results[index][-1])
 
     def start(self, scale: float, waiter: Optional[PollingWait] = None) -> None:
         self._fill_gaps()
@@ -103,13 +107,16 @@ class HostBucket(Bucket):
         np.copyto(out, self._buffer[slot.offset : slot.offset + slot.numel])
 
     def _result_memory(self, index: int) -> np.ndarray:
-        """Return memory for a slot of the result: that of the last result if it is not in use any more.
+        """Return memory for a slot of the result: that of an earlier result which is not in use any more, or new one.
 
         New memory causes a page fault for every 4 KiB, which costs several times as much as the copy.
         """
-        if not (_is_free(self._results, index) and refcount_is_reliable(from_host)):
-            self._results[index] = np.empty(self._slots[index].numel, self._buffer.dtype)
-        return self._results[index]
+        results = self._results.setdefault(index, [])
+        newest_first = reversed(range(len(results))) if refcount_is_reliable(from_host) else range(0)
+        free = next((position for position in newest_first if _is_free(results, position)), None)
+        results.append(np.empty(self._slots[index].numel, self._buffer.dtype) if free is None else results.pop(free))
+        del results[:-_GENERATIONS]
+        return results[-1]
 
     def sums(self) -> list[tuple[int, np.ndarray]]:
         return [(0, self._buffer)]

@@ -22,6 +22,7 @@ from mindnlp_dp.data.dataset_adapter import IndexedSource, adapt, make_loader
 from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
+from mindnlp_dp.kernels.dispatch import medium_precision
 from mindnlp_dp.parallel.replicated_model import (
     ReplicatedModel,
     as_replicated,
@@ -211,7 +212,8 @@ class DataParallelTrainerBase(abc.ABC):
             try:
                 self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
                 checkpoint = None
-                return self.training_loop.run()
+                with medium_precision(self.args.bf16):
+                    return self.training_loop.run()
             except Exception as error:  # noqa: BLE001
                 # Handled outside of this block, so that later errors are not chained to it.
                 caught = error
@@ -312,7 +314,8 @@ class DataParallelTrainerBase(abc.ABC):
 
         ``compute_metrics`` is called on rank 0 only; its result, or its error, is sent to the other ranks.
         """
-        return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
+        with medium_precision(self.args.bf16):
+            return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # Checkpoints.
 

@@ -14,9 +14,6 @@ from typing import Any
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase, upgrade
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
-# Settings that MindNLP's TrainingArguments accept and its Trainer ignores.
-_WITHOUT_EFFECT = ("fp16", "bf16")
-
 # Settings of MindSpore's pipelines in MindNLP's Trainer; here the rank itself reads its samples, between its updates.
 _OF_PIPELINES = ("dataset_num_workers", "dataset_prefetch_factor")
 
@@ -42,9 +39,8 @@ class DataParallelArguments(DataParallelArgumentsBase):
     def check_library(self) -> None:
         if self.recompute:
             raise ValueError("recompute: MindNLP 0.4.1 cannot recompute activations; use smaller micro-batches")
-        for name in _WITHOUT_EFFECT:
-            if getattr(self, name):
-                warnings.warn(f"{name} has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=5)
+        if self.fp16:
+            warnings.warn("fp16 has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=5)
         defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
         for name in _OF_PIPELINES:
             if getattr(self, name) != defaults.get(name):
