@@ -3,7 +3,7 @@
     python benchmarks/operators.py --library mindspore --write FILE     our kernels
     python benchmarks/operators.py --library torch --write FILE         with a Python that has PyTorch
     python benchmarks/operators.py --library numpy --write FILE
-    python benchmarks/operators.py --library onednn --write FILE        the primitives that our kernels call, by themselves
+    python benchmarks/operators.py --library onednn --write FILE        the primitives that our kernels call
 
 MINDNLP_DP_KERNELS=mindspore selects MindSpore's own kernels. The results are median milliseconds per call: for forward
 alone, and the extra time of a backward pass to all inputs.

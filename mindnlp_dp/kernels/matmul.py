@@ -38,6 +38,7 @@ def use_bfloat16(uses: bool) -> bool:
 
 
 def uses_bfloat16() -> bool:
+    """Return whether products round their factors to bfloat16."""
     return _uses_bfloat16
 
 

@@ -42,8 +42,8 @@ def init_process_group(
     because every check makes the host wait for the device.
 
     Raises:
-        ValueError: ``backend``, ``kernels``, ``matmul_precision`` or ``checks`` is unknown, or ``backend`` contradicts the launcher or an
-            earlier call.
+        ValueError: ``backend``, ``kernels``, ``matmul_precision`` or ``checks`` is unknown, or ``backend`` contradicts
+            the launcher or an earlier call.
         ImportError, RuntimeError: the backend's library is not installed, or sees other processes than were started.
     """
     kernels, precision = check_kernels(kernels), check_precision(matmul_precision)
