@@ -64,8 +64,8 @@ def choose_precision(matmul_precision: str) -> None:
     is_medium = matmul_precision == "medium"
     if use_bfloat16(is_medium) != is_medium:
         warnings.warn(
-            'matmul_precision="medium" changes nothing here: this core has no bfloat16 products (AVX512-BF16 or AMX), or '
-            "MindSpore's oneDNN is not version 3",
+            'matmul_precision="medium" changes nothing here: this core has no bfloat16 products (AVX512-BF16, AMX), '
+            "or MindSpore's oneDNN is not version 3",
             RuntimeWarning,
             stacklevel=3,
         )

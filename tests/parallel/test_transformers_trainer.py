@@ -152,7 +152,7 @@ def test_what_would_have_no_effect_is_refused(group, tmp_path):
     with pytest.warns(RuntimeWarning, match="dataloader_num_workers has no effect"):
         dp.DataParallelArguments(str(tmp_path), dataloader_num_workers=2)
     for settings, message in [
-        ({"bf16": True}, "bf16 is not supported"),
+        ({"fp16": True}, "fp16 is not supported"),
         ({"eval_on_start": True, "eval_strategy": "epoch"}, "eval_on_start is not supported"),
         ({"skip_memory_metrics": False}, "skip_memory_metrics=False: memory is not measured"),
         ({"overlap": True}, "overlap=True"),

@@ -842,6 +842,80 @@ class TestChoice:
         assert nn.Linear(3, 2)(Tensor(numbers(4, 3))).shape == (4, 2)
 
 
+def random_products():
+    """Return products with every layout of the factors, as functions of no arguments that return arrays."""
+    x, w, bias = numbers(300, 48), numbers(70, 48, seed=1), numbers(70, seed=2)
+    q, k = numbers(2, 20, 3, 16), numbers(2, 20, 3, 16, seed=1)
+    return {
+        "linear": lambda: matmul.product(x, w.T, bias),
+        "no bias": lambda: matmul.product(x, w.T),
+        "one row": lambda: matmul.product(x[:1], w.T, bias),
+        "of a weight": lambda: matmul.product(x.T, numbers(300, 70, seed=3)),
+        "no rows": lambda: matmul.product(x[:0], w.T, bias),
+        "nothing to sum": lambda: matmul.product(x[:, :0], w.T[:0], bias),
+        "attention": lambda: matmul.matmul(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1)),
+    }
+
+
+class TestPrecision:
+    @pytest.fixture(autouse=True)
+    def highest_afterwards(self):
+        yield
+        matmul.use_bfloat16(False)
+
+    @pytest.mark.parametrize("name", random_products())
+    @pytest.mark.parametrize("num_cores", [1, 3])
+    def test_medium_rounds_factors_only(self, monkeypatch, name, num_cores):
+        """Cores without bfloat16 take the same way, and compute in float32."""
+        can = onednn.has_bfloat16()
+        monkeypatch.setattr(onednn, "has_bfloat16", onednn.has_primitives)
+        workers.use_cores(num_cores)
+        multiply = random_products()[name]
+        expected = multiply()
+        assert matmul.use_bfloat16(True) == onednn.has_primitives()
+        medium = multiply()
+        assert medium.dtype == np.float32
+        assert medium.shape == expected.shape
+        # The bias is not rounded, and a factor has 8 bits.
+        tolerance = 1e-2 if can else 1e-6
+        assert np.linalg.norm(medium - expected) <= tolerance * np.linalg.norm(expected)
+        is_product = expected.size and name != "nothing to sum"
+        assert (medium != expected).any() or not (can and is_product)
+
+    def test_a_core_that_cannot_says_so_and_changes_nothing(self, monkeypatch):
+        monkeypatch.setattr(onednn, "has_bfloat16", lambda: False)
+        with pytest.warns(RuntimeWarning, match="changes nothing here: this core has no bfloat16 products"):
+            dp.init_process_group(matmul_precision="medium")
+        assert not matmul.uses_bfloat16()
+
+    def test_argument_and_environment(self, monkeypatch):
+        monkeypatch.setattr(onednn, "has_bfloat16", lambda: True)
+        dp.init_process_group(matmul_precision="medium")
+        assert matmul.uses_bfloat16()
+        dp.init_process_group()
+        assert matmul.uses_bfloat16(), "a later call without the argument keeps it"
+        dp.init_process_group(matmul_precision="highest")
+        assert not matmul.uses_bfloat16()
+        monkeypatch.setenv("MINDNLP_DP_MATMUL_PRECISION", "medium")
+        assert dispatch.check_precision("auto") == "medium"
+        assert dispatch.check_precision("highest") == "highest"
+        monkeypatch.setenv("MINDNLP_DP_MATMUL_PRECISION", "low")
+        with pytest.raises(ValueError, match="MINDNLP_DP_MATMUL_PRECISION=low is none of 'auto', 'highest', 'medium'"):
+            dispatch.check_precision("auto")
+        with pytest.raises(ValueError, match="matmul_precision='high' is none of"):
+            dp.init_process_group(matmul_precision="high")
+
+    def test_a_block_of_medium_precision_ends_with_what_was_before(self, monkeypatch):
+        monkeypatch.setattr(onednn, "has_bfloat16", lambda: True)
+        dispatch.choose("auto", 1)
+        with pytest.raises(KeyError), dispatch.medium_precision(True):
+            assert matmul.uses_bfloat16()
+            raise KeyError
+        assert not matmul.uses_bfloat16()
+        with dispatch.medium_precision(False):
+            assert not matmul.uses_bfloat16()
+
+
 def test_memory_that_is_freed_while_other_memory_is_taken_is_counted(monkeypatch):
     """Free an array during another allocation, as the garbage collector may do in the same thread."""
     kept = memory._Kept()
