@@ -20,6 +20,7 @@ import mindspore
 import numpy as np
 
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
+from mindnlp_dp.optim.fused.adam_kernel import kernel, step_size
 from mindnlp_dp.optim.fused.block_sums import BlockSums
 from mindnlp_dp.runtime.arrays import number_of
 
@@ -128,6 +129,15 @@ class AdamRule(Rule):
             rate, (beta1, beta2) = number_of(group["lr"]), group["betas"]
             scratch = update.scratch[: len(segment.weights)]
             epsilon = group["eps"] * (math.sqrt(1 - beta2**step) if self._epsilon_is_corrected else 1.0)
+            gradient = _gradient(segment, update, with_decay=not self._decoupled)
+            if self._decoupled:
+                for where, decay in _runs(segment, lambda index: float(update.groups[index]["weight_decay"])):
+                    segment.weights[where] *= np.float32(1 - rate * decay)
+            if (adam := kernel()) is not None:
+                moments = segment.state["exp_avg"], segment.state["exp_avg_sq"]
+                size = step_size(rate, beta1, beta2, step)
+                adam(segment.weights, *moments, gradient, size, beta1, beta2, epsilon)
+                continue
             if not segment.tensors:
                 segment.tensors = {
                     name: mindspore.Tensor.from_numpy(array)
@@ -136,10 +146,6 @@ class AdamRule(Rule):
                     )
                 }  # fmt: skip
             tensors = segment.tensors
-            gradient = _gradient(segment, update, with_decay=not self._decoupled)
-            if self._decoupled:
-                for where, decay in _runs(segment, lambda index: float(update.groups[index]["weight_decay"])):
-                    segment.weights[where] *= np.float32(1 - rate * decay)
             self._adam(
                 tensors["w"], tensors["exp_avg"], tensors["exp_avg_sq"], _scalar(beta1**step), _scalar(beta2**step),
                 _scalar(rate), _scalar(beta1), _scalar(beta2), _scalar(epsilon),
