@@ -62,19 +62,19 @@ def choose_precision(matmul_precision: str) -> None:
     from mindnlp_dp.kernels.matmul import use_bfloat16
 
     is_medium = matmul_precision == "medium"
-    if use_bfloat16(is_medium) != is_medium:
-        warnings.warn(
-            'matmul_precision="medium" changes nothing here: this core has no bfloat16 products (AVX512-BF16, AMX), '
-            "or MindSpore's oneDNN is not version 3",
-            RuntimeWarning,
-            stacklevel=3,
+    if use_bfloat16(is_medium and _are_on) != is_medium:
+        reason = (
+            "this core has no bfloat16 products (AVX512-BF16, AMX), or MindSpore's oneDNN is not version 3"
+            if _are_on
+            else "only this package's CPU kernels have bfloat16 products, and they are not in use"
         )
+        warnings.warn(f'matmul_precision="medium" (bf16) changes nothing here: {reason}', RuntimeWarning, stacklevel=3)
 
 
 @contextlib.contextmanager
 def medium_precision(uses: bool) -> Iterator[None]:
     """Multiply as ``matmul_precision="medium"`` does inside of the ``with`` block, if ``uses``."""
-    if not (uses and _are_on):
+    if not uses:
         yield
         return
     from mindnlp_dp.kernels import matmul

@@ -888,6 +888,13 @@ class TestPrecision:
             dp.init_process_group(matmul_precision="medium")
         assert not matmul.uses_bfloat16()
 
+    def test_without_our_kernels_it_says_so(self, monkeypatch):
+        monkeypatch.setattr(onednn, "has_bfloat16", lambda: True)
+        dispatch.choose("mindspore", 1)
+        with pytest.warns(RuntimeWarning, match="only this package's CPU kernels have bfloat16 products, and they"):
+            dp.init_process_group(matmul_precision="medium")
+        assert not matmul.uses_bfloat16()
+
     def test_argument_and_environment(self, monkeypatch):
         monkeypatch.setattr(onednn, "has_bfloat16", lambda: True)
         dp.init_process_group(matmul_precision="medium")
