@@ -126,7 +126,8 @@ def by_primitive(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[s
         product(rows_of_q.swapaxes(-1, -2), g, of_k.transpose(columns)),
     ]
     x, weight, bias = inputs["layer norm"]
-    y, of_y, of_x, mean, variance = (*(np.ones_like(x) for _ in range(3)), *np.ones((2, TOKENS), np.float32))
+    y, of_y, of_x = (np.ones_like(x) for _ in range(3))
+    mean, variance = np.ones((2, TOKENS), np.float32)
     norm = onednn.normalization(TOKENS, INNER, 1e-5, scale=True, shift=True, centred=True)
     of_norm = onednn.normalization_backward(TOKENS, INNER, 1e-5, scale=True)
     of_weight, of_bias = np.ones_like(weight), np.ones_like(bias)

@@ -172,12 +172,19 @@ def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> ctypes.c_void_
 def strided(array: Any) -> Strided:
     """Return the shape and strides of a float32 array of NumPy, in which a dimension that is broadcast has length 1.
 
-    This holds for all dimensions but the last two.
+    This holds for all dimensions but the last two. A dimension of length 1 gets the stride that it has in a row-major
+    array: with others, oneDNN 3.10 reads some batches of three dimensions at wrong addresses.
     """
-    is_one = [length == 1 or not stride for length, stride in zip(array.shape, array.strides)]
-    first = len(array.shape) - 2
-    shape = tuple(1 if one and axis < first else n for axis, (one, n) in enumerate(zip(is_one, array.shape)))
-    return shape, tuple(1 if one else stride // array.itemsize for one, stride in zip(is_one, array.strides))
+    shape, strides, extent = list[int](), list[int](), 1
+    for axis in reversed(range(array.ndim)):
+        length, stride = array.shape[axis], array.strides[axis] // array.itemsize
+        is_broadcast = not stride and axis < array.ndim - 2
+        length = 1 if is_broadcast else length
+        stride = extent if length == 1 else stride
+        extent = max(extent, length * stride)
+        shape.insert(0, length)
+        strides.insert(0, stride)
+    return tuple(shape), tuple(strides)
 
 
 def _array(shape: tuple[int, ...]) -> ctypes.c_void_p:
@@ -200,8 +207,8 @@ class Primitive:
         for used in (description, forward):
             library.dnnl_primitive_desc_destroy(used)
         self._memories = [_made("dnnl_memory_create", array, _engine(), None) for _, array in arguments]
-        numbers = [number for number, _ in arguments]
-        self._arguments = (_Argument * len(numbers))(*zip(numbers, (m.value for m in self._memories)))
+        pairs = [_Argument(number, memory) for (number, _), memory in zip(arguments, self._memories)]
+        self._arguments = (_Argument * len(pairs))(*pairs)
         self._set, self._run = library.dnnl_memory_set_data_handle, library.dnnl_primitive_execute
         self._stream = _stream()
         self._destroy = library.dnnl_primitive_destroy, library.dnnl_memory_destroy

@@ -62,10 +62,10 @@ def _equals_the_operator(adam: Adam) -> bool:
     import mindspore
 
     rng = np.random.default_rng(0)
-    arrays = [rng.random(64, np.float32) for _ in range(4)]
-    tensors = [mindspore.Tensor(array.copy()) for array in arrays]
+    weights, first, second, gradient = (rng.random(64, np.float32) for _ in range(4))
+    tensors = [mindspore.Tensor(array.copy()) for array in (weights, first, second, gradient)]
     rate, beta1, beta2, epsilon, step = 1e-2, 0.9, 0.999, 1e-8, 3
     scalars = [mindspore.Tensor(np.float32(x)) for x in (beta1**step, beta2**step, rate, beta1, beta2, epsilon)]
     mindspore.ops.Adam()(*tensors[:3], *scalars, tensors[3])
-    adam(*arrays, step_size(rate, beta1, beta2, step), beta1, beta2, epsilon)  # type: ignore[call-arg]
-    return all((array == tensor.asnumpy()).all() for array, tensor in zip(arrays, tensors))
+    adam(weights, first, second, gradient, step_size(rate, beta1, beta2, step), beta1, beta2, epsilon)
+    return all((array == tensor.asnumpy()).all() for array, tensor in zip((weights, first, second), tensors))
