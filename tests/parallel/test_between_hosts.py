@@ -90,7 +90,7 @@ def test_only_float32_is_compressed(dtype):
 
 
 # Derandomized, because every rank must draw the same examples.
-@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@settings(max_examples=40, derandomize=True, database=None)
 @given(
     num_rows=st.integers(0, 60),
     width=st.integers(1, 200),

@@ -190,7 +190,7 @@ def test_the_model_of_the_quickstart(several, group):
 
 
 # Derandomized, because every rank must draw the same examples.
-@settings(max_examples=25, derandomize=True, database=None, deadline=None)
+@settings(max_examples=25, derandomize=True, database=None)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6),
     dtype=st.sampled_from(["float32", "float32", "float16"]),

@@ -173,7 +173,7 @@ def test_without_shared_memory_mpi_takes_over_and_says_so_once(group, comm, monk
 
 
 # Derandomized, because every rank must draw the same examples.
-@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@settings(max_examples=40, derandomize=True, database=None)
 @given(
     numel=st.integers(1, 3000),
     dtype=st.sampled_from(["float32", "float64"]),

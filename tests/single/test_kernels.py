@@ -206,7 +206,7 @@ def laid_out(x, how):
     return x
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 3), max_size=3), st.tuples(*[st.integers(0, 70)] * 3), st.tuples(STRIDES, STRIDES),
     st.tuples(st.booleans(), st.booleans()), st.sampled_from([1, 3]),
