@@ -3,6 +3,7 @@
     python benchmarks/operators.py --library mindspore --write FILE     our kernels
     python benchmarks/operators.py --library torch --write FILE         with a Python that has PyTorch
     python benchmarks/operators.py --library numpy --write FILE
+    python benchmarks/operators.py --library kernels --write FILE       our kernels, without autograd
     python benchmarks/operators.py --library onednn --write FILE        the primitives that our kernels call
 
 MINDNLP_DP_KERNELS=mindspore selects MindSpore's own kernels. The results are median milliseconds per call: for forward
@@ -95,6 +96,49 @@ def by_numpy(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[str, 
     return {"linear": (forward, lambda: (forward(), g @ weight, g.T @ x, g.sum(0)))}
 
 
+def by_kernels(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[str, Calls]:
+    from mindnlp_dp.kernels import activations, matmul, normalization, softmax
+
+    def activation(name: str, x: np.ndarray) -> Calls:
+        def both() -> None:
+            _, slope = activations.forward(name, x, True)
+            activations.backward(name, of_y, x, slope)
+
+        of_y = np.ones_like(x)
+        return lambda: activations.forward(name, x, True), both
+
+    def product() -> np.ndarray:
+        return matmul.matmul(rows_of_q, columns_of_k)
+
+    def product_and_gradients() -> None:
+        product()
+        matmul.matmul(of_scores, columns_of_k.swapaxes(-1, -2), rows_of_q)
+        matmul.matmul(rows_of_q.swapaxes(-1, -2), of_scores, columns_of_k)
+
+    def norm() -> tuple[np.ndarray, normalization.Statistics]:
+        return normalization.normalize(x, weight, bias, 1e-5, centred=True)
+
+    def norm_and_gradients() -> None:
+        normalization.normalize_backward(of_norm, x, weight, norm()[1], centred=True)
+
+    def softmax_and_gradient() -> None:
+        softmax.softmax_backward(of_s, softmax.softmax_of_rows(s))
+
+    q, k = inputs["attention's product"]
+    rows_of_q, columns_of_k = q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1)
+    of_scores = np.ones((BATCH, HEADS, LENGTH, LENGTH), np.float32)
+    x, weight, bias = inputs["layer norm"]
+    (s,) = inputs["softmax"]
+    of_norm, of_s = np.ones_like(x), np.ones_like(s)
+    return {
+        "attention's product": (product, product_and_gradients),
+        "gelu": activation("gelu", *inputs["gelu"]),
+        "gelu, tanh": activation("gelu_tanh", *inputs["gelu, tanh"]),
+        "layer norm": (norm, norm_and_gradients),
+        "softmax": (lambda: softmax.softmax_of_rows(s), softmax_and_gradient),
+    }
+
+
 def by_primitive(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[str, Calls]:
     from mindnlp_dp.kernels import onednn
 
@@ -120,10 +164,11 @@ def by_primitive(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[s
     q, k = inputs["attention's product"]
     scores, g = np.ones((2, BATCH, HEADS, LENGTH, LENGTH), np.float32)
     of_q, of_k = np.empty_like(q), np.empty_like(k)
+    # The results have the factors' memory layout, and contiguous rows: of_k is g' q.
     rows, columns, rows_of_q = (0, 2, 1, 3), (0, 2, 3, 1), q.transpose(0, 2, 1, 3)
     attention = [
         product(g, k.transpose(rows), of_q.transpose(rows)),
-        product(rows_of_q.swapaxes(-1, -2), g, of_k.transpose(columns)),
+        product(g.swapaxes(-1, -2), rows_of_q, of_k.transpose(rows)),
     ]
     x, weight, bias = inputs["layer norm"]
     y, of_y, of_x = (np.ones_like(x) for _ in range(3))
@@ -159,7 +204,12 @@ def milliseconds(calls: Calls, repeats: int) -> list[float]:
 
 
 def main() -> None:
-    libraries = {"mindspore": by_mindspore, "torch": by_torch, "numpy": by_numpy, "onednn": by_primitive}
+    libraries: dict[str, Callable[..., dict[str, Calls]]] = {
+        "mindspore": by_mindspore,
+        "torch": by_torch,
+        "numpy": by_numpy,
+    }
+    libraries |= {"kernels": by_kernels, "onednn": by_primitive}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", choices=libraries, required=True)
     parser.add_argument("--calls", type=int, default=15, help="measured calls of an operator")
