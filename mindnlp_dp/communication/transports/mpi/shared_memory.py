@@ -63,6 +63,9 @@ def allocate_shared_rows(host: Any, row_bytes: int) -> Optional[np.ndarray]:
             # row lies in memory near that rank's core.
             os.posix_fallocate(mine, host.rank * row, row)
             memory = mmap.mmap(mine, num_bytes)
+            # Where /sys/kernel/mm/transparent_hugepage/shmem_enabled is "advise", the kernel then uses huge pages.
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
     everybody_has_it = all(host.allgather(memory is not None))
     if mine >= 0:
         os.close(mine)
