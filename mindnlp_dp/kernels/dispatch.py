@@ -71,6 +71,13 @@ def choose_precision(matmul_precision: str) -> None:
         warnings.warn(f'matmul_precision="medium" (bf16) changes nothing here: {reason}', RuntimeWarning, stacklevel=3)
 
 
+def current_precision() -> str:
+    """Return how products are computed now: "highest" or "medium"."""
+    from mindnlp_dp.kernels.matmul import uses_bfloat16
+
+    return "medium" if uses_bfloat16() else "highest"
+
+
 @contextlib.contextmanager
 def medium_precision(uses: bool) -> Iterator[None]:
     """Multiply as ``matmul_precision="medium"`` does inside of the ``with`` block, if ``uses``."""

@@ -153,6 +153,7 @@ def test_what_would_have_no_effect_is_refused(group, tmp_path):
         dp.DataParallelArguments(str(tmp_path), dataloader_num_workers=2)
     for settings, message in [
         ({"fp16": True}, "fp16 is not supported"),
+        ({"bf16": True}, 'bf16 is not supported with MindNLP 0.5; on a CPU use .*matmul_precision="medium"'),
         ({"eval_on_start": True, "eval_strategy": "epoch"}, "eval_on_start is not supported"),
         ({"skip_memory_metrics": False}, "skip_memory_metrics=False: memory is not measured"),
         ({"overlap": True}, "overlap=True"),

@@ -18,6 +18,7 @@ from mindnlp_dp.communication.default_group import get_process_group
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK
 from mindnlp_dp.data_parallel.synchronizer import DEFAULT_BUCKET_CAP_MB
+from mindnlp_dp.kernels.dispatch import current_precision
 from mindnlp_dp.optim.factory import check_zero_stage
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
@@ -116,8 +117,9 @@ class DataParallelArgumentsBase(TrainingArguments):
         }
 
     def result_settings(self) -> dict[str, Any]:
-        """Return those of this library's settings, except the data's, that change the trained weights."""
-        return {name: _plain(getattr(self, name)) for name in _RESULT_SETTINGS if hasattr(self, name)}
+        """Return those of the settings, except the data's, that change the trained weights."""
+        settings = {name: _plain(getattr(self, name)) for name in _RESULT_SETTINGS if hasattr(self, name)}
+        return {**settings, "matmul_precision": current_precision()}
 
     def absolute_interval(self, name: str, max_steps: int) -> Optional[int]:
         """Return ``logging_steps``, ``eval_steps`` or ``save_steps`` in updates; below 1 it is a share of the run."""

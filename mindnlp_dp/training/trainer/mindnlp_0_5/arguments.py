@@ -39,7 +39,7 @@ class DataParallelArguments(DataParallelArgumentsBase):
 
     Raises:
         ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or a setting that is not supported,
-            such as ``fp16``.
+            such as ``bf16``.
     """
 
     @property
@@ -47,6 +47,11 @@ class DataParallelArguments(DataParallelArgumentsBase):
         return self.dataloader_drop_last
 
     def check_library(self) -> None:
+        if self.bf16:
+            # Transformers would enter an autocast that MindNLP 0.5 does not have.
+            raise ValueError(
+                'bf16 is not supported with MindNLP 0.5; on a CPU use init_process_group(matmul_precision="medium")'
+            )
         for name in _NOT_HERE:
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported with MindNLP 0.5; leave it out")
