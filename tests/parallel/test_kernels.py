@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from library import TrainerCallback
 from mindnlp.core import nn, ops
 from mindnlp.transformers import BertConfig, BertForSequenceClassification
 from mindspore import Tensor
 
 import mindnlp_dp as dp
-from mindnlp_dp.kernels import dispatch, workers
-from models import Rows, train
+from mindnlp_dp.kernels import dispatch, matmul, onednn, workers
+from models import Rows, alone, train
 
 # The model is wide enough for its matrix products to be split among cores.
 CONFIG = {"vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
@@ -29,9 +30,8 @@ def trained(tmp_path, kernels, num_cores, **settings):
     dispatch.choose(kernels, num_cores)
     set_seed(5)
     model = BertForSequenceClassification(BertConfig(intermediate_size=512, max_position_embeddings=16, **CONFIG))
-    trainer = train(
-        model, Rows(640), tmp_path, per_device_train_batch_size=64, max_steps=3, learning_rate=1e-3, **settings
-    )
+    settings = {"per_device_train_batch_size": 64, "max_steps": 3, "learning_rate": 1e-3, **settings}
+    trainer = train(model, Rows(640), tmp_path, **settings)
     dp.assert_replicas_in_sync(model)
     return dp.replica_digest(model), trainer.state.log_history[-1]["train_loss"]
 
@@ -47,16 +47,53 @@ def test_cores_may_differ_by_rank(group, shared_tmp_path):
     assert trained(shared_tmp_path, "auto", 1 + group.rank % 2)[0] == alike
 
 
-def test_mindspores_own_train_the_same_model(group, shared_tmp_path):
-    # Dropout is off, because our kernels and MindSpore's draw different masks.
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    CONFIG.update(off)
-    try:
-        ours, theirs = (trained(shared_tmp_path, kernels, 1)[1] for kernels in ("auto", "mindspore"))
-    finally:
-        for name in off:
-            del CONFIG[name]
+@pytest.fixture
+def without_dropout(monkeypatch):
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        monkeypatch.setitem(CONFIG, name, 0.0)
+
+
+def test_mindspores_own_train_the_same_model(group, shared_tmp_path, without_dropout):
+    """Dropout is off, because our kernels and MindSpore's draw different masks."""
+    ours, theirs = (trained(shared_tmp_path, kernels, 1)[1] for kernels in ("auto", "mindspore"))
     assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_bf16_trains_what_one_process_does_with_any_zero_stage(group, shared_tmp_path, without_dropout, monkeypatch):
+    """Cores without bfloat16 take the same way, and compute in float32."""
+    can = onednn.has_bfloat16()
+    monkeypatch.setattr(onednn, "has_bfloat16", onednn.has_primitives)
+    precisions = set()
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            precisions.add(dispatch.current_precision())
+
+    several = [
+        trained(shared_tmp_path, "auto", 1, bf16=True, zero_stage=stage, callbacks=[Look()]) for stage in (0, 1, 2)
+    ]
+    assert precisions == {"medium"}
+    assert dispatch.current_precision() == "highest"
+    assert len(set(several)) == 1
+    with alone():
+        _, loss = trained(
+            shared_tmp_path / "alone", "auto", 1, bf16=True, per_device_train_batch_size=64 * group.world_size
+        )
+    # Products differ in their last bit, and so the rounding of some factors does.
+    assert several[0][1] == pytest.approx(loss, rel=1e-3 if can else 1e-5)
+
+
+def test_bf16_ends_with_training_that_fails(group, shared_tmp_path, monkeypatch):
+    monkeypatch.setattr(onednn, "has_bfloat16", onednn.has_primitives)
+
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            assert matmul.uses_bfloat16()
+            raise KeyError("the user's callback")
+
+    with pytest.raises(KeyError, match="the user's callback"):
+        trained(shared_tmp_path, "auto", 1, bf16=True, callbacks=[Fail()])
+    assert not matmul.uses_bfloat16()
 
 
 @pytest.mark.core
