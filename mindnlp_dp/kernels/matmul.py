@@ -134,8 +134,9 @@ def column_sums(x: np.ndarray) -> np.ndarray:
 def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """Multiply each pair of matrices into ``out``, distributed over the cores; the batch dimensions are equal."""
     (rows, inner), columns = a.shape[-2:], b.shape[-1]
-    if onednn.has_primitives() and out.ndim > 2 and min(*a.strides, *b.strides, *out.strides) >= 0:
-        _in_one_call(a, b, out)
+    if onednn.has_primitives() and _is_for_one_call(a, b, out):
+        without_ones = tuple(slice(None) if length > 1 else 0 for length in out.shape[:-2])
+        _in_one_call(*(x[without_ones] for x in (a, b, out)))
         return
     addresses = list(zip(_addresses(a), _addresses(b), _addresses(out)))
     _, out_stride = _layout(out)
@@ -148,8 +149,20 @@ def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     parallel_for(part, len(addresses), 1, WORK_OF_A_PART // (rows * inner * columns) + 1)
 
 
+def _is_for_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
+    """Return whether a batch has a layout for which oneDNN's batched product is right (:func:`onednn.products`)."""
+    longer_than_1 = [axis for axis, length in enumerate(out.shape[:-2]) if length > 1]
+    return (
+        1 <= len(longer_than_1) <= 2
+        and min(*out.shape[-2:], a.shape[-1]) > 1
+        and min(*a.strides, *b.strides, *out.strides) >= 0
+        # oneDNN broadcasts one of the factors, not both.
+        and all(a.strides[axis] or b.strides[axis] for axis in longer_than_1)
+    )
+
+
 def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Multiply as many matrices in one call as a core has to; strides must not be negative."""
+    """Multiply as many matrices in one call as a core has to; all batch dimensions are longer than 1."""
     axis = int(np.argmax(out.shape[:-2]))
     work = math.prod(out.shape) // out.shape[axis] * a.shape[-1]
 

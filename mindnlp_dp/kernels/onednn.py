@@ -162,28 +162,41 @@ def _stream() -> ctypes.c_void_p:
     return stream
 
 
-@functools.lru_cache(maxsize=1024)
-def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> ctypes.c_void_p:
-    """Return the description of a float32 array with these strides, in elements."""
-    dims = ctypes.c_int64 * 12
-    return _made("dnnl_memory_desc_create_with_strides", len(shape), dims(*shape), _FLOAT32, dims(*strides))
+class _ArrayDescription(ctypes.c_void_p):
+    """oneDNN's description of a float32 array with strides in elements; memory objects and primitives copy it."""
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        library: Any = _library()
+        dims, self._destroy = ctypes.c_int64 * 12, library.dnnl_memory_desc_destroy
+        made = _made("dnnl_memory_desc_create_with_strides", len(shape), dims(*shape), _FLOAT32, dims(*strides))
+        super().__init__(made.value)
+
+    def __del__(self) -> None:
+        if self:
+            self._destroy(self)
+
+
+_strided = functools.lru_cache(maxsize=1024)(_ArrayDescription)
 
 
 def strided(array: Any) -> Strided:
-    """Return the shape and strides of a float32 array of NumPy, in which a dimension that is broadcast has length 1.
+    """Return the shape and strides of a float32 array of NumPy whose matrices are row-major or column-major.
 
-    This holds for all dimensions but the last two. A dimension of length 1 gets the stride that it has in a row-major
-    array: with others, oneDNN 3.10 reads some batches of three dimensions at wrong addresses.
+    A batch dimension that is broadcast gets the length 1. All dimensions of length 1 get the strides of a row-major or
+    column-major array: oneDNN 3.10 recognizes layouts by strides, and with others it reads wrong addresses.
     """
-    shape, strides, extent = list[int](), list[int](), 1
-    for axis in reversed(range(array.ndim)):
-        length, stride = array.shape[axis], array.strides[axis] // array.itemsize
-        is_broadcast = not stride and axis < array.ndim - 2
-        length = 1 if is_broadcast else length
-        stride = extent if length == 1 else stride
-        extent = max(extent, length * stride)
+    (*batch, rows, columns), (*steps, by_row, by_column) = array.shape, (n // array.itemsize for n in array.strides)
+    if by_column == 1 or columns == 1:
+        matrix = (by_row if rows > 1 else columns, 1)
+    else:
+        matrix = (1, by_column if columns > 1 else rows)
+    extent = max(rows * matrix[0], columns * matrix[1])
+    shape, strides = [rows, columns], list(matrix)
+    for pair in zip(reversed(batch), reversed(steps)):
+        length, step = pair if min(pair) > 0 and pair[0] > 1 else (1, extent)
+        extent = max(extent, length * step)
         shape.insert(0, length)
-        strides.insert(0, stride)
+        strides.insert(0, step)
     return tuple(shape), tuple(strides)
 
 
@@ -231,6 +244,9 @@ def products(a: Strided, b: Strided, out: Strided, *, bias: bool = False, bfloat
 
     All factors have the same number of dimensions; where one has the length 1 before the last two, it is broadcast. The
     bias, (N,), is added to every row. With ``bfloat16`` the factors are rounded, and their products summed in float32.
+
+    oneDNN 3.10 reads and writes outside of the arrays for some strides of three batch dimensions, and of two if the
+    matrices have one row or column: use it for others.
     """
 
     def make() -> Primitive:

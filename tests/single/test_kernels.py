@@ -228,6 +228,50 @@ def test_products_of_any_shape_and_strides(batch, sizes, strides, is_batch, num_
     np.testing.assert_allclose(again, expected, atol=1e-4)
 
 
+def guarded_empty(shape, order):
+    """Return an array between two others that hold a value, and these; its dimensions are in this memory order."""
+    numel, margin = int(np.prod(shape)), 1000
+    memory = np.full(numel + 2 * margin, 12345.5, np.float32)
+    array = memory[margin : margin + numel].reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+    return array, (memory[:margin], memory[margin + numel :])
+
+
+@st.composite
+def factors(draw):
+    """Draw two factors of a batched product: permuted, sliced or expanded in any dimension; and the result's order."""
+    batch = draw(st.lists(st.sampled_from([1, 2, 3, 5]), min_size=1, max_size=3))
+    rows, inner, columns = (draw(st.sampled_from([1, 2, 3, 5, 17])) for _ in range(3))
+    orders = st.permutations(range(len(batch) + 2))
+
+    def array(*shape):
+        order, is_sliced = draw(orders), draw(st.booleans())
+        is_expanded = [draw(st.integers(0, 3)) == 0 for _ in shape]
+        stored = [1 if one else length + is_sliced for one, length in zip(is_expanded, shape)]
+        whole = numbers(*(stored[axis] for axis in order), seed=len(shape)).transpose(np.argsort(order))
+        return np.broadcast_to(whole[tuple(slice(0, min(*pair)) for pair in zip(stored, shape))], shape)
+
+    return array(*batch, rows, inner), array(*batch, inner, columns), draw(orders)
+
+
+@settings(max_examples=300)
+@given(factors(), st.sampled_from([1, 3]), st.booleans())
+def test_batched_products_write_no_other_memory(both, num_cores, medium):
+    a, b, order = both
+    out, around = guarded_empty((*a.shape[:-1], b.shape[-1]), order)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(matmul, "empty_like", lambda shape, other: out)
+        # On cores without bfloat16 this computes in float32.
+        patches.setattr(matmul, "_uses_bfloat16", medium and onednn.has_primitives())
+        workers.use_cores(num_cores)
+        try:
+            matmul.matmul(a, b, like=out)
+        finally:
+            workers.use_cores(1)
+    expected = np.matmul(a.astype(np.float64), b.astype(np.float64))
+    np.testing.assert_allclose(out, expected, atol=0.2 if medium else 1e-4)
+    assert all((part == 12345.5).all() for part in around)
+
+
 def test_without_onednn(monkeypatch):
     a, b, many = numbers(100, 70), numbers(70, 80), numbers(3, 2, 90, 100)
     bias = numbers(80)
