@@ -117,10 +117,10 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
     if not onednn.is_there():
         return np.matmul(a, b, out=out)
     if out.strides[-1] == ITEM_BYTES:
-        _one_by_one(a, b, out)
+        _batched(a, b, out)
     elif out.strides[-2] == ITEM_BYTES:
         # (a b)' = b' a', whose rows are contiguous.
-        _one_by_one(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2))
+        _batched(b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2))
     else:
         out[...] = matmul(a, b)
     return out
@@ -132,8 +132,8 @@ def column_sums(x: np.ndarray) -> np.ndarray:
     return np.stack([x[begin : begin + ROWS_OF_A_SUM].sum(0) for begin in blocks]).sum(0)
 
 
-def _one_by_one(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Multiply each pair of matrices into ``out``, distributed over the cores; the batch dimensions are equal."""
+def _batched(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Multiply each pair of matrices into ``out``, one by one or in one call; the batch dimensions are equal."""
     (rows, inner), columns = a.shape[-2:], b.shape[-1]
     if onednn.has_primitives() and _is_for_one_call(a, b, out):
         without_ones = tuple(slice(None) if length > 1 else 0 for length in out.shape[:-2])

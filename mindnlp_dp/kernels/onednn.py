@@ -192,11 +192,11 @@ def strided(array: Any) -> Strided:
         matrix = (1, by_column if columns > 1 else rows)
     extent = max(rows * matrix[0], columns * matrix[1])
     shape, strides = [rows, columns], list(matrix)
-    for pair in zip(reversed(batch), reversed(steps)):
-        length, step = pair if min(pair) > 0 and pair[0] > 1 else (1, extent)
-        extent = max(extent, length * step)
-        shape.insert(0, length)
-        strides.insert(0, step)
+    for length, step in zip(reversed(batch), reversed(steps)):
+        is_one = length == 1 or not step
+        shape.insert(0, 1 if is_one else length)
+        strides.insert(0, extent if is_one else step)
+        extent = max(extent, shape[0] * strides[0])
     return tuple(shape), tuple(strides)
 
 
