@@ -66,7 +66,7 @@ def backward(name: str, gradient: np.ndarray, x: np.ndarray, slope: Optional[np.
             run(*(at + first * ITEM_BYTES for at in (at_x, at_g, at_out)))
 
         parallel_for(part, x.size, ALIGNED, SMALLEST_PART)
-        # The product is infinite also for large finite gradients, which is no error: NumPy computes the same.
+        # This is also infinite for large finite gradients; NumPy then computes them again.
         if np.isfinite(np.dot(out.reshape(-1), out.reshape(-1))):
             return out
         # Where the input is infinite, oneDNN returns NaN instead of the limit, 0 or 1 times the gradient.

@@ -215,6 +215,9 @@ class Primitive:
         forward: Optional[ctypes.c_void_p] = None,
     ) -> None:
         library: Any = _library()
+        # Set before anything can fail, because __del__ needs them.
+        self._destroy = library.dnnl_primitive_destroy, library.dnnl_memory_destroy
+        self._primitive, self._memories = ctypes.c_void_p(), list[ctypes.c_void_p]()
         self._primitive = _made("dnnl_primitive_create", description)
         # The description of a gradient refers to that of the forward pass.
         for used in (description, forward):
@@ -224,7 +227,6 @@ class Primitive:
         self._arguments = (_Argument * len(pairs))(*pairs)
         self._set, self._run = library.dnnl_memory_set_data_handle, library.dnnl_primitive_execute
         self._stream = _stream()
-        self._destroy = library.dnnl_primitive_destroy, library.dnnl_memory_destroy
 
     def __call__(self, *addresses: int) -> None:
         for memory, address in zip(self._memories, addresses):
