@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Run the quickstart as one elastic job of 1 to 3 ranks, with many faults at random moments.
 
-    python tests/failure/soak.py [--faults 200] [--backend mpi] [--in-place] [--hang-timeout 8] [--seed 0] [--json FILE]
+    python tests/failure/soak.py [--faults 200] [--backend mpi] [--in-place] [--hang-timeout 8]
+                                  [--num-epochs N] [--seed 0] [--json FILE]
 
 Each fault hits a job that has made an update since the last fault: SIGKILL, SIGTERM, SIGSTOP (which the job must detect
 as a hang) or SIGINT to a rank, or SIGKILL to mpirun. After the last fault the job runs to its end. It must end with 0,
@@ -71,7 +72,7 @@ class Job:
 
     def __init__(self, place: Path, options: argparse.Namespace, chance: random.Random) -> None:
         faults_an_epoch = FAULTS_AN_EPOCH_IN_PLACE if options.in_place else FAULTS_AN_EPOCH
-        num_epochs = 1 + options.faults // faults_an_epoch
+        num_epochs = options.num_epochs or 1 + options.faults // faults_an_epoch
         self._logs, self._chance = place / "logs", chance
         with open(place / "launcher.out", "w") as out:
             job = command(place, options, num_epochs)
@@ -149,6 +150,7 @@ def main() -> int:
     parser.add_argument("--in-place", action="store_true")
     # Longer than rank 0 takes to prepare the data while the others wait.
     parser.add_argument("--hang-timeout", type=float, default=8, help="seconds; more where other programs run")
+    parser.add_argument("--num-epochs", type=int, help="of the job, which must outlast the faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
