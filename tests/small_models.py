@@ -75,7 +75,7 @@ _SIZES = {
     8: ("d_kv", "head_dim", "kv_channels", "attention_head_size", "dim_head", "rotary_dim", "attention_window"),
 }  # fmt: skip
 _SMALL: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names}
-# Settings of randomness, which is switched off: it would differ between the compared runs.
+# Settings of randomness.
 _RANDOM = ("dropout", "pdrop", "layerdrop", "_drop", "dropout_rate", "drop_path_rate", "dropout_prob")
 
 
@@ -131,15 +131,19 @@ def _is_for_text(model_class: Any, name: str) -> bool:
     return inputs[1:2] == ["input_ids"] and has_targets and is_alone and not is_composite and not sees
 
 
-def small_config(config_class: Any, **settings: Any) -> Any:
-    """Return a configuration with two layers of width 32 and no dropout, as far as the class has such settings."""
+def small_config(config_class: Any, dropout: float = 0.0, **settings: Any) -> Any:
+    """Return a configuration with two layers of width 32 and ``dropout``, as far as the class has such settings.
+
+    Layers are never left out (layerdrop).
+    """
     names = inspect.signature(config_class.__init__).parameters
     small = {name: value for name, value in _SMALL.items() if name in names}
-    small.update({name: 0.0 for name in names if name.endswith(_RANDOM) and not name.startswith("use_")})
+    random = [name for name in names if name.endswith(_RANDOM) and not name.startswith("use_")]
+    small.update({name: 0.0 if "layerdrop" in name or "path" in name else dropout for name in random})
     return config_class(**{**small, **settings})
 
 
-def build(model_class: ModelClass, seed: int = 1) -> Any:
+def build(model_class: ModelClass, seed: int = 1, dropout: float = 0.0) -> Any:
     """Build a small model of a class, with weights drawn from ``seed``."""
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
@@ -158,9 +162,9 @@ def build(model_class: ModelClass, seed: int = 1) -> Any:
     numpy_state = np.random.get_state()
     set_seed(seed)
     try:
-        config = small_config(loaded.config_class, **settings)
+        config = small_config(loaded.config_class, dropout, **settings)
         # Most classes do not have these arguments; the default is 0.1.
-        config.classifier_dropout = config.hidden_dropout = 0.0
+        config.classifier_dropout = config.hidden_dropout = dropout
         # By default, ChatGLM leaves its weights empty, because it expects to load a file.
         options = {"empty_init": False} if "empty_init" in inspect.signature(loaded.__init__).parameters else {}
         return loaded(config, **options)

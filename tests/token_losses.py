@@ -40,15 +40,18 @@ def whole_batch(group, accumulation_steps, **more):
     return {**one, "gradient_accumulation_steps": 1}
 
 
-def together_and_alone(group, folder, name, accumulation_steps, trainer_class=None, **more):
+def together_and_alone(group, folder, name, accumulation_steps, trainer_class=None, p=0.0, **more):
+    """Train with all ranks, and in one process; ``p`` is the probability of dropout."""
     model_class = find(name)
     before = weights(build(model_class))
     # The last window is incomplete, and so is its last micro-batch.
     rows = samples(model_class, build(model_class), 4 * group.world_size * accumulation_steps + 3)
-    mine = train(build(model_class), rows, folder, trainer_class, **settings(group, accumulation_steps, **more))
+    model = build(model_class, dropout=p)
+    mine = train(model, rows, folder, trainer_class, **settings(group, accumulation_steps, **more))
     with alone():
         one = train(
-            build(model_class), rows, folder / "1", trainer_class, **whole_batch(group, accumulation_steps, **more)
-        )
+            build(model_class, dropout=p), rows, folder / "1", trainer_class,
+            **whole_batch(group, accumulation_steps, **more),
+        )  # fmt: skip
     assert mine.state.global_step == one.state.global_step > 3
     return distance(weights(mine.model), weights(one.model), before), mine, one

@@ -22,10 +22,17 @@ class Batch(dict[str, Any]):
     Attributes:
         indices: the data set index of each row, int64 of shape ``(rows,)``; for a pipeline, which has no index, the
             position of each row in its order. By default 0, 1, ... for the rows of the first column.
+        positions: the position of each row in the update's global batch, int64 of shape ``(rows,)``; None if unknown.
     """
 
-    def __init__(self, columns: Mapping[str, Any], indices: Optional[np.ndarray] = None) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, Any],
+        indices: Optional[np.ndarray] = None,
+        positions: Optional[np.ndarray] = None,
+    ) -> None:
         super().__init__(columns)
+        self.positions = positions
         self.indices = np.arange(_rows_of_first_column(columns)) if indices is None else indices
 
 
@@ -77,7 +84,8 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
         return x[begin:end] if getattr(x, "ndim", 0) and x.shape[0] == size else x
 
     if isinstance(batch, Batch):
-        return Batch({name: part(x) for name, x in batch.items()}, batch.indices[begin:end])
+        positions = None if batch.positions is None else batch.positions[begin:end]
+        return Batch({name: part(x) for name, x in batch.items()}, batch.indices[begin:end], positions)
     if isinstance(batch, Mapping):
         return {name: part(x) for name, x in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -87,11 +95,11 @@ def rows_of(batch: Any, begin: int, end: int) -> Any:
 
 
 def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with MindSpore tensors instead of NumPy arrays; a :class:`Batch` keeps its indices."""
+    """Return the batch with MindSpore tensors instead of NumPy arrays; a :class:`Batch` stays one."""
     import mindspore
 
     tensors = {name: mindspore.Tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
-    return Batch(tensors, batch.indices) if isinstance(batch, Batch) else tensors
+    return Batch(tensors, batch.indices, batch.positions) if isinstance(batch, Batch) else tensors
 
 
 def call_with(function: Callable[..., Any], batch: Any) -> Any:

@@ -80,10 +80,11 @@ class IndexedLoader:
 
     def windows(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
         """Yield this rank's windows of ``epoch`` from update ``start`` on, each shifted by ``offset`` samples."""
-        for window in self.sampler.shard_indices(self._group.rank, epoch, start, offset):
-            yield [self._read(indices) if len(indices) else None for indices in window]
+        for batch in self.sampler.global_batches(epoch, start, offset):
+            window = self.sampler.shard_positions(len(batch), self._group.rank)
+            yield [self._read(batch[positions], positions) if len(positions) else None for positions in window]
 
-    def _read(self, indices: np.ndarray) -> Batch:
+    def _read(self, indices: np.ndarray, positions: np.ndarray) -> Batch:
         # PyTorch's protocol for reading many rows at once, which datasets.Dataset implements.
         if hasattr(self.dataset, "__getitems__"):
             rows = self.dataset.__getitems__(indices.tolist())
@@ -93,7 +94,7 @@ class IndexedLoader:
             check_row(rows[0], int(indices[0]), self._group.rank)
         if self._columns is not None:
             rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
-        return Batch(as_arrays(self._collate(rows)), indices)
+        return Batch(as_arrays(self._collate(rows)), indices, positions)
 
 
 class PipelineLoader:
@@ -191,13 +192,14 @@ class PipelineLoader:
 
         rows_read = 0
         while window := self._readers.run_on_rank0(read, "reading the data pipeline"):
-            mine = []
+            mine, first = [], rows_read
             for batch in window:
-                mine.append(self._my_rows(batch, rows_read))
+                mine.append(self._my_rows(batch, rows_read, rows_read - first))
                 rows_read += num_rows_of(batch)
             yield mine
 
-    def _my_rows(self, batch: Batch, rows_before: int) -> Optional[Batch]:
+    def _my_rows(self, batch: Batch, rows_before: int, position: int) -> Optional[Batch]:
+        """Return this rank's rows of a batch that begins at ``position`` of its global batch."""
         num_rows = num_rows_of(batch)
         # A column without a row per sample may by chance have as many rows as a short last batch: remember it.
         self._whole |= {name for name, x in batch.items() if x.shape[:1] != (num_rows,)}
@@ -205,7 +207,8 @@ class PipelineLoader:
         if first == last:
             return None
         rows = {name: x if name in self._whole else x[first:last] for name, x in batch.items()}
-        return Batch(rows, np.arange(rows_before + first, rows_before + last))
+        mine = np.arange(first, last)
+        return Batch(rows, rows_before + mine, position + mine)
 
 
 Loader = Union[IndexedLoader, PipelineLoader]

@@ -1,8 +1,8 @@
 """This module computes the sample indices that each rank reads in an epoch and an update; the loaders call it.
 
-The order of samples is a function of (seed, epoch) alone. It is split into global batches, and a rank takes its slice
-of every global batch. So any number of ranks reads the same sequence, and a run can be resumed at any update with any
-number of ranks.
+The order of samples is a function of (seed, epoch) alone. It is split into global batches, these into micro-steps, and
+a rank takes its slice of every micro-step. So any number of ranks reads the same sequence, and a run can be resumed at
+any update with any number of ranks.
 """
 
 from __future__ import annotations
@@ -112,17 +112,28 @@ class GlobalBatchSampler:
         global batch may be smaller than ``micro_batch_size``, or empty. Every update begins ``offset`` samples later
         than usual (:meth:`place_of`).
         """
+        for batch in self.global_batches(epoch, start, offset):
+            yield [batch[mine] for mine in self.shard_positions(len(batch), rank)]
+
+    def global_batches(self, epoch: int, start: int = 0, offset: int = 0) -> Iterator[np.ndarray]:
+        """Yield the sample indices of each global batch of ``epoch``, as :meth:`shard_indices` splits them."""
         order, size = epoch_order(self.num_samples, self.seed, epoch, self.shuffle), self.global_batch_size
         if self.lengths is not None:
             order = grouped_by_length(order, self.lengths, size)
         for first in range(start * size + offset, self.num_updates * size + offset, size):
-            yield self._micro_batches(order[first : first + size], rank)
+            yield order[first : first + size]
 
-    def _micro_batches(self, batch: np.ndarray, rank: int) -> list[np.ndarray]:
-        first, last = split_evenly(len(batch), self.world_size, rank)
-        mine = batch[first:last]
-        most = math.ceil(math.ceil(len(batch) / self.world_size) / self.micro_batch_size)
-        return [mine[i * self.micro_batch_size : (i + 1) * self.micro_batch_size] for i in range(most)]
+    def shard_positions(self, num_samples: int, rank: int) -> list[np.ndarray]:
+        """Return the positions in a global batch of ``num_samples`` that ``rank`` reads: an array per micro-batch.
+
+        The micro-batches of all ranks in one micro-step are consecutive samples. So what looks at all of these (batch
+        normalisation over the ranks, in-batch negatives) sees what one process would in this micro-step.
+        """
+        most, parts = self.micro_batch_size * self.world_size, []
+        for begin in range(0, num_samples, most):
+            first, last = split_evenly(min(most, num_samples - begin), self.world_size, rank)
+            parts.append(np.arange(begin + first, begin + last))
+        return parts
 
 
 def plan_updates(updates_per_epoch: Optional[int], num_epochs: float, max_steps: int = -1) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.kernels import activations
 from mindnlp_dp.kernels import cross_entropy as cross_entropy_of_arrays
-from mindnlp_dp.kernels.dropout import keep_mask, masked, next_key
+from mindnlp_dp.kernels.dropout import dropout_mask, masked, next_key
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.matmul import column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
@@ -70,7 +70,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def dropout(x: Tensor, p: float) -> Tensor:
     """Zero elements of ``x`` with probability ``p`` and scale the others by ``1 / (1 - p)``.
 
-    The mask depends on the state of MindSpore's generator only (dropout.py).
+    In a training step the mask of a sample depends on its position in the global batch, otherwise on the state of
+    MindSpore's generator (:func:`~mindnlp_dp.kernels.dropout.dropout_mask`).
     """
     return _Dropout.apply(x, p)
 
@@ -272,7 +273,7 @@ class _Dropout(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         ctx.save_for_backward()
-        ctx.keep, ctx.scale = keep_mask(x.size, p, next_key()), 1 / (1 - p) if p < 1 else 0.0
+        ctx.keep, ctx.scale = dropout_mask(x.shape, p, next_key()), 1 / (1 - p) if p < 1 else 0.0
         return tensor_of(masked(array_of(x), ctx.keep, ctx.scale))
 
     @staticmethod

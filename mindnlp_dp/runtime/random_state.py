@@ -1,7 +1,8 @@
 """Seeds the randomness inside a model, such as dropout, from the run's seed, the rank, the update and the micro-step.
 
-The ranks of a tensor-parallel group draw the same random numbers for replicated tensors, and different ones for sharded
-tensors (:func:`rank_local_rng`). Afterwards they draw the same numbers again.
+Dropout does not depend on the rank and the micro-step if each sample's position in the global batch is known
+(:class:`SampleStreams`). The ranks of a tensor-parallel group draw the same random numbers for replicated tensors, and
+different ones for sharded tensors (:func:`rank_local_rng`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Optional
+from dataclasses import dataclass
+from typing import Any, Optional
 
 import numpy as np
 
@@ -21,9 +23,48 @@ _current: Optional[int] = None
 
 _num_apart = 0
 
+_streams: Optional[SampleStreams] = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of each sample's elements that a rank has: blocks ``first`` to ``last`` of ``total``.
+
+    The blocks split the sample's last dimension, or, unless ``is_last_dim``, its first one, such as attention heads.
+    """
+
+    first: int
+    last: int
+    total: int
+    is_last_dim: bool = False
+
+
+@dataclass
+class SampleStreams:
+    """Gives each sample of an update its own stream of random numbers; dropout draws from them.
+
+    All ranks and micro-steps so draw their parts of the mask that one process with the whole batch would draw.
+
+    Attributes:
+        key: the key of the update's streams, 64 bits, equal on all ranks.
+        positions: the position in the global batch of each of this micro-batch's rows; None if unknown.
+        shard: the part of each sample that this rank has; None if it has all.
+        fallback: why a mask was drawn by rank and micro-step instead; empty if none was.
+    """
+
+    key: int
+    positions: Optional[np.ndarray]
+    shard: Optional[Shard] = None
+    fallback: str = ""
+
+
+def sample_streams() -> Optional[SampleStreams]:
+    """Return the streams of the current :func:`seeded` block; None if it has none."""
+    return _streams
+
 
 def step_seed(seed: int, rank: int, step: int, micro_step: int) -> int:
-    """Return the seed of the randomness inside the model (dropout) for one micro-step, in ``[0, 2**31)``.
+    """Return the seed of the randomness inside the model for one micro-step, in ``[0, 2**31)``.
 
     It depends on the arguments only, so that a resumed run gets the same seeds. Ranks, steps and micro-steps all get
     different seeds.
@@ -31,29 +72,38 @@ def step_seed(seed: int, rank: int, step: int, micro_step: int) -> int:
     return _mixed(seed, rank, step, micro_step)
 
 
+def update_key(seed: int, step: int) -> int:
+    """Return the key of an update's :class:`SampleStreams`, in ``[0, 2**64)``."""
+    return int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0])
+
+
 def _mixed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Set MindSpore's generators to ``seed`` for the block, without changing NumPy's random state."""
-    global _current, _num_apart
-    before = _current, _num_apart
-    _current, _num_apart = seed, 0
-    _set(seed)
+def seeded(seed: int, streams: Optional[SampleStreams] = None, *, num_calls: int = 0) -> Iterator[None]:
+    """Set MindSpore's generators to ``seed`` for the block, without changing NumPy's random state.
+
+    Dropout draws from ``streams``, where given. It numbers its calls from ``num_calls`` on.
+    """
+    global _current, _num_apart, _streams
+    before = _current, _num_apart, _streams
+    _current, _num_apart, _streams = seed, 0, streams
+    _set(seed, num_calls)
     try:
         yield
     finally:
-        _current, _num_apart = before
+        _current, _num_apart, _streams = before
 
 
 @contextlib.contextmanager
-def rank_local_rng(rank: int) -> Iterator[None]:
-    """Let each ``rank`` draw different random numbers in this block; has no effect outside of :func:`seeded`.
+def rank_local_rng(rank: int, shard: Shard) -> Iterator[None]:
+    """Let each ``rank`` draw the numbers of its ``shard`` in this block; has no effect outside of :func:`seeded`.
 
-    All ranks must enter the same blocks in the same order. After the block all ranks draw the same numbers again, from
-    a new seed.
+    With :class:`SampleStreams` they are its part of what one process would draw, otherwise they differ by rank. All
+    ranks must enter the same blocks in the same order. After the block all ranks draw the same numbers again, from a
+    new seed.
     """
     global _num_apart
     if _current is None:
@@ -61,12 +111,23 @@ def rank_local_rng(rank: int) -> Iterator[None]:
         return
     _num_apart += 1
     number = _num_apart
-    _set(_mixed(_current, number, rank + 1))
-    yield
-    _set(_mixed(_current, number, 0))
+    _set(_mixed(_current, number, rank + 1), num_calls())
+    if _streams is not None:
+        _streams.shard = shard
+    try:
+        yield
+    finally:
+        if _streams is not None:
+            _streams.shard = None
+    _set(_mixed(_current, number, 0), num_calls())
 
 
-def _set(seed: int) -> None:
+def num_calls() -> int:
+    """Return the number of the next dropout call: how far MindSpore's generator has advanced since it was seeded."""
+    return _step(0)
+
+
+def _set(seed: int, num_calls: int) -> None:
     import mindspore
 
     numpy_state = np.random.get_state()
@@ -76,3 +137,13 @@ def _set(seed: int) -> None:
     if (mindtorch := sys.modules.get("mindtorch")) is not None:
         mindtorch.manual_seed(seed)
     np.random.set_state(numpy_state)
+    if num_calls:
+        _step(num_calls)
+
+
+def _step(by: int) -> int:
+    import mindspore
+    from mindspore.common.generator import default_generator
+
+    state: Any = default_generator._step(mindspore.Tensor(by, mindspore.int64))
+    return int(state[1].asnumpy().flat[0])

@@ -7,6 +7,7 @@ runs its part of all micro-batches, and a rank without samples runs a dummy batc
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -17,8 +18,11 @@ from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
-from mindnlp_dp.runtime.random_state import seeded, step_seed
+from mindnlp_dp.runtime.random_state import SampleStreams, seeded, step_seed, update_key
 from mindnlp_dp.training.timeline import StepTimeline
+
+# How dropout masks are drawn.
+GLOBAL, PER_RANK = "global", "per-rank"
 
 
 def _nothing(*_: Any) -> None:
@@ -39,6 +43,8 @@ class ForwardBackward:
         timeline: records the passes.
         after_batch: called with each of this rank's batches that counts, and its inputs.
         after_micro_step: called between two micro-batches.
+        dropout: "global": the masks of an update are those that one process with the whole batch would draw;
+            "per-rank": each rank and micro-step draws its own.
     """
 
     model: ReplicatedModel
@@ -50,15 +56,18 @@ class ForwardBackward:
     inputs_of: Callable[[Any], Any] = field(default=lambda batch: batch)
     after_batch: Callable[[Any, Any], None] = _nothing
     after_micro_step: Callable[[], None] = _nothing
+    dropout: str = GLOBAL
 
     def micro_steps(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         """Yield the result of each micro-batch of update ``step``; one of weight 0 is not computed.
 
-        The randomness inside the model is a function of ``seed``, the rank, the update and the micro-batch.
+        The randomness inside the model is a function of ``seed``, the rank, the update and the micro-batch; dropout
+        is one of ``seed``, the update and the samples' positions in the global batch.
         """
         yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(window, step, seed)
 
     def _one_by_one(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+        key = self._key(seed, step)
         for number, mine in enumerate(window):
             inputs, weight = self._weighed(mine)
             batch = self.model.dummy_batch_for(mine if weight > 0 else None)
@@ -67,13 +76,15 @@ class ForwardBackward:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
                 sending = self.exchange.backward(weight) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
+                streams = None if key is None else SampleStreams(key, getattr(batch, "positions", None))
                 with (
-                    seeded(step_seed(seed, self.model.seed_rank, step, number)),
+                    seeded(step_seed(seed, self.model.seed_rank, step, number), streams),
                     sending,
                     timed,
                     self.model.micro_step(weight),
                 ):
                     loss, gradients = self.gradients_of(inputs)
+                self._report_fallback(streams)
                 # The loss of a dummy batch belongs to another rank.
                 loss = loss if weight > 0 else 0.0
                 yield MicroStep(loss, gradients, weight, _indices(batch), self.model.has_nonfinite_peer(loss))
@@ -85,12 +96,21 @@ class ForwardBackward:
                 self.after_micro_step()
 
     def _through_stages(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
-        batches = []
+        batches, key = [], self._key(seed, step)
         for number, mine in enumerate(window):
             inputs, weight = self._weighed(mine)
             if weight > 0:
                 own_seed = step_seed(seed, self.model.seed_rank, step, number)
-                batches.append(MicroBatch(inputs, self.forward, self.weight_of, seed=own_seed, indices=_indices(mine)))
+                batches.append(
+                    MicroBatch(
+                        inputs,
+                        self.forward,
+                        self.weight_of,
+                        seed=own_seed,
+                        key=key,
+                        indices=_indices(mine),
+                    )
+                )
                 self.after_batch(mine, inputs)
             elif mine is not None:
                 yield MicroStep.without_weight(_indices(mine))
@@ -102,11 +122,30 @@ class ForwardBackward:
         for _ in window[1:]:
             self.after_micro_step()
 
+    def _key(self, seed: int, step: int) -> Optional[int]:
+        return update_key(seed, step) if self.dropout == GLOBAL else None
+
+    def _report_fallback(self, streams: Optional[SampleStreams]) -> None:
+        if streams is not None and streams.fallback and self.model.world.is_main:
+            _report_per_rank_dropout(streams.fallback)
+
     def _weighed(self, batch: Optional[Any]) -> tuple[Any, float]:
         """Return the inputs of a batch and the weight of its loss; the mean loss of a batch of weight 0 is 0 / 0."""
         inputs = None if batch is None else self.inputs_of(batch)
         weight = 0.0 if batch is None else checked_weight(self.weight_of(inputs), self.exchange.group.label())
         return inputs, weight
+
+
+def check_dropout(dropout: str) -> str:
+    """Return ``dropout``; raise ValueError if it is neither "global" nor "per-rank"."""
+    if dropout not in (GLOBAL, PER_RANK):
+        raise ValueError(f"dropout must be {GLOBAL!r} or {PER_RANK!r}, got {dropout!r}")
+    return dropout
+
+
+@functools.cache
+def _report_per_rank_dropout(reason: str) -> None:
+    print(f"dropout: every rank and micro-step draws its own masks, because {reason}", flush=True)
 
 
 def _indices(batch: Any) -> Optional[np.ndarray]:

@@ -28,7 +28,7 @@ from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
-from mindnlp_dp.training.forward_backward import ForwardBackward
+from mindnlp_dp.training.forward_backward import GLOBAL, ForwardBackward, check_dropout
 from mindnlp_dp.training.metrics import LossMeter
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.train_step import TrainStep
@@ -48,6 +48,7 @@ def make_train_step(
     reducer: Optional[Callable[..., Any]] = None,
     jit: bool = False,
     seed: int = 0,
+    dropout: str = GLOBAL,
     leave_out_bad_losses: bool = True,
     zero_stage: Union[int, str] = "auto",
     group: Optional[ProcessGroup] = None,
@@ -73,9 +74,13 @@ def make_train_step(
         reducer: function that exchanges the gradients instead of our synchronizer, such as
             ``nn.DistributedGradReducer(parameters)``.
         jit: compile loss and gradients with ``mindspore.jit``; only for plain cells.
-        seed: seed of the randomness in ``forward_fn``, such as dropout. The random numbers differ between ranks,
-            updates and micro-steps, and a resumed run draws the same ones. (MindSpore's ``nn.Dropout`` does not follow
-            the seed, because its kernel keeps its own counter; ``ops.dropout`` and MindNLP's layers do.)
+        seed: seed of the randomness in ``forward_fn``, such as dropout. The random numbers differ between updates, and
+            a resumed run draws the same ones. (MindSpore's own kernel of ``nn.Dropout`` does not follow the seed,
+            because it keeps its own counter; ``ops.dropout``, MindNLP's layers and our kernels do.)
+        dropout: "global": each sample has its own dropout mask, a function of the seed, the update and its position in
+            the global batch, so that any number of ranks and micro-steps trains the same model. It needs our CPU
+            kernels and the batches of :func:`~mindnlp_dp.make_loader`, which know the positions. "per-rank", and where
+            something is missing: each rank and micro-step draws its own masks.
         leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
             ranks.
         zero_stage: 0: every rank updates all parameters. 1: each rank updates one slice and holds only its optimizer
@@ -144,7 +149,7 @@ def make_train_step(
 
     forward_backward = ForwardBackward(
         replicated, window, gradients_of, functools.partial(call_with, forward_fn),
-        weight_of or BatchWeigher(forward_fn, model), step.timeline,
+        weight_of or BatchWeigher(forward_fn, model), step.timeline, dropout=check_dropout(dropout),
     )  # fmt: skip
     return FunctionalStep(step, forward_backward, accumulation_steps, span_loss, seed)
 
@@ -195,7 +200,7 @@ class FunctionalStep:
         train_step: the stages of an update, which the Trainer also uses.
         grad_norm: norm of the last averaged gradient before clipping; None if gradients are not clipped.
         synchronizer: the object that exchanges the gradients.
-        seed: seed of the randomness inside the model, combined with the rank, the update and the micro-step.
+        seed: seed of the randomness inside the model.
     """
 
     def __init__(

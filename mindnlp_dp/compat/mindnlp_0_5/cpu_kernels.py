@@ -88,16 +88,18 @@ def _dropout_by_its_seed(module: types.ModuleType) -> Iterator[None]:
     yield
     import mindspore
 
+    from mindnlp_dp.kernels.dropout import dropout_mask
+
     def dropout(x: Any, p: float, seed: Any, offset: Any) -> tuple[Any, Optional[Any]]:
         """Zero elements of ``x`` with probability ``p``, and scale the others by ``1 / (1 - p)``.
 
-        Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) draws the mask from ``seed`` and
-        ``offset`` only.
+        The mask is a function of ``seed`` and ``offset``, and in a training step of the samples' positions.
         """
         if p == 1:
             return x * 0, None
-        draws = _philox(seed, offset).random(x.shape, dtype=np.float32)
-        mask = mindspore.Tensor(((draws >= p) / np.float32(1 - p)).astype(np.float32)).astype(x.dtype)
+        mask_64 = 0xFFFFFFFFFFFFFFFF
+        keep = dropout_mask(x.shape, p, (int(seed) & mask_64, int(offset) & mask_64)).reshape(x.shape)
+        mask = mindspore.Tensor(keep * np.float32(1 / (1 - p))).astype(x.dtype)
         return x * mask, mask
 
     module.dropout = dropout  # type: ignore[attr-defined]

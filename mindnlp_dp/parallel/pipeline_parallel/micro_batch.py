@@ -13,6 +13,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.data.batches import num_rows_of, rows_of
+from mindnlp_dp.runtime.random_state import SampleStreams
 
 
 class MicroBatch:
@@ -24,6 +25,8 @@ class MicroBatch:
             ends it early by raising ``StageOutput``.
         weight_of: function from a batch to the weight of its loss.
         seed: seed of the randomness inside the model, on this rank.
+        key: key of the samples' random streams (:class:`~mindnlp_dp.runtime.random_state.SampleStreams`); None if each
+            rank draws its own dropout masks.
         indices: indices of the samples, if known.
 
     Attributes:
@@ -38,10 +41,11 @@ class MicroBatch:
         weight_of: Callable[[Any], float],
         *,
         seed: int,
+        key: Optional[int] = None,
         indices: Optional[np.ndarray] = None,
     ) -> None:
         self.batch, self.forward, self.weight_of = batch, forward, weight_of
-        self.seed, self.indices = seed, indices
+        self.seed, self.key, self.indices = seed, key, indices
         self.weight, self.num_rows = weight_of(batch), num_rows_of(batch)
 
 
@@ -56,11 +60,13 @@ class MicroBatchShard:
         number: number of the micro-batch in the window.
         batch: this rank's rows: all rows if its stage does not split them, None if this rank has no rows.
         part: fraction of the micro-batch's loss that comes from these rows.
+        streams: the random streams of these rows; None if each rank draws its own dropout masks.
+        first_call: number of this stage's first dropout call.
     """
 
     def __init__(self, micro: MicroBatch, number: int, rows_of_each: Sequence[tuple[int, int]], place: int) -> None:
         self.micro, self.number = micro, number
-        self.batch, self.part = micro.batch, 1.0
+        self.batch, self.part, self.first_call = micro.batch, 1.0, 0
         if len(rows_of_each) > 1:
             parts = [rows_of(micro.batch, *rows) if rows[0] < rows[1] else None for rows in rows_of_each]
             weights = [0.0 if part is None else float(micro.weight_of(part)) for part in parts]
@@ -68,3 +74,5 @@ class MicroBatchShard:
                 # These weights only compare micro-batches; within the micro-batch, every row counts the same.
                 weights = [float(end - begin) for begin, end in rows_of_each]
             self.batch, self.part = parts[place], weights[place] / (sum(weights) or 1.0)
+        positions = getattr(self.batch, "positions", None)
+        self.streams = None if micro.key is None else SampleStreams(micro.key, positions)

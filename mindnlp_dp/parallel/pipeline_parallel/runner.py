@@ -31,7 +31,7 @@ from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, StageOutput
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedGradients, TiedParameter
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.autograd import as_leaf_parameters
-from mindnlp_dp.runtime.random_state import seeded
+from mindnlp_dp.runtime.random_state import num_calls, seeded
 from mindnlp_dp.schedules.pipeline import FORWARD, Action, actions, check_schedule
 
 Span = Callable[..., Any]
@@ -206,13 +206,17 @@ class Pipeline:
 
     def _run_forward(self, share: MicroBatchShard, came: tuple[Any, float]) -> tuple[Any, Any]:
         """Run a forward pass; return what the stage received and its output (None if it is recomputed later)."""
-        received = came[0]
+        received, note = came
+        # The stages number their dropout calls one after another, as the whole model does.
+        share.first_call = int(note)
         if not self._computes(share) or (self.recompute and self._is_last):
             # With recompute, the last stage runs the forward pass together with the backward pass, which is next.
             return received, None
         received, output = self._compute(received, share, records=not self.recompute)
         if not self._is_last:
-            self.messages.send(output, self.stage + 1, share.number, ACTIVATIONS, num_rows=share.micro.num_rows)
+            self.messages.send(
+                output, self.stage + 1, share.number, ACTIVATIONS, num_rows=share.micro.num_rows, note=num_calls()
+            )
         return received, None if self.recompute else output
 
     def _compute(self, received: Any, share: MicroBatchShard, *, records: bool) -> tuple[Any, Any]:
@@ -225,7 +229,7 @@ class Pipeline:
         self._is_training = True
         pynative_executor.set_grad_flag(records)
         try:
-            with seeded(share.micro.seed):
+            with seeded(share.micro.seed, share.streams, num_calls=share.first_call):
                 output = share.micro.forward(share.batch)
             if not self._is_last:
                 raise RuntimeError(

@@ -76,9 +76,11 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
                 Edit(("",), forward=functools.partial(VocabularyParallelHead, model, group=group, kind=plan.head))
             )
         edits.append(Edit(index.names_of(module), module=new, placements=own))
-    local = functools.partial(RankLocalDropout, group=group)
-    apart = [name for name, _ in index.unique() if any(fnmatchcase(name, pattern) for pattern in plan.apart)]
-    return [*edits, *(Edit((name,), forward=local) for name in apart)]
+    for name, module in index.unique():
+        if any(fnmatchcase(name, pattern) for pattern in plan.apart):
+            is_dropout = isinstance(module, nn.Dropout)
+            edits.append(Edit((name,), forward=functools.partial(RankLocalDropout, group=group, is_dropout=is_dropout)))
+    return edits
 
 
 def _divided(index: ModelIndex, plan: TensorPlan, group: ProcessGroup) -> Iterator[tuple[str, dict[str, int]]]:

@@ -25,7 +25,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import supports
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.partition import shard_bounds
-from mindnlp_dp.runtime.random_state import rank_local_rng
+from mindnlp_dp.runtime.random_state import Shard, rank_local_rng
 
 
 class SharedInput:
@@ -128,16 +128,32 @@ class VocabularyParallelEmbedding(nn.Module):
 
 
 class RankLocalDropout:
-    """Wraps the forward pass of a module on sharded tensors, so that each rank draws different random numbers in it."""
+    """Wraps the forward pass of a module on sharded tensors, so that each rank draws its shard's random numbers in it.
 
-    def __init__(self, forward: Callable[..., Any], group: ProcessGroup) -> None:
+    The tensors are sharded by attention heads, or, if ``module`` is a dropout of (batch, length, width), by width.
+    """
+
+    def __init__(self, forward: Callable[..., Any], group: ProcessGroup, is_dropout: bool) -> None:
         functools.update_wrapper(self, forward)
         self._forward = forward
-        self._rank = group.rank
+        self._group = group
+        self._is_dropout = is_dropout
+        self._of_width = functools.lru_cache(self._shard_of_width)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with rank_local_rng(self._rank):
+        by_width = self._is_dropout and args and args[0].ndim == 3
+        shard = (
+            self._of_width(args[0].shape[-1])
+            if by_width
+            else Shard(self._group.rank, self._group.rank + 1, self._group.world_size)
+        )
+        with rank_local_rng(self._group.rank, shard):
             return self._forward(*args, **kwargs)
+
+    def _shard_of_width(self, width: int) -> Shard:
+        """Return this rank's shard of the last dimension; ranks' widths may differ. A collective."""
+        bounds = np.cumsum([0, *(int(each[0]) for each in self._group.all_gather(np.array([width])))]).tolist()
+        return Shard(bounds[self._group.rank], bounds[self._group.rank + 1], bounds[-1], is_last_dim=True)
 
 
 def is_conv1d(layer: Any) -> bool:

@@ -20,12 +20,13 @@ from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK
 from mindnlp_dp.data_parallel.synchronizer import DEFAULT_BUCKET_CAP_MB
 from mindnlp_dp.kernels.dispatch import current_precision
 from mindnlp_dp.optim.factory import check_zero_stage
+from mindnlp_dp.training.forward_backward import GLOBAL, check_dropout
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
 _RESULT_SETTINGS = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "label_smoothing_factor",
-    "neftune_noise_alpha", "compression", "powersgd_rank",
+    "neftune_noise_alpha", "compression", "powersgd_rank", "dropout",
 )  # fmt: skip
 
 
@@ -65,6 +66,13 @@ class DataParallelArgumentsBase(TrainingArguments):
         metadata={
             "help": "ZeRO stage: every rank updates everything (0), or each rank its shard, of the optimizer state "
             '(1) and also of the averaged gradients (2); "auto": the fastest.'
+        },
+    )
+    dropout: str = field(
+        default=GLOBAL,
+        metadata={
+            "help": 'Dropout masks: "global": by the position in the global batch, so that any number of ranks trains '
+            'the same model; "per-rank": every rank draws its own.'
         },
     )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})
@@ -162,6 +170,7 @@ class DataParallelArgumentsBase(TrainingArguments):
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
         check_zero_stage(self.zero_stage)
+        check_dropout(self.dropout)
         if self.auto_find_batch_size and self.world_size > 1:
             raise ValueError(
                 "auto_find_batch_size with several ranks: each would find its own batch size; "

@@ -220,6 +220,7 @@ class TrainingLoop:
         forward_backward = ForwardBackward(
             trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, self.timeline,
             inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
+            dropout=trainer.args.dropout,
         )  # fmt: skip
         with trainer.trainer_loss.span_loss().window(window):
             yield from forward_backward.micro_steps(window, trainer.state.global_step, trainer.args.seed)
