@@ -46,6 +46,8 @@ _HOME = {
     "get_device_mesh": "parallel.device_mesh",
     "empty_weights": "parallel.weights.meta_init",
     "parallelize": "parallel.parallelize",
+    "convert_sync_batchnorm": "data_parallel.sync_batchnorm",
+    "all_gather_with_grad": "communication.batch_across_ranks",
     "evaluate": "training.evaluate",
     "count_labels": "data.loss_weight",
     "DataParallelArguments": f"{_TRAINER}.arguments",
@@ -58,6 +60,7 @@ _OF_0_4_ALONE = ("parallelize", "empty_weights")
 __all__ = [name for name in _HOME if mindnlp_series() == "0.4" or name not in _OF_0_4_ALONE]
 
 if TYPE_CHECKING:
+    from mindnlp_dp.communication.batch_across_ranks import all_gather_with_grad as all_gather_with_grad
     from mindnlp_dp.communication.default_group import destroy_process_group as destroy_process_group
     from mindnlp_dp.communication.default_group import get_process_group as get_process_group
     from mindnlp_dp.communication.process_group import ProcessGroup as ProcessGroup
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.data.loss_weight import count_labels as count_labels
     from mindnlp_dp.data.sampler import GlobalBatchSampler as GlobalBatchSampler
     from mindnlp_dp.data_parallel.naive import NaiveGradientSynchronizer as NaiveGradientSynchronizer
+    from mindnlp_dp.data_parallel.sync_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
     from mindnlp_dp.data_parallel.synchronizer import GradientSynchronizer as GradientSynchronizer
     from mindnlp_dp.parallel.device_mesh import DeviceMesh as DeviceMesh
     from mindnlp_dp.parallel.device_mesh import get_device_mesh as get_device_mesh

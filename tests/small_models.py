@@ -233,6 +233,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4,
                  "lsh_attn_chunk_length": 4, "hash_seed": 1, "num_buckets": 2},
+    # With as many experts for each token as there are, the routers' losses would be constant.
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "lilt": {"hidden_size": 48},
     "bros": {"hidden_size": 128},

@@ -40,7 +40,7 @@ def whole_batch(group, accumulation_steps, **more):
     return {**one, "gradient_accumulation_steps": 1}
 
 
-def together_and_alone(group, folder, name, accumulation_steps, trainer_class=None, p=0.0, **more):
+def together_and_alone(group, folder, name, accumulation_steps, trainer_class=None, *, p=0.0, **more):
     """Train with all ranks, and in one process; ``p`` is the probability of dropout."""
     model_class = find(name)
     before = weights(build(model_class))

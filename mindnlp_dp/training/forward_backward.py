@@ -14,6 +14,8 @@ from typing import Any, Optional
 
 import numpy as np
 
+from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
@@ -21,8 +23,8 @@ from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.runtime.random_state import SampleStreams, seeded, step_seed, update_key
 from mindnlp_dp.training.timeline import StepTimeline
 
-# How dropout masks are drawn.
-GLOBAL, PER_RANK = "global", "per-rank"
+# How dropout masks are drawn, and over which tokens the router losses of mixtures of experts are.
+GLOBAL, PER_RANK, LOCAL = "global", "per-rank", "local"
 
 
 def _nothing(*_: Any) -> None:
@@ -41,6 +43,7 @@ class ForwardBackward:
         weight_of: a function from a batch's inputs to the weight of its loss.
         inputs_of: a function from a batch to what the other functions take.
         timeline: records the passes.
+        across_ranks: the rows of all ranks, for layers and losses that look at them.
         after_batch: called with each of this rank's batches that counts, and its inputs.
         after_micro_step: called between two micro-batches.
         dropout: "global": the masks of an update are those that one process with the whole batch would draw;
@@ -53,6 +56,7 @@ class ForwardBackward:
     forward: Callable[[Any], Any]
     weight_of: Callable[[Any], float]
     timeline: StepTimeline
+    across_ranks: BatchAcrossRanks
     inputs_of: Callable[[Any], Any] = field(default=lambda batch: batch)
     after_batch: Callable[[Any, Any], None] = _nothing
     after_micro_step: Callable[[], None] = _nothing
@@ -71,6 +75,7 @@ class ForwardBackward:
         for number, mine in enumerate(window):
             inputs, weight = self._weighed(mine)
             batch = self.model.dummy_batch_for(mine if weight > 0 else None)
+            batch = self.across_ranks.dummy_batch_for(batch)
             is_last = number + 1 == len(window)
             if batch is not None:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
@@ -82,6 +87,7 @@ class ForwardBackward:
                     sending,
                     timed,
                     self.model.micro_step(weight),
+                    self.across_ranks.micro_step(weight),
                 ):
                     loss, gradients = self.gradients_of(inputs)
                 self._report_fallback(streams)
@@ -118,7 +124,8 @@ class ForwardBackward:
         def span(name: str, **details: Any) -> contextlib.AbstractContextManager[None]:
             return self.timeline.span(name, step=step, **details)
 
-        yield from self.model.pipeline.run(batches, self.exchange.parameters, span)
+        with self.across_ranks.refused("a pipeline, whose stages run the micro-batches at different times"):
+            yield from self.model.pipeline.run(batches, self.exchange.parameters, span)
         for _ in window[1:]:
             self.after_micro_step()
 
@@ -141,6 +148,13 @@ def check_dropout(dropout: str) -> str:
     if dropout not in (GLOBAL, PER_RANK):
         raise ValueError(f"dropout must be {GLOBAL!r} or {PER_RANK!r}, got {dropout!r}")
     return dropout
+
+
+def across_ranks(group: ProcessGroup, router_loss: str) -> BatchAcrossRanks:
+    """Return the rows of all ranks of a new run; raise ValueError if ``router_loss`` is unknown."""
+    if router_loss not in (GLOBAL, LOCAL):
+        raise ValueError(f"router_loss must be {GLOBAL!r} or {LOCAL!r}, got {router_loss!r}")
+    return BatchAcrossRanks(group, has_local_router_loss=router_loss == LOCAL)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
-from mindnlp_dp.training.forward_backward import GLOBAL, ForwardBackward, check_dropout
+from mindnlp_dp.training.forward_backward import GLOBAL, ForwardBackward, across_ranks, check_dropout
 from mindnlp_dp.training.metrics import LossMeter
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.train_step import TrainStep
@@ -49,6 +49,7 @@ def make_train_step(
     jit: bool = False,
     seed: int = 0,
     dropout: str = GLOBAL,
+    router_loss: str = GLOBAL,
     leave_out_bad_losses: bool = True,
     zero_stage: Union[int, str] = "auto",
     group: Optional[ProcessGroup] = None,
@@ -81,6 +82,8 @@ def make_train_step(
             the global batch, so that any number of ranks and micro-steps trains the same model. It needs our CPU
             kernels and the batches of :func:`~mindnlp_dp.make_loader`, which know the positions. "per-rank", and where
             something is missing: each rank and micro-step draws its own masks.
+        router_loss: the load-balancing loss of a mixture of experts looks at the tokens of all ranks ("global"), as
+            one process would, or of this rank ("local").
         leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
             ranks.
         zero_stage: 0: every rank updates all parameters. 1: each rank updates one slice and holds only its optimizer
@@ -149,7 +152,8 @@ def make_train_step(
 
     forward_backward = ForwardBackward(
         replicated, window, gradients_of, functools.partial(call_with, forward_fn),
-        weight_of or BatchWeigher(forward_fn, model), step.timeline, dropout=check_dropout(dropout),
+        weight_of or BatchWeigher(forward_fn, model), step.timeline, across_ranks(group, router_loss),
+        dropout=check_dropout(dropout),
     )  # fmt: skip
     return FunctionalStep(step, forward_backward, accumulation_steps, span_loss, seed)
 

@@ -27,9 +27,7 @@ RATE = 0.1
 
 @pytest.mark.core
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-@pytest.mark.parametrize(
-    "name", ["RobertaForSequenceClassification", "GPT2LMHeadModel", "T5ForConditionalGeneration"]
-)
+@pytest.mark.parametrize("name", ["RobertaForSequenceClassification", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_any_number_of_ranks_and_micro_steps_trains_the_same_model(group, tmp_path, name, accumulation_steps):
     far, *_ = together_and_alone(group, tmp_path, name, accumulation_steps, p=RATE)
     assert far < MOST

@@ -26,7 +26,7 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 _RESULT_SETTINGS = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim", "optim_args",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "label_smoothing_factor",
-    "neftune_noise_alpha", "compression", "powersgd_rank", "dropout",
+    "neftune_noise_alpha", "compression", "powersgd_rank", "dropout", "router_loss",
 )  # fmt: skip
 
 
@@ -73,6 +73,13 @@ class DataParallelArgumentsBase(TrainingArguments):
         metadata={
             "help": 'Dropout masks: "global": by the position in the global batch, so that any number of ranks trains '
             'the same model; "per-rank": every rank draws its own.'
+        },
+    )
+    router_loss: str = field(
+        default=GLOBAL,
+        metadata={
+            "help": 'The load-balancing loss of a mixture of experts is over the tokens of all ranks ("global") or of '
+            'each rank ("local").'
         },
     )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})

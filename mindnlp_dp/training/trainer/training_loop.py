@@ -33,7 +33,7 @@ from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
-from mindnlp_dp.training.forward_backward import ForwardBackward
+from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
 from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
@@ -75,6 +75,7 @@ class TrainingLoop:
         self.timer = TrainingTimer()
         self.timeline = StepTimeline(self.world, self.args.trace)
         self.losses = LossMeter(self.group)
+        self.across_ranks = across_ranks(self.group, self.args.router_loss)
         self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
@@ -219,7 +220,7 @@ class TrainingLoop:
         # Not kept: it refers to this loop, whose memory must be free as soon as the trainer drops it.
         forward_backward = ForwardBackward(
             trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, self.timeline,
-            inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
+            self.across_ranks, inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
             dropout=trainer.args.dropout,
         )  # fmt: skip
         with trainer.trainer_loss.span_loss().window(window):

@@ -1,0 +1,173 @@
+"""Operators for layers and losses that look at the whole batch: the rows of all ranks in a micro-step.
+
+In-batch negatives, batch normalisation over all ranks and the router losses of mixtures of experts use them. Their
+gradients are those of one process with all rows: the exchange of gradients multiplies each rank's gradients by the
+weight of its loss, so a gradient is multiplied by its rank's weight on the way to a row, and divided by the weight of
+the row's rank.
+
+They are collectives in the forward and in the backward pass. A rank without rows takes part with another rank's rows,
+which do not count. The training loops set the weights (:meth:`BatchAcrossRanks.micro_step`); outside of a training
+step, as in an evaluation, the batch is this rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Optional, TypeVar
+
+import numpy as np
+from mindspore import Tensor
+from mindspore.common._grad_function import _Function
+
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
+
+T = TypeVar("T")
+
+_current: Optional[BatchAcrossRanks] = None
+
+
+class BatchAcrossRanks:
+    """The rows of all ranks in the current micro-step of a training run.
+
+    Attributes:
+        group: the ranks that split the samples.
+        weight: the weight of this rank's loss; 0 if it has no rows.
+        is_used: whether the model has looked at the rows of other ranks in any micro-step so far; equal on all ranks.
+        has_local_router_loss: whether the router losses of mixtures of experts look at this rank's rows only.
+    """
+
+    def __init__(self, group: ProcessGroup, *, has_local_router_loss: bool = False) -> None:
+        self.group = group
+        self.weight = 0.0
+        self.is_used = False
+        self.has_local_router_loss = has_local_router_loss
+        self._has_run = False
+        self._refused = ""
+
+    def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
+        """Return this rank's batch, or another rank's as a dummy of weight 0 if the model needs all ranks to run.
+
+        A collective in the first micro-step, when no rank knows yet what the model does, and if it needs all ranks.
+        """
+        if self.group.world_size == 1 or (self._has_run and not self.is_used):
+            return batch
+        has = self.group.all_gather_object(batch is not None)
+        if not any(has):
+            return None
+        self._has_run = True
+        if all(has):
+            return batch
+        src = has.index(True)
+        dummy = self.group.broadcast_object(batch if self.group.rank == src else None, src)
+        return dummy if batch is None else batch
+
+    @contextlib.contextmanager
+    def refused(self, where: str) -> Iterator[None]:
+        """Raise ValueError in this block if the model looks at the rows of other ranks, which ``where`` cannot do."""
+        self._refused = where
+        try:
+            with self.micro_step(1.0):
+                yield
+        finally:
+            self._refused = ""
+
+    @contextlib.contextmanager
+    def micro_step(self, weight: float) -> Iterator[None]:
+        """Set the weight of this rank's loss for the forward and backward pass in this block."""
+        global _current
+        before, _current, self.weight = _current, self, weight
+        try:
+            yield
+        finally:
+            _current = before
+
+    def mark_as_used(self) -> None:
+        """Record that the model looks at the rows of other ranks; raise ValueError where this does not work."""
+        if self._refused:
+            raise ValueError(
+                "a layer or loss looks at the rows of all ranks (SyncBatchNorm, all_gather_with_grad, or a router "
+                'loss, which router_loss="local" keeps on its rank); this does not work in '
+                f"{self._refused} (rank {self.group.label()})"
+            )
+        self.is_used = True
+
+    def sum(self, x: np.ndarray) -> np.ndarray:
+        """Return the sum of an array over the ranks that have rows. A collective."""
+        self.mark_as_used()
+        x = x if self.weight > 0 else np.zeros_like(x)
+        return self.group.all_reduce(x, every_step=True)
+
+    def sum_of_gradients(self, gradient: np.ndarray) -> np.ndarray:
+        """Return the gradient of this rank's loss and the other ranks' losses, for this rank's rows. A collective."""
+        total = self.group.all_reduce(gradient * gradient.dtype.type(self.weight), every_step=True)
+        return total / total.dtype.type(self.weight) if self.weight > 0 else np.zeros_like(total)
+
+
+def batch_across_ranks() -> Optional[BatchAcrossRanks]:
+    """Return the rows of all ranks in the current micro-step; None with one rank, and outside of a training step."""
+    return _current if _current is not None and _current.group.world_size > 1 else None
+
+
+def all_gather_with_grad(x: Any) -> Any:
+    """Return the rows of ``x`` of all ranks in a micro-step, in the order of the data; MindSpore differentiates it.
+
+    The loss that one process computes from all rows trains the same model when it is computed from gathered rows::
+
+        def forward_fn(input_ids, attention_mask, pairs, ...):
+            queries, documents = encode(...), encode(...)
+            queries, documents = map(dp.all_gather_with_grad, (queries, documents))
+            return cross_entropy(queries @ documents.T, arange(len(queries)))   # in-batch negatives
+
+    A loss of this rank's rows, compared with gathered rows, is right as well. All ranks must call it in the same
+    order. Ranks may have different numbers of rows, also none. Outside of a step of the Trainer or of
+    :func:`~mindnlp_dp.make_train_step`, as in an evaluation, it returns ``x``.
+
+    Args:
+        x: float tensor of shape (rows, ...), equal on all ranks but for the number of rows.
+    """
+    batch = batch_across_ranks()
+    return x if batch is None else _AllGatherWithGrad.apply(x, batch)
+
+
+def all_reduce_with_grad(x: Any) -> Any:
+    """Return the sum of ``x`` over the ranks that have rows in this micro-step; outside of a step it returns ``x``."""
+    batch = batch_across_ranks()
+    return x if batch is None else _AllReduceWithGrad.apply(x, batch)
+
+
+class _AllGatherWithGrad(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, batch: BatchAcrossRanks) -> Tensor:
+        batch.mark_as_used()
+        mine = np.ascontiguousarray(to_host(x))
+        ctx.batch, ctx.num_rows, ctx.dtype = batch, len(mine), dtype_name(x)
+        mine = mine if batch.weight > 0 else mine[:0]
+        group = batch.group
+        lengths = [int(each[0]) for each in group.all_gather(np.array([len(mine)]))]
+        padded = np.zeros((max(lengths), *mine.shape[1:]), mine.dtype)
+        padded[: len(mine)] = mine
+        ctx.first = sum(lengths[: group.rank])
+        rows = [part[:length] for part, length in zip(group.all_gather(padded), lengths)]
+        return from_host(np.concatenate(rows), ctx.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = ctx.batch.sum_of_gradients(to_host(gradient).astype(np.float32, copy=False))
+        mine = total[ctx.first : ctx.first + ctx.num_rows]
+        if ctx.batch.weight == 0:
+            mine = np.zeros((ctx.num_rows, *total.shape[1:]), np.float32)
+        return from_host(np.ascontiguousarray(mine), ctx.dtype), None
+
+
+class _AllReduceWithGrad(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, batch: BatchAcrossRanks) -> Tensor:
+        ctx.batch, ctx.dtype = batch, dtype_name(x)
+        return from_host(batch.sum(to_host(x)), ctx.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = ctx.batch.sum_of_gradients(to_host(gradient).astype(np.float32, copy=False))
+        return from_host(total, ctx.dtype), None

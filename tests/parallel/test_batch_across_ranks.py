@@ -1,0 +1,252 @@
+"""Test layers and losses that look at the rows of all ranks: N ranks train what one process with all rows trains."""
+
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+from library import is_0_5, nn, optim
+from small_models import build, find, samples
+from token_losses import distance, settings
+
+import mindnlp_dp as dp
+from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from models import alone, train, weights
+
+if not is_0_5:
+    # The first name is an autouse fixture for every test here.
+    from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
+
+MOST = 1e-5
+F = mindnlp_api().nn.functional
+NUM_CHANNELS, WIDTH = 4, 5
+
+
+class Images:
+    """Random images and classes; the means of the ranks' batches differ much."""
+
+    def __init__(self, num_samples):
+        rng = np.random.default_rng(0)
+        scale = rng.uniform(0.1, 5, (num_samples, 1, 1, 1))
+        self.pixels = (rng.normal(1, 1, (num_samples, 2, WIDTH, WIDTH)) * scale).astype(np.float32)
+        self.labels = rng.integers(0, 3, num_samples)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {"pixels": self.pixels[index], "labels": int(self.labels[index])}
+
+
+class ConvNet(nn.Module):
+    """A convolution with batch normalisation, and a linear layer with another one."""
+
+    def __init__(self, affine=True, momentum=0.1):
+        super().__init__()
+        self.conv = nn.Conv2d(2, NUM_CHANNELS, 3)
+        self.norm = nn.BatchNorm2d(NUM_CHANNELS, affine=affine, momentum=momentum)
+        self.hidden = nn.Linear(NUM_CHANNELS, 6)
+        self.norm_of_rows = nn.BatchNorm1d(6, affine=affine, momentum=momentum)
+        self.out = nn.Linear(6, 3)
+        rng = np.random.default_rng(5)
+        for name, parameter in self.named_parameters():
+            center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            values = rng.normal(center, 0.3, parameter.shape).astype(np.float32)
+            parameter.assign_value(mindspore.Tensor(values))
+
+    def forward(self, pixels, labels):
+        x = F.relu(self.norm(self.conv(pixels))).mean((2, 3))
+        logits = self.out(F.relu(self.norm_of_rows(self.hidden(x))))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def buffers(model):
+    return {name: x.asnumpy().astype(np.float64) for name, x in model.named_buffers()}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"affine": False, "momentum": None}])
+def test_batch_normalisation(group, tmp_path, overlap, accumulation_steps, options):
+    """Compare weights and running statistics; the last micro-batch has fewer rows, and some ranks have none."""
+    num_samples = 4 * group.world_size * accumulation_steps + 2
+    more = settings(group, accumulation_steps, overlap=overlap, learning_rate=0.05)
+    mine = train(dp.convert_sync_batchnorm(ConvNet(**options)), Images(num_samples), tmp_path, **more)
+    assert type(mine.model.norm).__name__ == "SyncBatchNorm2d"
+    with alone():
+        more["per_device_train_batch_size"] *= group.world_size
+        one = train(ConvNet(**options), Images(num_samples), tmp_path / "1", **more)
+    assert mine.state.global_step == one.state.global_step
+    assert distance(weights(mine.model), weights(one.model), weights(ConvNet(**options))) < MOST
+    for name, value in buffers(one.model).items():
+        np.testing.assert_allclose(buffers(mine.model)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    dp.assert_replicas_in_sync(mine.model)
+
+
+def test_unconverted_layers_train_another_model(group, tmp_path):
+    if group.world_size == 1:
+        pytest.skip("one rank has all rows")
+    more = settings(group, 1, learning_rate=0.05)
+    mine = train(ConvNet(), Images(16), tmp_path, **more)
+    with alone():
+        more["per_device_train_batch_size"] *= group.world_size
+        one = train(ConvNet(), Images(16), tmp_path / "1", **more)
+    assert distance(weights(mine.model), weights(one.model), weights(ConvNet())) > 100 * MOST
+
+
+class Cells(mindspore.nn.Cell):
+    """Layers of ``mindspore.nn``."""
+
+    def __init__(self):
+        super().__init__()
+        rng = np.random.default_rng(3)
+        weight = mindspore.Tensor(rng.normal(0, 0.5, (6, 4)).astype(np.float32))
+        self.hidden, self.norm = mindspore.nn.Dense(4, 6, weight, has_bias=False), mindspore.nn.BatchNorm1d(6)
+        self.out = mindspore.nn.Dense(6, 1, mindspore.Tensor(np.ones((1, 6), np.float32)), has_bias=False)
+
+    def construct(self, x, y):
+        return ((self.out(mindspore.ops.relu(self.norm(self.hidden(x)))) - y) ** 2).mean()
+
+
+def trained_cells(group, sizes, weight=None):
+    """Train on slices of one batch, of ``sizes`` rows for each rank."""
+    model = dp.convert_sync_batchnorm(Cells())
+    model.set_train()
+    optimizer = mindspore.nn.SGD(model.trainable_params(), 0.05)
+    step = dp.make_train_step(model, optimizer, optimizer.parameters, group=group, zero_stage=0, weight_of=weight)
+    rng = np.random.default_rng(1)
+    bounds = np.cumsum([0, *sizes])
+    for _ in range(4):
+        x, y = (rng.normal(1, 2, (bounds[-1], width)).astype(np.float32) for width in (4, 1))
+        mine = slice(bounds[group.rank], bounds[group.rank + 1])
+        rows = tuple(mindspore.Tensor(each[mine]) for each in (x, y))
+        step(rows if mine.start < mine.stop else None)
+    return {p.name: p.asnumpy() for p in model.get_parameters()}
+
+
+@pytest.mark.core
+@pytest.mark.skipif(is_0_5, reason="MindSpore's own layers are used with MindNLP 0.4")
+@pytest.mark.parametrize("sizes", [(7, 3, 1, 1), (6, 0, 2, 2), (0, 5, 0, 4)])
+def test_mindspores_layers_with_uneven_rows(group, sizes):
+    if group.world_size == 1:
+        pytest.skip("one rank has all rows")
+    sizes = sizes[: group.world_size]
+    mine = trained_cells(group, sizes)
+    with alone() as one:
+        expected = trained_cells(one, [sum(sizes)])
+    for name, value in expected.items():
+        np.testing.assert_allclose(mine[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_a_model_without_such_layers(group):
+    with pytest.raises(ValueError, match="Linear has no BatchNorm layer to convert"):
+        dp.convert_sync_batchnorm(nn.Linear(2, 2))
+    model = dp.convert_sync_batchnorm(ConvNet())
+    assert dp.convert_sync_batchnorm(model) is model
+
+
+# In-batch negatives.
+
+
+class Pairs(nn.Module):
+    """Embeds two sets of vectors; every row is to be closest to the row with its number."""
+
+    def __init__(self, over="both"):
+        super().__init__()
+        self.encode = nn.Linear(4, 6)
+        self.over = over
+        rng = np.random.default_rng(2)
+        for parameter in self.parameters():
+            parameter.assign_value(mindspore.Tensor(rng.normal(0, 0.5, parameter.shape).astype(np.float32)))
+
+    def forward(self, a, b, first):
+        a, b = F.normalize(self.encode(a)), F.normalize(self.encode(b))
+        candidates = dp.all_gather_with_grad(b)
+        queries, place = (dp.all_gather_with_grad(a), 0) if self.over == "both" else (a, int(first.asnumpy()[0]))
+        labels = mindspore.Tensor(np.arange(place, place + len(queries)), mindspore.int64)
+        return {"loss": F.cross_entropy(queries @ candidates.T * 5.0, labels)}
+
+
+def contrastive(group, over, sizes, **options):
+    model = Pairs(over)
+    parameters = list(model.parameters())
+    step = dp.make_train_step(
+        lambda **columns: model(**columns)["loss"], optim.SGD(parameters, lr=0.5), parameters, model=model,
+        group=group, zero_stage=0, **options,
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    bounds = np.cumsum([0, *sizes])
+    mine = slice(bounds[group.rank], bounds[group.rank + 1])
+    for _ in range(6):
+        a = rng.normal(0, 1, (bounds[-1], 4)).astype(np.float32)
+        b = (a + rng.normal(0, 0.5, a.shape)).astype(np.float32)
+        rows = {"a": a[mine], "b": b[mine], "first": np.full(len(a[mine]), mine.start, np.int64)}
+        step(rows if mine.start < mine.stop else None)
+    return weights(model)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (7, 1, 3, 2), (0, 5, 2, 2), (5, 0, 0, 3)])
+@pytest.mark.parametrize("over", ["both", "candidates"])
+@pytest.mark.parametrize("options", [{}, {"weight_of": lambda rows: 10 * len(rows["a"])}])
+def test_in_batch_negatives(group, over, sizes, options):
+    """A loss over all rows on every rank, and one of this rank's rows and all candidates, give the same model."""
+    sizes = sizes[: group.world_size]
+    if not sum(sizes):
+        pytest.skip("no rows")
+    mine = contrastive(group, over, sizes, **options)
+    with alone() as one:
+        expected = contrastive(one, over, [sum(sizes)])
+    assert distance(mine, expected, weights(Pairs())) < MOST
+
+
+def test_outside_of_a_step_the_rows_are_this_ranks(group):
+    x = mindspore.Tensor(np.ones((group.rank + 1, 2), np.float32))
+    assert dp.all_gather_with_grad(x) is x
+
+
+# Router losses.
+
+
+def with_router_loss(model):
+    model.config.output_router_logits = True
+    model.router_aux_loss_coef = 0.5
+    return model
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("router_loss", "accumulation_steps"), [("global", 1), ("global", 3), ("local", 1)])
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
+def test_router_losses(group, tmp_path, name, router_loss, accumulation_steps):
+    if is_0_5:
+        pytest.skip("mixtures of experts are tried with MindNLP 0.4")
+    model_class = find(name)
+    rows = samples(model_class, build(model_class), 4 * group.world_size * accumulation_steps + 2)
+    more = settings(group, accumulation_steps, router_loss=router_loss)
+    mine = train(with_router_loss(build(model_class)), rows, tmp_path, **more)
+    with alone():
+        more["per_device_train_batch_size"] *= group.world_size
+        one = train(with_router_loss(build(model_class)), rows, tmp_path / "1", **more)
+    far = distance(weights(mine.model), weights(one.model), weights(build(model_class)))
+    assert far < MOST if router_loss == "global" or group.world_size == 1 else far > 10 * MOST
+
+
+@pytest.mark.core
+@pytest.mark.skipif(is_0_5, reason="models are sharded with MindNLP 0.4 only")
+@pytest.mark.skipif(dp.get_process_group().backend != "mpi", reason="MindSpore's CPU library has no messages")
+@pytest.mark.parametrize("mesh", {2: ["ep=2", "tp=2"], 4: ["dp=2,ep=2"]}.get(dp.get_process_group().world_size, []))
+def test_router_losses_of_sharded_models(group, tmp_path, mesh):
+    model_class = find("MixtralForCausalLM")
+    rows = samples(model_class, build(model_class), 34)
+    dp.init_device_mesh(parse_mesh(mesh))
+    model = dp.parallelize(with_router_loss(build(model_class)))
+    more = settings(group, 1, per_device_train_batch_size=16 // dp.get_device_mesh().dp_group.world_size)
+    mine = train(model, rows, tmp_path, **more)
+    with alone():
+        dp.init_device_mesh({"dp": 1})
+        one = train(
+            with_router_loss(build(model_class)), rows, tmp_path / "1", **{**more, "per_device_train_batch_size": 16}
+        )
+    assert distance(whole_weights(mine.model), weights(one.model), weights(build(model_class))) < MOST
