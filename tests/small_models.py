@@ -143,13 +143,13 @@ def small_config(config_class: Any, dropout: float = 0.0, **settings: Any) -> An
     return config_class(**{**small, **settings})
 
 
-def build(model_class: ModelClass, seed: int = 1, dropout: float = 0.0) -> Any:
+def build(model_class: ModelClass, seed: int = 1, dropout: float = 0.0, num_labels: int = NUM_LABELS) -> Any:
     """Build a small model of a class, with weights drawn from ``seed``."""
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     loaded = model_class.load()
     names = inspect.signature(loaded.config_class.__init__).parameters
-    settings: dict[str, Any] = {"num_labels": NUM_LABELS, "use_cache": False, "decoder_start_token_id": 0}
+    settings: dict[str, Any] = {"num_labels": num_labels, "use_cache": False, "decoder_start_token_id": 0}
     # Batches with several padded rows need a pad token; the default is often None, or beyond the small vocabulary.
     given = names["pad_token_id"].default if "pad_token_id" in names else None
     if given is None or not 0 <= given < VOCAB_SIZE:

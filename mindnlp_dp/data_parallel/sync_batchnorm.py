@@ -35,7 +35,8 @@ def convert_sync_batchnorm(model: Any) -> Any:
     if not layers and not any(isinstance(cell, _Synchronized) for cell in cells):
         raise ValueError(f"{type(model).__name__} has no BatchNorm layer to convert")
     for layer in layers:
-        layer.__class__ = _synchronized(type(layer))
+        kind: Any = type(layer)
+        layer.__class__ = _synchronized(kind)
     return model
 
 
@@ -45,7 +46,7 @@ def _stock_layers() -> tuple[type, ...]:
 
 
 @functools.cache
-def _synchronized(stock: Any) -> type:
+def _synchronized(stock: Any) -> Any:
     kind = _SynchronizedCell if issubclass(stock, mindspore_nn.Cell) and hasattr(stock, "construct") else _Synchronized
     return type(f"Sync{stock.__name__}", (kind, stock), {})
 

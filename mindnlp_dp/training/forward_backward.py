@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -24,7 +25,8 @@ from mindnlp_dp.runtime.random_state import SampleStreams, seeded, step_seed, up
 from mindnlp_dp.training.timeline import StepTimeline
 
 # How dropout masks are drawn, and over which tokens the router losses of mixtures of experts are.
-GLOBAL, PER_RANK, LOCAL = "global", "per-rank", "local"
+GLOBAL = "global"
+PER_RANK, LOCAL = "per-rank", "local"
 
 
 def _nothing(*_: Any) -> None:
@@ -91,6 +93,8 @@ class ForwardBackward:
                 ):
                     loss, gradients = self.gradients_of(inputs)
                 self._report_fallback(streams)
+                if mine is not None and weight == 0 and self.across_ranks.is_used:
+                    _warn_of_rows_left_out(self.exchange.group.label(), step)
                 # The loss of a dummy batch belongs to another rank.
                 loss = loss if weight > 0 else 0.0
                 yield MicroStep(loss, gradients, weight, _indices(batch), self.model.has_nonfinite_peer(loss))
@@ -155,6 +159,16 @@ def across_ranks(group: ProcessGroup, router_loss: str) -> BatchAcrossRanks:
     if router_loss not in (GLOBAL, LOCAL):
         raise ValueError(f"router_loss must be {GLOBAL!r} or {LOCAL!r}, got {router_loss!r}")
     return BatchAcrossRanks(group, has_local_router_loss=router_loss == LOCAL)
+
+
+@functools.cache
+def _warn_of_rows_left_out(rank: str, step: int) -> None:
+    warnings.warn(
+        f"a micro-batch of rank {rank} in update {step} has no label that counts, so its loss has no gradient, and its "
+        "rows are left out where the model looks at the rows of all ranks; one process would include them",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @functools.cache

@@ -32,13 +32,18 @@ def read(sampler, epoch=0, start=0):
     ]
 
 
+def joined(windows):
+    """Return the samples of an update in the order of the data, from the window of each rank."""
+    return [int(i) for micro_step in zip(*windows) for micro in micro_step for i in micro]
+
+
 def test_a_literal_table():
     """Split ten samples over two ranks, in two micro-steps of two samples: a full global batch and a short one."""
     sampler = GlobalBatchSampler(10, 2, world_size=2, accumulation_steps=2, shuffle=False)
     assert (sampler.global_batch_size, sampler.num_updates) == (8, 2)
     assert read(sampler) == [
-        [[[0, 1], [2, 3]], [[8]]],
-        [[[4, 5], [6, 7]], [[9]]],
+        [[[0, 1], [4, 5]], [[8]]],
+        [[[2, 3], [6, 7]], [[9]]],
     ]
 
 
@@ -87,8 +92,7 @@ def test_the_global_batches_do_not_depend_on_the_number_of_ranks(num_samples, se
     sequences = []
     for micro, world, accumulation in layouts:
         sampler = GlobalBatchSampler(num_samples, micro, world, accumulation, seed=seed)
-        by_rank = [[[i for m in window for i in m] for window in rank] for rank in read(sampler, epoch)]
-        sequences.append([sum(parts, []) for parts in zip(*by_rank)])
+        sequences.append([joined(windows) for windows in zip(*read(sampler, epoch))])
     assert all(sequence == sequences[0] for sequence in sequences)
 
 
@@ -113,7 +117,7 @@ def test_batches_of_other_sizes_read_the_rest_of_the_same_sequence(num_samples, 
         ranks = [list(sampler.shard_indices(rank, 1, update, offset)) for rank in range(2)]
         # It ends like an epoch that had this size from the beginning.
         assert len(ranks[0]) == sampler.num_updates - update
-        windows = [[int(i) for window in parts for micro in window for i in micro] for parts in zip(*ranks)]
+        windows = [joined(parts) for parts in zip(*ranks)]
         last = size == sizes[-1]
         for window in windows if last else windows[:updates]:
             assert len(window) == size or (uneven == "keep" and len(read) + len(window) == num_samples)
@@ -165,7 +169,7 @@ def test_a_global_batch_is_kept_by_any_number_of_ranks(world_size, micro):
         windows = [part[update] for part in parts]
         assert len({len(window) for window in windows}) == 1
         assert max(len(batch) for window in windows for batch in window) <= micro
-        np.testing.assert_array_equal(np.concatenate([np.concatenate(window) for window in windows]), expected)
+        np.testing.assert_array_equal(joined(windows), expected)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +202,7 @@ def test_any_number_of_ranks_reads_the_same_groups(world_size):
     lengths = np.random.default_rng(0).integers(1, 40, 64)
     sampler = GlobalBatchSampler(64, 3, world_size, samples_per_update=15, seed=1, lengths=lengths)
     alone = GlobalBatchSampler(64, 15, seed=1, lengths=lengths)
-    together = [
-        np.concatenate([micro for rank in sampler_of(sampler, update) for micro in rank]) for update in range(5)
-    ]
+    together = [joined(sampler_of(sampler, update)) for update in range(5)]
     for update, batch in enumerate(together):
         np.testing.assert_array_equal(batch, list(alone.shard_indices(0, 0))[update][0])
     assert not np.array_equal(together[0], next(GlobalBatchSampler(64, 15, seed=1).shard_indices(0, 0))[0])

@@ -1,0 +1,235 @@
+#!/usr/bin/env python3
+"""Measure how far N ranks end from one process with the whole batch, for every task and every way to train.
+
+    python benchmarks/check_equivalence.py [--dropout 0.1] [--python-0-5 .venv-mindnlp-0.5/bin/python] [--json FILE]
+
+Each number is the norm of the difference of the final weights, divided by the norm of the change that one process makes
+with all rows of a micro-step in one batch: the largest of 2, 3 and 4 ranks and of 1 and 3 micro-steps an update. The
+models are small. Labels are spread unevenly: in each micro-step of a loss over tokens, the first rank has 3 labels and
+the last one 97; the last global batch is not full. A combination that is not supported shows its error. The exit code
+is 1 if a number is above 1e-5. About fifteen minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+from common import ROOT, job_of, machine, print_table, run_benchmark, run_job
+
+# The small models are in the tests' folder.
+sys.path.insert(0, str(ROOT / "tests"))
+MOST = 1e-5
+# The name of a task's row, and the model class.
+TASKS = {
+    "sequence classification, BERT": "BertForSequenceClassification",
+    "sequence classification, RoBERTa": "RobertaForSequenceClassification",
+    "regression, BERT": "BertForSequenceClassification",
+    "token classification, BERT": "BertForTokenClassification",
+    "token classification, RoBERTa": "RobertaForTokenClassification",
+    "masked LM, BERT": "BertForMaskedLM",
+    "masked LM, RoBERTa": "RobertaForMaskedLM",
+    "causal LM, GPT-2": "GPT2LMHeadModel",
+    "causal LM, Llama": "LlamaForCausalLM",
+    "causal LM with router loss, Mixtral": "MixtralForCausalLM",
+    "encoder-decoder, T5": "T5ForConditionalGeneration",
+    "encoder-decoder, BART": "BartForConditionalGeneration",
+    "question answering, BERT": "BertForQuestionAnswering",
+    "multiple choice, RoBERTa": "RobertaForMultipleChoice",
+    "contrastive, in-batch negatives": "",
+    "convolutions with batch normalisation": "",
+}
+WAYS = ("Trainer", "custom loop", "tp", "pp")
+MESHES = {"tp": {2: "tp=2", 4: "dp=2,tp=2"}, "pp": {2: "pp=2", 4: "dp=2,pp=2"}}
+ROWS, ACCUMULATIONS, RATE = 9, (1, 3), 0.1
+
+
+def task_of(name: str, dropout: float) -> tuple[Callable[[], Any], list[dict[str, Any]]]:
+    """Return a function that builds a task's model, and 108 samples of two columns or more."""
+    from across_ranks import ConvNet, Images, Pairs, pairs
+    from small_models import build, find, samples
+
+    if name.startswith("conv"):
+        import mindnlp_dp as dp
+
+        images = Images(4 * 27)
+        return lambda: dp.convert_sync_batchnorm(ConvNet()), [images[row] for row in range(len(images))]
+    if name.startswith("contrastive"):
+        return Pairs, pairs(4 * 27)
+    model_class = find(TASKS[name])
+
+    def make() -> Any:
+        model = build(model_class, dropout=dropout, **({"num_labels": 1} if name.startswith("regression") else {}))
+        if "router" in name:
+            model.config.output_router_logits = True
+            model.router_aux_loss_coef = 0.5
+        return model
+
+    rows = samples(model_class, make(), 4 * 27)
+    if name.startswith("regression"):
+        rows = [{**row, "labels": float(row["labels"])} for row in rows]
+    return make, rows
+
+
+def spread(rows: list[dict[str, Any]], num_ranks: int, num_micro_steps: int) -> list[dict[str, Any]]:
+    """Return samples of which the first rank has 3 labels in each micro-step, and the last one 97, and 5 more rows."""
+    import numpy as np
+
+    num_full = num_ranks * ROWS * num_micro_steps
+    rows = [rows[number % len(rows)] for number in range(num_full + 5)]
+    if np.ndim(rows[0].get("labels")) == 0:
+        return rows
+    result = []
+    for number, row in enumerate(rows[:num_full]):
+        rank, place = divmod(number % (num_ranks * ROWS), ROWS)
+        labels = np.array(row["labels"])
+        words = np.where(labels == -100, 7 % (labels.max() + 1), labels)
+        if rank == 0:
+            labels = np.full_like(words, -100)
+            labels[1] = words[1] if place < 3 else -100
+        elif rank == num_ranks - 1:
+            # 97 of the 99 labels that are not in the first column, which a causal language model does not use.
+            labels = np.where(np.arange(len(words)) < (1 if place else 3), -100, words)
+        result.append({**row, "labels": labels})
+    return result + rows[num_full:]
+
+
+def by_trainer(make: Callable[[], Any], rows: Any, size: int, accumulation: int, folder: Path) -> Any:
+    from models import train
+
+    return train(
+        make(), rows, folder, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, optim="sgd",
+        learning_rate=RATE, max_grad_norm=1.0, dataset_shuffle=False, logging_strategy="no",
+    ).model  # fmt: skip
+
+
+def by_custom_loop(make: Callable[[], Any], rows: Any, size: int, accumulation: int, folder: Path) -> Any:
+    from library import optim
+
+    import mindnlp_dp as dp
+
+    model = make()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def forward(**columns: Any) -> Any:
+        outputs = model(**columns)
+        return outputs["loss"]
+
+    step = dp.make_train_step(
+        forward, optim.SGD(parameters, lr=RATE), parameters, model=model, accumulation_steps=accumulation,
+        max_grad_norm=1.0, zero_stage=0,
+    )  # fmt: skip
+    model.train()
+    for window in dp.make_loader(rows, size, accumulation, shuffle=False).windows():
+        step(window if accumulation > 1 else window[0])
+    return model
+
+
+def compare(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return, for each task and way, the largest difference of this job's numbers of micro-steps, or an error."""
+    import mindnlp_dp as dp
+
+    group = dp.init_process_group()
+    found: dict[str, dict[str, Any]] = {}
+    for name in args.tasks or TASKS:
+        try:
+            task = task_of(name, args.dropout)
+        except (StopIteration, ImportError):
+            continue
+        for way in args.ways:
+            mesh = MESHES[way].get(group.world_size) if way in MESHES else None
+            if way in MESHES and mesh is None:
+                continue
+            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    result: Any = max(difference(task, way, mesh, steps, Path(folder)) for steps in ACCUMULATIONS)
+                except (ValueError, TypeError, NotImplementedError) as error:
+                    result = str(error).partition("\n")[0]
+            found.setdefault(name, {})[way] = result
+    return found
+
+
+def difference(task: Any, way: str, mesh: Optional[str], accumulation: int, folder: Path) -> float:
+    from token_losses import distance
+
+    import mindnlp_dp as dp
+    from models import alone, weights
+
+    (make, rows), group = task, dp.get_process_group()
+    train: Any = by_custom_loop if way == "custom loop" else by_trainer
+    build, read = make, weights
+    num_ranks = group.world_size
+    if mesh is not None:
+        from cut_models import whole_weights
+
+        from mindnlp_dp.schedules.mesh_spec import parse_mesh
+
+        dp.init_device_mesh(parse_mesh(mesh))
+        num_ranks = dp.get_device_mesh().dp_group.world_size
+        build, read = lambda: dp.parallelize(make()), whole_weights
+    # Two full updates, and one that is not full.
+    rows = spread(rows, num_ranks, 2 * accumulation)
+    try:
+        mine = read(train(build, rows, ROWS, accumulation, folder / str(group.rank)))
+        with alone():
+            if mesh is not None:
+                dp.init_device_mesh({"dp": 1})
+            one = train(make, rows, ROWS * num_ranks, accumulation, folder / f"alone-{group.rank}")
+            return distance(mine, weights(one), weights(make()))
+    finally:
+        if mesh is not None:
+            dp.init_device_mesh({"dp": group.world_size})
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    flags = ("--dropout", args.dropout, *(["--tasks", *args.tasks] if args.tasks else []))
+    pythons = {"Trainer": None, **({"Trainer, MindNLP 0.5": args.python_0_5} if args.python_0_5 else {})}
+    cells: dict[str, dict[str, list[Any]]] = {name: {} for name in args.tasks or TASKS}
+    for title, python in pythons.items():
+        for ranks in args.ranks:
+            ways = WAYS if python is None else WAYS[:1]
+            command = job_of(__file__, "compare", ranks, *flags, "--ways", *ways)
+            for name, results in run_job([python or command[0], *command[1:]]).items():
+                for way, result in results.items():
+                    column = title if way == "Trainer" else way
+                    cells[name].setdefault(column, []).append(result)
+    columns = [*pythons, *WAYS[1:]]
+    print(machine())
+    table = {name: {c: largest(row[c]) if row.get(c) else "-" for c in columns} for name, row in cells.items()}
+    errors = sorted({cell for row in table.values() for cell in row.values() if isinstance(cell, str) and cell != "-"})
+    shown = {error: f"({number})" for number, error in enumerate(errors, 1)}
+    print_table(
+        ["task", *columns],
+        [[name, *(shown.get(cell, cell) if isinstance(cell, str) else f"{cell:.1e}" for cell in row.values())]
+         for name, row in table.items()],
+    )  # fmt: skip
+    for error, number in shown.items():
+        print(f"{number} refused: {error}")
+    numbers = [cell for row in table.values() for cell in row.values() if isinstance(cell, float)]
+    print(f"the largest of {len(numbers)}: {max(numbers):.1e}")
+    if max(numbers) > MOST:
+        sys.exit(f"above {MOST}")
+    return {"dropout": args.dropout, "table": table}
+
+
+def largest(results: list[Any]) -> Any:
+    return next((result for result in results if isinstance(result, str)), None) or max(results)
+
+
+if __name__ == "__main__":
+    run_benchmark(
+        __doc__,
+        measure,
+        {"compare": compare},
+        ranks={"type": int, "nargs": "+", "default": [2, 3, 4], "help": "numbers of ranks"},
+        dropout={"type": float, "default": 0.0, "help": "probability of dropout in the models"},
+        tasks={"nargs": "+", "choices": TASKS, "help": "rows of the table; by default all"},
+        python_0_5={"help": "a Python that has MindNLP 0.5 and this package"},
+        ways={"nargs": "+"},
+    )
