@@ -37,6 +37,7 @@ from operators import OPERATORS
 from train_bert import OWN
 
 HERE = Path(__file__).parent
+PER_RANK = "auto, dropout per rank"
 
 
 def operator_jobs(torch_python: Optional[str]) -> dict[str, Job]:
@@ -58,7 +59,7 @@ def step_jobs(steps: int, torch_python: Optional[str]) -> dict[str, Job]:
     jobs: dict[str, Job] = {
         "as MindNLP does it": ([*on_one_core(), *script, OWN], MINDSPORES_KERNELS),
         "MindSpore's kernels, our update": ([*on_one_core(), *script, "auto"], MINDSPORES_KERNELS),
-        "ours": ([*on_one_core(), *script, "auto"], {}),
+        "ours": ([*on_one_core(), *script, "auto", PER_RANK], {}),
         "ours, two ranks": ([*launched("mpi"), *script, "auto"], {}),
         'ours, "medium"': ([*on_one_core(), *script, "auto"], {"MINDNLP_DP_MATMUL_PRECISION": "medium"}),
     }
@@ -114,6 +115,12 @@ def kernel_ratios(table: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     return ratios
 
 
+def global_over_per_rank(done: dict[str, Any]) -> float:
+    """Return the step time with dropout masks by position over that with a rank's own; the two alternate."""
+    masks = done["measured"]
+    return median_ratio(masks["auto"]["step"], masks[PER_RANK]["step"])
+
+
 def profile() -> None:
     """Print the functions that take most of the time of one step of ours."""
     import mindnlp_dp as dp
@@ -146,6 +153,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     print_table(["ms, forward + backward", *libraries], rows)
     print_table(["", "s a step"], [[name, f"{statistics.median(taken):.3f}"] for name, taken in seconds.items()])
     ratios = {**ratios_of(seconds), **kernel_ratios(table)}
+    ratios["global_over_per_rank"] = statistics.median(map(global_over_per_rank, done["steps, ours"]))
     print_table(["ratios", ""], [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()])
     return {"operators": table, "steps": seconds, "ratios": ratios}
 

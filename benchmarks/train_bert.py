@@ -19,6 +19,8 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
+from mindnlp_dp.runtime.random_state import SampleStreams, seeded
+
 SIZES = {"vocab_size": 30522, "width": 384, "num_layers": 6, "num_heads": 12, "inner": 1536}
 BATCH, LENGTH, LABELS = 32, 32, 77
 MAX_NORM, LEARNING_RATE = 1.0, 1e-5
@@ -30,6 +32,7 @@ VARIANTS: dict[str, Any] = {
     OWN: None,
     "compute": None,
     "auto": {},
+    "auto, dropout per rank": {"dropout": "per-rank"},
     "auto, zero_stage=0": {"zero_stage": 0},
     "after": {"overlap": False, "skip_zeros": False},
     "after, zeros skipped": {"overlap": False},
@@ -98,7 +101,7 @@ class Step:
         ids = mindspore.Tensor(rng.integers(0, SIZES["vocab_size"], (batch, LENGTH)))
         labels = mindspore.Tensor(rng.integers(0, LABELS, batch))
         mask = mindspore.Tensor(np.ones((batch, LENGTH), np.int64))
-        self.is_own = name == OWN
+        self.is_own, self.num_steps = name == OWN, 0
         self.run = value_and_grad(
             lambda: model(ids, attention_mask=mask, labels=labels).loss,
             tuple(self.parameters),
@@ -108,6 +111,8 @@ class Step:
         if not self.is_own:
             alone = dp.ProcessGroup(SingleProcessTransport())
             options = dict(VARIANTS[name] or {})
+            positions = np.arange(group.rank * batch, (group.rank + 1) * batch)
+            self.streams = None if options.pop("dropout", "") == "per-rank" else SampleStreams(0, positions)
             self.skip_zeros = options.pop("skip_zeros", True)
             zero_stage = options.pop("zero_stage", "auto")
             self.sync = dp.GradientSynchronizer(named, alone if VARIANTS[name] is None else group, **options)
@@ -134,7 +139,10 @@ class Step:
         if isinstance(channel, MPIChannel):
             channel.exchange.skip_zeros = self.skip_zeros
         sent_before, seconds_before, began = channel.bytes_sent or 0, self.sync.seconds, time.perf_counter()
-        with self.sync.backward(self.batch):
+        self.num_steps += 1
+        if self.streams is not None:
+            self.streams.key = self.num_steps
+        with seeded(self.num_steps, self.streams), self.sync.backward(self.batch):
             _, gradients = self.run()
         self.sync.accumulate(gradients, self.batch)
         del gradients

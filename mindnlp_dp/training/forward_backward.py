@@ -94,7 +94,7 @@ class ForwardBackward:
                     loss, gradients = self.gradients_of(inputs)
                 self._report_fallback(streams)
                 if mine is not None and weight == 0 and self.across_ranks.is_used:
-                    _warn_of_rows_left_out(self.exchange.group.label(), step)
+                    _warn_of_rows_left_out(self.exchange.group.label())
                 # The loss of a dummy batch belongs to another rank.
                 loss = loss if weight > 0 else 0.0
                 yield MicroStep(loss, gradients, weight, _indices(batch), self.model.has_nonfinite_peer(loss))
@@ -162,10 +162,10 @@ def across_ranks(group: ProcessGroup, router_loss: str) -> BatchAcrossRanks:
 
 
 @functools.cache
-def _warn_of_rows_left_out(rank: str, step: int) -> None:
+def _warn_of_rows_left_out(rank: str) -> None:
     warnings.warn(
-        f"a micro-batch of rank {rank} in update {step} has no label that counts, so its loss has no gradient, and its "
-        "rows are left out where the model looks at the rows of all ranks; one process would include them",
+        f"a micro-batch of rank {rank} has no label that counts, so its loss has no gradient, and its rows are left out "
+        "where the model looks at the rows of all ranks; one process would include them",
         RuntimeWarning,
         stacklevel=2,
     )

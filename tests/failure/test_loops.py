@@ -44,6 +44,34 @@ def test_the_marked_lines_are_all_that_differs():
     ]
 
 
+def test_sentence_embeddings_do_not_depend_on_the_number_of_ranks(tmp_path):
+    """The script's model has dropout, and its loss compares the texts of all ranks."""
+    script = HOMEWORK.parent / "scripts/sentence_embeddings.py"
+    flags = ["--max-steps", "5", "--num-layers", "1", "--batch-size", "21", "--max-length", "12"]
+    found = []
+    for ranks in (1, 3):
+        command = [
+            sys.executable,
+            "-m",
+            "mindnlp_dp",
+            "run",
+            "--nproc",
+            str(ranks),
+            "--log-dir",
+            str(tmp_path / "logs"),
+        ]
+        job = subprocess.run(
+            [*command, str(script), *flags, "--output-dir", str(tmp_path / str(ranks))],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
+        )  # fmt: skip
+        assert job.returncode == 0, job.stdout
+        found.append(re.search(r"mean loss ([0-9.]+) in 5 updates; .* before, ([0-9.]+) after", job.stdout).groups())
+    (loss, accuracy), other = (tuple(map(float, numbers)) for numbers in found)
+    assert 0 < loss < 3.05
+    assert 0 < accuracy <= 1
+    assert other == (pytest.approx(loss, rel=2e-5), pytest.approx(accuracy, abs=0.002))
+
+
 def run(command, log):
     environment = {**os.environ, "DEVICE_TARGET": "CPU"}
     subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, timeout=200)
