@@ -132,9 +132,8 @@ def main() -> None:
     if group.is_main:
         after = accuracy(model, task.train, task.test)
         updates = trainer.state.global_step
-        print(
-            f"mean loss {loss:.6f} in {updates} updates; nearest text of the label: {before:.4f} before, {after:.4f} after"
-        )
+        print(f"mean loss {loss:.6f} in {updates} updates")
+        print(f"nearest text of the same label: {before:.4f} before, {after:.4f} after")
     print(f"rank {group.rank}: weights {dp.assert_replicas_in_sync(model)}")
 
 

@@ -65,7 +65,7 @@ def test_sentence_embeddings_do_not_depend_on_the_number_of_ranks(tmp_path):
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500,
         )  # fmt: skip
         assert job.returncode == 0, job.stdout
-        found.append(re.search(r"mean loss ([0-9.]+) in 5 updates; .* before, ([0-9.]+) after", job.stdout).groups())
+        found.append(re.search(r"mean loss ([0-9.]+) in 5 updates\n.* before, ([0-9.]+) after", job.stdout).groups())
     (loss, accuracy), other = (tuple(map(float, numbers)) for numbers in found)
     assert 0 < loss < 3.05
     assert 0 < accuracy <= 1
