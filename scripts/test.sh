@@ -190,6 +190,8 @@ else
     @parallel_operators.py @model_parallel.py @stage_meshes.py @resharding.py)
   # Four ranks that simulate two hosts with two ranks each.
   at_four+=("${adamw[@]}" @token_losses.py::test_models_that_are_cut @zero.py::test_two_hosts_train_what_one_rank_trains
+    @dropout.py::test_models_that_are_sharded @batch_across_ranks.py::test_router_losses_of_sharded_models
+    @batch_across_ranks.py::test_in_batch_negatives @batch_across_ranks.py::test_mindspores_layers_with_uneven_rows
     @zero.py::test_what_is_sent_between_hosts @zero.py::test_no_memory_to_share_weights_on_two_hosts)
   if [ $tests = all ]; then
     at_eight=(@model_parallel.py)
@@ -206,7 +208,8 @@ else
   # Meshes with three axes.
   parallel "meshes" mpi 8 "${at_eight[@]}"
   # A number of ranks that is not a power of two.
-  parallel "types and orders" mpi 3 @types.py @orders.py @token_losses.py::test_adamw
+  parallel "types, orders, dropout" mpi 3 @types.py @orders.py @token_losses.py::test_adamw \
+    @dropout.py::test_any_number_of_ranks_and_micro_steps_trains_the_same_model
 
   # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
   # same time each takes twice as long.

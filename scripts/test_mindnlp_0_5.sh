@@ -26,7 +26,7 @@ parallel() {
 }
 
 parallel mpi 2 "$most" trainer equivalence orders batch_scaling evaluation bad_losses models transformers_trainer
-parallel mpi 2 "$few" decisions resuming zero token_losses
+parallel mpi 2 "$few" decisions resuming zero token_losses dropout batch_across_ranks
 # One rank, and a number of ranks that is not a power of two.
 parallel mpi 1 "$most" equivalence
 parallel mpi 3 "$most" evaluation orders

@@ -94,6 +94,11 @@ def medium_precision(uses: bool) -> Iterator[None]:
         matmul.use_bfloat16(before)
 
 
+def are_on() -> bool:
+    """Return whether our kernels are in use."""
+    return _are_on
+
+
 def supports(*tensors: Any) -> bool:
     """Return whether our kernels support a call with these tensors: float32, on CPU, PyNative mode, no AMP."""
     if not _are_on:

@@ -19,6 +19,7 @@ from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
+from mindnlp_dp.kernels.dispatch import are_on
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.runtime.random_state import SampleStreams, seeded, step_seed, update_key
@@ -92,7 +93,7 @@ class ForwardBackward:
                     self.across_ranks.micro_step(weight),
                 ):
                     loss, gradients = self.gradients_of(inputs)
-                self._report_fallback(streams)
+                self._report_fallback("" if streams is None else streams.fallback)
                 if mine is not None and weight == 0 and self.across_ranks.is_used:
                     _warn_of_rows_left_out(self.exchange.group.label())
                 # The loss of a dummy batch belongs to another rank.
@@ -130,15 +131,22 @@ class ForwardBackward:
 
         with self.across_ranks.refused("a pipeline, whose stages run the micro-batches at different times"):
             yield from self.model.pipeline.run(batches, self.exchange.parameters, span)
+        for batch in batches:
+            self._report_fallback(batch.dropout_fallback)
         for _ in window[1:]:
             self.after_micro_step()
 
     def _key(self, seed: int, step: int) -> Optional[int]:
-        return update_key(seed, step) if self.dropout == GLOBAL else None
+        """Return the key of the samples' random streams in this update; None if each rank draws its own masks."""
+        if self.dropout != GLOBAL:
+            return None
+        if not are_on() and has_dropout(self.model.model):
+            self._report_fallback("MindSpore's kernels draw them")
+        return update_key(seed, step)
 
-    def _report_fallback(self, streams: Optional[SampleStreams]) -> None:
-        if streams is not None and streams.fallback and self.model.world.is_main:
-            _report_per_rank_dropout(streams.fallback)
+    def _report_fallback(self, reason: str) -> None:
+        if reason and self.model.world.is_main:
+            _report_per_rank_dropout(reason)
 
     def _weighed(self, batch: Optional[Any]) -> tuple[Any, float]:
         """Return the inputs of a batch and the weight of its loss; the mean loss of a batch of weight 0 is 0 / 0."""
@@ -154,6 +162,12 @@ def check_dropout(dropout: str) -> str:
     return dropout
 
 
+def has_dropout(model: Any) -> bool:
+    """Return whether a model of MindNLP has a layer that drops elements."""
+    modules = model.modules() if hasattr(model, "modules") else ()
+    return any(getattr(module, "p", 0) for module in modules if "Dropout" in type(module).__name__)
+
+
 def across_ranks(group: ProcessGroup, router_loss: str) -> BatchAcrossRanks:
     """Return the rows of all ranks of a new run; raise ValueError if ``router_loss`` is unknown."""
     if router_loss not in (GLOBAL, LOCAL):
@@ -164,7 +178,7 @@ def across_ranks(group: ProcessGroup, router_loss: str) -> BatchAcrossRanks:
 @functools.cache
 def _warn_of_rows_left_out(rank: str) -> None:
     warnings.warn(
-        f"a micro-batch of rank {rank} has no label that counts, so its loss has no gradient, and its rows are left out "
+        f"a micro-batch of rank {rank} has no label that counts, so its loss has no gradient: its rows are left out "
         "where the model looks at the rows of all ranks; one process would include them",
         RuntimeWarning,
         stacklevel=2,

@@ -13,6 +13,7 @@ from token_losses import distance, settings, together_and_alone, whole_batch
 
 import mindnlp_dp as dp
 from mindnlp_dp.data.batches import Batch
+from mindnlp_dp.kernels import dispatch
 from mindnlp_dp.parallel.device_mesh import get_device_mesh
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import alone, train, weights
@@ -135,3 +136,18 @@ def test_a_custom_loop(group, capfd):
 def test_an_unknown_kind_is_refused(tmp_path):
     with pytest.raises(ValueError, match="dropout must be 'global' or 'per-rank', got 'local'"):
         dp.DataParallelArguments(str(tmp_path), dropout="local")
+
+
+@pytest.mark.skipif(is_0_5, reason="with MindNLP 0.5 our kernel draws the masks in any case")
+def test_mindspores_kernels_draw_per_rank_and_it_is_said(group, tmp_path, capfd):
+    model_class = find("GPT2LMHeadModel")
+    rows = samples(model_class, build(model_class), 8)
+    dispatch.choose("mindspore", 1)
+    try:
+        train(build(model_class, dropout=RATE), rows, tmp_path, **settings(group, 1))
+        said = capfd.readouterr().out
+        train(build(model_class), rows, tmp_path, **settings(group, 1))
+    finally:
+        dispatch.choose("auto", 1)
+    assert said.count("masks, because MindSpore's kernels draw them") == group.is_main
+    assert "masks" not in capfd.readouterr().out

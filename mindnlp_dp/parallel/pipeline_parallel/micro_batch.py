@@ -32,6 +32,7 @@ class MicroBatch:
     Attributes:
         weight: weight of the loss.
         num_rows: number of samples.
+        dropout_fallback: why dropout masks were drawn by rank and micro-batch; empty if none were.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class MicroBatch:
         self.batch, self.forward, self.weight_of = batch, forward, weight_of
         self.seed, self.key, self.indices = seed, key, indices
         self.weight, self.num_rows = weight_of(batch), num_rows_of(batch)
+        self.dropout_fallback = ""
 
 
 class MicroBatchShard:

@@ -239,6 +239,8 @@ class Pipeline:
             output = stage_output.hidden_states
         finally:
             self._is_training = False
+        if share.streams is not None:
+            share.micro.dropout_fallback = share.streams.fallback
         return received, output
 
     def _tells_losses(self, batch: MicroBatch) -> bool:
