@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measure how far N ranks end from one process with the whole batch, for every task and every way to train.
 
-    python benchmarks/check_equivalence.py [--dropout 0.1] [--python-0-5 .venv-mindnlp-0.5/bin/python] [--json FILE]
+    python benchmarks/check_equivalence.py [--dropout 0.1] [--json FILE]
+    .venv-mindnlp-0.5/bin/python benchmarks/check_equivalence.py
 
 Each number is the norm of the difference of the final weights, divided by the norm of the change that one process makes
 with all rows of a micro-step in one batch: the largest of 2, 3 and 4 ranks and of 1 and 3 micro-steps an update. The
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common import ROOT, job_of, machine, print_table, run_benchmark, run_job
+
+from mindnlp_dp.runtime.versions import mindnlp_series
 
 # The small models are in the tests' folder.
 sys.path.insert(0, str(ROOT / "tests"))
@@ -188,24 +191,19 @@ def difference(task: Any, way: str, mesh: Optional[str], accumulation: int, fold
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    flags = ("--dropout", args.dropout, *(["--tasks", *args.tasks] if args.tasks else []))
-    pythons = {"Trainer": None, **({"Trainer, MindNLP 0.5": args.python_0_5} if args.python_0_5 else {})}
-    cells: dict[str, dict[str, list[Any]]] = {name: {} for name in args.tasks or TASKS}
-    for title, python in pythons.items():
-        for ranks in args.ranks:
-            ways = WAYS if python is None else WAYS[:1]
-            command = job_of(__file__, "compare", ranks, *flags, "--ways", *ways)
-            for name, results in run_job([python or command[0], *command[1:]]).items():
-                for way, result in results.items():
-                    column = title if way == "Trainer" else way
-                    cells[name].setdefault(column, []).append(result)
-    columns = [*pythons, *WAYS[1:]]
-    print(machine())
-    table = {name: {c: largest(row[c]) if row.get(c) else "-" for c in columns} for name, row in cells.items()}
+    ways = args.ways or (WAYS if mindnlp_series() == "0.4" else WAYS[:2])
+    flags = ("--dropout", args.dropout, "--ways", *ways, *(["--tasks", *args.tasks] if args.tasks else []))
+    cells: dict[str, dict[str, list[Any]]] = {}
+    for ranks in args.ranks:
+        for name, results in run_job(job_of(__file__, "compare", ranks, *flags)).items():
+            for way, result in results.items():
+                cells.setdefault(name, {}).setdefault(way, []).append(result)
+    print(f"{machine()}; MindNLP {mindnlp_series()}; dropout {args.dropout}; {', '.join(map(str, args.ranks))} ranks")
+    table = {name: {way: largest(row[way]) if row.get(way) else "-" for way in ways} for name, row in cells.items()}
     errors = sorted({cell for row in table.values() for cell in row.values() if isinstance(cell, str) and cell != "-"})
     shown = {error: f"({number})" for number, error in enumerate(errors, 1)}
     print_table(
-        ["task", *columns],
+        ["task", *ways],
         [[name, *(shown.get(cell, cell) if isinstance(cell, str) else f"{cell:.1e}" for cell in row.values())]
          for name, row in table.items()],
     )  # fmt: skip
@@ -230,6 +228,5 @@ if __name__ == "__main__":
         ranks={"type": int, "nargs": "+", "default": [2, 3, 4], "help": "numbers of ranks"},
         dropout={"type": float, "default": 0.0, "help": "probability of dropout in the models"},
         tasks={"nargs": "+", "choices": TASKS, "help": "rows of the table; by default all"},
-        python_0_5={"help": "a Python that has MindNLP 0.5 and this package"},
-        ways={"nargs": "+"},
+        ways={"nargs": "+", "choices": WAYS, "help": "columns; by default all that the installed MindNLP has"},
     )

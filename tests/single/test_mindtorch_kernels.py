@@ -114,3 +114,23 @@ def test_models_are_the_same_to_rounding(kind):
         assert (ours is None) == (other is None)
         if ours is not None:
             np.testing.assert_allclose(ours, other, rtol=1e-3, atol=1e-5)
+
+
+DIFFERENCES = {
+    "a - b": lambda a, b: (a - b).sum(),
+    "b - a": lambda a, b: -(b - a).sum(),
+    "sub": lambda a, b: mindnlp_api().sub(a, b).sum(),
+    "to its own device": lambda a, b: a.to("cpu").sum(),
+    "mse_loss": lambda a, b: functional().mse_loss(a, b, reduction="sum") / 2,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_differences_have_gradients(name):
+    """With MindNLP 0.5.1 alone they are zero."""
+    a, b = Tensor(numbers(5)), Tensor(numbers(5, seed=1))
+    weight = mindnlp_api().nn.Parameter(a)
+    value_and_grad = mindnlp_api().autograd.value_and_grad
+    _, (gradient,) = value_and_grad(lambda: DIFFERENCES[name](weight, b), (weight,), attach_grads=False)()
+    expected = a.asnumpy() - b.asnumpy() if name == "mse_loss" else np.ones(5)
+    np.testing.assert_allclose(gradient.asnumpy(), expected, rtol=1e-6)

@@ -10,6 +10,7 @@ import numpy as np
 
 from mindnlp_dp.compat.import_hook import around
 from mindnlp_dp.runtime.arrays import number_of
+from mindnlp_dp.runtime.override import override
 
 
 # Versions: MindNLP 0.5.1. Cause: mindtorch's Adam calls addcdiv, which its CPU functions lack.
@@ -24,6 +25,18 @@ def _addcdiv(module: types.ModuleType) -> Iterator[None]:
             return x + numerator / denominator * value
 
         module.addcdiv = addcdiv  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.5.1. Cause: moving a tensor on CPU to "cpu" copies its values, and the copy has no gradient. The
+# difference of two tensors moves both, so ``a - b``, and losses that are made of it (mse_loss), have zero gradients.
+# Remove when: a tensor that is moved to its own device is the same tensor, as in PyTorch.
+@around("mindtorch._tensor")
+def _move_to_the_same_device(module: types.ModuleType) -> Iterator[None]:
+    yield
+
+    @override(module.TensorPlaceHolder)
+    def _move_to(self: Any, device: Any, non_blocking: bool = False) -> Any:
+        return self if device.type == self.device.type == "cpu" else NotImplemented
 
 
 # Versions: MindNLP 0.5.1. Cause: SGD calls raw_sgd, which the CPU functions lack; and it resets the momenta to zero at
