@@ -57,7 +57,7 @@ def _positions(shape: Sequence[int], streams: SampleStreams) -> tuple[Optional[n
 
 def keep_mask(size: int, drop: float, key: tuple[int, int]) -> np.ndarray:
     """Return ``size`` booleans, each False with probability ``drop``, that depend on ``key`` (2 x 64 bits) only."""
-    return _draw(np.random.Philox(key=np.array(key, np.uint64)), size, drop)
+    return _draw(_generator(key), size, drop)
 
 
 def keep_mask_of_samples(
@@ -68,13 +68,13 @@ def keep_mask_of_samples(
     The mask of a sample is a function of ``key`` (2 x 64 bits), its number in ``positions``, and its size. With a
     ``shard`` it is that part of the mask of the whole sample.
     """
-    generator = np.random.Philox(key=np.array(key, np.uint64))
+    generator, per_sample = _generator(key), math.prod(shape) // len(positions)
     # Assigning the state takes a tenth of the time of making a generator.
-    state, per_sample = generator.state, math.prod(shape) // len(positions)
+    state = generator.bit_generator.state
     keep = np.empty((len(positions), per_sample), bool)
     for row, position in zip(keep, positions.tolist()):
         state["state"]["counter"][:] = 0, position, 0, 0
-        generator.state = state
+        generator.bit_generator.state = state
         if shard is None:
             row[:] = _draw(generator, per_sample, drop)
         elif shard.is_last_dim:
@@ -87,19 +87,24 @@ def keep_mask_of_samples(
     return keep.reshape(-1)
 
 
-def _draw(generator: Any, size: int, drop: float) -> np.ndarray:
-    """Return ``size`` booleans from a bit generator, each False with probability ``drop``.
+def _generator(key: tuple[int, int]) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
+
+
+def _draw(generator: np.random.Generator, size: int, drop: float) -> np.ndarray:
+    """Return the generator's next ``size`` booleans, each False with probability ``drop``.
 
     An element is dropped where a uniformly distributed number is less than ``drop``. The number's first byte decides in
     255 of 256 cases; the rest is drawn only where this byte equals the first byte of ``drop``.
     """
     first, others = divmod(drop * 256, 1.0)
-    drawn = generator.random_raw(-(-size // 8)).view(np.uint8)[:size]
+    drawn = generator.bit_generator.random_raw(-(-size // 8)).view(np.uint8)[:size]
     if first > 255:
         return np.zeros(size, bool)
     keep = drawn > np.uint8(first)
     undecided = np.flatnonzero(drawn == np.uint8(first))
-    keep[undecided] = np.random.Generator(generator).random(len(undecided)) >= others
+    if len(undecided):
+        keep[undecided] = generator.random(len(undecided)) >= others
     return keep
 
 
