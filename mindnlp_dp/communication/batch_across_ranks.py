@@ -13,7 +13,7 @@ step, as in an evaluation, the batch is this rank's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from mindspore.common._grad_function import _Function
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
+from mindnlp_dp.runtime.once_differentiable import once_differentiable
 
 T = TypeVar("T")
 
@@ -44,24 +45,44 @@ class BatchAcrossRanks:
         self.is_used = False
         self.has_local_router_loss = has_local_router_loss
         self._has_run = False
+        self._are_all_here = True
         self._refused = ""
 
-    def dummy_batch_for(self, batch: Optional[T]) -> Optional[T]:
-        """Return this rank's batch, or another rank's as a dummy of weight 0 if the model needs all ranks to run.
+    def complete(self, window: Sequence[Optional[T]], *, are_all_here: bool = False) -> list[Optional[T]]:
+        """Return this rank's micro-batches of a window, with dummies of weight 0 where the model needs all ranks.
 
-        A collective in the first micro-step, when no rank knows yet what the model does, and if it needs all ranks.
+        A dummy is another rank's batch, for a micro-step in which this rank has none. The model needs all ranks if it
+        has looked at their rows before; in the first window nothing is known of it. A collective, unless all ranks know
+        that all have rows (``are_all_here``, equal on all ranks) and the model has not needed them so far.
         """
-        if self.group.world_size == 1 or (self._has_run and not self.is_used):
-            return batch
-        has = self.group.all_gather_object(batch is not None)
-        if not any(has):
-            return None
-        self._has_run = True
-        if all(has):
-            return batch
-        src = has.index(True)
-        dummy = self.group.broadcast_object(batch if self.group.rank == src else None, src)
-        return dummy if batch is None else batch
+        needs_all = self.is_used or not self._has_run
+        self._are_all_here = True
+        if self.group.world_size == 1 or (are_all_here and not needs_all):
+            return list(window)
+        everyone = self.group.all_gather_object([batch is not None for batch in window])
+        number = max(map(len, everyone))
+        micro_steps = list(zip(*([*theirs, *[False] * (number - len(theirs))] for theirs in everyone)))
+        self._has_run |= any(map(any, micro_steps))
+        if not needs_all:
+            self._are_all_here = all(map(all, micro_steps))
+            return list(window)
+        completed = [*window, *[None] * (number - len(window))]
+        for place, has in enumerate(micro_steps):
+            if any(has) and not all(has):
+                src = has.index(True)
+                batch = self.group.broadcast_object(completed[place] if self.group.rank == src else None, src)
+                completed[place] = batch if completed[place] is None else completed[place]
+        return completed
+
+    def has_nonfinite_peer(self, loss: float) -> bool:
+        """Return whether a rank's loss is not finite, and so the gradients of all that look at its rows. A collective.
+
+        It is one of the ranks that run a micro-step, if the model looks at the rows of other ranks.
+        """
+        if self.group.world_size == 1 or not self.is_used:
+            return False
+        worst = self.group.all_reduce(np.array([not np.isfinite(loss)], np.float32), op="max", every_step=True)
+        return bool(worst[0] > 0)
 
     @contextlib.contextmanager
     def refused(self, where: str) -> Iterator[None]:
@@ -90,6 +111,12 @@ class BatchAcrossRanks:
                 "a layer or loss looks at the rows of all ranks (SyncBatchNorm, all_gather_with_grad, or a router "
                 'loss, which router_loss="local" keeps on its rank); this does not work in '
                 f"{self._refused} (rank {self.group.label()})"
+            )
+        if not self.is_used and not self._are_all_here:
+            raise ValueError(
+                "the model looks at the rows of all ranks for the first time in a micro-step in which a rank has none, "
+                f"and does not take part (rank {self.group.label()}). Let the model do so in the first update, too, or "
+                "leave out micro-steps without rows on some ranks (dataset_drop_last=True)"
             )
         self.is_used = True
 
@@ -141,6 +168,7 @@ class _AllGatherWithGrad(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, batch: BatchAcrossRanks) -> Tensor:
         batch.mark_as_used()
+        ctx.save_for_backward(x)
         mine = np.ascontiguousarray(to_host(x))
         ctx.batch, ctx.num_rows, ctx.dtype = batch, len(mine), dtype_name(x)
         mine = mine if batch.weight > 0 else mine[:0]
@@ -153,6 +181,7 @@ class _AllGatherWithGrad(_Function):
         return from_host(np.concatenate(rows), ctx.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = ctx.batch.sum_of_gradients(to_host(gradient).astype(np.float32, copy=False))
         mine = total[ctx.first : ctx.first + ctx.num_rows]
@@ -164,10 +193,12 @@ class _AllGatherWithGrad(_Function):
 class _AllReduceWithGrad(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, batch: BatchAcrossRanks) -> Tensor:
+        ctx.save_for_backward(x)
         ctx.batch, ctx.dtype = batch, dtype_name(x)
         return from_host(batch.sum(to_host(x)), ctx.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = ctx.batch.sum_of_gradients(to_host(gradient).astype(np.float32, copy=False))
         return from_host(total, ctx.dtype), None

@@ -10,6 +10,8 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
+from mindnlp_dp.runtime.random_state import SampleStreams
+
 Columns = dict[str, np.ndarray]
 Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 
@@ -23,6 +25,10 @@ class Batch(dict[str, Any]):
         indices: the data set index of each row, int64 of shape ``(rows,)``; for a pipeline, which has no index, the
             position of each row in its order. By default 0, 1, ... for the rows of the first column.
         positions: the position of each row in the update's global batch, int64 of shape ``(rows,)``; None if unknown.
+        is_on_all_ranks: whether all ranks are known to have rows in this micro-step.
+
+    Raises:
+        ValueError: there is not one position for each row, or one is negative.
     """
 
     def __init__(
@@ -30,10 +36,18 @@ class Batch(dict[str, Any]):
         columns: Mapping[str, Any],
         indices: Optional[np.ndarray] = None,
         positions: Optional[np.ndarray] = None,
+        *,
+        is_on_all_ranks: bool = False,
     ) -> None:
         super().__init__(columns)
-        self.positions = positions
+        self.is_on_all_ranks = is_on_all_ranks
+        self.positions = None if positions is None else np.asarray(positions, np.int64)
         self.indices = np.arange(_rows_of_first_column(columns)) if indices is None else indices
+        if self.positions is not None and (self.positions.shape != (len(self.indices),) or (self.positions < 0).any()):
+            raise ValueError(
+                f"positions must be {len(self.indices)} numbers that are not negative, one for each row; got "
+                f"{self.positions.tolist()}"
+            )
 
 
 def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
@@ -58,6 +72,13 @@ def as_arrays(batch: Mapping[str, Any]) -> Columns:
     """Convert a collator's result to NumPy arrays; float64, the type of Python's floats, becomes float32."""
     arrays = {name: np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x) for name, x in batch.items()}
     return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
+
+
+def streams_of(batch: Any, key: int) -> SampleStreams:
+    """Return the random streams of a batch's samples; ``key`` is that of the update."""
+    columns = batch.values() if isinstance(batch, Mapping) else ()
+    lengths = frozenset(int(x.shape[1]) for x in columns if getattr(x, "ndim", 0) == 2)
+    return SampleStreams(key, getattr(batch, "positions", None), lengths)
 
 
 def num_rows_of(batch: Any) -> int:

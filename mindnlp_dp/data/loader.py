@@ -82,9 +82,13 @@ class IndexedLoader:
         """Yield this rank's windows of ``epoch`` from update ``start`` on, each shifted by ``offset`` samples."""
         for batch in self.sampler.global_batches(epoch, start, offset):
             window = self.sampler.shard_positions(len(batch), self._group.rank)
-            yield [self._read(batch[positions], positions) if len(positions) else None for positions in window]
+            fewest = self.sampler.shard_positions(len(batch), self._group.world_size - 1)
+            yield [
+                self._read(batch[positions], positions, bool(len(least))) if len(positions) else None
+                for positions, least in zip(window, fewest)
+            ]
 
-    def _read(self, indices: np.ndarray, positions: np.ndarray) -> Batch:
+    def _read(self, indices: np.ndarray, positions: np.ndarray, is_on_all_ranks: bool) -> Batch:
         # PyTorch's protocol for reading many rows at once, which datasets.Dataset implements.
         if hasattr(self.dataset, "__getitems__"):
             rows = self.dataset.__getitems__(indices.tolist())
@@ -94,7 +98,7 @@ class IndexedLoader:
             check_row(rows[0], int(indices[0]), self._group.rank)
         if self._columns is not None:
             rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
-        return Batch(as_arrays(self._collate(rows)), indices, positions)
+        return Batch(as_arrays(self._collate(rows)), indices, positions, is_on_all_ranks=is_on_all_ranks)
 
 
 class PipelineLoader:
@@ -208,7 +212,8 @@ class PipelineLoader:
             return None
         rows = {name: x if name in self._whole else x[first:last] for name, x in batch.items()}
         mine = np.arange(first, last)
-        return Batch(rows, rows_before + mine, position + mine)
+        is_on_all_ranks = num_rows >= self._group.world_size
+        return Batch(rows, rows_before + mine, position + mine, is_on_all_ranks=is_on_all_ranks)
 
 
 Loader = Union[IndexedLoader, PipelineLoader]

@@ -17,30 +17,50 @@ from mindspore.common._grad_function import _Function
 from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks, batch_across_ranks
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
+from mindnlp_dp.runtime.once_differentiable import once_differentiable
 
 
 def convert_sync_batchnorm(model: Any) -> Any:
     """Make the model's BatchNorm layers normalise over the rows of all ranks in each micro-step; return the model.
 
     N ranks then train what one process with all rows trains, and their running statistics are that process's. Layers of
-    MindNLP (``BatchNorm1d``, ``2d`` and ``3d``) and of ``mindspore.nn`` are converted in place. With one rank, outside
-    of a step of the Trainer or of :func:`~mindnlp_dp.make_train_step`, and in evaluation, a layer does what it did
-    before. Each layer has one all-reduce in the forward and one in the backward pass.
+    MindNLP and of ``mindspore.nn`` are converted in place. With one rank, outside of a step of the Trainer or of
+    :func:`~mindnlp_dp.make_train_step`, and in evaluation, a layer does what it did before. Each layer has one
+    all-reduce in the forward and one in the backward pass; ``jit=True`` cannot compile them.
 
     Raises:
-        ValueError: the model has no BatchNorm layer.
+        ValueError: the model has no BatchNorm layer, or a subclass of one overrides its forward pass.
     """
-    cells = list(model.modules()) if hasattr(model, "modules") else [cell for _, cell in model.cells_and_names()]
-    layers = [cell for cell in cells if isinstance(cell, _stock_layers()) and not isinstance(cell, _Synchronized)]
-    if not layers and not any(isinstance(cell, _Synchronized) for cell in cells):
+    found = [cell for cell in _cells(model) if isinstance(cell, _stock_layers())]
+    if not found:
         raise ValueError(f"{type(model).__name__} has no BatchNorm layer to convert")
+    layers = [layer for layer in found if not isinstance(layer, _Synchronized)]
+    for layer in layers:
+        stock = next(base for base in type(layer).__mro__ if base in _stock_layers())
+        if any(getattr(type(layer), name, None) is not getattr(stock, name, None) for name in ("forward", "construct")):
+            raise ValueError(
+                f"{type(layer).__name__} overrides the forward pass of {stock.__name__}: it would be lost. Call "
+                "dp.all_gather_with_grad in it, or leave the layer as it is and convert the modules around it"
+            )
     for layer in layers:
         kind: Any = type(layer)
         layer.__class__ = _synchronized(kind)
     return model
 
 
-def _stock_layers() -> tuple[type, ...]:
+def has_synchronized_layers(model: Any) -> bool:
+    """Return whether layers of the model were converted."""
+    return any(isinstance(cell, _Synchronized) for cell in _cells(model))
+
+
+def _cells(model: Any) -> list[Any]:
+    if hasattr(model, "modules"):
+        return list(model.modules())
+    return [cell for _, cell in model.cells_and_names()] if hasattr(model, "cells_and_names") else []
+
+
+@functools.cache
+def _stock_layers() -> tuple[Any, ...]:
     modules = mindnlp_api().nn.modules.batchnorm
     return (modules._BatchNorm, mindspore_nn.BatchNorm1d, mindspore_nn.BatchNorm2d, mindspore_nn.BatchNorm3d)
 
@@ -51,24 +71,35 @@ def _synchronized(stock: Any) -> Any:
     return type(f"Sync{stock.__name__}", (kind, stock), {})
 
 
+def _new(stock: Any) -> Any:
+    """Return an empty layer of a converted class, for pickle."""
+    kind = _synchronized(stock)
+    return kind.__new__(kind)
+
+
 class _Synchronized:
     """A BatchNorm layer of MindNLP that normalises over the rows of all ranks."""
 
     training: bool
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time, so pickle does not find it by its name.
+        return _new, (type(self).__bases__[1],), self.__dict__
+
     def forward(self: Any, input: Tensor) -> Tensor:
         batch = batch_across_ranks()
-        if not self.training or batch is None:
+        keeps_statistics = self.running_mean is not None or self.running_var is not None
+        if batch is None or (keeps_statistics and not self.training):
             return super().forward(input)  # type: ignore[misc]
         self._check_input_dim(input)
         momentum = self.momentum
-        if self.track_running_stats and self.num_batches_tracked is not None:
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked = self.num_batches_tracked + 1
             if momentum is None:
                 momentum = 1.0 / float(to_host(self.num_batches_tracked))
         statistics = _Statistics(batch, self.eps)
         output = _BatchNorm.apply(input, self.weight, self.bias, statistics)
-        if self.track_running_stats:
+        if self.training and self.track_running_stats:
             statistics.update(self.running_mean, self.running_var, momentum)
         return output
 
@@ -92,6 +123,7 @@ class _Statistics:
 
     mean: np.ndarray
     variance: np.ndarray
+    inverse: np.ndarray
     num_values: float
 
     def __init__(self, batch: BatchAcrossRanks, epsilon: float) -> None:
@@ -106,6 +138,13 @@ class _Statistics:
         self.num_values = float(numbers[0])
         self.mean = total / self.num_values
         self.variance = np.maximum(squares / self.num_values - self.mean**2, 0.0)
+        self.inverse = 1 / np.sqrt(self.variance + self.epsilon)
+
+    def normalized(self, x: np.ndarray) -> np.ndarray:
+        """Return ``x`` with mean 0 and variance 1 in each channel, as a new float32 array."""
+        return (x.astype(np.float32, copy=False) - _over_channels(self.mean, x.ndim)) * _over_channels(
+            self.inverse, x.ndim
+        )
 
     def update(self, running_mean: Any, running_variance: Any, momentum: float) -> None:
         """Move the running statistics by ``momentum`` towards these, with the unbiased variance."""
@@ -124,28 +163,30 @@ class _BatchNorm(_Function):
     def forward(
         ctx: Any, x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], statistics: _Statistics
     ) -> Tensor:
-        array = to_host(x).astype(np.float32, copy=False)
-        ctx.axes = (0, *range(2, array.ndim))
-        statistics.compute(array, ctx.axes)
-        ctx.statistics, ctx.dtype = statistics, dtype_name(x)
-        ctx.inverse = _over_channels(1 / np.sqrt(statistics.variance + statistics.epsilon), array.ndim)
-        ctx.normalised = (array - _over_channels(statistics.mean, array.ndim)) * ctx.inverse
-        ctx.weight = None if weight is None else _over_channels(to_host(weight), array.ndim)
-        out = ctx.normalised if ctx.weight is None else ctx.normalised * ctx.weight
-        return from_host(out if bias is None else out + _over_channels(to_host(bias), array.ndim), ctx.dtype)
+        ctx.save_for_backward(x, weight)
+        ctx.statistics, ctx.axes = statistics, (0, *range(2, x.ndim))
+        statistics.compute(to_host(x), ctx.axes)
+        out = statistics.normalized(to_host(x))
+        for parameter, combine in ((weight, np.multiply), (bias, np.add)):
+            if parameter is not None:
+                combine(out, _over_channels(to_host(parameter), x.ndim), out=out)
+        return from_host(out, dtype_name(x))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        g, statistics = to_host(gradient).astype(np.float32, copy=False), ctx.statistics
+        (x, weight), statistics = ctx.saved_tensors, ctx.statistics
+        g, normalized = to_host(gradient).astype(np.float32, copy=False), statistics.normalized(to_host(x))
         of_bias = g.sum(ctx.axes, dtype=np.float64)
-        of_weight = (g * ctx.normalised).sum(ctx.axes, dtype=np.float64)
+        of_weight = (g * normalized).sum(ctx.axes, dtype=np.float64)
         means = statistics.batch.sum_of_gradients(np.stack([of_bias, of_weight])) / statistics.num_values
-        mean, mean_of_product = (_over_channels(each, g.ndim) for each in means)
-        of_x = ctx.inverse * (g - mean - ctx.normalised * mean_of_product)
-        if ctx.weight is None:
-            return from_host(of_x, ctx.dtype), None, None, None
+        mean, mean_of_product = (_over_channels(each, x.ndim) for each in means)
+        of_x = _over_channels(statistics.inverse, x.ndim) * (g - mean - normalized * mean_of_product)
+        if weight is None:
+            return from_host(of_x, dtype_name(x)), None, None, None
+        of_x *= _over_channels(to_host(weight), x.ndim)
         sums = [from_host(each.astype(np.float32), "float32") for each in (of_weight, of_bias)]
-        return from_host(of_x * ctx.weight, ctx.dtype), *sums, None
+        return from_host(of_x, dtype_name(x)), *sums, None
 
 
 def _over_channels(x: np.ndarray, ndim: int) -> np.ndarray:

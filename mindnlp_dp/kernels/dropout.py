@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from mindnlp_dp.kernels.memory import empty
 from mindnlp_dp.kernels.workers import parallel_for_blocks
-from mindnlp_dp.runtime.random_state import SampleStreams, Shard, sample_streams
+from mindnlp_dp.runtime.random_state import Shard, sample_streams
 
 _MASK = (1 << 64) - 1
 _ENTROPY = int.from_bytes(os.urandom(8), "little")
@@ -36,23 +36,38 @@ def dropout_mask(shape: Sequence[int], drop: float, key: tuple[int, int]) -> np.
     streams = sample_streams()
     if streams is None:
         return keep_mask(math.prod(shape), drop, key)
-    positions, streams.fallback = _positions(shape, streams)
-    if positions is None:
-        return keep_mask(math.prod(shape), drop, key)
-    return keep_mask_of_samples(shape, drop, (streams.key, key[1]), positions, streams.shard)
-
-
-def _positions(shape: Sequence[int], streams: SampleStreams) -> tuple[Optional[np.ndarray], str]:
-    """Return the positions of the samples of a tensor's rows, or None and the reason why there are none."""
     if streams.positions is None:
-        return None, streams.fallback or "the batches do not say where in the global batch their rows are"
-    num_samples = len(streams.positions)
-    if shape and math.prod(shape) and shape[0] % num_samples == 0:
-        return streams.positions, streams.fallback
-    if shape and shape[0] == 1:
-        # One row that all samples share, such as embeddings of positions: all ranks drop the same elements.
-        return _SHARED, streams.fallback
-    return None, streams.fallback or f"a tensor of shape {tuple(shape)} does not have rows for {num_samples} samples"
+        streams.fallback = "the batches do not say where in the global batch their rows are"
+        return keep_mask(math.prod(shape), drop, key)
+    num_samples, key_of_call = len(streams.positions), (streams.key, key[1])
+    if not math.prod(shape):
+        return np.empty(0, bool)
+    axis = _axis_of_samples(shape, num_samples, streams.lengths)
+    if axis is not None:
+        order = (axis, *(each for each in range(len(shape)) if each != axis))
+        moved = tuple(shape[each] for each in order)
+        keep = keep_mask_of_samples(moved, drop, key_of_call, streams.positions, streams.shard)
+        return keep if not axis else np.moveaxis(keep.reshape(moved), 0, axis).reshape(-1)
+    if shape and (shape[0] == 1 or shape[0] in streams.lengths):
+        # All samples share it, such as embeddings of positions: all ranks drop the same elements.
+        return keep_mask_of_samples(shape, drop, key_of_call, _SHARED, streams.shard)
+    streams.fallback = f"a tensor of shape {tuple(shape)} does not have rows for {num_samples} samples"
+    return keep_mask(math.prod(shape), drop, key)
+
+
+def _axis_of_samples(shape: Sequence[int], num_samples: int, lengths: Container[int]) -> Optional[int]:
+    """Return the dimension of a tensor that has a row, or several rows, for each sample; None if there is none.
+
+    It is the first dimension, or it follows dimensions of a batch's ``lengths`` in models that compute with the length
+    first, such as XLNet.
+    """
+    for axis, size in enumerate(shape):
+        if size == num_samples:
+            return axis
+        if size not in lengths:
+            break
+    is_table = len(shape) == 2 and shape[0] in lengths and num_samples > 1
+    return 0 if shape and shape[0] % num_samples == 0 and not is_table else None
 
 
 def keep_mask(size: int, drop: float, key: tuple[int, int]) -> np.ndarray:

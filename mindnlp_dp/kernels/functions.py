@@ -22,7 +22,7 @@ from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.kernels.memory import array_of, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
-from mindnlp_dp.runtime.pynative_executor import pynative_executor
+from mindnlp_dp.runtime.once_differentiable import once_differentiable
 
 GELU = {"none": "gelu", "tanh": "gelu_tanh", "quick": "gelu_quick"}
 
@@ -89,41 +89,6 @@ def cross_entropy(logits: Tensor, classes: np.ndarray, ignored: int, reduction: 
     return _CrossEntropy.apply(logits, classes, ignored, reduction)
 
 
-class _Underivable(_Function):
-    """Returns its first input; the backward pass raises, because second derivatives are not supported."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, *others: Tensor) -> Tensor:
-        return tensor_of(array_of(result).copy())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise NotImplementedError(
-            "mindnlp_dp's CPU kernels have first derivatives only, and a second one is asked for; "
-            'mindnlp_dp.init_process_group(kernels="mindspore") keeps MindSpore\'s own'
-        )
-
-
-def _once(backward: Any) -> Any:
-    """Wrap a backward pass so that differentiating its results raises instead of giving a wrong gradient."""
-
-    def guarded(ctx: Any, gradient: Tensor) -> Any:
-        # The gradient norm reports an overflow; NumPy's warnings are not needed.
-        with np.errstate(all="ignore"):
-            results = backward(ctx, gradient)
-        if not pynative_executor.grad_flag():
-            return results
-        depends_on = [gradient, *(x for x in ctx.saved_tensors if x is not None)]
-        wrapped = [x if x is None else _Underivable.apply(x, *depends_on) for x in _as_tuple(results)]
-        return tuple(wrapped) if isinstance(results, tuple) else wrapped[0]
-
-    return guarded
-
-
-def _as_tuple(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else (results,)
-
-
 def _rows(tensor: Tensor) -> np.ndarray:
     """Return a tensor as a matrix: all dimensions but the last are flattened into the rows."""
     array = array_of(tensor)
@@ -138,7 +103,7 @@ class _Linear(_Function):
         return tensor_of(out.reshape(*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows, (of_x, of_weight, of_bias) = _rows(gradient), ctx.needs_input_grad
@@ -156,7 +121,7 @@ class _AddBias(_Function):
         return tensor_of(array_of(x) + array_of(bias))
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, tensor_of(column_sums(_rows(gradient))) if ctx.needs_input_grad[1] else None
 
@@ -168,7 +133,7 @@ class _MatMul(_Function):
         return tensor_of(matmul_arrays(array_of(a), array_of(b)))
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         left, right = map(array_of, ctx.saved_tensors)
         g, (of_left, of_right) = array_of(gradient), ctx.needs_input_grad
@@ -210,7 +175,7 @@ class _Activation(_Function):
         return tensor_of(out)
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return tensor_of(activations.backward(ctx.name, array_of(gradient), array_of(x), ctx.slope)), None
@@ -225,7 +190,7 @@ class _Softmax(_Function):
         return result
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (result,) = ctx.saved_tensors
         return tensor_of(softmax_backward(_rows(gradient), _rows(result)).reshape(result.shape))
@@ -249,7 +214,7 @@ class _Norm(_Function):
         return tensor_of(out.reshape(x.shape))
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         g, rows = (array_of(each).reshape(-1, ctx.columns) for each in (gradient, x))
@@ -277,7 +242,7 @@ class _Dropout(_Function):
         return tensor_of(masked(array_of(x), ctx.keep, ctx.scale))
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return tensor_of(masked(array_of(gradient), ctx.keep, ctx.scale)), None
 
@@ -290,7 +255,7 @@ class _Embedding(_Function):
         return tensor_of(array_of(weight)[ids])
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return tensor_of(scatter_rows(_rows(gradient), ctx.ids.reshape(-1), ctx.num_rows)), None
 
@@ -310,7 +275,7 @@ class _CrossEntropy(_Function):
         return tensor_of(losses if reduction == "none" else np.asarray(losses.sum()))
 
     @staticmethod
-    @_once
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradients = array_of(gradient) * ctx.weights
         return tensor_of(cross_entropy_of_arrays.backward(gradients, ctx.softmax, ctx.classes)), None, None, None

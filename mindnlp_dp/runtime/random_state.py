@@ -48,12 +48,14 @@ class SampleStreams:
     Attributes:
         key: the key of the update's streams, 64 bits, equal on all ranks.
         positions: the position in the global batch of each of this micro-batch's rows; None if unknown.
+        lengths: the lengths of this micro-batch's rows, such as the number of tokens.
         shard: the part of each sample that this rank has; None if it has all.
         fallback: why a mask was drawn by rank and micro-step instead; empty if none was.
     """
 
     key: int
     positions: Optional[np.ndarray]
+    lengths: frozenset[int] = frozenset()
     shard: Optional[Shard] = None
     fallback: str = ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,14 @@ import numpy as np
 
 from mindnlp_dp.communication.batch_across_ranks import BatchAcrossRanks
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.data.batches import streams_of
 from mindnlp_dp.data.loss_weight import checked_weight
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
+from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.kernels.dispatch import are_on
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
-from mindnlp_dp.runtime.random_state import SampleStreams, seeded, step_seed, update_key
+from mindnlp_dp.runtime.random_state import seeded, step_seed, update_key
 from mindnlp_dp.training.timeline import StepTimeline
 
 # How dropout masks are drawn, and over which tokens the router losses of mixtures of experts are.
@@ -74,17 +77,20 @@ class ForwardBackward:
         yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(window, step, seed)
 
     def _one_by_one(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
-        key = self._key(seed, step)
-        for number, mine in enumerate(window):
-            inputs, weight = self._weighed(mine)
-            batch = self.model.dummy_batch_for(mine if weight > 0 else None)
-            batch = self.across_ranks.dummy_batch_for(batch)
-            is_last = number + 1 == len(window)
+        key, weighed = self._key(seed, step), [(*self._weighed(mine), mine) for mine in window]
+        present = [mine if weight > 0 else None for _, weight, mine in weighed]
+        are_all_here = all(getattr(mine, "is_on_all_ranks", False) for mine in window)
+        completed = self.across_ranks.complete(present, are_all_here=are_all_here)
+        nothing = (None, 0.0, None)
+        for number, (given, own) in enumerate(itertools.zip_longest(completed, weighed, fillvalue=nothing)):
+            inputs, weight, mine = own
+            batch = self.model.dummy_batch_for(given)
+            is_last = number + 1 == len(completed)
             if batch is not None:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
                 sending = self.exchange.backward(weight) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
-                streams = None if key is None else SampleStreams(key, getattr(batch, "positions", None))
+                streams = None if key is None else streams_of(batch, key)
                 with (
                     seeded(step_seed(seed, self.model.seed_rank, step, number), streams),
                     sending,
@@ -93,12 +99,11 @@ class ForwardBackward:
                     self.across_ranks.micro_step(weight),
                 ):
                     loss, gradients = self.gradients_of(inputs)
-                self._report_fallback("" if streams is None else streams.fallback)
-                if mine is not None and weight == 0 and self.across_ranks.is_used:
-                    _warn_of_rows_left_out(self.exchange.group.label())
+                self._report("" if streams is None else streams.fallback, leaves_out=mine is not None and weight == 0)
                 # The loss of a dummy batch belongs to another rank.
                 loss = loss if weight > 0 else 0.0
-                yield MicroStep(loss, gradients, weight, _indices(batch), self.model.has_nonfinite_peer(loss))
+                has_bad_peer = self.model.has_nonfinite_peer(loss) | self.across_ranks.has_nonfinite_peer(loss)
+                yield MicroStep(loss, gradients, weight, _indices(batch), has_bad_peer)
             elif mine is not None:
                 yield MicroStep.without_weight(_indices(mine))
             if weight > 0:
@@ -132,7 +137,7 @@ class ForwardBackward:
         with self.across_ranks.refused("a pipeline, whose stages run the micro-batches at different times"):
             yield from self.model.pipeline.run(batches, self.exchange.parameters, span)
         for batch in batches:
-            self._report_fallback(batch.dropout_fallback)
+            self._report(batch.dropout_fallback)
         for _ in window[1:]:
             self.after_micro_step()
 
@@ -141,12 +146,15 @@ class ForwardBackward:
         if self.dropout != GLOBAL:
             return None
         if not are_on() and has_dropout(self.model.model):
-            self._report_fallback("MindSpore's kernels draw them")
+            self._report("MindSpore's kernels draw them")
         return update_key(seed, step)
 
-    def _report_fallback(self, reason: str) -> None:
-        if reason and self.model.world.is_main:
-            _report_per_rank_dropout(reason)
+    def _report(self, dropout_fallback: str, *, leaves_out: bool = False) -> None:
+        """Say once if dropout masks depend on the rank, or if rows are left out where the model looks at all ranks'."""
+        if dropout_fallback:
+            _report_per_rank_dropout(dropout_fallback, self.model.world.label())
+        if leaves_out and self.across_ranks.is_used:
+            _warn_of_rows_left_out(self.model.world.label())
 
     def _weighed(self, batch: Optional[Any]) -> tuple[Any, float]:
         """Return the inputs of a batch and the weight of its loss; the mean loss of a batch of weight 0 is 0 / 0."""
@@ -168,11 +176,13 @@ def has_dropout(model: Any) -> bool:
     return any(getattr(module, "p", 0) for module in modules if "Dropout" in type(module).__name__)
 
 
-def across_ranks(group: ProcessGroup, router_loss: str) -> BatchAcrossRanks:
+def across_ranks(group: ProcessGroup, router_loss: str, model: Any) -> BatchAcrossRanks:
     """Return the rows of all ranks of a new run; raise ValueError if ``router_loss`` is unknown."""
     if router_loss not in (GLOBAL, LOCAL):
         raise ValueError(f"router_loss must be {GLOBAL!r} or {LOCAL!r}, got {router_loss!r}")
-    return BatchAcrossRanks(group, has_local_router_loss=router_loss == LOCAL)
+    rows = BatchAcrossRanks(group, has_local_router_loss=router_loss == LOCAL)
+    rows.is_used = has_synchronized_layers(model)
+    return rows
 
 
 @functools.cache
@@ -186,8 +196,8 @@ def _warn_of_rows_left_out(rank: str) -> None:
 
 
 @functools.cache
-def _report_per_rank_dropout(reason: str) -> None:
-    print(f"dropout: every rank and micro-step draws its own masks, because {reason}", flush=True)
+def _report_per_rank_dropout(reason: str, rank: str) -> None:
+    print(f"dropout: rank {rank} draws masks of its own in each micro-step, because {reason}", flush=True)
 
 
 def _indices(batch: Any) -> Optional[np.ndarray]:

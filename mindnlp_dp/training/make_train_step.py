@@ -22,6 +22,7 @@ from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.data.batches import call_with
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.data_parallel.naive import ExternalReducer
+from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.optim.factory import make_updater
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel, replicated_on_all_ranks
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
@@ -64,7 +65,7 @@ def make_train_step(
         optimizer: an optimizer of MindNLP (``mindnlp.core.optim``) or of ``mindspore.nn``.
         parameters: the parameters to update; duplicates are ignored.
         accumulation_steps: number of micro-batches per update. Above 1, the step is called with a list of that many
-            micro-batches, or fewer at the end of the data.
+            micro-batches, or fewer at the end of the data; ranks may pass different numbers.
         max_grad_norm: maximum global norm, to which the averaged gradients are clipped; None does not clip.
         scheduler: a MindNLP scheduler, stepped after every update. (``mindspore.nn`` optimizers have their schedule.)
         weight_of: function from a batch to the weight of its loss in the mean over ranks and micro-batches. By default
@@ -101,20 +102,8 @@ def make_train_step(
         ReplicaMismatchError: the models of the ranks differ in names, shapes or types.
     """
     is_plain = isinstance(optimizer, mindspore.nn.Optimizer)
-    if jit and not is_plain:
-        raise ValueError(
-            "jit=True is for plain cells with an optimizer of mindspore.nn; MindNLP's models run in PyNative"
-        )
-    if scheduler is not None and is_plain:
-        raise ValueError("mindspore.nn's optimizers take a schedule as their learning_rate; leave scheduler out")
-    if reducer is not None and exchange:
-        raise ValueError(f"{', '.join(exchange)}: options of our own exchange, which a reducer takes the place of")
-    if jit and reducer is None and exchange.setdefault("overlap", False) is not False:
-        raise ValueError(
-            "overlap needs the parameters' hooks, which mindspore.jit cannot compile; leave one of them out"
-        )
-    if accumulation_steps < 1:
-        raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
+    options = {"accumulation_steps": accumulation_steps, "scheduler": scheduler, "reducer": reducer, "seed": seed}
+    _check_options(is_plain=is_plain, jit=jit, exchange=exchange, **options)
     # The parameters of a module that two models share are in the lists of both.
     parameters = list({id(parameter): parameter for parameter in parameters}.values())
     replicated = next((p.parallel for p in parameters if getattr(p, "parallel", None) is not None), None)
@@ -130,6 +119,10 @@ def make_train_step(
     else:
         gradient_fn = mindnlp_api().autograd.value_and_grad(forward_fn, tuple(parameters), attach_grads=False)
     model = model_of(forward_fn, parameters) if model is None else model
+    # A plain cell may be the forward function itself.
+    trained = forward_fn if model is None else model
+    if jit and has_synchronized_layers(trained):
+        raise ValueError("jit=True cannot compile the layers of convert_sync_batchnorm; leave one of them out")
     check_values(_with_names(parameters, model), group)
     window: GradientAccumulator
     if reducer is not None:
@@ -152,10 +145,39 @@ def make_train_step(
 
     forward_backward = ForwardBackward(
         replicated, window, gradients_of, functools.partial(call_with, forward_fn),
-        weight_of or BatchWeigher(forward_fn, model), step.timeline, across_ranks(group, router_loss),
+        weight_of or BatchWeigher(forward_fn, model), step.timeline, across_ranks(group, router_loss, trained),
         dropout=check_dropout(dropout),
     )  # fmt: skip
     return FunctionalStep(step, forward_backward, accumulation_steps, span_loss, seed)
+
+
+def _check_options(
+    *,
+    is_plain: bool,
+    jit: bool,
+    accumulation_steps: int,
+    scheduler: Any,
+    reducer: Any,
+    seed: int,
+    exchange: dict[str, Any],
+) -> None:
+    """Raise ValueError for options that exclude each other, or are out of range; turn overlap off for ``jit``."""
+    if jit and not is_plain:
+        raise ValueError(
+            "jit=True is for plain cells with an optimizer of mindspore.nn; MindNLP's models run in PyNative"
+        )
+    if scheduler is not None and is_plain:
+        raise ValueError("mindspore.nn's optimizers take a schedule as their learning_rate; leave scheduler out")
+    if reducer is not None and exchange:
+        raise ValueError(f"{', '.join(exchange)}: options of our own exchange, which a reducer takes the place of")
+    if jit and reducer is None and exchange.setdefault("overlap", False) is not False:
+        raise ValueError(
+            "overlap needs the parameters' hooks, which mindspore.jit cannot compile; leave one of them out"
+        )
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    if accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
 
 
 def _broadcast(
@@ -191,7 +213,9 @@ def _in_order_of(optimizer: Any, parameters: Sequence[Any]) -> list[Any]:
 
 def _with_names(parameters: Sequence[Any], model: Any) -> list[tuple[str, Any]]:
     """Return each parameter with its name in the model, or with its number if the model does not have it."""
-    names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    # A cell of mindspore.nn has another name for it.
+    named: Any = getattr(model, "named_parameters", getattr(model, "parameters_and_names", list))
+    names = {id(parameter): name for name, parameter in named()}
     return [(names.get(id(p), f"parameter {number}"), p) for number, p in enumerate(parameters)]
 
 

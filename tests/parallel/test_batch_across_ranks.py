@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import pickle
+
 import mindspore
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from small_models import build, find, samples
 from token_losses import distance, settings
 
 import mindnlp_dp as dp
+from mindnlp_dp.data.batches import default_collate
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import alone, train, weights
 
@@ -98,6 +103,125 @@ def test_mindspores_layers_with_uneven_rows(group, sizes):
         expected = trained_cells(one, [sum(sizes)])
     for name, value in expected.items():
         np.testing.assert_allclose(mine[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_layer_that_normalises_later(group, overlap):
+    """The layer is in evaluation mode for two updates; in the third, a rank has no rows."""
+    if group.world_size == 1:
+        pytest.skip("one rank has all rows")
+    models = {}
+    for ranks in ("together", "alone"):
+        with alone() if ranks == "alone" else contextlib.nullcontext(group) as on:
+            model = dp.convert_sync_batchnorm(ConvNet())
+            parameters = list(model.parameters())
+            step = dp.make_train_step(
+                lambda **columns: model(**columns)["loss"], optim.SGD(parameters, lr=0.1), parameters, model=model,  # noqa: B023
+                group=on, zero_stage=0, overlap=overlap,
+            )  # fmt: skip
+            model.train()
+            images = Images(12)
+            for update in range(4):
+                model.norm.train(update > 1)
+                bounds = np.linspace(0, 4, on.world_size + 1).astype(int) if update != 2 else [0, 4, 4, 4, 4]
+                mine = range(*bounds[on.rank : on.rank + 2]) if on.world_size > 1 else range(4)
+                rows = [images[update + number] for number in mine]
+                step(default_collate(rows) if rows else None)
+            models[ranks] = model
+    mine, expected = models["together"], models["alone"]
+    assert distance(weights(mine), weights(expected), weights(ConvNet())) < MOST
+    for name, value in buffers(expected).items():
+        np.testing.assert_allclose(buffers(mine)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.core
+@pytest.mark.skipif(is_0_5, reason="MindSpore's own layers are used with MindNLP 0.4")
+def test_a_loss_that_is_not_a_number_is_left_out_on_all_ranks(group):
+    """A target in the second of three micro-steps is NaN, on one rank; one process leaves the micro-step out, too."""
+    found = {}
+    for ranks in ("together", "alone"):
+        with alone() if ranks == "alone" else contextlib.nullcontext(group) as on:
+            model = dp.convert_sync_batchnorm(Cells())
+            model.set_train()
+            optimizer = mindspore.nn.SGD(model.trainable_params(), 0.05)
+            options = {"group": on, "zero_stage": 0, "accumulation_steps": 3}
+            step = dp.make_train_step(model, optimizer, optimizer.parameters, model=model, **options)
+            rng = np.random.default_rng(1)
+            for update in range(2):
+                x, y = (rng.normal(1, 2, (3, 12, width)).astype(np.float32) for width in (4, 1))
+                y[1, -1] = np.nan if update == 0 else y[1, -1]
+                mine = slice(12 * on.rank // on.world_size, 12 * (on.rank + 1) // on.world_size)
+                step([tuple(mindspore.Tensor(each[number, mine]) for each in (x, y)) for number in range(3)])
+            found[ranks] = {p.name: p.asnumpy() for p in model.get_parameters()}
+    for name, value in found["alone"].items():
+        assert np.isfinite(value).all()
+        np.testing.assert_allclose(found["together"][name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_a_subclass_keeps_its_forward_pass(group):
+    class Scaled(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x) * 3
+
+    class Named(nn.BatchNorm1d):
+        pass
+
+    with pytest.raises(ValueError, match="Scaled overrides the forward pass of _BatchNorm"):
+        dp.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2), Scaled(2)))
+    assert type(dp.convert_sync_batchnorm(Named(2))).__name__ == "SyncNamed"
+
+
+def test_converted_models_are_pickled_and_copied(group):
+    # MindNLP's convolutions cannot be pickled.
+    model = dp.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(other[1]) is type(model[1])
+        for name, value in {**weights(model), **buffers(model)}.items():
+            np.testing.assert_array_equal({**weights(other), **buffers(other)}[name], value)
+
+
+@pytest.mark.skipif(is_0_5, reason="MindSpore's own layers are used with MindNLP 0.4")
+def test_what_converted_layers_cannot_do(group):
+    model = dp.convert_sync_batchnorm(Cells())
+    optimizer = mindspore.nn.SGD(model.trainable_params(), 0.05)
+    with pytest.raises(ValueError, match="jit=True cannot compile the layers of convert_sync_batchnorm"):
+        dp.make_train_step(model, optimizer, optimizer.parameters, model=model, jit=True)
+    if group.world_size == 1:
+        return
+
+    def penalty(x, y):
+        return (mindspore.grad(model)(x, y) ** 2).sum()
+
+    model.set_train()
+    step = dp.make_train_step(penalty, optimizer, optimizer.parameters, model=model, zero_stage=0)
+    x, y = (mindspore.Tensor(np.random.default_rng(group.rank).normal(size=(3, n)).astype(np.float32)) for n in (4, 1))
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        step((x, y))
+
+
+@pytest.mark.core
+def test_windows_of_different_lengths(group):
+    """Rank 0 has three micro-batches, the others have two."""
+    models = {}
+    for ranks in ("together", "alone"):
+        with alone() if ranks == "alone" else contextlib.nullcontext(group) as on:
+            model = dp.convert_sync_batchnorm(ConvNet())
+            parameters = list(model.parameters())
+            step = dp.make_train_step(
+                lambda **columns: model(**columns)["loss"], optim.SGD(parameters, lr=0.1), parameters, model=model,  # noqa: B023
+                group=on, zero_stage=0, accumulation_steps=3,
+            )  # fmt: skip
+            model.train()
+            images, window = Images(3 * 8), []
+            for number in range(3):
+                size = 8 // on.world_size if number < 2 or on.world_size == 1 else 8 * (on.rank == 0)
+                first = 8 * number + (size * on.rank if number < 2 else 0)
+                rows = [images[first + place] for place in range(size)]
+                window += [default_collate(rows)] if rows else []
+            step(window)
+            models[ranks] = model
+    assert distance(weights(models["together"]), weights(models["alone"]), weights(ConvNet())) < MOST
 
 
 def test_a_model_without_such_layers(group):

@@ -652,6 +652,13 @@ class TestDropout:
             several, shared = (dropout.dropout_mask(shape, 0.5, (9, 3)) for shape in ((6, 40), (1, 40)))
             assert not streams.fallback
             other = dropout.dropout_mask((3, 40), 0.5, (9, 3))
+        with seeded(1, SampleStreams(5, np.array([2, 0]), frozenset([6]))):
+            length_first = dropout.dropout_mask((6, 2, 40), 0.5, (9, 3)).reshape(6, 2, 40)
+            batch_first = dropout.dropout_mask((2, 6, 40), 0.5, (9, 3)).reshape(2, 6, 40)
+            table = dropout.dropout_mask((6, 40), 0.5, (9, 3))
+        np.testing.assert_array_equal(length_first.swapaxes(0, 1), batch_first)
+        with seeded(1, SampleStreams(5, np.array([0, 1, 2]), frozenset([6]))):
+            np.testing.assert_array_equal(dropout.dropout_mask((6, 40), 0.5, (9, 3)), table)
         assert streams.fallback == "a tensor of shape (3, 40) does not have rows for 2 samples"
         np.testing.assert_array_equal(other, dropout.keep_mask(120, 0.5, (9, 3)))
         with seeded(2, SampleStreams(5, np.array([0, 1, 2]))):

@@ -134,3 +134,21 @@ def test_differences_have_gradients(name):
     _, (gradient,) = value_and_grad(lambda: DIFFERENCES[name](weight, b), (weight,), attach_grads=False)()
     expected = a.asnumpy() - b.asnumpy() if name == "mse_loss" else np.ones(5)
     np.testing.assert_allclose(gradient.asnumpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (6, 3, 4, 5)])
+def test_batch_normalisation(shape):
+    """With MindNLP 0.5.1 alone it multiplies by the running mean."""
+    torch = mindnlp_api()
+    layer = (torch.nn.BatchNorm1d if len(shape) == 2 else torch.nn.BatchNorm2d)(3)
+    x = numbers(*shape) * 2 + 1
+    axes = (0, *range(2, len(shape)))
+    mean, variance = (each.reshape(1, 3, *[1] * (len(shape) - 2)) for each in (x.mean(axes), x.var(axes)))
+    layer.train()
+    np.testing.assert_allclose(layer(Tensor(x)).asnumpy(), (x - mean) / np.sqrt(variance + 1e-5), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layer.running_mean.asnumpy(), 0.1 * mean.reshape(-1), rtol=1e-4)
+    running = 0.9 + 0.1 * x.var(axes, ddof=1)
+    np.testing.assert_allclose(layer.running_var.asnumpy(), running, rtol=1e-4)
+    layer.eval()
+    expected = (x - 0.1 * mean) / np.sqrt(running.reshape(mean.shape) + 1e-5)
+    np.testing.assert_allclose(layer(Tensor(x)).asnumpy(), expected, rtol=1e-4, atol=1e-5)

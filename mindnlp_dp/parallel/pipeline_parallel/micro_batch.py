@@ -12,8 +12,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from mindnlp_dp.data.batches import num_rows_of, rows_of
-from mindnlp_dp.runtime.random_state import SampleStreams
+from mindnlp_dp.data.batches import num_rows_of, rows_of, streams_of
 
 
 class MicroBatch:
@@ -76,5 +75,4 @@ class MicroBatchShard:
                 # These weights only compare micro-batches; within the micro-batch, every row counts the same.
                 weights = [float(end - begin) for begin, end in rows_of_each]
             self.batch, self.part = parts[place], weights[place] / (sum(weights) or 1.0)
-        positions = getattr(self.batch, "positions", None)
-        self.streams = None if micro.key is None else SampleStreams(micro.key, positions)
+        self.streams = None if micro.key is None else streams_of(self.batch, micro.key)

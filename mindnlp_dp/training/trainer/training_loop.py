@@ -75,7 +75,7 @@ class TrainingLoop:
         self.timer = TrainingTimer()
         self.timeline = StepTimeline(self.world, self.args.trace)
         self.losses = LossMeter(self.group)
-        self.across_ranks = across_ranks(self.group, self.args.router_loss)
+        self.across_ranks = across_ranks(self.group, self.args.router_loss, trainer.model)
         self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
