@@ -39,8 +39,8 @@ def convert_sync_batchnorm(model: Any) -> Any:
         stock = next(base for base in type(layer).__mro__ if base in _stock_layers())
         if any(getattr(type(layer), name, None) is not getattr(stock, name, None) for name in ("forward", "construct")):
             raise ValueError(
-                f"{type(layer).__name__} overrides the forward pass of {stock.__name__}: it would be lost. Call "
-                "dp.all_gather_with_grad in it, or leave the layer as it is and convert the modules around it"
+                f"{type(layer).__name__} overrides the forward pass of {stock.__name__}, and it would be lost; write it "
+                "as a module that has a BatchNorm layer"
             )
     for layer in layers:
         kind: Any = type(layer)
