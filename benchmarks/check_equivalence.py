@@ -85,7 +85,7 @@ def spread(rows: list[dict[str, Any]], num_ranks: int, num_micro_steps: int) -> 
 
     num_full = num_ranks * ROWS * num_micro_steps
     rows = [rows[number % len(rows)] for number in range(num_full + 5)]
-    if np.ndim(rows[0].get("labels")) == 0:
+    if np.ndim(rows[0].get("labels", 0)) == 0:
         return rows
     result = []
     for number, row in enumerate(rows[:num_full]):

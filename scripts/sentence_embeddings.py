@@ -13,6 +13,7 @@ texts are nearest to one of 2,000 training texts that has their label, before an
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import mindnlp_dp as dp  # isort: skip
 
@@ -45,7 +46,7 @@ class Pairs:
         return {**pair, "labels": self.columns["labels"][index]}
 
 
-def embed(model, input_ids, attention_mask):
+def embed(model: Any, input_ids: Any, attention_mask: Any) -> Any:
     """Return the mean of each text's last hidden states, of length 1: (texts, width)."""
     hidden = model(input_ids, attention_mask=attention_mask).last_hidden_state
     mask = attention_mask.astype(hidden.dtype).expand_dims(-1)
@@ -56,7 +57,7 @@ def embed(model, input_ids, attention_mask):
 class ContrastiveTrainer(dp.DataParallelTrainer):
     """Trains a model of embeddings: the loss of a pair compares its first text with the second texts of all ranks."""
 
-    def compute_loss(self, model, inputs, return_outputs=False):
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False) -> Any:
         from mindnlp.core.nn import functional
         from mindspore import Tensor
 
@@ -68,7 +69,7 @@ class ContrastiveTrainer(dp.DataParallelTrainer):
         return (loss, {"scores": scores}) if return_outputs else loss
 
 
-def all_embeddings(model, columns: dict[str, np.ndarray], size: int = 256) -> np.ndarray:
+def all_embeddings(model: Any, columns: dict[str, np.ndarray], size: int = 256) -> np.ndarray:
     from mindspore import Tensor
 
     model.set_train(False)
@@ -79,7 +80,7 @@ def all_embeddings(model, columns: dict[str, np.ndarray], size: int = 256) -> np
     )
 
 
-def accuracy(model, train: dict[str, np.ndarray], test: dict[str, np.ndarray], most: int = 2000) -> float:
+def accuracy(model: Any, train: dict[str, np.ndarray], test: dict[str, np.ndarray], most: int = 2000) -> float:
     """Return the share of test texts whose nearest training text, of ``most`` ones, has their label."""
     some = np.random.default_rng(0).permutation(len(train["labels"]))[:most]
     train = {name: column[some] for name, column in train.items()}

@@ -52,20 +52,17 @@ class BatchAcrossRanks:
         """Return this rank's micro-batches of a window, with dummies of weight 0 where the model needs all ranks.
 
         A dummy is another rank's batch, for a micro-step in which this rank has none. The model needs all ranks if it
-        has looked at their rows before; in the first window nothing is known of it. A collective, unless all ranks know
-        that all have rows (``are_all_here``, equal on all ranks) and the model has not needed them so far.
+        has looked at their rows before; in the first window nothing is known of it, so then, too, all ranks take part.
+        A collective in these windows only. ``are_all_here`` says that all ranks are known to have rows.
         """
         needs_all = self.is_used or not self._has_run
-        self._are_all_here = True
-        if self.group.world_size == 1 or (are_all_here and not needs_all):
+        self._are_all_here = are_all_here or needs_all
+        if self.group.world_size == 1 or not needs_all:
             return list(window)
         everyone = self.group.all_gather_object([batch is not None for batch in window])
         number = max(map(len, everyone))
         micro_steps = list(zip(*([*theirs, *[False] * (number - len(theirs))] for theirs in everyone)))
         self._has_run |= any(map(any, micro_steps))
-        if not needs_all:
-            self._are_all_here = all(map(all, micro_steps))
-            return list(window)
         completed = [*window, *[None] * (number - len(window))]
         for place, has in enumerate(micro_steps):
             if any(has) and not all(has):
@@ -114,9 +111,10 @@ class BatchAcrossRanks:
             )
         if not self.is_used and not self._are_all_here:
             raise ValueError(
-                "the model looks at the rows of all ranks for the first time in a micro-step in which a rank has none, "
-                f"and does not take part (rank {self.group.label()}). Let the model do so in the first update, too, or "
-                "leave out micro-steps without rows on some ranks (dataset_drop_last=True)"
+                f"the model looks at the rows of all ranks (rank {self.group.label()}), not so in the first update: "
+                "a rank that has no rows here would not take part. Let the model do so in the first update, too, or "
+                "pass batches of dp.make_loader, which know whether all ranks have rows, and drop the last ones "
+                '(uneven="drop", dataset_drop_last=True)'
             )
         self.is_used = True
 

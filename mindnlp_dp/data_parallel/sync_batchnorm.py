@@ -39,7 +39,7 @@ def convert_sync_batchnorm(model: Any) -> Any:
         stock = next(base for base in type(layer).__mro__ if base in _stock_layers())
         if any(getattr(type(layer), name, None) is not getattr(stock, name, None) for name in ("forward", "construct")):
             raise ValueError(
-                f"{type(layer).__name__} overrides the forward pass of {stock.__name__}, and it would be lost; write it "
+                f"{type(layer).__name__} overrides the forward pass of {stock.__name__}, which would be lost; write it "
                 "as a module that has a BatchNorm layer"
             )
     for layer in layers:

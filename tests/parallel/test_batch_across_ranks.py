@@ -9,7 +9,7 @@ import pickle
 import mindspore
 import numpy as np
 import pytest
-from across_ranks import ConvNet, Images, Pairs
+from across_ranks import ConvNet, Images, Pairs, pairs
 from library import is_0_5, nn, optim
 from small_models import build, find, samples
 from token_losses import distance, settings
@@ -265,6 +265,32 @@ def test_in_batch_negatives(group, over, sizes, options):
     with alone() as one:
         expected = contrastive(one, over, [sum(sizes)])
     assert distance(mine, expected, weights(Pairs())) < MOST
+
+
+@pytest.mark.core
+def test_rows_that_are_needed_later_are_needed_of_all_ranks(group):
+    """From the third update on the loss compares all rows: batches of our loaders say that all ranks have some."""
+    if group.world_size == 1:
+        pytest.skip("one rank has all rows")
+    for knows in (True, False):
+        model, number = Pairs(), [0]
+        parameters = list(model.parameters())
+
+        def forward(**columns):
+            return model(**columns)["loss"] if number[0] > 1 else model.encode(columns["a"]).sum()  # noqa: B023
+
+        options = {"model": model, "group": group, "zero_stage": 0}
+        step = dp.make_train_step(forward, optim.SGD(parameters, lr=0.5), parameters, **options)
+        batches = dp.make_loader(pairs(16 * group.world_size), 4, shuffle=False, group=group).windows()
+        for update, [batch] in enumerate(batches):
+            number[0] = update
+            if knows or update < 2:
+                step(batch if knows else dict(batch))
+                continue
+            with pytest.raises(ValueError, match="a rank that has no rows here would not take part"):
+                step(dict(batch))
+            break
+        assert number[0] == (3 if knows else 2)
 
 
 def test_outside_of_a_step_the_rows_are_this_ranks(group):
