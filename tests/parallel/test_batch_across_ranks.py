@@ -24,6 +24,8 @@ if not is_0_5:
     from cut_models import one_mesh_at_a_time, whole_weights  # noqa: F401
 
 MOST = 1e-5
+# With MindNLP 0.5 no exchange overlaps with the backward pass.
+OVERLAPS = [False] if is_0_5 else [False, True]
 
 
 def buffers(model):
@@ -31,7 +33,7 @@ def buffers(model):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"affine": False, "momentum": None}])
 def test_batch_normalisation(group, tmp_path, overlap, accumulation_steps, options):
@@ -106,7 +108,7 @@ def test_mindspores_layers_with_uneven_rows(group, sizes):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_layer_that_normalises_later(group, overlap):
     """The layer is in evaluation mode for two updates; in the third, a rank has no rows."""
     if group.world_size == 1:
