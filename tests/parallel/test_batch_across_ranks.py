@@ -309,9 +309,15 @@ def with_router_loss(model):
     return model
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("router_loss", "accumulation_steps"), [("global", 1), ("global", 3), ("local", 1)])
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
+@pytest.mark.parametrize(
+    ("name", "router_loss", "accumulation_steps"),
+    [
+        pytest.param("MixtralForCausalLM", "global", 1, marks=pytest.mark.core),
+        ("MixtralForCausalLM", "global", 3),
+        ("MixtralForCausalLM", "local", 1),
+        ("Qwen2MoeForCausalLM", "global", 1),
+    ],
+)
 def test_router_losses(group, tmp_path, name, router_loss, accumulation_steps):
     if is_0_5:
         pytest.skip("mixtures of experts are tried with MindNLP 0.4")
