@@ -92,14 +92,22 @@ def keep_mask_of_samples(
         generator.bit_generator.state = state
         if shard is None:
             row[:] = _draw(generator, per_sample, drop)
-        elif shard.is_last_dim:
-            rows = per_sample // shape[-1]
-            whole = _draw(generator, rows * shard.total, drop).reshape(rows, shard.total)
-            row.reshape(rows, -1)[:] = whole[:, shard.first : shard.last]
-        else:
-            block = per_sample // (shard.last - shard.first)
-            row[:] = _draw(generator, shard.total * block, drop)[shard.first * block : shard.last * block]
+            continue
+        outer, size = _around(shape, len(positions), shard)
+        whole = _draw(generator, outer * shard.total * size, drop).reshape(outer, shard.total, size)
+        row.reshape(outer, -1, size)[:] = whole[:, shard.first : shard.last]
     return keep.reshape(-1)
+
+
+def _around(shape: Sequence[int], num_samples: int, shard: Shard) -> tuple[int, int]:
+    """Return into how many parts the sharded blocks split a sample before them, and the number of elements of a block.
+
+    Attention heads are dimension 1 of four, or flattened into the rows.
+    """
+    if shard.is_last_dim:
+        return math.prod(shape[:-1]) // num_samples, 1
+    outer = shape[0] // num_samples if len(shape) == 4 else 1
+    return outer, math.prod(shape) // num_samples // outer // (shard.last - shard.first)
 
 
 def _generator(key: tuple[int, int]) -> np.random.Generator:

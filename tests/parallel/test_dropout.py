@@ -81,6 +81,7 @@ def test_a_run_is_resumed_with_another_number_of_ranks(group, shared_tmp_path):
 
 MESHES = {
     2: [("tp=2", "BertForMaskedLM"), ("tp=2", "T5ForConditionalGeneration"), ("tp=2", "GPT2LMHeadModel"),
+        ("tp=2", "RobertaForMultipleChoice"),
         ("pp=2", "GPT2LMHeadModel"), ("pp=2", "BertForSequenceClassification")],
     3: [("pp=3", "BertForSequenceClassification")],
     4: [("dp=2,pp=2", "GPT2LMHeadModel"), ("dp=2,tp=2", "T5ForConditionalGeneration"),

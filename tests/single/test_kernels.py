@@ -645,6 +645,16 @@ class TestDropout:
             parts.append(dropout.keep_mask_of_samples(shape, 0.3, (1, 2), positions, shard).reshape(shape))
         np.testing.assert_array_equal(np.concatenate(parts, -1 if is_last_dim else 1), whole)
 
+    def test_shards_of_rows_that_are_several_to_a_sample(self):
+        """Shard heads that are a dimension of each of a sample's two rows, and heads that are its rows."""
+        positions, key = np.array([3, 1]), (1, 2)
+        whole = dropout.keep_mask_of_samples((4, 6, 5, 7), 0.3, key, positions).reshape(2, 2, 6, 5, 7)
+        mine = dropout.keep_mask_of_samples((4, 2, 5, 7), 0.3, key, positions, Shard(1, 2, 3))
+        np.testing.assert_array_equal(mine.reshape(2, 2, 2, 5, 7), whole[:, :, 2:4])
+        flat = dropout.keep_mask_of_samples((12, 5, 7), 0.3, key, positions).reshape(2, 6, 5, 7)
+        mine = dropout.keep_mask_of_samples((4, 5, 7), 0.3, key, positions, Shard(1, 2, 3))
+        np.testing.assert_array_equal(mine.reshape(2, 2, 5, 7), flat[:, 2:4])
+
     def test_in_a_step_the_mask_is_the_samples(self):
         """Several rows per sample belong to it, one row is for all, and other numbers of rows fall back."""
         streams = SampleStreams(5, np.array([2, 0]))
