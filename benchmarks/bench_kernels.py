@@ -34,10 +34,9 @@ from common import (
     run_benchmark,
 )
 from operators import OPERATORS
-from train_bert import OWN
+from train_bert import OWN, PER_RANK
 
 HERE = Path(__file__).parent
-PER_RANK = "auto, dropout per rank"
 
 
 def operator_jobs(torch_python: Optional[str]) -> dict[str, Job]:
