@@ -44,6 +44,7 @@ def test_the_marked_lines_are_all_that_differs():
     ]
 
 
+@pytest.mark.slow
 def test_sentence_embeddings_do_not_depend_on_the_number_of_ranks(tmp_path):
     """The script's model has dropout, and its loss compares the texts of all ranks."""
     script = HOMEWORK.parent / "scripts/sentence_embeddings.py"
