@@ -74,13 +74,17 @@ def _part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def _gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    array = np.moveaxis(x.asnumpy(), dim, 0)
-    lengths = [int(part[0]) for part in group.all_gather(np.array([len(array)]))]
-    if len(array) < max(lengths):
-        array = np.concatenate([array, np.zeros((max(lengths) - len(array), *array.shape[1:]), array.dtype)])
-    parts = group.all_gather(np.ascontiguousarray(array))
-    whole = np.concatenate([part[:length] for part, length in zip(parts, lengths)])
+    whole, _ = gather_rows(np.moveaxis(x.asnumpy(), dim, 0), group)
     return Tensor.from_numpy(np.ascontiguousarray(np.moveaxis(whole, 0, dim)))
+
+
+def gather_rows(rows: np.ndarray, group: ProcessGroup) -> tuple[np.ndarray, list[int]]:
+    """Return the rows of all ranks, in the order of the ranks, and the number of rows of each. A collective."""
+    lengths = [int(part[0]) for part in group.all_gather(np.array([len(rows)]))]
+    if len(rows) < max(lengths):
+        rows = np.concatenate([rows, np.zeros((max(lengths) - len(rows), *rows.shape[1:]), rows.dtype)])
+    parts = group.all_gather(np.ascontiguousarray(rows))
+    return np.concatenate([part[:length] for part, length in zip(parts, lengths)]), lengths
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -20,6 +20,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
+from mindnlp_dp.communication.autograd_ops import gather_rows
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
 from mindnlp_dp.runtime.once_differentiable import once_differentiable
@@ -167,16 +168,11 @@ class _AllGatherWithGrad(_Function):
     def forward(ctx: Any, x: Tensor, batch: BatchAcrossRanks) -> Tensor:
         batch.mark_as_used()
         ctx.save_for_backward(x)
-        mine = np.ascontiguousarray(to_host(x))
+        mine = to_host(x)
         ctx.batch, ctx.num_rows, ctx.dtype = batch, len(mine), dtype_name(x)
-        mine = mine if batch.weight > 0 else mine[:0]
-        group = batch.group
-        lengths = [int(each[0]) for each in group.all_gather(np.array([len(mine)]))]
-        padded = np.zeros((max(lengths), *mine.shape[1:]), mine.dtype)
-        padded[: len(mine)] = mine
-        ctx.first = sum(lengths[: group.rank])
-        rows = [part[:length] for part, length in zip(group.all_gather(padded), lengths)]
-        return from_host(np.concatenate(rows), ctx.dtype)
+        rows, lengths = gather_rows(mine if batch.weight > 0 else mine[:0], batch.group)
+        ctx.first = sum(lengths[: batch.group.rank])
+        return from_host(rows, ctx.dtype)
 
     @staticmethod
     @once_differentiable

@@ -271,7 +271,7 @@ def test_in_batch_negatives(group, over, sizes, options):
 
 @pytest.mark.core
 def test_rows_that_are_needed_later_are_needed_of_all_ranks(group):
-    """From the third update on the loss compares all rows: batches of our loaders say that all ranks have some."""
+    """Compare all rows from the third update on: batches of our loaders say that all ranks have some."""
     if group.world_size == 1:
         pytest.skip("one rank has all rows")
     for knows in (True, False):

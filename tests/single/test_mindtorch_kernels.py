@@ -127,7 +127,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_differences_have_gradients(name):
-    """With MindNLP 0.5.1 alone they are zero."""
+    """Compare with the derivatives; MindNLP 0.5.1 alone returns zeros."""
     a, b = Tensor(numbers(5)), Tensor(numbers(5, seed=1))
     weight = mindnlp_api().nn.Parameter(a)
     value_and_grad = mindnlp_api().autograd.value_and_grad
@@ -138,7 +138,7 @@ def test_differences_have_gradients(name):
 
 @pytest.mark.parametrize("shape", [(8, 3), (6, 3, 4, 5)])
 def test_batch_normalisation(shape):
-    """With MindNLP 0.5.1 alone it multiplies by the running mean."""
+    """Compare with NumPy; MindNLP 0.5.1 alone multiplies by the running mean."""
     torch = mindnlp_api()
     layer = (torch.nn.BatchNorm1d if len(shape) == 2 else torch.nn.BatchNorm2d)(3)
     x = numbers(*shape) * 2 + 1
