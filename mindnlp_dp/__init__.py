@@ -46,6 +46,7 @@ _HOME = {
     "get_device_mesh": "parallel.device_mesh",
     "empty_weights": "parallel.weights.meta_init",
     "parallelize": "parallel.parallelize",
+    "enable_recompute": "runtime.recompute",
     "convert_sync_batchnorm": "data_parallel.sync_batchnorm",
     "all_gather_with_grad": "communication.batch_across_ranks",
     "evaluate": "training.evaluate",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.parallel.device_mesh import init_device_mesh as init_device_mesh
     from mindnlp_dp.parallel.parallelize import parallelize as parallelize
     from mindnlp_dp.parallel.weights.meta_init import empty_weights as empty_weights
+    from mindnlp_dp.runtime.recompute import enable_recompute as enable_recompute
     from mindnlp_dp.training.evaluate import evaluate as evaluate
     from mindnlp_dp.training.initialize import init_process_group as init_process_group
     from mindnlp_dp.training.make_train_step import make_train_step as make_train_step

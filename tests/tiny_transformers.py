@@ -40,6 +40,9 @@ def build(kind: str, seed: int = 3, dropout: float = 0.0, num_layers: int = 4, *
         sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
         rest = {"dropout_rate": dropout, "decoder_start_token_id": 0, "use_cache": False}
         return models.T5ForConditionalGeneration(models.T5Config(**{**sizes, **rest, **config}))
+    if kind == "llama":
+        sizes = {name: mixture[name] for name in mixture if name != "use_cache"}
+        return models.LlamaForCausalLM(models.LlamaConfig(**{**sizes, "num_key_value_heads": 2, **config}))
     if kind == "qwen2_moe":
         sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 4}
         return models.Qwen2MoeForCausalLM(

@@ -44,6 +44,13 @@ def follow_the_seed() -> None:
     for kind in (operations.Dropout2D, operations.Dropout3D):
         override(kind, "__call__")(drop_channels)
 
+    @override(mindspore.nn.Dropout, "construct")
+    def dropout(self: Any, x: Any) -> Any:
+        p = 1.0 - self.keep_prob if self.p is None else self.p
+        if not self.training or not 0 < p < 1 or next_seeds("dropout") is None:
+            return NotImplemented
+        return ops.dropout(x, p=p, training=True)
+
     def with_seeds(self: Any, *args: Any) -> Any:
         seeds = None if self.seed or self.seed2 else next_seeds(self.name)
         return NotImplemented if seeds is None else type(self)(*seeds)(*args)

@@ -1,7 +1,8 @@
 """This module wraps the kernels in MindSpore's autograd; the patches call it in place of MindNLP's functions.
 
 Each function takes float32 MindSpore tensors on CPU in PyNative mode and returns a tensor that MindSpore
-differentiates with our backward pass. A graph keeps about as much memory as with MindSpore's own operators.
+differentiates with our backward pass. A graph keeps about as much memory as with MindSpore's own operators. All large
+arrays that a backward pass needs are saved as tensors, so that recomputation can drop them.
 """
 
 from __future__ import annotations
@@ -169,16 +170,17 @@ def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 class _Activation(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.save_for_backward(x)
-        out, ctx.slope = activations.forward(name, array_of(x), ctx.needs_input_grad[0])
+        out, slope = activations.forward(name, array_of(x), ctx.needs_input_grad[0])
+        ctx.save_for_backward(x, None if slope is None else tensor_of(slope))
         ctx.name = name
         return tensor_of(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return tensor_of(activations.backward(ctx.name, array_of(gradient), array_of(x), ctx.slope)), None
+        x, slope = ctx.saved_tensors
+        slope = None if slope is None else array_of(slope)
+        return tensor_of(activations.backward(ctx.name, array_of(gradient), array_of(x), slope)), None
 
 
 class _Softmax(_Function):
@@ -237,14 +239,15 @@ def _flat(tensor: Optional[Tensor]) -> Optional[np.ndarray]:
 class _Dropout(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        ctx.save_for_backward()
-        ctx.keep, ctx.scale = dropout_mask(x.shape, p, next_key()), 1 / (1 - p) if p < 1 else 0.0
-        return tensor_of(masked(array_of(x), ctx.keep, ctx.scale))
+        keep, ctx.scale = dropout_mask(x.shape, p, next_key()), 1 / (1 - p) if p < 1 else 0.0
+        ctx.save_for_backward(tensor_of(keep))
+        return tensor_of(masked(array_of(x), keep, ctx.scale))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return tensor_of(masked(array_of(gradient), ctx.keep, ctx.scale)), None
+        (keep,) = ctx.saved_tensors
+        return tensor_of(masked(array_of(gradient), keep.asnumpy(), ctx.scale)), None
 
 
 class _Embedding(_Function):

@@ -32,6 +32,7 @@ from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.named_weights import all_names, named_weights
+from mindnlp_dp.runtime.recompute import RecomputeLayers, enable_recompute
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ T = TypeVar("T")
 @overload
 def parallelize(
     model: T, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[False] = ...,
-    weights: Optional[Union[str, Path]] = ..., schedule: str = ..., recompute: bool = ...,
+    weights: Optional[Union[str, Path]] = ..., schedule: str = ..., recompute: RecomputeLayers = ...,
     layers_per_stage: Sequence[int] = ...,
 ) -> T: ...  # fmt: skip
 @overload
@@ -54,7 +55,7 @@ def parallelize(
     *,
     weights: Optional[Union[str, Path]] = None,
     schedule: str = "1f1b",
-    recompute: bool = False,
+    recompute: RecomputeLayers = False,
     layers_per_stage: Sequence[int] = (),
     dry_run: bool = False,
 ) -> Any:
@@ -70,7 +71,8 @@ def parallelize(
             new task, keep their values.
         schedule: pipeline schedule: "1f1b", "gpipe" or "eager-1f1b".
         layers_per_stage: number of layers of each pipeline stage; by default they are split evenly.
-        recompute: in a pipeline, keep only the received activations and recompute the others in the backward pass.
+        recompute: the layers whose activations are recomputed in the backward pass
+            (:func:`~mindnlp_dp.enable_recompute`).
         dry_run: change nothing, and return the edits that would give this rank its part of the model
             (:class:`~mindnlp_dp.parallel.model_edits.ModelEdits`); ``print`` shows them.
 
@@ -119,7 +121,7 @@ def parallelize(
     mesh.world.run_on(True, edits.apply, "cutting the model")
     parallel = ParallelModel(model, placements, row_weights if mesh.sizes["ep"] > 1 else None)
     if mesh.sizes["pp"] > 1:
-        parallel.pipeline = Pipeline(model, mesh, stage_input, schedule, recompute=recompute)
+        parallel.pipeline = Pipeline(model, mesh, stage_input, schedule)
 
     def source(placement: Any) -> np.ndarray:
         """Return a full array on rank 0, from the files or the original model, and drop the original."""
@@ -135,6 +137,8 @@ def parallelize(
         model.parallel = parallel
         for name, parameter in model.named_parameters():
             parameter.name_in_whole, parameter.parallel = name, parallel
+    if recompute is not False:
+        enable_recompute(model, recompute)
     return model
 
 

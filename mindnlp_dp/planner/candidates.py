@@ -121,14 +121,17 @@ class Candidates:
         costs, zero_stage = self.costs(sharing, firsts), self.zero(sharing)
         last = len(firsts) - 1
         if pp == 1:
-            memory = costs.memory(0, last, micro_batch, zero_stage=zero_stage)
-            if memory.total > self.room:
-                yield memory.total
-                return
-            seconds = num * float(costs.times(0, last, micro_batch).total) + sum(costs.update(0, last, zero_stage))
-            yield Candidate(
-                seconds, [(0, last, sharing)], firsts, [micro_batch], num, "", False, zero_stage
-            )  # fmt: skip
+            update = sum(costs.update(0, last, zero_stage))
+            for recompute in (False, True):
+                memory = costs.memory(0, last, micro_batch, zero_stage=zero_stage, recompute=recompute)
+                if memory.total > self.room:
+                    yield memory.total
+                    continue
+                again = float(sum(costs.again(0, last, micro_batch))) if recompute else 0.0
+                seconds = num * (float(costs.times(0, last, micro_batch).total) + again) + update
+                yield Candidate(
+                    seconds, [(0, last, sharing)], firsts, [micro_batch], num, "", recompute, zero_stage
+                )  # fmt: skip
             return
         ways, size = self.boundary_costs(costs, micro_batch), sharing.num_devices
         known: dict[bytes, Any] = {}
@@ -171,9 +174,8 @@ class Candidates:
         num_layers = len(costs.firsts)
         upper = np.triu_indices(num_layers)
         seconds, allowed = np.full((num_layers, num_layers), np.inf), np.full((num_layers, num_layers), -1)
-        times = costs.times(*upper, micro_batch)
-        again = (times.forward + times.forward_collectives) if recompute else 0.0
-        seconds[upper] = times.total + again
+        again = sum(costs.again(*upper, micro_batch)) if recompute else 0.0
+        seconds[upper] = costs.times(*upper, micro_batch).total + again
         fits = costs.most_in_flight(
             *upper, micro_batch, zero_stage=self.zero(costs.sharing), recompute=recompute, room=self.room
         )

@@ -47,7 +47,7 @@ class Plan:
         micro_batch: samples that a device of the first stage processes at a time.
         num_micro_batches: micro-batches per update.
         schedule: the pipeline schedule; "" without a pipeline.
-        recompute: whether stages keep only their inputs and recompute the other activations.
+        recompute: whether layers keep only their inputs and recompute the other activations.
         zero_stage: the ZeRO stage, see ``docs/zero.md``.
         seconds: predicted time of an update.
         parts: the same seconds by purpose: compute, collectives, transfers, bubble, gradients, optimizer.

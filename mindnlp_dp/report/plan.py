@@ -89,7 +89,7 @@ def _table(plans: list[Plan]) -> list[str]:
         line += "".join(f"{100 * found.parts[p] / found.seconds:>{max(9, len(p) + 1) - 2}.1f} %" for p in PARTS)
         lines.append(line + f"{found.heaviest.memory.total / _GIB:>7.1f} GiB{100 * found.margin:>4.0f} %")
     if any(found.recompute for found in plans):
-        lines.append("   * stages keep what they receive, and recompute the rest")
+        lines.append("   * with recomputation: layers keep their inputs, and compute their activations again")
     return lines
 
 
@@ -120,8 +120,8 @@ def launch_command(found: Plan, plans: Plans) -> Optional[str]:
         settings["pipeline-schedule"] = found.schedule
         layers = [stage.blocks or (0, 0) for stage in found.stages]
         settings["pipeline-layers"] = ",".join(str(end - first) for first, end in layers)
-        if found.recompute:
-            settings["pipeline-recompute"] = "true"
+    if found.recompute:
+        settings["gradient-checkpointing"] = "true"
     flags = [plans.model.train_flags, *(f"--{name} {value}" for name, value in settings.items())]
     return " ".join([start, "scripts/finetune.py", *flags])
 
@@ -133,7 +133,8 @@ def _in_code(found: Plan, plans: Plans) -> str:
     options = ""
     if len(found.stages) > 1:
         layers = [end - first for first, end in (stage.blocks or (0, 0) for stage in found.stages)]
-        options = f", schedule={found.schedule!r}, layers_per_stage={layers}" + ", recompute=True" * found.recompute
+        options = f", schedule={found.schedule!r}, layers_per_stage={layers}"
+    options += ", recompute=True" * found.recompute
     return (
         f"in your script: dp.parallelize(model, dp.init_device_mesh({found.mesh}){options}), and "
         f"{found.num_micro_batches} micro-batches of {found.micro_batch_size} samples, zero_stage={found.zero_stage}"

@@ -8,6 +8,8 @@ different ones for sharded tensors (:func:`rank_local_rng`).
 from __future__ import annotations
 
 import contextlib
+import importlib
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,6 +124,58 @@ def rank_local_rng(rank: int, shard: Shard) -> Iterator[None]:
         if _streams is not None:
             _streams.shard = None
     _set(_mixed(_current, number, 0), num_calls())
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of all random numbers that a model may draw: MindSpore's, MindNLP's, NumPy's and Python's."""
+
+    drawn_from: tuple[Optional[int], int, Optional[SampleStreams]]
+    generators: tuple[Any, ...]
+    kernel_seeds: dict[Any, int]
+    numpy_state: Any
+    python_state: Any
+
+    @classmethod
+    def current(cls) -> RandomState:
+        """Return a copy of the state now."""
+        generators = tuple(generator.get_state() for generator in _generators())
+        kernel_seeds = dict(_kernel_seeds())
+        return cls((_current, _num_apart, _streams), generators, kernel_seeds, np.random.get_state(), random.getstate())
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draw the same numbers as after :meth:`current` in this block; afterwards continue as if it had drawn none."""
+        before = RandomState.current()
+        self._set()
+        try:
+            yield
+        finally:
+            before._set()
+
+    def _set(self) -> None:
+        global _current, _num_apart, _streams
+        _current, _num_apart, _streams = self.drawn_from
+        for generator, state in zip(_generators(), self.generators):
+            generator.set_state(state)
+        _kernel_seeds().clear()
+        _kernel_seeds().update(self.kernel_seeds)
+        np.random.set_state(self.numpy_state)
+        random.setstate(self.python_state)
+
+
+def _generators() -> list[Any]:
+    from mindspore.common.generator import default_generator
+
+    mindtorch = sys.modules.get("mindtorch")
+    # MindNLP 0.5 (mindtorch) has its own generator.
+    return [default_generator] if mindtorch is None else [default_generator, mindtorch.default_generator]
+
+
+def _kernel_seeds() -> dict[Any, int]:
+    """Return the seeds of MindSpore's next calls, by operator, for operators that do not use its generator."""
+    kernel_seeds: dict[Any, int] = importlib.import_module("mindspore.common.seed")._KERNEL_SEED
+    return kernel_seeds
 
 
 def num_calls() -> int:

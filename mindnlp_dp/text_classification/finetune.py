@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.directory import has_checkpoints
@@ -91,10 +91,22 @@ def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataPa
             overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
             compression=config.compression or None,
             powersgd_rank=config.powersgd_rank,
+            gradient_checkpointing=config.gradient_checkpointing,
+            recompute_layers=_layers(config.recompute_layers),
             zero_stage="auto" if config.zero_stage == "auto" else int(config.zero_stage),
             trace=config.trace or None,
             sync_stats=config.stats,
         )
+
+
+def _layers(text: str) -> Union[bool, int, list[str]]:
+    """Return the layers of ``recompute_layers``: all (True), every n-th (n), or patterns of names.
+
+    >>> _layers(""), _layers("2"), _layers("layer.[0-5], layer.9")
+    (True, 2, ['layer.[0-5]', 'layer.9'])
+    """
+    patterns = [part.strip() for part in text.split(",") if part.strip()]
+    return int(patterns[0]) if len(patterns) == 1 and patterns[0].isdecimal() else patterns or True
 
 
 def train(
@@ -119,7 +131,6 @@ def train(
             model = dp.parallelize(
                 model,
                 schedule=config.pipeline_schedule,
-                recompute=config.pipeline_recompute,
                 layers_per_stage=layers_per_stage,
             )
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))

@@ -35,10 +35,10 @@ def follow_plan(config: FinetuneConfig) -> FinetuneConfig:
         "mesh": mesh_name(found["mesh"]),
         "micro_batch_size": found["micro_batch_size"],
         "zero_stage": str(found["zero_stage"]),
+        "gradient_checkpointing": found["recompute"],
     }
     if found["schedule"]:
         settings["pipeline_schedule"] = found["schedule"]
-        settings["pipeline_recompute"] = found["recompute"]
         settings["pipeline_layers"] = ",".join(str(end - first) for first, end in found["layers"])
     if config.global_batch_size != found["batch"]:
         raise InputError(

@@ -28,6 +28,7 @@ from mindnlp_dp.parallel.replicated_model import ReplicatedModel, replicated_on_
 from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
+from mindnlp_dp.runtime.recompute import RecomputeLayers, enable_recompute
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
 from mindnlp_dp.training.forward_backward import GLOBAL, ForwardBackward, across_ranks, check_dropout
 from mindnlp_dp.training.metrics import LossMeter
@@ -51,6 +52,7 @@ def make_train_step(
     seed: int = 0,
     dropout: str = GLOBAL,
     router_loss: str = GLOBAL,
+    recompute: RecomputeLayers = False,
     leave_out_bad_losses: bool = True,
     zero_stage: Union[int, str] = "auto",
     group: Optional[ProcessGroup] = None,
@@ -77,14 +79,16 @@ def make_train_step(
             ``nn.DistributedGradReducer(parameters)``.
         jit: compile loss and gradients with ``mindspore.jit``; only for plain cells.
         seed: seed of the randomness in ``forward_fn``, such as dropout. The random numbers differ between updates, and
-            a resumed run draws the same ones. (MindSpore's own kernel of ``nn.Dropout`` does not follow the seed,
-            because it keeps its own counter; ``ops.dropout``, MindNLP's layers and our kernels do.)
+            a resumed run draws the same ones.
         dropout: "global": each sample has its own dropout mask, a function of the seed, the update and its position in
             the global batch, so that any number of ranks and micro-steps trains the same model. It needs our CPU
             kernels and the batches of :func:`~mindnlp_dp.make_loader`, which know the positions. "per-rank", and where
             something is missing: each rank and micro-step draws its own masks.
         router_loss: the load-balancing loss of a mixture of experts looks at the tokens of all ranks ("global"), as
             one process would, or of this rank ("local").
+        recompute: recompute the activations of layers in the backward pass, with the same gradients, to save memory: of
+            all layers (True), every n-th (a number n), or those named by patterns, such as ``"encoder.layer.[0-5]"``
+            (:func:`~mindnlp_dp.enable_recompute`). False changes nothing.
         leave_out_bad_losses: leave out a loss that is NaN or infinite, with a warning; otherwise it is an error on all
             ranks.
         zero_stage: 0: every rank updates all parameters. 1: each rank updates one slice and holds only its optimizer
@@ -123,6 +127,10 @@ def make_train_step(
     trained = forward_fn if model is None else model
     if jit and has_synchronized_layers(trained):
         raise ValueError("jit=True cannot compile the layers of convert_sync_batchnorm; leave one of them out")
+    if recompute is not False:
+        if jit:
+            raise ValueError("recompute is for PyNative mode; with jit=True call the cells' own recompute() method")
+        enable_recompute(trained, recompute)
     check_values(_with_names(parameters, model), group)
     window: GradientAccumulator
     if reducer is not None:

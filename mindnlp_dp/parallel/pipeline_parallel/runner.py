@@ -2,8 +2,7 @@
 
 The trainers and custom loops call :meth:`Pipeline.run` on every rank with its stage (stages.py). It yields the loss of
 each micro-batch, on every stage, and the gradients of this stage's parameters, in the order in which the backward
-passes end (schedules/pipeline.py). MindSpore's autograd keeps the graph of every micro-batch in flight. With
-``recompute`` only the received activations are kept, and the forward pass runs again before the backward pass.
+passes end (schedules/pipeline.py). MindSpore's autograd keeps the graph of every micro-batch in flight.
 
 If N ranks split the samples of a micro-batch, each multiplies the gradients of its rows by N and uses 1/N of the
 weight, so that the gradient exchange, which is a weighted mean, sums them.
@@ -59,13 +58,10 @@ class Pipeline:
         ties: tied parameters that this stage shares with other stages.
     """
 
-    def __init__(
-        self, model: Any, mesh: DeviceMesh, stage_input: StageInput, schedule: str = "1f1b", *, recompute: bool = False
-    ) -> None:
+    def __init__(self, model: Any, mesh: DeviceMesh, stage_input: StageInput, schedule: str = "1f1b") -> None:
         self.mesh = mesh
         self.stage, self.num_stages = mesh.index("pp"), mesh.sizes["pp"]
         self.schedule = check_pipeline(schedule)
-        self.recompute = recompute
         self.most_in_flight = 0
         self.messages = StageP2P(mesh)
         self.ties: list[TiedParameter] = []
@@ -148,8 +144,6 @@ class Pipeline:
                         order.popleft()
                         continue
                     received, output = graphs.pop(number)
-                    if output is None and self._computes(share):
-                        received, output = self._compute(received, share, records=True)
                     loss = self._loss(share, output, came)
                     gradients = self._run_backward(share, (received, output), (came[0], loss), parameters)
                     order.popleft()
@@ -205,29 +199,28 @@ class Pipeline:
         return (None, 0.0) if is_end else self.messages.receive(stage, number, direction, num_rows=num_rows)
 
     def _run_forward(self, share: MicroBatchShard, came: tuple[Any, float]) -> tuple[Any, Any]:
-        """Run a forward pass; return what the stage received and its output (None if it is recomputed later)."""
+        """Run a forward pass; return what the stage received and its output (None without rows to compute)."""
         received, note = came
         # The stages number their dropout calls one after another, as the whole model does.
         share.first_call = int(note)
-        if not self._computes(share) or (self.recompute and self._is_last):
-            # With recompute, the last stage runs the forward pass together with the backward pass, which is next.
+        if not self._computes(share):
             return received, None
-        received, output = self._compute(received, share, records=not self.recompute)
+        received, output = self._compute(received, share)
         if not self._is_last:
             self.messages.send(
                 output, self.stage + 1, share.number, ACTIVATIONS, num_rows=share.micro.num_rows, note=num_calls()
             )
-        return received, None if self.recompute else output
+        return received, output
 
-    def _compute(self, received: Any, share: MicroBatchShard, *, records: bool) -> tuple[Any, Any]:
+    def _compute(self, received: Any, share: MicroBatchShard) -> tuple[Any, Any]:
         from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
         if received is not None:
             # Make it a leaf of the graph, because its gradient is sent to the previous stage.
-            received = Parameter(received) if records else received
+            received = Parameter(received)
             self._stage_input.put(received)
         self._is_training = True
-        pynative_executor.set_grad_flag(records)
+        pynative_executor.set_grad_flag(True)
         try:
             with seeded(share.micro.seed, share.streams, num_calls=share.first_call):
                 output = share.micro.forward(share.batch)
@@ -239,6 +232,8 @@ class Pipeline:
             output = stage_output.hidden_states
         finally:
             self._is_training = False
+            # The backward pass is not differentiated.
+            pynative_executor.set_grad_flag(False)
         if share.streams is not None:
             share.micro.dropout_fallback = share.streams.fallback
         return received, output

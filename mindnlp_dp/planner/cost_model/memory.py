@@ -7,6 +7,7 @@ s b h (34 + 5 a s / h) bytes (Korthikanti et al., *Reducing Activation Recomputa
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from dataclasses import dataclass
 from typing import Optional
@@ -58,7 +59,7 @@ def memory_of(  # noqa: PLR0917
         dp: data-parallel devices, over which ZeRO shards.
         zero_stage: the ZeRO stage: 1 shards the optimizer state, 2 also the gradients, 3 also the weights.
         micro_batch: samples that the device processes at a time.
-        recompute: whether a stage keeps only its input and repeats its forward pass before the backward pass.
+        recompute: whether layers keep only their inputs and repeat their forward passes before their backward passes.
         ep: expert-parallel devices, which have different samples, too.
         in_flight: micro-batches between their forward and their backward pass (:func:`most_in_flight`).
         precision: "mixed" or "float32".
@@ -86,9 +87,15 @@ def memory_of(  # noqa: PLR0917
     }
     saved = [saved_of(o, roles[o.name], n) for o in operators]
     value = 2 if precision == "mixed" else 4
-    whole = micro_batch * sum(value * s.values + s.masks for s in saved)
-    entering = micro_batch * value * entering_values(model, first)
-    activations = in_flight * entering + whole if recompute else in_flight * whole
+    kept = [value * s.values + s.masks for s in saved]
+    if recompute:
+        layers = recomputed_layers(model)[first : last + 1]
+        inputs = layer_inputs(model)[first : last + 1]
+        again = [sum(k for k, of in zip(kept, layers) if of == layer) for layer in set(layers) - {None}]
+        kept = [value * i + (k if of is None else 0.0) for k, of, i in zip(kept, layers, inputs)]
+        activations = micro_batch * (in_flight * sum(kept) + max(again, default=0.0))
+    else:
+        activations = micro_batch * in_flight * sum(kept)
     return parameter_memory(
         numbers[False], numbers[True], dp=dp, ep=ep, zero_stage=zero_stage, precision=precision, activations=activations
     )
@@ -110,6 +117,35 @@ def parameter_memory(
             size * (parameters / (dp * ep if is_sharded else 1) + expert_parameters / (dp if is_sharded else 1))
         )
     return MemoryUse(kinds[0], kinds[1], kinds[2], activations)
+
+
+def recomputed_layers(model: Model) -> list[Optional[int]]:
+    """Return the layer of each operator that would be recomputed; None for one that would not.
+
+    A model of operators without transformer layers is recomputed between the places where it may be cut.
+    """
+    operators = model.graph.operators
+    if model.blocks:
+        return [o.layer for o in operators]
+    return [bisect.bisect_right(model.cuts, place) for place in range(len(operators))]
+
+
+def layer_inputs(model: Model) -> list[float]:
+    """Return the values per sample that recomputation keeps at each operator: the inputs of a layer that begins there.
+
+    A tensor that enters several layers, such as the output of an encoder, counts where it enters the first of them.
+    """
+    layers, operators = recomputed_layers(model), model.graph.operators
+    found = [0.0] * len(operators)
+    kept: set[str] = set()
+    for place, (operator, layer) in enumerate(zip(operators, layers)):
+        if layer is None:
+            continue
+        for source in operator.inputs:
+            if layers[model.graph.place_of[source]] != layer and source not in kept:
+                kept.add(source)
+                found[place] += model.graph.by_name[source].num_out
+    return found
 
 
 def entering_values(model: Model, first: int) -> float:

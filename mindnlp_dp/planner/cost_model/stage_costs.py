@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from mindnlp_dp.planner.cost_model.memory import MemoryUse, entering_values, parameter_memory, saved_of, strategies_of
+from mindnlp_dp.planner.cost_model.memory import (
+    MemoryUse,
+    entering_values,
+    layer_inputs,
+    parameter_memory,
+    recomputed_layers,
+    saved_of,
+    strategies_of,
+)
 from mindnlp_dp.planner.cost_model.sharding_strategies import DeviceGroup, DeviceRates, cost_of, layouts, resharding
 from mindnlp_dp.planner.profiles.cluster import Cluster, all_reduce
 from mindnlp_dp.planner.profiles.operators import (
@@ -68,8 +76,10 @@ def mesh_of(stages: Sequence[StageParallelism]) -> dict[str, Size]:
 
 
 # Columns of the table: fixed and per-sample seconds (two columns each) of forward compute, backward compute, forward
-# collectives and backward collectives; parameters; expert parameters; bytes kept per sample for the backward pass.
-_AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT = 4, 6, 8, 9, 10
+# collectives and backward collectives; parameters; expert parameters; bytes kept per sample for the backward pass. With
+# recomputation: fixed and per-sample seconds of the second forward pass (compute, collectives); bytes kept per sample.
+_AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT, _AGAIN, _KEPT_INPUTS = 4, 6, 8, 9, 10, 11, 15
+_NUM_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,23 @@ class StageCosts:
                 column += reshard_cost(model.graph, roles, (source, operator.name), mesh, size)
             columns.append(column)
         table = np.array(columns)
+        layers = recomputed_layers(model)
+        is_again = np.array([layer is not None for layer in layers])
+        table[is_again, _AGAIN : _AGAIN + 2] = table[is_again, :2]
+        table[is_again, _AGAIN + 2 : _AGAIN + 4] = table[is_again, _AHEAD : _AHEAD + 2]
+        table[:, _KEPT_INPUTS] = np.where(is_again, 0.0, table[:, _KEPT]) + size * np.array(layer_inputs(model))
+        kept_by_layer = dict.fromkeys(layers, 0.0)
+        for layer, kept in zip(layers, table[:, _KEPT]):
+            kept_by_layer[layer] += kept
+        most_kept = np.array([0.0 if layer is None else kept_by_layer[layer] for layer in layers])
         bounds = [*firsts, len(operators)]
-        layers = np.array([table[a:b].sum(axis=0) for a, b in zip(bounds, bounds[1:])])
-        self._sums = np.concatenate([np.zeros((1, layers.shape[1])), np.cumsum(layers, axis=0)])
+        ranges = np.array([table[a:b].sum(axis=0) for a, b in zip(bounds, bounds[1:])])
+        self._sums = np.concatenate([np.zeros((1, _NUM_COLUMNS)), np.cumsum(ranges, axis=0)])
+        peaks = np.array([most_kept[a:b].max() for a, b in zip(bounds, bounds[1:])])
+        # Bytes per sample of the largest layer that is recomputed in each range of layers.
+        self._peaks = np.array(
+            [np.maximum.accumulate(np.where(np.arange(len(peaks)) < a, 0.0, peaks)) for a in range(len(peaks))]
+        )
         self.entering = np.array([size * entering_values(model, first) for first in firsts])
         self._tied = [self._tied_in(a, b, roles, n) for a, b in zip(bounds, bounds[1:])]
 
@@ -179,13 +203,25 @@ class StageCosts:
         """Return the bytes that a micro-batch keeps for its backward pass."""
         return micro_batch * self._run(first, last)[..., _KEPT]
 
+    def again(self, first: Any, last: Any, micro_batch: int) -> tuple[Any, Any]:
+        """Return the seconds of the second forward pass of a micro-batch: compute and collectives."""
+        run = self._run(first, last)
+        compute, collectives = (run[..., at] + micro_batch * run[..., at + 1] for at in (_AGAIN, _AGAIN + 2))
+        return compute, collectives
+
+    def recomputed(self, first: Any, last: Any, micro_batch: int) -> tuple[Any, Any]:
+        """Return the bytes that each micro-batch in flight keeps with recomputation, and those of the largest layer."""
+        peak = self._peaks[np.asarray(first), np.asarray(last)]
+        return micro_batch * self._run(first, last)[..., _KEPT_INPUTS], micro_batch * peak
+
     def memory(
         self, first: int, last: int, micro_batch: int, *, in_flight: int = 1, zero_stage: int, recompute: bool = False
     ) -> MemoryUse:
         """Return the memory of a stage with ``in_flight`` micro-batches in flight."""
-        whole = float(self.activations(first, last, micro_batch))
-        entering = micro_batch * float(self.entering[first])
-        activations = in_flight * entering + whole if recompute else in_flight * whole
+        activations = in_flight * float(self.activations(first, last, micro_batch))
+        if recompute:
+            kept, peak = self.recomputed(first, last, micro_batch)
+            activations = in_flight * float(kept) + float(peak)
         parameters, of_experts = (float(x) for x in self.parameters(first, last))
         s = self.sharing
         return parameter_memory(
@@ -202,13 +238,10 @@ class StageCosts:
         fixed = parameter_memory(
             parameters, of_experts, dp=s.dp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision
         ).total
-        whole = np.maximum(self.activations(first, last, micro_batch), 1.0)
-        left = room - fixed
+        each, peak = self.activations(first, last, micro_batch), 0.0
         if recompute:
-            each = np.maximum(micro_batch * self.entering[np.asarray(first)], 1.0)
-            number = np.floor((left - whole) / each)
-        else:
-            number = np.floor(left / whole)
+            each, peak = self.recomputed(first, last, micro_batch)
+        number = np.floor((room - fixed - peak) / np.maximum(each, 1.0))
         return np.clip(number, 0, 1 << 40).astype(np.int64)
 
     def update(self, first: int, last: int, zero_stage: int) -> tuple[float, float]:
@@ -242,7 +275,8 @@ def _column(operator: Operator, role: str, mesh: DeviceGroup, rates: DeviceRates
     mine = 0.0 if operator.tied_to is not None else parameters
     saved = saved_of(operator, role, n)
     kept = rates.bytes_per_value * saved.values + saved.masks
-    return np.array([*seconds, 0.0 if role == EXPERT else mine, mine if role == EXPERT else 0.0, kept])
+    parts = [*seconds, 0.0 if role == EXPERT else mine, mine if role == EXPERT else 0.0, kept]
+    return np.array(parts + [0.0] * (_NUM_COLUMNS - len(parts)))
 
 
 def reshard_cost(
@@ -252,7 +286,7 @@ def reshard_cost(
     source, to = edge
     have = layouts(graph.by_name[source], (NONE, roles[source]))[1][1]
     want = layouts(graph.by_name[to], (NONE, roles[to]))[0][1]
-    column = np.zeros(_KEPT + 1)
+    column = np.zeros(_NUM_COLUMNS)
     if have == want or mesh.shape[1] == 1:
         return column
     alone = DeviceGroup((1, mesh.shape[1]), mesh.links)

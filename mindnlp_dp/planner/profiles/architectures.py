@@ -27,6 +27,8 @@ class Builder:
         self.operators: list[Operator] = []
         self.cuts: list[int] = []
         self.blocks = [0]
+        # The transformer layer that operators are added to; None outside of the layers.
+        self.layer: Optional[int] = None
         self._last = ""
         # Whether the layers' outputs and the attention have dropout.
         self.dropout = _is_on(config, "hidden_dropout_prob", "resid_pdrop", "dropout_rate")
@@ -35,7 +37,7 @@ class Builder:
     def add(self, name: str, kind: str, inputs: Optional[tuple[str, ...]] = None, **sizes: Any) -> str:
         inputs = ((self._last,) if self._last else ()) if inputs is None else inputs
         sizes.setdefault("rows", self.s)
-        self.operators.append(Operator(name, kind, inputs, **sizes))
+        self.operators.append(Operator(name, kind, inputs, layer=self.layer, **sizes))
         self._last = name
         return name
 
@@ -43,6 +45,7 @@ class Builder:
         if number:
             self.cuts.append(len(self.operators))
             self.blocks.append(number)
+        self.layer = number
 
     def matmul(self, name: str, k: int, n: int, inputs: Optional[tuple[str, ...]] = None, **sizes: Any) -> str:
         rows = sizes.get("rows", self.s)
@@ -128,6 +131,7 @@ def _bert(b: Builder, config: Mapping[str, Any]) -> Model:
         b.matmul(f"{at}down", f, h)
         b.dropout_add(f"{at}add", h, between)
         before = b.norm(f"{at}norm", h)
+    b.layer = None
     if any(word in b.architecture for word in ("MaskedLM", "PreTraining", "CausalLM", "LMHead")):
         b.matmul("transform", h, h, only=_WHOLE)
         b.elementwise("transform.gelu", h, only=_WHOLE)
@@ -164,6 +168,7 @@ def _gpt2(b: Builder, config: Mapping[str, Any]) -> Model:
         b.elementwise(f"{at}gelu", f)
         b.matmul(f"{at}down", f, h)
         before = b.dropout_add(f"{at}add", h, between)
+    b.layer = None
     b.norm("ln_f", h)
     if "SequenceClassification" in b.architecture:
         b.add("last_token", "reduction", width_in=h, width_out=h, rows_out=1, traffic=h, keeps_input=False)
@@ -199,6 +204,7 @@ def _mixtral(b: Builder, config: Mapping[str, Any]) -> Model:
             copies=top, calls=8 * experts, only=(BATCH, EXPERT, COLUMN, NONE),
         )  # fmt: skip
         before = b.elementwise(f"{at}add", h, (b._last, between), traffic=3 * b.s * h, keeps_input=False)
+    b.layer = None
     b.norm("norm", h, parameters=h)
     b.head(config["vocab_size"], h)
     heads_ = {"num_attention_heads": heads, "num_key_value_heads": config["num_key_value_heads"]}
@@ -242,14 +248,19 @@ def _t5(b: Builder, config: Mapping[str, Any]) -> Model:
 
     before = embed("encoder", None)
     for number in range(config["num_layers"]):
+        b.layer = number
         before = feed(f"encoder.{number}.ff.", attend(f"encoder.{number}.self.", before, None))
+    b.layer = None
     memory = b.norm("encoder.norm", h, parameters=h)
     b.begin_block(config["num_layers"])
+    b.layer = None
     before = embed("decoder", "encoder.words")
     for number in range(decoder_layers):
+        b.layer = config["num_layers"] + number
         before = attend(f"decoder.{number}.self.", before, None)
         before = attend(f"decoder.{number}.cross.", before, memory)
         before = feed(f"decoder.{number}.ff.", before)
+    b.layer = None
     b.norm("decoder.norm", h, parameters=h)
     b.head(words, h, words_of="encoder.words")
     # The encoder and the decoder are one stage each.

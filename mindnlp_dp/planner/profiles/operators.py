@@ -53,6 +53,7 @@ class Operator:
         rows_out: rows of its output; by default those of its input.
         tied_to: the operator whose parameters it shares.
         only: the roles that it may have; by default all roles of its kind.
+        layer: number of the transformer layer that it belongs to; None before, between and after the layers.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Operator:
     rows_out: Optional[float] = None
     tied_to: Optional[str] = None
     only: Optional[tuple[str, ...]] = None
+    layer: Optional[int] = None
 
     def __post_init__(self) -> None:
         if self.kind not in ROLES:
@@ -99,9 +101,11 @@ class Graph:
     operators: list[Operator]
     name: str = ""
     by_name: dict[str, Operator] = field(init=False)
+    place_of: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.by_name = {}
+        self.place_of = {operator.name: place for place, operator in enumerate(self.operators)}
         for operator in self.operators:
             for source in operator.inputs:
                 if source not in self.by_name:
@@ -160,7 +164,7 @@ class Model:
 
 def crossing(graph: Graph) -> np.ndarray:
     """Return (operators + 1,) values per sample that are computed before each place and used after it."""
-    places = {operator.name: v for v, operator in enumerate(graph.operators)}
+    places = graph.place_of
     last_use = [v for v, _ in enumerate(graph.operators)]
     for v, operator in enumerate(graph.operators):
         for source in operator.inputs:

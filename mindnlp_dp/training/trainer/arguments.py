@@ -20,6 +20,7 @@ from mindnlp_dp.data_parallel.powersgd import DEFAULT_RANK
 from mindnlp_dp.data_parallel.synchronizer import DEFAULT_BUCKET_CAP_MB
 from mindnlp_dp.kernels.dispatch import current_precision
 from mindnlp_dp.optim.factory import check_zero_stage
+from mindnlp_dp.runtime.recompute import RecomputeLayers, check_checkpointing_options, check_recompute
 from mindnlp_dp.training.forward_backward import GLOBAL, check_dropout
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
@@ -82,6 +83,13 @@ class DataParallelArgumentsBase(TrainingArguments):
             'each rank ("local").'
         },
     )
+    recompute_layers: Union[bool, int, str, list[str]] = field(
+        default=True,
+        metadata={
+            "help": "With gradient_checkpointing, the layers whose activations are recomputed: all (True), every n-th "
+            '(a number), or those named by patterns such as "encoder.layer.[0-5]".'
+        },
+    )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})
     trace: Optional[str] = field(
         default=None, metadata={"help": "A file for the timeline of all ranks, as a Chrome trace (JSON)."}
@@ -114,6 +122,11 @@ class DataParallelArgumentsBase(TrainingArguments):
     def drops_last(self) -> bool:
         """Whether a last global batch that is not full is dropped, rather than split."""
         raise NotImplementedError
+
+    @property
+    def recomputed(self) -> RecomputeLayers:
+        """The layers whose activations are recomputed; False: none."""
+        return self.recompute_layers if self.gradient_checkpointing else False
 
     @property
     def shuffle_seed(self) -> int:
@@ -184,6 +197,8 @@ class DataParallelArgumentsBase(TrainingArguments):
                 "set per_device_train_batch_size"
             )
         self.check_library()
+        check_recompute(self.recomputed)
+        check_checkpointing_options(self.gradient_checkpointing_kwargs)
         self.local_rank = self.local_process_index
 
     def check_library(self) -> None:

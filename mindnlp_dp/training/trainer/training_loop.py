@@ -33,6 +33,7 @@ from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
+from mindnlp_dp.runtime.recompute import enable_recompute
 from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
 from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
@@ -89,6 +90,8 @@ class TrainingLoop:
         self.updates_per_epoch = len(self.loader) if has_length(self.loader) else None
         planned, num_epochs = plan_updates(self.pace.planned_per_epoch, args.num_train_epochs, args.max_steps)
         trainer.whole.broadcast_weights()
+        if args.recomputed is not False:
+            enable_recompute(trainer.model, args.recomputed)
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler = None
             trainer._created_lr_scheduler = False

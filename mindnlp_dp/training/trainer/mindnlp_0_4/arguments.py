@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase, upgrade
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
@@ -29,16 +29,26 @@ class DataParallelArguments(DataParallelArgumentsBase):
     report (False); with ``log_on_each_node`` and ``save_on_each_node`` the first rank of every host logs or writes.
 
     Raises:
-        ValueError: a size is below 1, ``auto_find_batch_size`` with several ranks, or ``recompute``.
+        ValueError: a size is below 1, or ``auto_find_batch_size`` with several ranks.
     """
+
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Recompute the activations of layers in the backward pass to save memory."}
+    )
+    gradient_checkpointing_kwargs: Optional[dict[str, Any]] = field(
+        default=None, metadata={"help": "As in Transformers; use_reentrant is accepted and makes no difference."}
+    )
 
     @property
     def drops_last(self) -> bool:
         return self.dataset_drop_last
 
     def check_library(self) -> None:
+        # MindNLP's names for gradient checkpointing; its own Trainer would call a method that models do not have.
         if self.recompute:
-            raise ValueError("recompute: MindNLP 0.4.1 cannot recompute activations; use smaller micro-batches")
+            self.recompute: bool = False
+            self.gradient_checkpointing = True
+            self.gradient_checkpointing_kwargs = self.gradient_checkpointing_kwargs or self.recompute_kwargs
         if self.fp16:
             warnings.warn("fp16 has no effect on training in MindNLP 0.4.1", RuntimeWarning, stacklevel=5)
         defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}

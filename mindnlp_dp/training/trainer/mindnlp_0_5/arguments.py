@@ -15,7 +15,7 @@ from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 # Transformers implements these settings in Accelerate, PyTorch or its own loop, which this package replaces.
 _NOT_HERE = (
     "fp16", "deepspeed", "fsdp", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torchdynamo",
-    "jit_mode_eval", "use_liger_kernel", "gradient_checkpointing", "eval_on_start",
+    "jit_mode_eval", "use_liger_kernel", "eval_on_start",
     "batch_eval_metrics", "use_legacy_prediction_loop", "restore_callback_states_from_checkpoint", "push_to_hub",
     "debug", "neftune_noise_alpha",
 )  # fmt: skip

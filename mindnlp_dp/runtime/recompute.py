@@ -1,0 +1,203 @@
+"""Recomputes the activations of layers in the backward pass instead of keeping them (gradient checkpointing).
+
+The Trainers, :func:`~mindnlp_dp.make_train_step`, :func:`~mindnlp_dp.parallelize` and a model's own
+``gradient_checkpointing_enable()`` call :func:`enable_recompute`. Only the inputs of such a layer are kept; its
+backward pass first runs its forward pass again (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016).
+The gradients are the same to the bit, because the second pass draws the same random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Optional, Union
+
+from mindnlp_dp.runtime.random_state import RandomState
+
+# True: all layers; a number n: every n-th; patterns: the modules with these names.
+RecomputeLayers = Union[bool, int, str, Sequence[str]]
+
+_LISTS = {"ModuleList", "Sequential", "CellList", "SequentialCell"}
+# What batch normalisation updates in its forward pass, in MindNLP and in MindSpore.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "moving_mean", "moving_variance")
+
+
+def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
+    """Recompute the activations of these layers while the model trains, and of no others; return the layers' names.
+
+    Args:
+        model: a model of MindNLP, or a cell that runs in PyNative mode.
+        layers: True: all layers, which are the members of the model's lists of layers. A number n: every n-th member of
+            each list, beginning with the first. One or several shell patterns: the modules with these names; the
+            beginning of a name may be left out, as in ``"encoder.layer.[0-5]"``. False: no layer.
+
+    Raises:
+        ValueError: ``layers`` is out of range, the model has no such layer, or MindSpore is older than 2.8.
+    """
+    check_recompute(layers)
+    modules = _named_modules(model)
+    chosen = {} if layers is False else _outermost(_chosen(model, modules, layers))
+    for module in modules.values():
+        if hasattr(module, "is_recomputed"):
+            module.is_recomputed = False
+    for layer in chosen.values():
+        if not hasattr(layer, "is_recomputed"):
+            # MindSpore's cells call their forward pass "construct".
+            name = "forward" if hasattr(layer, "forward") else "construct"
+            stock = getattr(layer, name)
+            setattr(layer, name, functools.update_wrapper(functools.partial(_forward, layer, stock), stock))
+        layer.is_recomputed = True
+    # Layers must not add keys and values to a cache twice; models do without one if they see this attribute.
+    for module in modules.values():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = bool(chosen)
+            module._gradient_checkpointing_func = _call
+    return list(chosen)
+
+
+def has_recomputed_layers(model: Any) -> bool:
+    """Return whether :func:`enable_recompute` is in effect for a layer of the model."""
+    return any(getattr(module, "is_recomputed", False) for module in _named_modules(model).values())
+
+
+def check_recompute(layers: RecomputeLayers) -> RecomputeLayers:
+    """Return ``layers``; raise ValueError if it names no layers, or if MindSpore cannot recompute them."""
+    is_text = isinstance(layers, Sequence) and all(isinstance(pattern, str) and pattern for pattern in layers)
+    if not (isinstance(layers, bool) or (isinstance(layers, int) and layers > 0) or (is_text and layers)):
+        raise ValueError(
+            f"the layers to recompute are True, a number n from 1 on (every n-th), or patterns of names; got {layers!r}"
+        )
+    if layers is not False and not _options():
+        raise ValueError("recomputing activations needs MindSpore 2.8 or later")
+    return layers
+
+
+def check_checkpointing_options(options: Optional[Mapping[str, Any]]) -> None:
+    """Raise ValueError for ``gradient_checkpointing_kwargs`` that have no meaning here.
+
+    ``use_reentrant`` may have either value, because the gradients are the same.
+    """
+    unknown = sorted(set(options or ()) - {"use_reentrant"})
+    if unknown:
+        raise ValueError(f"gradient_checkpointing_kwargs takes use_reentrant only, got {', '.join(unknown)}")
+
+
+@functools.cache
+def _options() -> dict[str, bool]:
+    """Return the options of ``mindspore.recompute``; empty if it cannot be used."""
+    import mindspore
+
+    known = inspect.signature(mindspore.recompute).parameters
+    if "use_reentrant" not in known:
+        return {}
+    # The reentrant form takes cells only, and drops gradients of inputs in tuples. Stopping early raises an error
+    # through MindSpore's own operators, which they do not survive.
+    return {"use_reentrant": False, **({"early_stop": False} if "early_stop" in known else {})}
+
+
+def _forward(layer: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's ``stock`` forward pass; in training, keep only its inputs."""
+    import mindspore
+
+    from mindnlp_dp.runtime.pynative_executor import pynative_executor
+
+    if not (layer.is_recomputed and layer.training and pynative_executor.grad_flag()):
+        return stock(*args, **kwargs)
+    return mindspore.recompute(_Pass(layer, functools.partial(stock, **kwargs)), *args, **_options())
+
+
+class _Pass:
+    """A forward pass of a layer, which draws the same random numbers when it runs again."""
+
+    def __init__(self, layer: Any, stock: Any) -> None:
+        self._layer, self._stock = layer, stock
+        self._state: Optional[RandomState] = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._state is None:
+            self._state = RandomState.current()
+            return self._stock(*args)
+        with self._state.replayed(), _unchanged_statistics(self._layer):
+            return self._stock(*args)
+
+
+@contextlib.contextmanager
+def _unchanged_statistics(layer: Any) -> Iterator[None]:
+    """Put the running statistics of batch normalisation back after the block."""
+    modules = _named_modules(layer).values()
+    found = [each for module in modules for name in _STATISTICS if (each := getattr(module, name, None)) is not None]
+    before = [each.copy() for each in found]
+    try:
+        yield
+    finally:
+        for each, value in zip(found, before):
+            each.assign_value(value)
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _chosen(model: Any, modules: dict[str, Any], layers: RecomputeLayers) -> dict[str, Any]:
+    if isinstance(layers, int):
+        found = {name: layer for name, layer, number in _members_of_lists(modules) if number % layers == 0}
+        if not found:
+            raise ValueError(f"{type(model).__name__} has no list of layers to recompute; name them by a pattern")
+        return found
+    # Other stages of a pipeline have the layers that this one has not.
+    weights = getattr(getattr(model, "parallel", None), "placements", ())
+    elsewhere = {name.rsplit(".", depth)[0] for name in weights for depth in range(1, name.count(".") + 1)}
+    found = {}
+    for pattern in (layers,) if isinstance(layers, str) else layers:
+        matching = {name for name in {*modules, *elsewhere} if _matches(name, pattern)}
+        if not matching:
+            known = ", ".join(name for name, *_ in _members_of_lists(modules)) or "no list of layers"
+            raise ValueError(f"no layer of {type(model).__name__} is named {pattern!r}; it has {known}")
+        found.update({name: module for name, module in modules.items() if name in matching})
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return bool(name) and (fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"))
+
+
+def _members_of_lists(modules: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """Yield the name, the module, and the number of each layer of lists whose layers are of one class."""
+    for name, module in modules.items():
+        if _is_list(module):
+            prefix = f"{name}." if name else ""
+            members = [n for n in modules if n.startswith(prefix) and n and "." not in n.removeprefix(prefix)]
+            numbered = [(n, modules[n], number) for number, n in enumerate(members)]
+            layers = [each for each in numbered if _is_layer(each[1])]
+            if len({type(layer) for _, layer, _ in layers}) == 1:
+                yield from layers
+
+
+def _is_layer(module: Any) -> bool:
+    """Return whether a module has weights and submodules, and is not itself a list of layers."""
+    return not _is_list(module) and len(_named_modules(module)) > 1 and _has_weights(module)
+
+
+def _is_list(module: Any) -> bool:
+    return any(base.__name__ in _LISTS for base in type(module).__mro__)
+
+
+def _has_weights(module: Any) -> bool:
+    return any(True for _ in (module.parameters() if hasattr(module, "parameters") else module.get_parameters()))
+
+
+def _outermost(layers: dict[str, Any]) -> dict[str, Any]:
+    """Leave out layers within other ones, and modules without weights."""
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if not any(name.startswith(f"{other}.") for other in layers) and _has_weights(layer)
+    }
+
+
+def _named_modules(model: Any) -> dict[str, Any]:
+    """Return the submodules of a MindNLP module or a cell, and itself, by name."""
+    return dict(model.named_modules() if hasattr(model, "named_modules") else model.cells_and_names())

@@ -1,0 +1,91 @@
+"""Test that recomputing activations changes no bit of the weights, whatever the ranks divide."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cut_models import IS_MPI, crashed, needs_mpi, one_mesh_at_a_time, pieces_of, trained_by_trainer
+from tiny_transformers import build, train, whole_weights
+
+import mindnlp_dp as dp
+from mindnlp_dp.runtime.recompute import has_recomputed_layers
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from models import Rows, tiny_roberta, weights
+from models import train as train_by_trainer
+
+# This autouse fixture applies to every test here.
+__all__ = ["one_mesh_at_a_time"]
+
+WORLD_SIZE = dp.get_process_group().world_size
+# Of two ranks, MindSpore's CPU library has collectives only.
+MESHES = {2: ["tp=2", "pp=2", "ep=2"] if IS_MPI else ["tp=2"], 4: ["dp=2,pp=2", "pp=2,tp=2"] if IS_MPI else []}
+CORE = [("gpt2", "pp=2"), ("mixtral", "ep=2"), ("llama", "dp=2"), ("bert", "tp=2")]
+
+
+def cases():
+    kinds = {"tp": ("bert", "t5", "mixtral"), "pp": ("gpt2", "roberta", "t5"), "ep": ("mixtral",), "dp": ("llama",)}
+    meshes = [f"dp={WORLD_SIZE}", *MESHES.get(WORLD_SIZE, [])]
+    pairs = [(kind, mesh) for mesh in meshes for kind in kinds[mesh.rpartition("=")[0].rpartition(",")[2]]]
+    return [pytest.param(*pair, marks=pytest.mark.core if pair in CORE else ()) for pair in pairs]
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name], weight, err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "mesh"), cases())  # some are marked as core
+def test_weights_are_the_same_to_the_bit(group, kind, mesh):
+    mesh = dp.init_device_mesh(parse_mesh(mesh))
+
+    def trained(at_cutting=False, **options):
+        model = build(kind, dropout=0.1)
+        if not mesh.is_data_parallel:
+            model = dp.parallelize(model, mesh, recompute=at_cutting)
+        train(model, kind, pieces_of(mesh, 2), num_updates=3, **options)
+        assert has_recomputed_layers(model) == bool(at_cutting or options)
+        return whole_weights(model)
+
+    expected = trained()
+    assert_equal(trained(recompute=True), expected)
+    if not mesh.is_data_parallel:
+        assert_equal(trained(at_cutting=2), expected)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, pytest.param(2, marks=pytest.mark.core)])
+def test_updates_that_are_divided_and_overlap(group, tmp_path, zero_stage):
+    settings = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "zero_stage": zero_stage, "overlap": True,
+        "bucket_cap_mb": 0.002, "seed": 9,
+    }  # fmt: skip
+
+    def trained(**more):
+        model = tiny_roberta(seed=1, num_layers=2, dropout=0.1)
+        return weights(train_by_trainer(model, Rows(12 * group.world_size + 1), tmp_path, **settings, **more).model)
+
+    assert_equal(trained(gradient_checkpointing=True), trained())
+
+
+@pytest.mark.parametrize("mesh", {2: ["dp=2", "tp=2", "pp=2"]}.get(WORLD_SIZE, []))
+def test_a_resumed_run(group, shared_tmp_path, mesh):
+    if mesh == "pp=2" and not IS_MPI:
+        pytest.skip("MindSpore's CPU library has no messages between two ranks")
+    plain = trained_by_trainer(group, mesh, shared_tmp_path / "plain", dropout=0.1)
+    saving = {"save_strategy": "steps", "save_steps": 1, "dropout": 0.1, "gradient_checkpointing": True}
+    crashed(group, mesh, shared_tmp_path / "again", **saving)
+    resumed = trained_by_trainer(group, mesh, shared_tmp_path / "again", resume=True, **saving)
+    assert resumed.state.global_step == plain.state.global_step
+    assert_equal(whole_weights(resumed.model), whole_weights(plain.model))
+
+
+@needs_mpi
+def test_a_pattern_for_layers_of_another_stage(group):
+    if group.world_size != 2:
+        pytest.skip("needs two stages")
+    mesh = dp.init_device_mesh({"pp": 2})
+    model = dp.parallelize(build("gpt2"), mesh)
+    layers = ["h.0", "h.3.attn"]
+    assert dp.enable_recompute(model, layers) == [f"transformer.{layers[group.rank]}"]
+    with pytest.raises(ValueError, match="is named 'h.4'"):
+        dp.enable_recompute(model, "h.4")

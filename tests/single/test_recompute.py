@@ -1,0 +1,296 @@
+"""Test recomputation of activations in one process: the same gradients, fewer activations, and which layers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import mindspore
+import numpy as np
+import pytest
+from library import autograd, is_0_5
+
+import mindnlp_dp as dp
+from mindnlp_dp.kernels import dispatch, functions
+from mindnlp_dp.runtime.random_state import seeded
+from models import Rows, tiny_roberta, train, weights
+
+needs_0_4 = pytest.mark.skipif(is_0_5, reason="its models are built with MindNLP 0.4's names")
+KINDS = ("bert", "roberta", "gpt2", "t5", "llama", "mixtral")
+
+
+@pytest.fixture(autouse=True)
+def one_process():
+    dp.init_process_group()
+    before = dispatch._are_on
+    yield
+    dispatch.choose("auto" if before else "mindspore", 1)
+
+
+def inputs():
+    rows = Rows(4)
+    return {"input_ids": rows.input_ids, "labels": rows.labels}
+
+
+def gradients(model, columns=None):
+    """Return the loss and the gradients of the trainable parameters, with the same dropout at every call."""
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    function = autograd.value_and_grad(lambda **batch: model(**batch)[0], tuple(parameters), attach_grads=False)
+    with seeded(7):
+        loss, found = function(**{name: mindspore.Tensor(array) for name, array in (columns or inputs()).items()})
+    return [np.array(float(loss.asnumpy())), *(x.asnumpy() for x in found)]
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        np.testing.assert_array_equal(one, other)
+
+
+def count_forwards(layer):
+    """Return a list that grows with every forward pass of a module within ``layer``."""
+    calls, inner = [], layer.attention
+    stock = inner.forward
+    inner.forward = lambda *args, **kwargs: calls.append(1) or stock(*args, **kwargs)
+    return calls
+
+
+@needs_0_4
+@pytest.mark.parametrize("kernels", ["auto", "mindspore"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_with_dropout_are_the_same_to_the_bit(kind, kernels):
+    from tiny_transformers import batch, build
+
+    dispatch.choose(kernels, 1)
+    model = build(kind, dropout=0.1)
+    expected = gradients(model, batch(kind, 4))
+    names = dp.enable_recompute(model)
+    assert len(names) == 4 if kind in ("bert", "roberta", "gpt2", "t5") else 2
+    assert_equal(gradients(model, batch(kind, 4)), expected)
+    assert all(np.any(gradient) for gradient in expected[1:]) or kind == "mixtral"
+
+
+def test_layers_run_twice_in_training_and_once_otherwise():
+    model = tiny_roberta(num_layers=2, dropout=0.1)
+    expected = gradients(model)
+    calls = count_forwards(model.roberta.encoder.layer[0])
+    for number, (switch, layers) in enumerate([(True, 2), (False, 1), (True, 2)]):
+        model.gradient_checkpointing_enable() if switch else model.gradient_checkpointing_disable()
+        calls.clear()
+        assert_equal(gradients(model), expected)
+        assert (number, len(calls), model.is_gradient_checkpointing) == (number, layers, switch)
+    model.eval()
+    calls.clear()
+    model(mindspore.Tensor(inputs()["input_ids"]))
+    assert len(calls) == 1
+
+
+def test_masks_are_dropped_before_the_backward_pass(monkeypatch):
+    masks = []
+    stock = functions.dropout_mask
+
+    def dropout_mask(*args):
+        mask = stock(*args)
+        masks.append(weakref.ref(mask))
+        return mask
+
+    monkeypatch.setattr(functions, "dropout_mask", dropout_mask)
+    for recompute, num_kept in ((False, 9), (True, 3)):
+        model = tiny_roberta(num_layers=2, dropout=0.1)
+        dp.enable_recompute(model, recompute)
+        left = []
+
+        def forward(model=model, left=left, **columns):
+            masks.clear()
+            loss = model(**columns)[0]
+            gc.collect()
+            left.append(sum(mask() is not None for mask in masks))
+            return loss
+
+        model.train()
+        parameters = tuple(model.parameters())
+        columns = {name: mindspore.Tensor(array) for name, array in inputs().items()}
+        autograd.value_and_grad(forward, parameters, attach_grads=False)(**columns)
+        # The embedding's and the head's two are kept, and the three of each layer only without recomputation.
+        assert left == [num_kept]
+
+
+def test_every_nth_layer_and_patterns():
+    model = tiny_roberta(num_layers=4)
+    layers = [f"roberta.encoder.layer.{number}" for number in range(4)]
+    assert dp.enable_recompute(model) == layers
+    assert dp.enable_recompute(model, 2) == layers[::2]
+    assert dp.enable_recompute(model, 9) == layers[:1]
+    assert dp.enable_recompute(model, "encoder.layer.[1-2]") == layers[1:3]
+    assert dp.enable_recompute(model, ["layer.0", "roberta.encoder.layer.3"]) == [layers[0], layers[3]]
+    # A layer that contains another chosen one counts once.
+    assert dp.enable_recompute(model, ["layer.0", "attention"]) == [
+        layers[0], *(f"{layer}.attention" for layer in layers[1:])
+    ]  # fmt: skip
+    calls = count_forwards(model.roberta.encoder.layer[0])
+    expected = gradients(model)
+    assert len(calls) == 2
+    assert dp.enable_recompute(model, False) == []
+    calls.clear()
+    assert_equal(gradients(model), expected)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "layers", [0, -1, 1.5, "", [], None, ["layer.0", ""], "encoder.layers", ["layer.0", "nothing"]]
+)
+def test_layers_that_are_not_there_are_refused(layers):
+    model = tiny_roberta(num_layers=2)
+    dp.enable_recompute(model, "layer.1")
+    with pytest.raises(ValueError, match=r"(layers to recompute are True|no layer of Roberta.*is named)"):
+        dp.enable_recompute(model, layers)
+    calls = count_forwards(model.roberta.encoder.layer[1])
+    gradients(model)
+    assert len(calls) == 2  # as before
+
+
+def test_a_copy_recomputes_its_own_layers():
+    model = tiny_roberta(num_layers=1, dropout=0.1)
+    expected = gradients(model)
+    dp.enable_recompute(model)
+    copied = copy.deepcopy(model)
+    dp.enable_recompute(model, False)
+    for parameter in model.parameters():
+        parameter.set_data(mindspore.ops.zeros_like(parameter))
+    calls = count_forwards(copied.roberta.encoder.layer[0])
+    assert_equal(gradients(copied), expected)
+    assert len(calls) == 2
+
+
+def test_a_pass_that_failed_leaves_nothing_behind():
+    model = tiny_roberta(num_layers=2, dropout=0.1)
+    expected = gradients(model)
+    dp.enable_recompute(model)
+    intermediate = model.roberta.encoder.layer[0].intermediate
+    stock, calls = intermediate.forward, []
+
+    def fails_when_recomputed(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("in the second pass")
+        return stock(*args)
+
+    intermediate.forward = fails_when_recomputed
+    with pytest.raises(Exception, match="in the second pass"):
+        gradients(model)
+    assert_equal(gradients(model), expected)
+
+
+@needs_0_4
+@pytest.mark.parametrize("before", [True, False])
+def test_adapters_in_frozen_layers_get_all_their_gradients(before):
+    from mindnlp.peft import LoraConfig, get_peft_model
+    from tiny_transformers import batch, build
+
+    def adapted():
+        model = build("llama", dropout=0.1)
+        if before:
+            model.gradient_checkpointing_enable()
+        model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # zeros at first, so that nothing else has a gradient
+                weight.assign_value(mindspore.ops.ones_like(weight) * 0.1)
+        return model
+
+    columns = batch("llama", 4)
+    model = adapted()
+    dp.enable_recompute(model, False)
+    expected = gradients(model, columns)
+    model = adapted()
+    model.gradient_checkpointing_enable()
+    found = gradients(model, columns)
+    assert_equal(found, expected)
+    num_trainable = sum(p.requires_grad for p in model.parameters())
+    assert sum(bool(np.any(gradient)) for gradient in found[1:]) == num_trainable == 8
+
+
+@pytest.mark.skipif(is_0_5, reason="cells of MindSpore, which need no MindNLP")
+@pytest.mark.parametrize("kernels", ["auto", "mindspore"])
+def test_cells_with_batch_normalisation_and_numpys_random_numbers(kernels):
+    nn = mindspore.nn
+    dispatch.choose(kernels, 1)
+
+    class Block(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.norm, self.dropout = nn.Dense(16, 16), nn.BatchNorm1d(16), nn.Dropout(p=0.3)
+
+        def construct(self, x):
+            return x + self.dropout(mindspore.ops.relu(self.norm(self.dense(x)))) * float(np.random.random())
+
+    class Net(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.head = nn.CellList([Block(), Block()]), nn.Dense(16, 1)
+
+        def construct(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return (self.head(x) ** 2).mean()
+
+    def trained(recompute):
+        mindspore.set_seed(3)
+        net = Net().set_train()
+        parameters = net.trainable_params()
+        step = dp.make_train_step(net, nn.SGD(parameters, 0.1), parameters, recompute=recompute)
+        for number in range(3):
+            step((mindspore.Tensor(np.random.default_rng(number).standard_normal((8, 16)).astype(np.float32)),))
+        return [p.asnumpy() for p in net.get_parameters()]
+
+    expected = trained(False)
+    assert_equal(trained(True), expected)
+    with pytest.raises(ValueError, match="recompute is for PyNative mode"):
+        net = Net()
+        dp.make_train_step(net, nn.SGD(net.trainable_params(), 0.1), net.trainable_params(), jit=True, recompute=True)
+
+
+def test_the_trainers_argument(tmp_path):
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 5}
+    expected = weights(train(tiny_roberta(num_layers=2, dropout=0.1), Rows(19), tmp_path, **settings).model)
+    names = {"gradient_checkpointing": True}
+    for more in (
+        names,
+        {**names, "recompute_layers": 2},
+        {**names, "gradient_checkpointing_kwargs": {"use_reentrant": 1}},
+    ):
+        model = tiny_roberta(num_layers=2, dropout=0.1)
+        calls = count_forwards(model.roberta.encoder.layer[0])
+        trainer = train(model, Rows(19), tmp_path, **settings, **more)
+        assert len(calls) == 2 * 5
+        for name, weight in weights(trainer.model).items():
+            np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recompute_layers": 0}, "the layers to recompute are True"),
+        ({"gradient_checkpointing_kwargs": {"context_fn": None}}, "takes use_reentrant only, got context_fn"),
+    ],
+)
+def test_arguments_out_of_range(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        dp.DataParallelArguments(str(tmp_path), gradient_checkpointing=True, **settings)
+    dp.DataParallelArguments(str(tmp_path), recompute_layers="anything")
+
+
+@needs_0_4
+def test_mindnlps_own_argument(tmp_path):
+    args = dp.DataParallelArguments(str(tmp_path), recompute=True, recompute_kwargs={"use_reentrant": False})
+    assert args.gradient_checkpointing
+    assert not args.recompute
+
+
+def test_a_model_without_lists_of_layers():
+    from library import nn
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    with pytest.raises(ValueError, match="Sequential has no list of layers to recompute; name them by a pattern"):
+        dp.enable_recompute(model)
