@@ -3,6 +3,7 @@
 
     python benchmarks/bench_memory.py --json outputs/bench_memory.json
     python benchmarks/bench_memory.py --large --json outputs/bench_memory_large.json     (a RoBERTa-large, 20 GiB)
+    python benchmarks/bench_memory.py --recompute --json outputs/bench_recompute.json
 
 Memory is Linux's proportional set size (PSS), which counts memory that ranks share once; the resident set size would
 count it on every rank. Each rank first imports all libraries and trains a tiny model, so that everything is loaded and
@@ -20,6 +21,11 @@ With --large, a RoBERTa with 355 million parameters and random weights trains th
 process adds up their total PSS, including libraries, every 0.2 seconds; the peak is printed. Whether the model fits
 into memory with zero_stage=0 is computed; if it does not, that run is skipped. --layers and --width make the model
 smaller.
+
+With --recompute, a BERT of 12 layers trains on four sequences of 512 tokens, in one process on one core: with all
+activations, with those of every layer or of every second layer recomputed, and with MindSpore's kernels; and PyTorch's
+BERT, with its checkpoint() for every layer. The activations are the growth of the peak of the resident memory over
+that of updates with one sequence of 16 tokens.
 """
 
 from __future__ import annotations
@@ -29,19 +35,24 @@ import os
 import statistics
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
 from common import (
+    MINDSPORES_KERNELS,
     Job,
     gloo,
     in_turns,
     job_of,
     machine,
     median_ratio,
+    on_one_core,
+    peak_bytes,
     print_table,
     proportional_bytes,
+    reset_peak,
     run_benchmark,
     run_job,
 )
@@ -49,6 +60,8 @@ from train_bert import LABELS, LEARNING_RATE, MAX_NORM, make_bert
 
 RANKS = (1, 2, 4)
 LENGTH = 16
+# The layers of the BERT for --recompute, and its sequences: their number and length.
+DEPTH, LONG = 12, (4, 512)
 # The sizes of the tiny model for the warm-up.
 SMALL = {"vocab_size": 100, "width": 64, "num_layers": 2, "num_heads": 2, "inner": 128}
 SAMPLE_SECONDS = 0.2
@@ -76,8 +89,11 @@ def make_roberta(num_layers: int, width: int) -> Any:
     return RobertaForSequenceClassification(config)
 
 
-def training(make_model: Callable[[], Any], zero_stage: Any) -> tuple[Any, Callable[[], Any]]:
-    """Return a step of make_train_step, and a function that does one update on this rank's sequence."""
+def training(make_model: Callable[[], Any], zero_stage: Any, **options: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return a step of make_train_step, and a function that does one update on sequences of this rank, by default one.
+
+    Its arguments are the number of sequences and their length.
+    """
     from mindnlp.core import optim
 
     import mindnlp_dp as dp
@@ -91,11 +107,16 @@ def training(make_model: Callable[[], Any], zero_stage: Any) -> tuple[Any, Calla
         return model(input_ids, labels=labels).loss
 
     step = dp.make_train_step(
-        loss, optim.AdamW(parameters, lr=LEARNING_RATE), parameters, max_grad_norm=MAX_NORM, zero_stage=zero_stage
-    )
-    rng = np.random.default_rng(dp.get_process_group().rank)
-    batch = {"input_ids": rng.integers(3, SMALL["vocab_size"], (1, LENGTH)), "labels": rng.integers(0, LABELS, 1)}
-    return step, lambda: step(batch)
+        loss, optim.AdamW(parameters, lr=LEARNING_RATE), parameters, max_grad_norm=MAX_NORM, zero_stage=zero_stage,
+        **options,
+    )  # fmt: skip
+
+    def update(rows: int = 1, length: int = LENGTH) -> Any:
+        rng = np.random.default_rng(dp.get_process_group().rank)
+        ids = rng.integers(3, SMALL["vocab_size"], (rows, length))
+        return step({"input_ids": ids, "labels": rng.integers(0, LABELS, rows)})
+
+    return step, update
 
 
 def grown(args: argparse.Namespace) -> dict[str, Any]:
@@ -139,6 +160,31 @@ def watch_stages(step: Any, done: Callable[[str], Any]) -> None:
 
     for name in ("average", "clip", "update", "finish"):
         setattr(updater, name, watched(name))
+
+
+def activations(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the activations of a BERT's update in bytes, and its seconds."""
+    import mindnlp_dp as dp
+
+    dp.init_process_group()
+    recompute = {"none": False, "every": True, "second": 2}[args.layers_recomputed]
+    training(lambda: make_bert(**SMALL), 0, recompute=recompute)[1]()
+    return measure_activations(training(lambda: make_bert(num_layers=DEPTH), 0, recompute=recompute)[1])
+
+
+def measure_activations(update: Callable[[int, int], Any]) -> dict[str, Any]:
+    """Return how much an update of long sequences exceeds the peak memory of one of a short sequence, and its time."""
+    for _ in range(2):
+        update(1, LENGTH)
+    reset_peak()
+    update(1, LENGTH)
+    before = peak_bytes()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        update(*LONG)
+        seconds.append(time.perf_counter() - began)
+    return {"activations": peak_bytes() - before, "seconds": statistics.median(seconds), "before": before}
 
 
 def train_large(args: argparse.Namespace) -> dict[str, Any]:
@@ -220,6 +266,35 @@ def run_large(args: argparse.Namespace) -> dict[str, Any]:
     return {"large": large}
 
 
+def run_recompute(args: argparse.Namespace) -> dict[str, Any]:
+    layers = {"all kept": "none", "every layer recomputed": "every", "every second layer": "second"}
+    jobs: dict[str, Job] = {}
+    for kernels, environment in (("ours", {}), ("MindSpore's kernels", MINDSPORES_KERNELS)):
+        for name, value in layers.items():
+            command = [*on_one_core(), *job_of(__file__, "activations", 1, "--layers-recomputed", value)[1:]]
+            if value != "second" or not environment:
+                jobs[f"{kernels}, {name}"] = (command, environment)
+    if args.torch_python:
+        jobs["PyTorch, all kept"] = (gloo(args.torch_python, "activations", 1), {})
+        jobs["PyTorch, every layer recomputed"] = (gloo(args.torch_python, "activations recomputed", 1), {})
+    results = in_turns(jobs, args.repeats)
+
+    def ratio(name: str, what: str) -> float:
+        kept = f"{name.partition(',')[0]}, all kept"
+        return median_ratio([done[what] for done in results[name]], [done[what] for done in results[kept]])
+
+    rows, length = LONG
+    print(f"{machine()}; BERT of {DEPTH} layers, {rows} x {length} tokens, one core, medians of {args.repeats} jobs")
+    cells = []
+    for name, done in results.items():
+        medians = {what: statistics.median(each[what] for each in done) for what in ("activations", "seconds")}
+        mb, seconds = f"{medians['activations'] / 1e6:.0f}", f"{medians['seconds']:.2f}"
+        cells.append([name, mb, f"{ratio(name, 'activations'):.2f}", seconds, f"{ratio(name, 'seconds'):.2f}"])
+    print_table(["", "activations, MB", "x", "s an update", "x"], cells)
+    return {"recompute": {name: {**done[0], "ratios": [ratio(name, "activations"), ratio(name, "seconds")]}
+                          for name, done in results.items()}}  # fmt: skip
+
+
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Callable[[int], list[str]]] = {
         "ours": lambda num_ranks: job_of(__file__, "grown", num_ranks, "--zero-stage", "auto"),
@@ -252,10 +327,13 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     run_benchmark(
-        __doc__, lambda args: (run_large if args.large else run_all)(args), {"grown": grown, "large": train_large},
-        repeats=3, torch=True, zero_stage={}, ids={"type": Path},
+        __doc__,
+        lambda args: (run_large if args.large else run_recompute if args.recompute else run_all)(args),
+        {"grown": grown, "large": train_large, "activations": activations},
+        repeats=3, torch=True, zero_stage={}, ids={"type": Path}, layers_recomputed={},
         ranks={"type": int, "nargs": "+", "default": RANKS, "help": "the last one is that of --large"},
         large={"action": "store_true", "help": "a RoBERTa-large on four ranks instead"},
+        recompute={"action": "store_true", "help": "activations of a BERT, and recomputation, instead"},
         layers={"type": int, "default": 24, "help": "of the RoBERTa"},
         width={"type": int, "default": 1024, "help": "of the RoBERTa"},
         updates={"type": int, "default": 3, "help": "of the RoBERTa"},

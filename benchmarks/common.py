@@ -152,6 +152,16 @@ def proportional_bytes(pid: Union[int, str] = "self") -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
+def peak_bytes() -> int:
+    """Return the largest resident memory of this process since :func:`reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     """Return the median of the ratios of jobs that ran in the same round, not the ratio of the medians."""
     return round(statistics.median(a / b for a, b in zip(above, below)), 3)

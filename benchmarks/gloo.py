@@ -7,6 +7,7 @@ It runs with a Python that has PyTorch; MindSpore is not needed:
     python benchmarks/gloo.py --kind step [--nproc 1] --write FILE          and "step amp", with autocast to bfloat16
     python benchmarks/gloo.py --kind update [--nproc 1] --write FILE
     python benchmarks/gloo.py --kind memory [--nproc 4] --write FILE
+    python benchmarks/gloo.py --kind activations --nproc 1 --write FILE     and "activations recomputed"
 
 AdamW is the fused one, PyTorch's fastest on a CPU. The kinds that end with "zero" shard its state between the ranks by
 ZeroRedundancyOptimizer with parameters_as_bucket_view=True, which makes the exchange of weights three times as fast.
@@ -15,6 +16,7 @@ ZeroRedundancyOptimizer with parameters_as_bucket_view=True, which makes the exc
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import socket
@@ -193,10 +195,39 @@ def memory_zero(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
     return memory(distributed, torch, _, zero=True)
 
 
+def activations(distributed: Any, torch: Any, _: Any, recompute: bool = False) -> dict[str, Any]:
+    """Return the activations of an update in bytes, as bench_memory.py measures them, and its seconds."""
+    from bench_memory import DEPTH, measure_activations
+    from train_bert import LABELS, MAX_NORM, SIZES
+
+    model: Any = bert(torch, num_layers=DEPTH)
+    for layer in model.layers.layers if recompute else ():
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    optimizer = adamw(distributed, torch, list(model.parameters()), False)
+
+    def update(rows: int, length: int) -> None:
+        optimizer.zero_grad()
+        ids, labels = torch.randint(SIZES["vocab_size"], (rows, length)), torch.randint(LABELS, (rows,))
+        torch.nn.functional.cross_entropy(model(ids), labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+
+    return measure_activations(update)
+
+
+def activations_recomputed(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    import torch.utils.checkpoint
+
+    return activations(distributed, torch, _, recompute=True)
+
+
 KINDS = {
-    function.__name__.replace("_zero", " zero").replace("_amp", " amp"): function
-    for function in (all_reduce, gradients, step, step_amp, step_zero, update, memory, memory_zero)
-}
+    function.__name__.replace("_", " ", 1) if function is not all_reduce else "all_reduce": function
+    for function in (
+        all_reduce, gradients, step, step_amp, step_zero, update, memory, memory_zero, activations,
+        activations_recomputed,
+    )
+}  # fmt: skip
 
 
 def work(rank: int, world_size: int, port: int, kind: str, shapes: Any, file: str) -> None:  # noqa: PLR0917
