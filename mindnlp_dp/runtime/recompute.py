@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Optional, Union
 
@@ -43,18 +43,11 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
     for module in modules.values():
         if hasattr(module, "is_recomputed"):
             module.is_recomputed = False
-    for layer in chosen.values():
-        if not hasattr(layer, "is_recomputed"):
-            # MindSpore's cells call their forward pass "construct".
-            name = "forward" if hasattr(layer, "forward") else "construct"
-            stock = getattr(layer, name)
-            setattr(layer, name, functools.update_wrapper(functools.partial(_forward, layer, stock), stock))
-        layer.is_recomputed = True
-    # Layers must not add keys and values to a cache twice; models do without one if they see this attribute.
-    for module in modules.values():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = bool(chosen)
-            module._gradient_checkpointing_func = _call
+    for name, module in modules.items():
+        if name in chosen:
+            _replace_forward(module, _forward)
+        elif any(layer.startswith(f"{name}." if name else "") for layer in chosen) and _has_cache(module):
+            _replace_forward(module, _forward_without_cache)
     return list(chosen)
 
 
@@ -98,14 +91,39 @@ def _options() -> dict[str, bool]:
     return {"use_reentrant": False, **({"early_stop": False} if "early_stop" in known else {})}
 
 
-def _forward(layer: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's ``stock`` forward pass; in training, keep only its inputs."""
-    import mindspore
+def _replace_forward(module: Any, ours: Callable[..., Any]) -> None:
+    """Let a module call ``ours`` with itself and its own forward method while ``is_recomputed`` is true."""
+    if not hasattr(module, "is_recomputed"):
+        # MindSpore's cells call their forward pass "construct".
+        name = "forward" if hasattr(module, "forward") else "construct"
+        stock = getattr(module, name)
+        setattr(module, name, functools.update_wrapper(functools.partial(_in_training, ours, module, stock), stock))
+    module.is_recomputed = True
 
+
+def _has_cache(module: Any) -> bool:
+    return "use_cache" in inspect.signature(getattr(module, "forward", module.__call__)).parameters
+
+
+def _in_training(ours: Callable[..., Any], module: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
     from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
-    if not (layer.is_recomputed and layer.training and pynative_executor.grad_flag()):
-        return stock(*args, **kwargs)
+    if module.is_recomputed and module.training and pynative_executor.grad_flag():
+        return ours(module, stock, *args, **kwargs)
+    return stock(*args, **kwargs)
+
+
+def _forward_without_cache(module: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a model without its cache: a layer that runs twice would add its keys and values to it twice."""
+    bound = inspect.signature(stock).bind(*args, **kwargs)
+    bound.arguments["use_cache"] = False
+    return stock(*bound.args, **bound.kwargs)
+
+
+def _forward(layer: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's ``stock`` forward pass, and keep only its inputs."""
+    import mindspore
+
     return mindspore.recompute(_Pass(layer, functools.partial(stock, **kwargs)), *args, **_options())
 
 
@@ -135,10 +153,6 @@ def _unchanged_statistics(layer: Any) -> Iterator[None]:
     finally:
         for each, value in zip(found, before):
             each.assign_value(value)
-
-
-def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def _chosen(model: Any, modules: dict[str, Any], layers: RecomputeLayers) -> dict[str, Any]:
