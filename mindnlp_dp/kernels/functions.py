@@ -20,7 +20,7 @@ from mindnlp_dp.kernels.dropout import dropout_mask, masked, next_key
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.matmul import column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
-from mindnlp_dp.kernels.memory import array_of, tensor_of
+from mindnlp_dp.kernels.memory import array_of, empty_like, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
 from mindnlp_dp.runtime.once_differentiable import once_differentiable
@@ -33,9 +33,14 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     return _Linear.apply(x, weight, bias)
 
 
-def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """Return ``x + bias``, of shape (..., N), for shapes (..., N) and (N,)."""
-    return _AddBias.apply(x, bias)
+def add(x: Tensor, other: Tensor) -> Tensor:
+    """Return ``x + other``, of the shape of ``x``, to which ``other`` is broadcast, such as a bias or a mask."""
+    return _Add.apply(x, other)
+
+
+def divide(x: Tensor, number: float) -> Tensor:
+    """Return ``x / number``."""
+    return _Divide.apply(x, number)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -115,16 +120,40 @@ class _Linear(_Function):
         )
 
 
-class _AddBias(_Function):
+class _Add(_Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
         ctx.save_for_backward()
-        return tensor_of(array_of(x) + array_of(bias))
+        ctx.shape = other.shape
+        left = array_of(x)
+        return tensor_of(np.add(left, array_of(other), out=empty_like(left.shape, left)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, tensor_of(column_sums(_rows(gradient))) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[1]:
+            return gradient, None
+        is_bias = len(ctx.shape) == 1 and ctx.shape == gradient.shape[-1:]
+        sums = column_sums(_rows(gradient)) if is_bias else _summed(array_of(gradient), ctx.shape)
+        return gradient, tensor_of(sums)
+
+
+class _Divide(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: float) -> Tensor:
+        ctx.save_for_backward()
+        ctx.number = np.float32(number)
+        return tensor_of(_quotient(array_of(x), ctx.number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return tensor_of(_quotient(array_of(gradient), ctx.number)), None
+
+
+def _quotient(x: np.ndarray, number: np.float32) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return np.divide(x, number, out=empty_like(x.shape, x))
 
 
 class _MatMul(_Function):

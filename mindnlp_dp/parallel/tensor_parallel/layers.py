@@ -96,7 +96,7 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
     if supports(y, bias):
         from mindnlp_dp.kernels import functions
 
-        return functions.add_bias(y, bias)
+        return functions.add(y, bias)
     return y + bias
 
 
