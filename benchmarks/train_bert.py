@@ -20,8 +20,6 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from mindnlp_dp.runtime.random_state import SampleStreams, seeded
-
 SIZES = {"vocab_size": 30522, "width": 384, "num_layers": 6, "num_heads": 12, "inner": 1536}
 BATCH, LENGTH, LABELS = 32, 32, 77
 MAX_NORM, LEARNING_RATE = 1.0, 1e-5
@@ -92,6 +90,7 @@ class Step:
 
         import mindnlp_dp as dp
         from mindnlp_dp.communication.transports.single import SingleProcessTransport
+        from mindnlp_dp.runtime.random_state import SampleStreams
 
         model = make_bert(pretrained=pretrained)
         dp.broadcast_parameters(model)
@@ -115,7 +114,7 @@ class Step:
             alone = dp.ProcessGroup(SingleProcessTransport())
             options = dict(VARIANTS[name] or {})
             positions = np.arange(group.rank * batch, (group.rank + 1) * batch)
-            self.streams: Optional[SampleStreams] = SampleStreams(0, positions)
+            self.streams: Any = SampleStreams(0, positions)
             self.skip_zeros = options.pop("skip_zeros", True)
             zero_stage = options.pop("zero_stage", "auto")
             self.sync = dp.GradientSynchronizer(named, alone if VARIANTS[name] is None else group, **options)
@@ -137,6 +136,7 @@ class Step:
 
     def _ours(self) -> dict[str, float]:
         from mindnlp_dp.communication.transports.mpi.transport import MPIChannel
+        from mindnlp_dp.runtime.random_state import seeded
 
         channel = self.sync.channel
         if isinstance(channel, MPIChannel):
