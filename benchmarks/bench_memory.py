@@ -168,7 +168,7 @@ def activations(args: argparse.Namespace) -> dict[str, Any]:
 
     dp.init_process_group()
     recompute = {"none": False, "every": True, "second": 2}[args.layers_recomputed]
-    training(lambda: make_bert(**SMALL), 0, recompute=recompute)[1]()
+    training(lambda: make_bert(pretrained=None, **SMALL), 0, recompute=recompute)[1]()
     return measure_activations(training(lambda: make_bert(num_layers=DEPTH), 0, recompute=recompute)[1])
 
 

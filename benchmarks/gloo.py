@@ -198,11 +198,12 @@ def memory_zero(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
 def activations(distributed: Any, torch: Any, _: Any, recompute: bool = False) -> dict[str, Any]:
     """Return the activations of an update in bytes, as bench_memory.py measures them, and its seconds."""
     from bench_memory import DEPTH, measure_activations
+    from torch.utils.checkpoint import checkpoint
     from train_bert import LABELS, MAX_NORM, SIZES
 
     model: Any = bert(torch, num_layers=DEPTH)
     for layer in model.layers.layers if recompute else ():
-        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     optimizer = adamw(distributed, torch, list(model.parameters()), False)
 
     def update(rows: int, length: int) -> None:
@@ -216,8 +217,6 @@ def activations(distributed: Any, torch: Any, _: Any, recompute: bool = False) -
 
 
 def activations_recomputed(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
-    import torch.utils.checkpoint
-
     return activations(distributed, torch, _, recompute=True)
 
 
