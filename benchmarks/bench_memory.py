@@ -4,6 +4,7 @@
     python benchmarks/bench_memory.py --json outputs/bench_memory.json
     python benchmarks/bench_memory.py --large --json outputs/bench_memory_large.json     (a RoBERTa-large, 20 GiB)
     python benchmarks/bench_memory.py --recompute --json outputs/bench_recompute.json
+    python benchmarks/bench_memory.py --estimate --json outputs/bench_estimate.json
 
 Memory is Linux's proportional set size (PSS), which counts memory that ranks share once; the resident set size would
 count it on every rank. Each rank first imports all libraries and trains a tiny model, so that everything is loaded and
@@ -26,6 +27,9 @@ With --recompute, a BERT of 12 layers trains on four sequences of 512 tokens, in
 activations, with those of every layer or of every second layer recomputed, and with MindSpore's kernels; and PyTorch's
 BERT, with its checkpoint() for every layer. The activations are the growth of the peak of the resident memory over
 that of updates with one sequence of 16 tokens.
+
+With --estimate, one process trains three models, with and without recomputation; the growth of its resident memory from
+before the weights are created to the peak of an update is compared with the estimate.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ from common import (
     print_table,
     proportional_bytes,
     reset_peak,
+    resident_bytes,
     run_benchmark,
     run_job,
 )
@@ -62,6 +67,20 @@ RANKS = (1, 2, 4)
 LENGTH = 16
 # The layers of the BERT for --recompute, and its sequences: their number and length.
 DEPTH, LONG = 12, (4, 512)
+# The models for --estimate: configuration, sequences, length.
+ESTIMATED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "BERT, 12 layers": (
+        {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 12,
+         "intermediate_size": 1536}, 4, 512,
+    ),
+    "GPT-2, 6 layers": ({"model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "pad_token_id": 0}, 8, 256),
+    "RoBERTa-base": ({"model_type": "roberta", "vocab_size": 50265, "max_position_embeddings": 514}, 16, 128),
+}  # fmt: skip
+CLASSES = {
+    "bert": ("BertForSequenceClassification", "BertConfig"),
+    "gpt2": ("GPT2ForSequenceClassification", "GPT2Config"),
+    "roberta": ("RobertaForSequenceClassification", "RobertaConfig"),
+}
 # The sizes of the tiny model for the warm-up.
 SMALL = {"vocab_size": 100, "width": 64, "num_layers": 2, "num_heads": 2, "inner": 128}
 SAMPLE_SECONDS = 0.2
@@ -187,6 +206,30 @@ def measure_activations(update: Callable[[int, int], Any]) -> dict[str, Any]:
     return {"activations": peak_bytes() - before, "seconds": statistics.median(seconds), "before": before}
 
 
+def grown_by_training(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the peak memory of training a model of ``ESTIMATED``, above that before its weights were created."""
+    import mindnlp.transformers as models
+
+    import mindnlp_dp as dp
+
+    dp.init_process_group()
+    training(lambda: make_bert(pretrained=None, **SMALL), 0)[1]()
+    config, rows, length = ESTIMATED[args.model]
+    class_name, config_name = CLASSES[config["model_type"]]
+
+    def make_model() -> Any:
+        return getattr(models, class_name)(getattr(models, config_name)(**config, num_labels=LABELS))
+
+    before = resident_bytes()
+    _, update = training(make_model, 0, recompute=args.layers_recomputed == "every")
+    for _ in range(2):
+        update(1, LENGTH)
+    reset_peak()
+    for _ in range(2):
+        update(rows, length)
+    return {"bytes": peak_bytes() - before}
+
+
 def train_large(args: argparse.Namespace) -> dict[str, Any]:
     import mindnlp_dp as dp
 
@@ -266,6 +309,28 @@ def run_large(args: argparse.Namespace) -> dict[str, Any]:
     return {"large": large}
 
 
+def run_estimate(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare the peak memory of three models with what ``mindnlp-dp estimate`` says."""
+    from mindnlp_dp.planner import load_model
+    from mindnlp_dp.planner.estimate import estimate
+
+    print(f"{machine()}; growth of the peak memory of one process by training, MB")
+    cells, numbers = [], {}
+    for name, (config, rows, length) in ESTIMATED.items():
+        model = load_model(
+            {**config, "num_labels": LABELS, "architectures": [CLASSES[config["model_type"]][0]]}, sequence=length
+        )
+        for layers, recompute in (("none", False), ("every", True)):
+            job = job_of(__file__, "grown_by_training", 1, "--model", name, "--layers-recomputed", layers)
+            measured = run_job(job)["bytes"]
+            estimated = estimate(model, rows, {"dp": 1}, recompute=recompute).total
+            shown = f"{name}, {rows} x {length}" + ", recomputed" * recompute
+            numbers[shown] = {"measured": measured, "estimated": estimated}
+            cells.append([shown, f"{measured / 1e6:.0f}", f"{estimated / 1e6:.0f}", f"{estimated / measured:.2f}"])
+    print_table(["", "measured", "estimated", "x"], cells)
+    return {"estimate": numbers}
+
+
 def run_recompute(args: argparse.Namespace) -> dict[str, Any]:
     layers = {"all kept": "none", "every layer recomputed": "every", "every second layer": "second"}
     jobs: dict[str, Job] = {}
@@ -325,15 +390,18 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     return {"bytes": peaks, "moments": moments, "ratios": ratios}
 
 
+CHOICES = {"large": run_large, "recompute": run_recompute, "estimate": run_estimate, "all": run_all}
+
 if __name__ == "__main__":
     run_benchmark(
         __doc__,
-        lambda args: (run_large if args.large else run_recompute if args.recompute else run_all)(args),
-        {"grown": grown, "large": train_large, "activations": activations},
+        lambda args: CHOICES[next((name for name in CHOICES if getattr(args, name, False)), "all")](args),
+        {"grown": grown, "large": train_large, "activations": activations, "grown_by_training": grown_by_training},
         repeats=3, torch=True, zero_stage={}, ids={"type": Path}, layers_recomputed={},
         ranks={"type": int, "nargs": "+", "default": RANKS, "help": "the last one is that of --large"},
         large={"action": "store_true", "help": "a RoBERTa-large on four ranks instead"},
         recompute={"action": "store_true", "help": "activations of a BERT, and recomputation, instead"},
+        estimate={"action": "store_true", "help": "what mindnlp-dp estimate says of three models, instead"}, model={},
         layers={"type": int, "default": 24, "help": "of the RoBERTa"},
         width={"type": int, "default": 1024, "help": "of the RoBERTa"},
         updates={"type": int, "default": 3, "help": "of the RoBERTa"},

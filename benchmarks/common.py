@@ -158,6 +158,11 @@ def peak_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
 def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 

@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     scaling.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     scaling.set_defaults(run=_scaling)
     _add_plan(commands)
+    _add_estimate(commands)
     report = commands.add_parser(
         "report",
         help="write a page and a picture of one run or several",
@@ -162,6 +163,40 @@ def _add_plan(commands: Any) -> None:
         "--plot", type=Path, metavar="FILE", help="draw the best one's pipeline, memory and cost as a PNG"
     )
     plan.set_defaults(run=_plan)
+
+
+def _add_estimate(commands: Any) -> None:
+    estimate = commands.add_parser(
+        "estimate",
+        help="estimate the memory of a training run, before a launch",
+        description="Print the memory that training needs on a device: weights, gradients, optimizer state and "
+        "activations, these also with gradient checkpointing, for each mesh and ZeRO stage. Needs no MindSpore.",
+    )
+    estimate.add_argument(
+        "--model", required=True, metavar="MODEL",
+        help="a name (bert-base, gpt2-xl, mixtral-8x7b ...), a config.json, a folder with one, or a YAML of operators",
+    )  # fmt: skip
+    estimate.add_argument(
+        "--batch", type=_positive, required=True, metavar="B", help="samples an update, of all devices"
+    )
+    estimate.add_argument(
+        "--micro-batch-size", type=_positive, metavar="B",
+        help="samples of a device at a time (default: all that it has; with stages, divided by their number)",
+    )  # fmt: skip
+    estimate.add_argument(
+        "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
+    )
+    estimate.add_argument(
+        "--devices", type=_positive, default=1, metavar="N", help="devices: all in dp, tp, pp or ep (default: 1)"
+    )
+    estimate.add_argument(
+        "--mesh", nargs="+", default=[], metavar="MESH", help="these meshes instead, such as dp=2,tp=2"
+    )
+    estimate.add_argument(
+        "--precision", choices=("float32", "mixed"), default="float32", help="of weights and activations"
+    )
+    estimate.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file")
+    estimate.set_defaults(run=_estimate)
 
 
 def _positive(text: str) -> int:
@@ -244,6 +279,16 @@ def _plan(args: argparse.Namespace) -> int:
         return run_plan(args, keys)
     except (LaunchError, ValueError, RuntimeError, OSError, TimeoutError) as error:
         print(f"mindnlp-dp plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    from mindnlp_dp.report.estimate import run_estimate
+
+    try:
+        return run_estimate(args)
+    except (ValueError, OSError) as error:
+        print(f"mindnlp-dp estimate: {error}", file=sys.stderr)
         return 2
 
 

@@ -20,7 +20,7 @@ from mindnlp_dp.planner.plan import Rejected
 from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
 from mindnlp_dp.planner.solver.integer_program import InfeasibleError
-from mindnlp_dp.planner.stage_partition import slice_stages
+from mindnlp_dp.planner.stage_partition import Slicing, slice_stages
 from mindnlp_dp.schedules.mesh_spec import mesh_name
 
 # The largest micro-batch of a device that is considered; larger ones are not faster.
@@ -133,16 +133,18 @@ class Candidates:
                     seconds, [(0, last, sharing)], firsts, [micro_batch], num, "", recompute, zero_stage
                 )  # fmt: skip
             return
-        ways, size = self.boundary_costs(costs, micro_batch), sharing.num_devices
+        ways = self.boundary_costs(costs, micro_batch)
         known: dict[bytes, Any] = {}
+        priced = {recompute: self._priced(costs, micro_batch, recompute) for recompute in (False, True)}
         for recompute, schedule in itertools.product((False, True), self.schedules):
-            cost, allowed = self._tables(costs, micro_batch, num, recompute, schedule)
+            cost, fits = priced[recompute]
+            allowed = most_following(fits, schedule, num)
             # Schedules with the same memory limits are partitioned in the same way.
             key = cost.tobytes() + np.minimum(allowed, len(firsts)).tobytes()
             if key not in known:
                 try:
                     known[key] = slice_stages(
-                        cost[:, :, None, None], allowed[:, :, None, None], [size], size * pp, num, boundary=ways
+                        cost[:, :, None, None], allowed[:, :, None, None], [1], pp, num, boundary=ways
                     )
                 except InfeasibleError:
                     known[key] = None
@@ -167,20 +169,17 @@ class Candidates:
             for i, (a, b) in enumerate(zip(share, share[1:]))
         )
 
-    def _tables(
-        self, costs: StageCosts, micro_batch: int, num: int, recompute: bool, schedule: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return two (L, L) arrays by first and last layer: seconds per micro-batch, and how many stages may follow."""
+    def _priced(self, costs: StageCosts, micro_batch: int, recompute: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return two (L, L) arrays by first and last layer: seconds per micro-batch, and how many of them fit."""
         num_layers = len(costs.firsts)
         upper = np.triu_indices(num_layers)
-        seconds, allowed = np.full((num_layers, num_layers), np.inf), np.full((num_layers, num_layers), -1)
+        seconds, fits = np.full((num_layers, num_layers), np.inf), np.zeros((num_layers, num_layers), np.int64)
         again = sum(costs.again(*upper, micro_batch)) if recompute else 0.0
         seconds[upper] = costs.times(*upper, micro_batch).total + again
-        fits = costs.most_in_flight(
+        fits[upper] = costs.most_in_flight(
             *upper, micro_batch, zero_stage=self.zero(costs.sharing), recompute=recompute, room=self.room
         )
-        allowed[upper] = most_following(fits, schedule, num)
-        return seconds, allowed
+        return seconds, fits
 
     def boundary_costs(self, costs: StageCosts, micro_batch: int) -> np.ndarray:
         sharing = costs.sharing
@@ -217,26 +216,31 @@ class Candidates:
                 for size in sizes
             ]
             ways = np.stack([self._ways_into(size, firsts, total) for size in sizes], axis=1)
+            num, num_layers, width = self.batch // total, len(firsts), max(map(len, options))
+            cost = np.full((num_layers, num_layers, len(sizes), width), np.inf)
+            fits = np.zeros(cost.shape, np.int64)
+            for m, of_size in enumerate(options):
+                for c, (sharing, recompute) in enumerate(of_size):
+                    costs = self.costs(sharing, firsts)
+                    cost[:, :, m, c], fits[:, :, m, c] = self._priced(costs, total // sharing.dp, recompute)
+            known: dict[bytes, Optional[Slicing]] = {}
             for schedule in self.schedules:
-                candidate = self._mixed(firsts, total, (sizes, options, ways), schedule)
-                if candidate is not None:
-                    yield candidate
+                allowed = most_following(fits, schedule, num)
+                key = np.minimum(allowed, num_layers).tobytes()
+                if key not in known:
+                    try:
+                        known[key] = slice_stages(cost, allowed, sizes, self.cluster.num_devices, num, boundary=ways)
+                    except InfeasibleError:
+                        known[key] = None
+                found = known[key]
+                if found is not None and len(found.stages) > 1:
+                    yield self._mixed(found, firsts, total, options, schedule)
 
-    def _mixed(self, firsts: list[int], total: int, meshes: Any, schedule: str) -> Optional[Candidate]:
-        sizes, options, ways = meshes
-        num, num_layers, width = self.batch // total, len(firsts), max(map(len, options))
-        cost = np.full((num_layers, num_layers, len(sizes), width), np.inf)
-        allowed = np.full(cost.shape, -1)
-        for m, of_size in enumerate(options):
-            for c, (sharing, recompute) in enumerate(of_size):
-                tables = self._tables(self.costs(sharing, firsts), total // sharing.dp, num, recompute, schedule)
-                cost[:, :, m, c], allowed[:, :, m, c] = tables
-        try:
-            found = slice_stages(cost, allowed, sizes, self.cluster.num_devices, num, boundary=ways)
-        except InfeasibleError:
-            return None
-        if len(found.stages) == 1:
-            return None
+    def _mixed(
+        self, found: Slicing, firsts: list[int], total: int, options: list[list[tuple[StageParallelism, bool]]],
+        schedule: str,
+    ) -> Candidate:  # fmt: skip
+        num = self.batch // total
         picked = [(a, b, *options[m][c]) for a, b, m, c in found.stages]
         slices = [(a, b, sharing) for a, b, sharing, _ in picked]
         update = max(sum(self.costs(sharing, firsts).update(a, b, self.zero(sharing))) for a, b, sharing in slices)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from mindnlp_dp.planner.candidates import Candidate, Candidates, divisors, mesh_problem
-from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism, layers_of, mesh_of
+from mindnlp_dp.planner.cost_model.stage_costs import layers_of, mesh_of, stages_of_mesh
 from mindnlp_dp.planner.plan import Plan, Plans
 from mindnlp_dp.planner.profiles.cluster import Cluster
 from mindnlp_dp.planner.profiles.operators import Model
@@ -65,10 +65,11 @@ def plan(
     for candidate in candidates:
         if len(played) >= _PLAYED and candidate.seconds > 1.5 * min(p.seconds for p in played.values()):
             break
-        found = simulate_step(search, candidate)
         # Keep the best combination of micro-batch and schedule for each mesh.
-        if found is not None and (str(found) not in played or found.seconds < played[str(found)].seconds):
-            played[str(found)] = found
+        name = mesh_name(mesh_of([sharing for *_, sharing in candidate.slices]))
+        found = simulate_step(search, candidate, played[name].seconds if name in played else math.inf)
+        if found is not None:
+            played[name] = found
     if not played:
         closest = min(search.rejected, key=lambda r: r.needs or float("inf"))
         raise InfeasibleError(
@@ -102,7 +103,7 @@ def predict(
     Raises:
         ValueError: The sizes do not fit together.
     """
-    stages = _stages_of(mesh)
+    stages = stages_of_mesh(mesh)
     pp, rows = len(stages), math.gcd(*(sharing.num_data for sharing in stages))
     total = micro_batch * rows
     if micro_batch < 1:
@@ -126,21 +127,6 @@ def predict(
     found = simulate_step(search, Candidate(0.0, slices, firsts, of_each, batch // total, name, recompute, zero_stage))
     assert found is not None, "memory does not matter"
     return found
-
-
-def _stages_of(mesh: Mapping[str, Size]) -> list[StageParallelism]:
-    unknown = sorted(set(mesh) - {"dp", "pp", "ep", "tp"})
-    pp = mesh.get("pp", 1)
-    sizes = {axis: size if isinstance(size, tuple) else (size,) for axis, size in mesh.items()}
-    if (
-        unknown
-        or any(not isinstance(number, int) or number < 1 for size in sizes.values() for number in size)
-        or not isinstance(pp, int)
-        or any(len(size) not in (1, pp) for size in sizes.values())
-    ):
-        raise ValueError(f"a mesh has axes dp, pp, ep, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
-    by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
-    return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
 
 
 def _totals(candidates: Sequence[Candidate], batch: int) -> list[int]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -12,24 +13,33 @@ from mindnlp_dp.planner.candidates import Candidate, Candidates
 from mindnlp_dp.planner.cost_model.stage_costs import StageParallelism
 from mindnlp_dp.planner.plan import Plan, StagePlan
 from mindnlp_dp.schedules.pipeline import most_in_flight
-from mindnlp_dp.schedules.pipeline_simulation import Timeline, simulate_pipeline
+from mindnlp_dp.schedules.pipeline_simulation import pipeline_makespan, simulate_pipeline
 
 # A long pipeline is extrapolated from two simulations: of at least this many micro-batches, and of twice as many.
 _PLAYED_MICRO_BATCHES = 256
 
 
-def simulate_step(search: Candidates, candidate: Candidate) -> Optional[Plan]:
-    """Return the plan with its timeline; None if the micro-batches that its schedule keeps do not fit into memory."""
+def simulate_step(search: Candidates, candidate: Candidate, below: float = math.inf) -> Optional[Plan]:
+    """Return the plan with its timeline; None if its micro-batches in flight do not fit into memory, or it is too slow.
+
+    It is too slow if an update takes ``below`` seconds or more.
+    """
     stages = [_stage(search, candidate, place) for place in range(len(candidate.slices))]
     if max(stage.memory.total for stage in stages) > search.room:
         return None
     pp, num, schedule = len(stages), candidate.num_micro_batches, candidate.schedule or "1f1b"
     forward, backward = [s.forward for s in stages], [s.backward for s in stages]
-    makespan, timeline = _played(forward, backward, num, schedule, _transfers(search, candidate))
-    at_once = _played(forward, backward, num, schedule, 0.0)[0] if pp > 1 else makespan
+    gradients, optimizer = _update(search, candidate)
+    if (least_makespan(forward, backward, num) + gradients + optimizer) * (1 - 1e-9) >= below:
+        return None
+    transfers = _transfers(search, candidate)
+    makespan = _makespan(forward, backward, num, schedule, transfers)
+    if makespan + gradients + optimizer >= below:
+        return None
+    timeline = simulate_pipeline(forward, backward, min(num, 2 * _few(pp)), schedule, transfers)
+    at_once = _makespan(forward, backward, num, schedule, 0.0) if pp > 1 else makespan
     slowest = max(stages, key=lambda s: s.forward + s.backward)
     busy = num * (slowest.forward + slowest.backward)
-    gradients, optimizer = _update(search, candidate)
     parts = {
         "compute": busy - num * slowest.collectives,
         "collectives": num * slowest.collectives,
@@ -49,19 +59,27 @@ def simulate_step(search: Candidates, candidate: Candidate) -> Optional[Plan]:
     )  # fmt: skip
 
 
-def _played(
-    forward: Sequence[float], backward: Sequence[float], num: int, schedule: str, transfer: Any
-) -> tuple[float, Timeline]:
-    """Return the time of ``num`` micro-batches, and the timeline of all, or of enough to extrapolate the time."""
-    few = max(_PLAYED_MICRO_BATCHES, 8 * len(forward))
+def least_makespan(forward: Sequence[float], backward: Sequence[float], num: int) -> float:
+    """Return a lower bound: each stage waits for the first micro-batch, and the stages before it for its last one."""
+    before, least = 0.0, 0.0
+    for ahead, back in zip(forward, backward):
+        least = max(least, before + num * (ahead + back))
+        before += ahead + back
+    return least
+
+
+def _makespan(forward: Sequence[float], backward: Sequence[float], num: int, schedule: str, transfer: Any) -> float:
+    """Return the time of ``num`` micro-batches; once a pipeline is full, each further one takes the same time."""
+    few = _few(len(forward))
     if num <= 2 * few:
-        timeline = simulate_pipeline(forward, backward, num, schedule, transfer)
-        return timeline.makespan, timeline
-    # Once a pipeline is full, each further micro-batch takes the same time.
-    shorter = simulate_pipeline(forward, backward, few, schedule, transfer)
-    timeline = simulate_pipeline(forward, backward, 2 * few, schedule, transfer)
-    each = (timeline.makespan - shorter.makespan) / few
-    return timeline.makespan + (num - 2 * few) * each, timeline
+        return pipeline_makespan(forward, backward, num, schedule, transfer)
+    shorter, longer = (pipeline_makespan(forward, backward, n, schedule, transfer) for n in (few, 2 * few))
+    return longer + (num - 2 * few) * (longer - shorter) / few
+
+
+def _few(num_stages: int) -> int:
+    """Return half of the micro-batches that are simulated at most."""
+    return max(_PLAYED_MICRO_BATCHES, 8 * num_stages)
 
 
 def _stage(search: Candidates, candidate: Candidate, place: int) -> StagePlan:

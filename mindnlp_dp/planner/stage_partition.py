@@ -12,6 +12,7 @@ after a few dynamic programs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -116,12 +117,16 @@ class _Table:
 
     def __init__(self, cost: np.ndarray, allowed: np.ndarray, sizes: Sequence[int], num_devices: int) -> None:
         self.num_layers, _, self.num_submeshes, _ = cost.shape
-        self.sizes, self.num_devices = list(sizes), num_devices
         first, last = np.indices(cost.shape[:2])
         backwards = (last < first)[:, :, None, None]
         self.cost = np.where(backwards | (allowed < 0) | (np.array(sizes) > num_devices)[:, None], np.inf, cost)
         self.allowed = allowed
-        self.most_stages = min(self.num_layers, num_devices // min(sizes))
+        # Count devices in the largest unit of which the submeshes that fit anywhere are multiples.
+        fitting = [size for m, size in enumerate(sizes) if np.isfinite(self.cost[:, :, m]).any()]
+        unit = math.gcd(num_devices, *fitting)
+        self.num_devices = num_devices // unit
+        self.sizes = [max(1, size // unit) for size in sizes]
+        self.most_stages = min(self.num_layers, num_devices // min(fitting, default=num_devices))
         # If memory never limits the number of stages that follow, one table serves all numbers of stages.
         usable = self.allowed[np.isfinite(self.cost)]
         self.is_bound = bool(len(usable)) and int(usable.min()) < self.most_stages - 1

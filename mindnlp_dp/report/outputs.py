@@ -12,7 +12,10 @@ from mindnlp_dp.runtime.atomic_write import atomic_write
 
 
 def write_outputs(
-    numbers: Any, json_file: Optional[Path], draw: Callable[[Path], None], plot_file: Optional[Path]
+    numbers: Any,
+    json_file: Optional[Path],
+    draw: Callable[[Path], None] = lambda path: None,
+    plot_file: Optional[Path] = None,
 ) -> bool:
     """Write the numbers and the plot that were asked for; return False if matplotlib is missing for the plot."""
     if json_file is not None:

@@ -8,13 +8,13 @@ in each direction, while the stages continue to compute.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 
-from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD, Action, actions, check_schedule
+from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD, actions, check_schedule
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,32 @@ def simulate_pipeline(
         schedule: "gpipe", "1f1b" or "eager-1f1b" (:mod:`~mindnlp_dp.schedules.pipeline`).
         transfer: time of a message between two stages, one number for all boundaries or one for each.
     """
+    by_stage: list[list[Event]] = [[] for _ in forward]
+
+    def record(stage: int, kind: str, number: int, began: float, ended: float) -> None:
+        by_stage[stage].append(Event(stage, kind, number, began, ended))
+
+    makespan = _play(forward, backward, num_microbatches, schedule, transfer, record=record)
+    flat = [event for of_stage in by_stage for event in of_stage]
+    return Timeline(makespan, [_in_flight(of_stage) for of_stage in by_stage], flat)
+
+
+def pipeline_makespan(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    num_microbatches: int,
+    schedule: str = "gpipe",
+    transfer: Union[float, Sequence[float]] = 0.0,
+) -> float:
+    """Return the makespan that :func:`simulate_pipeline` finds, in half of its time."""
+    return _play(forward, backward, num_microbatches, schedule, transfer)
+
+
+def _play(
+    forward: Sequence[float], backward: Sequence[float], num_microbatches: int, schedule: str, transfer: Any, *,
+    record: Optional[Callable[..., None]] = None,
+) -> float:  # fmt: skip
+    """Return the time at which the last pass ends; call ``record`` with the fields of each :class:`Event`."""
     check_schedule(schedule)
     num_stages = len(forward)
     ways = _ways(transfer, num_stages)
@@ -77,32 +103,37 @@ def simulate_pipeline(
             f"{num_stages}, {len(backward)}, {num_microbatches}"
         )
     times = {FORWARD: _times(forward, "forward"), BACKWARD: _times(backward, "backward")}
-    left = [actions(schedule, stage, num_stages, num_microbatches)[::-1] for stage in range(num_stages)]
-    arrived: dict[tuple[int, Action], float] = {}
+    orders = [actions(schedule, stage, num_stages, num_microbatches) for stage in range(num_stages)]
+    done = [0] * num_stages
+    # When each micro-batch arrives at each stage; None before it has been sent.
+    never: list[Optional[float]] = [None] * num_microbatches
+    arrived = {kind: [never.copy() for _ in range(num_stages)] for kind in (FORWARD, BACKWARD)}
+    arrived[FORWARD][0] = arrived[BACKWARD][-1] = [0.0] * num_microbatches
     # When each stage is free again, and each link, identified by its lower stage and its direction.
     free = [0.0] * num_stages
-    link = dict.fromkeys(itertools.product(range(num_stages - 1), (FORWARD, BACKWARD)), 0.0)
-    events: list[list[Event]] = [[] for _ in range(num_stages)]
+    link = {kind: [0.0] * num_stages for kind in (FORWARD, BACKWARD)}
     ready = list(range(num_stages))
     while ready:
         stage = ready.pop()
-        while left[stage]:
-            kind, number = left[stage][-1]
-            begins = stage == 0 if kind == FORWARD else stage == num_stages - 1
-            if not begins and (stage, (kind, number)) not in arrived:
+        order, at, now = orders[stage], done[stage], free[stage]
+        while at < len(order):
+            kind, number = order[at]
+            came = arrived[kind][stage][number]
+            if came is None:
                 break
-            left[stage].pop()
-            began = max(free[stage], 0.0 if begins else arrived[stage, (kind, number)])
-            free[stage] = began + times[kind][stage]
-            events[stage].append(Event(stage, kind, number, began, free[stage]))
+            at += 1
+            began = max(now, came)
+            now = began + times[kind][stage]
+            if record is not None:
+                record(stage, kind, number, began, now)
             to = stage + 1 if kind == FORWARD else stage - 1
             if 0 <= to < num_stages:
-                place = (min(stage, to), kind)
-                link[place] = max(link[place], free[stage]) + ways[place[0]]
-                arrived[to, (kind, number)] = link[place]
+                place = min(stage, to)
+                sent = link[kind][place] = max(link[kind][place], now) + ways[place]
+                arrived[kind][to][number] = sent
                 ready.append(to)
-    flat = [event for of_stage in events for event in of_stage]
-    return Timeline(max(event.ended for event in flat), [_in_flight(of_stage) for of_stage in events], flat)
+        done[stage], free[stage] = at, now
+    return max(free)
 
 
 def _in_flight(events: Sequence[Event]) -> int:

@@ -17,6 +17,7 @@ from mindnlp_dp.planner import InfeasibleError, load_cluster, load_model, memory
 from mindnlp_dp.planner.cost_model.memory import parameter_memory, strategies_of
 from mindnlp_dp.planner.cost_model.resharding_costs import Boundaries
 from mindnlp_dp.planner.cost_model.stage_costs import StageCosts, StageParallelism
+from mindnlp_dp.planner.estimate import estimate
 from mindnlp_dp.planner.profiles.models import model_names
 from mindnlp_dp.planner.profiles.operators import cluster_layers, crossing
 from mindnlp_dp.report.plan import as_dict, launch_command, text_of
@@ -211,14 +212,76 @@ def test_the_heaviest_stage_counts():
     assert found.timeline.in_flight == [4, 3, 2, 1]
 
 
-def test_recomputing_keeps_what_stages_receive():
+def test_recomputation_keeps_the_inputs_of_layers():
     model, cluster = load_model("bert-base"), load_cluster(CLUSTER)
-    kept = predict(model, cluster, 32, {"pp": 4}, 2)
-    again = predict(model, cluster, 32, {"pp": 4}, 2, recompute=True)
-    for stage, (before, after) in enumerate(zip(kept.stages, again.stages)):
-        assert after.memory.activations <= before.memory.activations * (1 + 1e-9) or stage == 3
-        assert after.backward == pytest.approx(before.backward + before.forward)
-    assert again.stages[0].memory.activations < 0.5 * kept.stages[0].memory.activations
+    kept, again = (predict(model, cluster, 32, {"pp": 4}, 2, recompute=recompute) for recompute in (False, True))
+    # The second stage has three layers, and three micro-batches of two samples in flight.
+    before, after = kept.stages[1], again.stages[1]
+    inputs = cluster.bytes_per_value * 2 * model.sequence * 768
+    assert after.memory.activations == pytest.approx(3 * 3 * inputs + before.memory.activations / 9)
+    assert after.backward == pytest.approx(before.backward + before.forward)
+    assert (after.forward, after.memory.weights) == (before.forward, before.memory.weights)
+    # The embedding and the head are not recomputed.
+    for number in (0, 3):
+        before, after = kept.stages[number], again.stages[number]
+        assert before.backward < after.backward < before.backward + before.forward
+
+
+def test_recomputation_of_an_encoder_and_a_decoder_keeps_the_memory_once():
+    model = load_model("t5-base", sequence=128)
+    kept, again = (memory_of(model, precision="float32", recompute=recompute) for recompute in (False, True))
+    hidden = 4 * 128 * 768
+    # The inputs of 24 layers, the encoder's output, the head, and one layer.
+    assert 25 * hidden < again.activations < 0.25 * kept.activations
+
+
+def test_a_model_that_fits_with_recomputation_only():
+    model = load_model("bert-large")
+    cluster = load_cluster({**CLUSTER, "memory_gib": 8, "devices_per_host": 1})
+    best = plan(model, cluster, 16)[0]
+    assert (best.recompute, best.schedule) == (True, "")
+    roomy = plan(model, load_cluster({**CLUSTER, "memory_gib": 64, "devices_per_host": 1}), 16)[0]
+    assert not roomy.recompute
+    assert roomy.seconds < best.seconds < 1.4 * roomy.seconds
+    assert "--gradient-checkpointing true" in launch_command(best, plan(model, cluster, 16))
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 4}, {"pp": 2, "dp": 2}, {"pp": 2, "dp": (2, 1), "tp": (1, 2)}])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_estimates_are_the_planners(mesh, recompute):
+    model = load_model(TINY)
+    found = estimate(model, 16, mesh, micro_batch=2, zero_stage=1, recompute=recompute, precision="mixed")
+    cluster = load_cluster({**CLUSTER, "devices_per_host": math.prod(mesh.values()) if "pp" not in mesh else 4})
+    rows = 1 if mesh == {"pp": 2, "dp": (2, 1), "tp": (1, 2)} else mesh.get("dp", 1)
+    size = 2 * max(mesh["dp"]) if rows == 1 and "dp" in mesh else 2
+    same = predict(model, cluster, 16, mesh, size, recompute=recompute, zero_stage=1)
+    assert found.total == pytest.approx(same.heaviest.memory.total)
+
+
+def test_the_command_that_estimates(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    given = ["estimate", "--model", str(tmp_path), "--batch", "8", "--devices", "2"]
+    assert main([*given, "--json", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["mesh"], row["zero_stage"]) for row in rows] == [
+        ("dp=2", 0), ("dp=2", 1), ("dp=2", 2), ("tp=2", 0), ("pp=2", 0)
+    ]  # fmt: skip
+    first = rows[0]
+    assert first["kept"]["total"] == sum(value for name, value in first["kept"].items() if name != "total")
+    assert first["recomputed"]["activations"] < first["kept"]["activations"]
+    assert first["recomputed"]["weights"] == rows[2]["kept"]["weights"] == 4 * load_model(TINY).parameters
+    assert rows[1]["kept"]["optimizer"] == first["kept"]["optimizer"] / 2
+    out = capsys.readouterr().out
+    assert out.count("dp=2") == 3
+    for change, message in (
+        (["--mesh", "dp=3"], "dp=3: 3 does not divide the batch of 8"),
+        (["--mesh", "tp=3"], "tp=3: 3 does not divide num_attention_heads"),
+        (["--mesh", "cp=2"], "a mesh has axes dp, pp, ep, tp"),
+        (["--micro-batch-size", "5"], "a micro-batch of 5 samples exceeds the 4 samples of a device"),
+        (["--model", "nothing"], "model 'nothing' is neither a file nor one of"),
+    ):
+        assert main([*given, *change]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_integer_program_finds_megatrons_cut():

@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 
+from mindnlp_dp.planner.simulate_step import least_makespan
 from mindnlp_dp.schedules.pipeline import SCHEDULES, ideal_bubble, most_in_flight
-from mindnlp_dp.schedules.pipeline_simulation import simulate_pipeline
+from mindnlp_dp.schedules.pipeline_simulation import pipeline_makespan, simulate_pipeline
 from mindnlp_dp.schedules.resharding import parse_spec, tiles, unit_tasks
 from mindnlp_dp.schedules.resharding_schedule import schedule_tasks
 
@@ -39,6 +40,8 @@ def test_random_stages():
         formula = (forward + backward).sum() + (num - 1) * (forward + backward).max()
         assert gpipe.makespan == pytest.approx(formula, rel=1e-12)
         assert one.makespan <= formula * (1 + 1e-12)
+        assert pipeline_makespan(forward, backward, num, "1f1b") == one.makespan
+        assert least_makespan(forward, backward, num) <= one.makespan * (1 + 1e-12)
         assert gpipe.in_flight == [num] * num_stages
         assert all(flight <= min(num, num_stages - stage) for stage, flight in enumerate(one.in_flight))
         ratios.append(one.makespan / formula)

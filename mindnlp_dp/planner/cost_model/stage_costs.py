@@ -7,7 +7,8 @@ of layers and any micro-batch costs one subtraction. The search for candidates a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,11 +76,31 @@ def mesh_of(stages: Sequence[StageParallelism]) -> dict[str, Size]:
     return {"pp": len(stages), **{axis: size for axis, size in sizes.items() if size != 1}}
 
 
+def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
+    """Return the degrees of parallelism of each stage; raise ValueError for sizes that are not a mesh."""
+    unknown = sorted(set(mesh) - {"dp", "pp", "ep", "tp"})
+    pp = mesh.get("pp", 1)
+    sizes = {axis: size if isinstance(size, tuple) else (size,) for axis, size in mesh.items()}
+    if (
+        unknown
+        or any(not isinstance(number, int) or number < 1 for size in sizes.values() for number in size)
+        or not isinstance(pp, int)
+        or any(len(size) not in (1, pp) for size in sizes.values())
+    ):
+        raise ValueError(f"a mesh has axes dp, pp, ep, tp, each from 1 on, or of as many stages; got {dict(mesh)}")
+    by_stage = {axis: size if len(size) == pp else size * pp for axis, size in sizes.items() if axis != "pp"}
+    return [StageParallelism(**{axis: size[stage] for axis, size in by_stage.items()}) for stage in range(pp)]
+
+
 # Columns of the table: fixed and per-sample seconds (two columns each) of forward compute, backward compute, forward
 # collectives and backward collectives; parameters; expert parameters; bytes kept per sample for the backward pass. With
 # recomputation: fixed and per-sample seconds of the second forward pass (compute, collectives); bytes kept per sample.
 _AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT, _AGAIN, _KEPT_INPUTS = 4, 6, 8, 9, 10, 11, 15
 _NUM_COLUMNS = 16
+
+
+_known_kinds: weakref.WeakKeyDictionary[Graph, dict[tuple[str, int], Any]] = weakref.WeakKeyDictionary()
+_known_entering: weakref.WeakKeyDictionary[Graph, dict[tuple[int, ...], np.ndarray]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -118,22 +139,14 @@ class StageCosts:
             1 / (cluster.flops * cluster.efficiency), size / cluster.memory_bandwidth, 1 / cluster.score_rate,
             1 / cluster.draw_rate, cluster.call, 1 / cluster.gradient_rate, size,
         )  # fmt: skip
-        known: dict[Any, np.ndarray] = {}
+        examples, kinds = _kinds_of(model.graph, roles, (axis, n))
         columns = []
-        for operator in operators:
-            key = (
-                operator.kind,
-                roles[operator.name],
-                dataclasses.replace(operator, name="", inputs=(), tied_to=operator.tied_to and "tied"),
-                bool(operator.inputs),
-            )
-            if key not in known:
-                known[key] = _column(operator, roles[operator.name], mesh, rates)
-            column = known[key].copy()
+        for operator in examples:
+            column = _column(operator, roles[operator.name], mesh, rates)
             for source in operator.inputs:
                 column += reshard_cost(model.graph, roles, (source, operator.name), mesh, size)
             columns.append(column)
-        table = np.array(columns)
+        table = np.array(columns)[kinds]
         layers = recomputed_layers(model)
         is_again = np.array([layer is not None for layer in layers])
         table[is_again, _AGAIN : _AGAIN + 2] = table[is_again, :2]
@@ -151,7 +164,8 @@ class StageCosts:
         self._peaks = np.array(
             [np.maximum.accumulate(np.where(np.arange(len(peaks)) < a, 0.0, peaks)) for a in range(len(peaks))]
         )
-        self.entering = np.array([size * entering_values(model, first) for first in firsts])
+        self.entering = size * _entering(model, tuple(firsts))
+        self._place_of = {o.name: layer for layer, (a, b) in enumerate(zip(bounds, bounds[1:])) for o in operators[a:b]}
         self._tied = [self._tied_in(a, b, roles, n) for a, b in zip(bounds, bounds[1:])]
 
     def _tied_in(self, first: int, end: int, roles: dict[str, str], n: int) -> list[tuple[str, float]]:
@@ -179,21 +193,12 @@ class StageCosts:
         """Return the number of parameters that are tied to a layer outside of the range."""
         first, last = np.broadcast_arrays(first, last)
         extra = np.zeros(first.shape)
-        place = self._place_of()
         for layer, tied in enumerate(self._tied):
             for name, size in tied:
-                home = place[name]
+                home = self._place_of[name]
                 inside = (first <= layer) & (layer <= last)
                 extra += np.where(inside & ~((first <= home) & (home <= last)), size, 0.0)
         return extra
-
-    def _place_of(self) -> dict[str, int]:
-        bounds = [*self.firsts, len(self.model.graph.operators)]
-        return {
-            o.name: layer
-            for layer, (a, b) in enumerate(zip(bounds, bounds[1:]))
-            for o in self.model.graph.operators[a:b]
-        }
 
     def tied_parameters(self, first: int, last: int) -> float:
         """Return the parameters per device that another stage has too, so that both must sum up the gradients."""
@@ -254,6 +259,35 @@ class StageCosts:
         divided = zero_stage > 0
         numbers = parameters / (s.num_data if divided else 1) + of_experts / (s.dp if divided else 1)
         return exchange, numbers / self.cluster.update_rate
+
+
+def _kinds_of(graph: Graph, roles: dict[str, str], among: tuple[str, int]) -> tuple[list[Operator], np.ndarray]:
+    """Return an example of each kind of operator that has its own price in these roles, and every operator's kind.
+
+    The layers of a transformer are equal, so there are few kinds, and each is priced once.
+    """
+    known = _known_kinds.setdefault(graph, {})
+    if among not in known:
+        numbers: dict[Any, int] = {}
+        examples, kinds = [], []
+        for operator in graph.operators:
+            plain = dataclasses.replace(operator, name="", inputs=(), tied_to=operator.tied_to and "tied", layer=None)
+            sources = tuple((s.kind, roles[s.name], s.num_out) for s in map(graph.by_name.__getitem__, operator.inputs))
+            key = (plain, roles[operator.name], sources)
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                examples.append(operator)
+            kinds.append(numbers[key])
+        known[among] = examples, np.array(kinds)
+    return known[among]
+
+
+def _entering(model: Model, firsts: tuple[int, ...]) -> np.ndarray:
+    """Return the values per sample that enter each layer, given the first operator of each."""
+    known = _known_entering.setdefault(model.graph, {})
+    if firsts not in known:
+        known[firsts] = np.array([entering_values(model, first) for first in firsts])
+    return known[firsts]
 
 
 def _column(operator: Operator, role: str, mesh: DeviceGroup, rates: DeviceRates) -> np.ndarray:
