@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import platform
+import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,15 @@ def _has_set_a_device() -> bool:
     from mindspore._c_expression import DeviceManagerConf
 
     return bool(DeviceManagerConf.get_instance().is_device_enable())
+
+
+def peak_memory() -> int:
+    """Return the largest memory of this process so far, in bytes: on a card, that of the card's tensors."""
+    import mindspore
+
+    if mindspore.get_context("device_target") != "CPU":
+        return int(mindspore.runtime.max_memory_allocated())
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # For each device: the pattern of its cards' files, and the variable that limits which cards are visible.

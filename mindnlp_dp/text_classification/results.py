@@ -20,7 +20,7 @@ from mindnlp_dp.report.figures import draw_png
 from mindnlp_dp.report.pipeline import pipeline_of
 from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
 from mindnlp_dp.runtime.atomic_write import atomic_write
-from mindnlp_dp.runtime.devices import machine
+from mindnlp_dp.runtime.devices import machine, peak_memory
 from mindnlp_dp.text_classification.config import TaskConfig
 from mindnlp_dp.text_classification.task import TextClassificationTask
 
@@ -39,11 +39,16 @@ def make_report(
     """
     evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
     metrics, args = output.metrics, trainer.args
-    backend, global_batch_size = "single", args.per_device_train_batch_size * args.gradient_accumulation_steps
+    peaks, backend, global_batch_size = (
+        [peak_memory()],
+        "single",
+        args.per_device_train_batch_size * args.gradient_accumulation_steps,
+    )
     if hasattr(trainer, "whole"):
         # For a sharded model, every rank computes the digest of the full model.
         backend, global_batch_size = trainer.world.backend, trainer.training_loop.loader.global_batch_size
         digests = trainer.world.all_gather_object(trainer.whole.digest())
+        peaks = trainer.world.all_gather_object(peak_memory())
     else:
         digests = [replica_digest(trainer.model)]
     # MindNLP's Trainer includes evaluations in its training time; the recorder does not.
@@ -53,6 +58,7 @@ def make_report(
         "backend": backend,
         "train_samples_per_second": metrics["train_samples_per_second"] if is_ours else recorder.samples_per_second,
         "gradient_sync_share": metrics.get("gradient_sync_share", 0.0),
+        "peak_memory_bytes": max(peaks),
         "eval_accuracy": evaluation["eval_accuracy"],
         "eval_loss": evaluation["eval_loss"],
         "replicas_in_sync": len(set(digests)) == 1,
@@ -115,6 +121,7 @@ def summary(report: RunReport, folder: Path) -> str:
         f"of {report['global_batch_size']} samples in {report['train_seconds']:.1f} s",
         **({"plan": _beside_plan(report["plan"])} if "plan" in report else {}),
         "gradient sync": f"{100 * report['gradient_sync_share']:.1f} % of the training time",
+        "peak memory": f"{report['peak_memory_bytes'] / 2**30:.2f} GiB on the rank that needs most",
         "evaluation": f"accuracy {report['eval_accuracy']:.4f}, loss {report['eval_loss']:.4f} "
         f"on {report['eval_samples']} held-out samples, {report['num_labels']} labels",
         "replicas in sync": replicas,

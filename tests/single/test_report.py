@@ -30,7 +30,8 @@ def report_of(world_size=1, rate=100.0, accuracy=0.5, timed=True, **more):
             del row["seconds"]
     return {
         "world_size": world_size, "backend": "mpi" if world_size > 1 else "single", "train_samples_per_second": rate,
-        "gradient_sync_share": 0.05 if world_size > 1 else 0.0, "eval_accuracy": accuracy, "eval_loss": 1.5,
+        "gradient_sync_share": 0.05 if world_size > 1 else 0.0, "peak_memory_bytes": 3 << 29,
+        "eval_accuracy": accuracy, "eval_loss": 1.5,
         "replicas_in_sync": True, "replica_digest": "0123456789abcdef", "train_seconds": 4000 / rate, "steps": 40,
         "global_batch_size": 64, "train_samples": 1280, "eval_samples": 320, "num_labels": 3,
         "confusions": [{"label": "lost <card>", "predicted": "stolen & gone", "count": 7, "of": 40}],
@@ -93,6 +94,7 @@ def test_what_it_tells(two):
         "0.5100", "two, on 320 held-out samples", "1.90 x", "two than one", "+0.0100", "5.0 %", "agree",
         "0123456789abcdef, on every process", "lost <card>", "stolen & gone", "7 of 40",
         "mindnlp-dp run --nproc 2 train.py --train-file 'a b.csv'", "a machine, 2 cores",
+        "1.50 GiB",
     ):  # fmt: skip
         assert expected in words, expected
 
@@ -109,7 +111,7 @@ def test_replicas_that_differ_are_shown_so(tmp_path, more):
 
 def test_a_run_of_an_older_version_is_shown_without_what_it_lacks(tmp_path):
     report = report_of(2, timed=False)
-    for key in ("confusions", "command", "machine", "config", "train_seconds", "num_labels"):
+    for key in ("confusions", "peak_memory_bytes", "command", "machine", "config", "train_seconds", "num_labels"):
         del report[key]
     page = render(read_runs([write(tmp_path / "old", report)]))
     assert page.count("<svg") == 3

@@ -229,11 +229,13 @@ def test_files_are_complete_or_not_there(tmp_path):
 def test_summary(tmp_path):
     report = {
         "world_size": 2, "backend": "mpi", "train_samples_per_second": 800.4, "steps": 20, "global_batch_size": 8,
-        "train_seconds": 1.0, "gradient_sync_share": 0.031, "eval_accuracy": 0.5, "eval_loss": 1.5, "eval_samples": 9,
+        "train_seconds": 1.0, "gradient_sync_share": 0.031, "peak_memory_bytes": 3 << 29,
+        "eval_accuracy": 0.5, "eval_loss": 1.5, "eval_samples": 9,
         "num_labels": 3, "replicas_in_sync": True, "replica_digest": "0123456789abcdef",
     }  # fmt: skip
     text = summary(json.loads(json.dumps(report)), tmp_path)
     assert "gradient sync     3.1 % of the training time" in text
+    assert "peak memory       1.50 GiB on the rank that needs most" in text
     assert "replicas in sync  yes, digest 0123456789abcdef" in text
 
 
