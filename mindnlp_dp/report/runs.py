@@ -97,9 +97,10 @@ class RunReport(_Needed, total=False):
     """Describes the report of one run; the keys below may be missing, for example in a run of another version.
 
     ``gradient_sync_share`` is the fraction of the training time spent on the gradient exchange, ``peak_memory_bytes``
-    the memory of the rank that needs most, on a CPU with its libraries, ``history`` the lines of the log, each with its ``step``, ``confusions`` the classes most often taken for each other, ``config`` the
-    settings, ``pipeline`` the passes of an update through stages if they were traced, and ``plan`` the predicted and
-    the measured seconds of an update if the run followed a plan.
+    the memory of the rank that needs most, on a CPU with its libraries, ``history`` the lines of the log, each with its
+    ``step``, ``confusions`` the classes most often taken for each other, ``config`` the settings, ``pipeline`` the
+    passes of an update through stages if they were traced, and ``plan`` the predicted and the measured seconds of an
+    update if the run followed a plan.
     """
 
     gradient_sync_share: float
