@@ -250,7 +250,7 @@ def test_a_model_that_fits_with_recomputation_only():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_estimates_are_the_planners(mesh, recompute):
     model = load_model(TINY)
-    found = estimate(model, 16, mesh, micro_batch=2, zero_stage=1, recompute=recompute, precision="mixed")
+    found = estimate(model, 16, mesh, micro_batch=2, zero_stage=1, recompute=recompute)
     cluster = load_cluster({**CLUSTER, "devices_per_host": math.prod(mesh.values()) if "pp" not in mesh else 4})
     rows = 1 if mesh == {"pp": 2, "dp": (2, 1), "tp": (1, 2)} else mesh.get("dp", 1)
     size = 2 * max(mesh["dp"]) if rows == 1 and "dp" in mesh else 2
