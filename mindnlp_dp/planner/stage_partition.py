@@ -137,6 +137,9 @@ class _Table:
             np.where(self.allowed >= level, self.cost, np.inf).min(axis=3) if self.is_bound else self.cost.min(axis=3)
             for level in levels
         ]
+        # The same by (number of layers - 1, submesh, first layer), and the least of each row.
+        self._by_width = [_by_width(best) for best in self._best]
+        self._least_of_rows = [rows.min(axis=2) for rows in self._by_width]
 
     def times(self) -> np.ndarray:
         """Return the possible times of the slowest stage, ascending."""
@@ -148,15 +151,18 @@ class _Table:
         shape = (self.num_layers + 1, self.num_devices + 1)
         end = np.full(shape, np.inf)
         end[-1, 0] = 0.0
-        capped = [np.where(best <= bound, best, np.inf) for best in self._best]
-        diagonals = [self._diagonals(best) for best in capped]
         if not self.is_bound:
-            return [self._any_number(diagonals[0], end)]
+            return [self._any_number(self._diagonals(0, bound), end)]
+        if self.num_submeshes == 1:
+            return self._one_submesh(bound, end)
+        diagonals: dict[int, list[tuple[int, int, np.ndarray]]] = {}
         before = end
         for stages in range(1, self.most_stages + 1):
             level = int(np.searchsorted(self.levels, stages - 1))
             if level == len(self.levels):
                 break
+            if level not in diagonals:
+                diagonals[level] = self._diagonals(level, bound)
             now = np.full(shape, np.inf)
             for width, submesh, times in diagonals[level]:
                 size = self.sizes[submesh]
@@ -180,14 +186,29 @@ class _Table:
                     np.minimum(table[first, size:], times[first] + rest, out=table[first, size:])
         return table
 
-    def _diagonals(self, best: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
-        """Return (number of layers, submesh, times by first layer) for all combinations with a finite time."""
-        found = []
-        for width in range(1, self.num_layers + 1):
-            for submesh in range(self.num_submeshes):
-                times = np.diagonal(best[:, :, submesh], width - 1)
-                if np.isfinite(times).any():
-                    found.append((width, submesh, np.ascontiguousarray(times)))
+    def _one_submesh(self, bound: float, end: np.ndarray) -> list[np.ndarray]:
+        """Return F of each number of stages if all stages have as many devices: only one column is finite."""
+        tables: list[np.ndarray] = []
+        size, before = self.sizes[0], end[:, 0]
+        for stages in range(1, self.most_stages + 1):
+            level = int(np.searchsorted(self.levels, stages - 1))
+            if level == len(self.levels):
+                break
+            times = np.where(self._best[level][:, :, 0] <= bound, self._best[level][:, :, 0], np.inf)
+            now = np.append((times + before[None, 1:]).min(axis=1), np.inf)
+            if not np.isfinite(now).any():
+                break
+            tables.append(np.full(end.shape, np.inf))
+            tables[-1][:, stages * size] = now
+            before = now
+        return tables
+
+    def _diagonals(self, level: int, bound: float) -> list[tuple[int, int, np.ndarray]]:
+        """Return (number of layers, submesh, times by first layer) for all combinations with a time within a bound."""
+        rows, found = self._by_width[level], []
+        for width, submesh in np.argwhere(self._least_of_rows[level] <= bound).tolist():
+            times = rows[width, submesh, : self.num_layers - width]
+            found.append((width + 1, submesh, np.where(times <= bound, times, np.inf)))
         return found
 
     def least_sum(self, bound: float) -> float:
@@ -227,6 +248,15 @@ class _Table:
                 if times[configuration] + rest == wanted:
                     return last + 1, devices - size, (first, last, submesh, configuration)
         raise AssertionError("the tables hold sums of what is in them")
+
+
+def _by_width(best: np.ndarray) -> np.ndarray:
+    """Return (L, L, M) times by first and last layer as times by (last - first, submesh, first); inf past the end."""
+    num_layers = len(best)
+    first = np.arange(num_layers)
+    last = np.minimum(first + first[:, None], num_layers - 1)
+    rows = np.moveaxis(best[first[None, :], last], 2, 1)
+    return np.where((first + first[:, None] < num_layers)[:, None, :], rows, np.inf)
 
 
 def _checked(

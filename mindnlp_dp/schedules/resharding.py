@@ -9,6 +9,7 @@ of a host) axis of the mesh, S01 over both, host by host: "S0RR", "RS01R".
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import re
@@ -66,13 +67,23 @@ def unit_tasks(
         >>> [task.size for task in unit_tasks((4, 6), ((2, 1), "S0R"), ((1, 3), "RS1"))]
         [4, 4, 4, 4, 4, 4]
     """
-    have, want = tiles(shape, *source), tiles(shape, *destination)
+    have, want = tiles(shape, *source), list(tiles(shape, *destination).items())
+    # The tiles that begin within each part of the first dimension; tiles of one layout are equal there or apart.
+    by_part: dict[tuple[int, int], list[int]] = {}
+    for number, (there, _) in enumerate(want):
+        by_part.setdefault(there[0] if there else (0, 1), []).append(number)
+    parts = sorted(by_part)
     tasks = []
-    for (here, senders), (there, receivers) in itertools.product(have.items(), want.items()):
-        box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(here, there))
-        size = math.prod(max(0, end - begin) for begin, end in box)
-        if size:
-            tasks.append(UnitTask(box, tuple(senders), tuple(receivers), size))
+    for here, senders in have.items():
+        begin, end = here[0] if here else (0, 1)
+        first = max(0, bisect.bisect_right(parts, (begin, math.inf)) - 1)
+        last = bisect.bisect_left(parts, (end, 0))
+        for number in sorted(number for part in parts[first:last] for number in by_part[part]):
+            there, receivers = want[number]
+            box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(here, there))
+            size = math.prod(max(0, end - begin) for begin, end in box)
+            if size:
+                tasks.append(UnitTask(box, tuple(senders), tuple(receivers), size))
     return tasks
 
 

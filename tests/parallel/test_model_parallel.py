@@ -116,7 +116,6 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
 
 
 @needs_mpi
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.core), "eager-1f1b"])
 @pytest.mark.parametrize(
     "mesh",
@@ -125,9 +124,9 @@ def test_an_update_that_is_divided_too(group, axis, zero_stage):
         4: [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("pp=4", UNEVEN)), MIXED],
     }.get(WORLD_SIZE, []),
 )
-def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule, recompute):
+def test_every_schedule_gives_the_same_and_keeps_what_it_says_in_flight(group, mesh, schedule):
     mesh = dp.init_device_mesh(parse_mesh(mesh))
-    model = dp.parallelize(build("gpt2"), mesh, schedule=schedule, recompute=recompute)
+    model = dp.parallelize(build("gpt2"), mesh, schedule=schedule)
     # Micro-batches are single rows: where two or three ranks of a stage split them, only one has a row.
     step = train(model, "gpt2", pieces_of(mesh, 8))
     assert_close(model, "gpt2")
