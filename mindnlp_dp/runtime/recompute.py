@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Optional, Union
 
+from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.random_state import RandomState
 
 # True: all layers; a number n: every n-th; patterns: the modules with these names.
@@ -147,12 +148,12 @@ def _unchanged_statistics(layer: Any) -> Iterator[None]:
     """Put the running statistics of batch normalisation back after the block."""
     modules = _named_modules(layer).values()
     found = [each for module in modules for name in _STATISTICS if (each := getattr(module, name, None)) is not None]
-    before = [each.copy() for each in found]
+    before = [to_host(each).copy() for each in found]
     try:
         yield
     finally:
         for each, value in zip(found, before):
-            each.assign_value(value)
+            set_weight(each, from_host(value, dtype_name(each)))
 
 
 def _chosen(model: Any, modules: dict[str, Any], layers: RecomputeLayers) -> dict[str, Any]:
