@@ -208,11 +208,11 @@ def measure_activations(update: Callable[[int, int], Any]) -> dict[str, Any]:
 
 def grown_by_training(args: argparse.Namespace) -> dict[str, Any]:
     """Return the peak memory of training a model of ``ESTIMATED``, above that before its weights were created."""
-    import mindnlp.transformers as models
-
     import mindnlp_dp as dp
+    from mindnlp_dp.runtime.mindnlp_api import transformers_api
 
     dp.init_process_group()
+    models = transformers_api()
     training(lambda: make_bert(pretrained=None, **SMALL), 0)[1]()
     config, rows, length = ESTIMATED[args.model]
     class_name, config_name = CLASSES[config["model_type"]]

@@ -43,6 +43,11 @@ def divide(x: Tensor, number: float) -> Tensor:
     return _Divide.apply(x, number)
 
 
+def where(condition: Tensor, x: Tensor, number: float) -> Tensor:
+    """Return ``x`` where ``condition``, which is broadcast to its shape, is true, and ``number`` elsewhere."""
+    return _Where.apply(condition, x, number)
+
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` for tensors of two or more dimensions; all but the last two are broadcast."""
     return _MatMul.apply(a, b)
@@ -154,6 +159,26 @@ class _Divide(_Function):
 def _quotient(x: np.ndarray, number: np.float32) -> np.ndarray:
     with np.errstate(all="ignore"):
         return np.divide(x, number, out=empty_like(x.shape, x))
+
+
+class _Where(_Function):
+    @staticmethod
+    def forward(ctx: Any, condition: Tensor, x: Tensor, number: float) -> Tensor:
+        ctx.save_for_backward(condition)
+        return tensor_of(_chosen(condition, array_of(x), number))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (condition,) = ctx.saved_tensors
+        return None, tensor_of(_chosen(condition, array_of(gradient), 0.0)), None
+
+
+def _chosen(condition: Tensor, x: np.ndarray, number: float) -> np.ndarray:
+    out = empty_like(x.shape, x)
+    out[...] = number
+    np.copyto(out, x, where=condition.asnumpy())
+    return out
 
 
 class _MatMul(_Function):

@@ -102,6 +102,7 @@ EXACT = {
     "cross-entropy of some": cross_entropy_formula(classes=SOME),
     "cross-entropy, many classes": cross_entropy_formula(),
 }
+CAUSAL = Tensor(np.tril(np.ones((1, 1, 64, 65), bool)))
 IDS = Tensor(np.random.default_rng(3).integers(0, 20, (4, 9)))
 CASES = {
     "linear": (F.linear, (4, 7, 30), (50, 30), (50,)),
@@ -120,6 +121,14 @@ CASES = {
     "a bias alone": (add_bias, (4, 7, 30), (30,)),
     "a bias alone, one row": (add_bias, (30,), (30,)),
     "a bias alone, transposed": (lambda x, b: add_bias(x.swapaxes(0, 1), b), (7, 4, 30), (30,)),
+    "scores and a mask": (lambda x, mask: x + mask, (4, 4, 64, 65), (4, 1, 1, 65)),
+    "scores and a bias of heads": (lambda x, bias: x + bias, (4, 4, 64, 65), (4, 1, 65)),
+    "scores, transposed, and a mask": (lambda x, mask: x.swapaxes(0, 2) + mask, (64, 4, 4, 65), (4, 1, 65)),
+    "a mask and scores": (lambda mask, x: mask + x, (4, 1, 1, 65), (4, 4, 64, 65)),
+    "scores by a number": (lambda x: x / 3.0, (4, 4, 64, 65)),
+    "scores by a constant": (lambda x: x / ops.full([], 3.0, dtype=x.dtype), (4, 4, 64, 65)),
+    "scores by a sum": (lambda x, y: x / (y * y + 1).sum(), (4, 4, 64, 65), (3,)),
+    "causal scores": (lambda x: ops.where(CAUSAL, x, ops.full([], -3.0, dtype=x.dtype)), (4, 4, 64, 65)),
     "matmul": (ops.matmul, (20, 30), (30, 40)),
     "matmul of many": (ops.matmul, (2, 3, 20, 30), (2, 3, 30, 40)),
     "matmul of many large ones": (ops.matmul, (3, 100, 70), (3, 70, 80)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp_dp.compat.cpu_kernels import kernels
 from mindnlp_dp.compat.import_hook import around
@@ -51,15 +51,46 @@ def _operators(module: types.ModuleType) -> Iterator[None]:
     def add(self: Any, other: Any) -> Any:
         if self.size < _LARGE or not isinstance(other, mindspore.Tensor) or self.shape == other.shape:
             return NotImplemented
-        fits = other.ndim <= self.ndim and all(n in (1, m) for m, n in zip(self.shape[::-1], other.shape[::-1]))
-        return kernels().add(self, other) if fits and supports(self, other) else NotImplemented
+        return kernels().add(self, other) if _is_broadcast_to(other, self) and supports(self, other) else NotImplemented
 
     @override(mindspore.Tensor, "__truediv__")
     def divide(self: Any, other: Any) -> Any:
-        is_number = isinstance(other, (int, float)) and not isinstance(other, bool) and self.size >= _LARGE
-        return kernels().divide(self, other) if is_number and supports(self) else NotImplemented
+        number = _number(other) if self.size >= _LARGE else None
+        return kernels().divide(self, number) if number is not None and supports(self) else NotImplemented
 
     yield
+
+
+# GPT-2 and others mask their scores so.
+@around("mindnlp.core.ops.array")
+def _where(module: types.ModuleType) -> Iterator[None]:
+    yield
+    import mindspore
+
+    @override(module)
+    def where(condition: Any, input: Any, other: Any) -> Any:
+        if not isinstance(input, mindspore.Tensor) or input.size < _LARGE:
+            return NotImplemented
+        is_mask = isinstance(condition, mindspore.Tensor) and condition.dtype == mindspore.bool_
+        number = _number(other)
+        if is_mask and number is not None and _is_broadcast_to(condition, input) and supports(input):
+            return kernels().where(condition, input, number)
+        return NotImplemented
+
+
+def _number(x: Any) -> Optional[float]:
+    """Return a number, or the value of a tensor without dimensions that needs no gradient; None for all else."""
+    import mindspore
+
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        return float(x)
+    is_constant = isinstance(x, mindspore.Tensor) and not x.ndim and x.dtype == mindspore.float32
+    return float(x.asnumpy()) if is_constant and not x._requires_grad else None
+
+
+def _is_broadcast_to(x: Any, other: Any) -> bool:
+    """Return whether ``x`` has the shape of ``other`` after it is broadcast."""
+    return x.ndim <= other.ndim and all(n in (1, m) for m, n in zip(other.shape[::-1], x.shape[::-1]))
 
 
 @around("mindnlp.common.activations")
