@@ -217,8 +217,9 @@ def _summed(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return ``x`` summed over the dimensions along which an array of ``shape`` was broadcast to the shape of ``x``."""
     if x.shape == shape:
         return x
-    x = x.sum(tuple(range(x.ndim - len(shape))))
-    return x.sum(tuple(at for at, length in enumerate(shape) if length == 1 != x.shape[at]), keepdims=True)
+    x = x.sum(tuple(range(x.ndim - len(shape))), dtype=np.float64)
+    axes = tuple(at for at, length in enumerate(shape) if length == 1 != x.shape[at])
+    return x.sum(axes, keepdims=True).astype(np.float32)
 
 
 class _Activation(_Function):
