@@ -7,7 +7,7 @@
 * integer programs: 384 nodes with 9 strategies in a chain with shortcuts; also with a memory limit that restricts the
   solution, to within 2 % of the optimum.
 * complete plan: a GPT-3 with 175 billion parameters on 64 A100, and how much slower the best uniform grid (dp, tp, pp)
-  with even stages is by the same simulator.
+  with even stages is by the same simulator; and on 1,024 A100, with 1,536 samples an update.
 * machine: this machine is measured with two ranks; then the update time of every mesh of two ranks is predicted and
   measured for both models of bench_parallel.py, with one core per rank.
 """
@@ -69,8 +69,10 @@ def whole_plan() -> dict[str, float]:
     cluster = load_cluster("a100-80gb-8").resized(64)
     seconds, plans = seconds_of(lambda: plan(model, cluster, batch))
     grid = min(uniform_grid(model, cluster, batch))
+    large, _ = seconds_of(lambda: plan(load_model("gpt3-175b"), cluster.resized(1024), 1536))
     return {
         "seconds": seconds,
+        "seconds_1024": large,
         "update": plans[0].seconds,
         "uniform": grid,
         "uniform_over_plan": grid / plans[0].seconds,
@@ -142,6 +144,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         f"integer program of 384 nodes, 9 strategies: {programs['False']:.2f} s, "
         f"to within 2 % where memory binds: {programs['True']:.1f} s"
     )
+    print(f"whole plan of GPT-3 on 1,024 devices: {whole['seconds_1024']:.1f} s")
     print(f"whole plan of GPT-3 on 64 devices: {whole['seconds']:.1f} s; the best even grid is "
           f"{whole['uniform_over_plan']:.3f} times as slow as the plan")  # fmt: skip
     errors = [row["predicted"] / row["measured"] - 1 for row in rows]
