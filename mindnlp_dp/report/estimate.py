@@ -19,6 +19,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     """Run ``mindnlp-dp estimate``: print a row for each mesh and ZeRO stage; return the exit code."""
     model = load_model(args.model, sequence=args.sequence)
     meshes: list[dict[str, Size]] = [dict(parse_mesh(text)) for text in args.mesh]
+    if not all(meshes):
+        raise ValueError("--mesh is empty; one device is dp=1")
     is_given = bool(meshes)
     if not is_given:
         n = args.devices
@@ -47,7 +49,8 @@ def run_estimate(args: argparse.Namespace) -> int:
     for row in rows:
         kept, recomputed = row["kept"], row["recomputed"]
         values = [*(getattr(kept, name) for name in _COLUMNS), kept.total, recomputed.activations, recomputed.total]
-        print(f"{row['mesh']:<{width}}{row['zero_stage']:>4}" + "".join(f"{value / 2**20:>13,.0f}" for value in values))
+        shown = (f"{value / 2**20:,.{0 if kept.total > 2**30 else 2}f}" for value in values)
+        print(f"{row['mesh']:<{width}}{row['zero_stage']:>4}" + "".join(f" {text:>12}" for text in shown))
     print('"recomputed" are the activations with gradient checkpointing. Libraries need some hundred MiB more.')
     written = [{**row, "kept": _bytes(row["kept"]), "recomputed": _bytes(row["recomputed"])} for row in rows]
     content = {"model": model.name, "parameters": model.parameters, "sequence": model.sequence, "batch": args.batch}

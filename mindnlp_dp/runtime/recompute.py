@@ -9,19 +9,23 @@ The gradients are the same to the bit, because the second pass draws the same ra
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypeVar, Union
 
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.random_state import RandomState
 
+T = TypeVar("T")
+
 # True: all layers; a number n: every n-th; patterns: the modules with these names.
 RecomputeLayers = Union[bool, int, str, Sequence[str]]
 
-_LISTS = {"ModuleList", "Sequential", "CellList", "SequentialCell"}
+_LISTS, _SEQUENCES = {"ModuleList", "CellList"}, {"Sequential", "SequentialCell"}
+_MOST_NAMED = 6
 # What batch normalisation updates in its forward pass, in MindNLP and in MindSpore.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "moving_mean", "moving_variance")
 
@@ -40,7 +44,7 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
     """
     check_recompute(layers)
     modules = _named_modules(model)
-    chosen = {} if layers is False else _outermost(_chosen(model, modules, layers))
+    chosen = {} if layers is False else _chosen(model, modules, layers)
     for module in modules.values():
         if hasattr(module, "is_recomputed"):
             module.is_recomputed = False
@@ -60,7 +64,10 @@ def has_recomputed_layers(model: Any) -> bool:
 def check_recompute(layers: RecomputeLayers) -> RecomputeLayers:
     """Return ``layers``; raise ValueError if it names no layers, or if MindSpore cannot recompute them."""
     is_text = isinstance(layers, Sequence) and all(isinstance(pattern, str) and pattern for pattern in layers)
-    if not (isinstance(layers, bool) or (isinstance(layers, int) and layers > 0) or (is_text and layers)):
+    if (
+        not (isinstance(layers, bool) or (isinstance(layers, int) and layers > 0) or (is_text and layers))
+        or layers == "0"
+    ):
         raise ValueError(
             f"the layers to recompute are True, a number n from 1 on (every n-th), or patterns of names; got {layers!r}"
         )
@@ -97,9 +104,15 @@ def _replace_forward(module: Any, ours: Callable[..., Any]) -> None:
     if not hasattr(module, "is_recomputed"):
         # MindSpore's cells call their forward pass "construct".
         name = "forward" if hasattr(module, "forward") else "construct"
-        stock = getattr(module, name)
-        setattr(module, name, functools.update_wrapper(functools.partial(_in_training, ours, module, stock), stock))
+        # The class may be replaced later, as convert_sync_batchnorm does, and then its forward pass, too.
+        stock = vars(module).get(name) or functools.partial(_forward_of_class, module, name)
+        replaced = functools.partial(_in_training, ours, module, stock)
+        setattr(module, name, functools.update_wrapper(replaced, getattr(module, name)))
     module.is_recomputed = True
+
+
+def _forward_of_class(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(type(module), name)(module, *args, **kwargs)
 
 
 def _has_cache(module: Any) -> bool:
@@ -116,7 +129,7 @@ def _in_training(ours: Callable[..., Any], module: Any, stock: Any, *args: Any, 
 
 def _forward_without_cache(module: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a model without its cache: a layer that runs twice would add its keys and values to it twice."""
-    bound = inspect.signature(stock).bind(*args, **kwargs)
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
     bound.arguments["use_cache"] = False
     return stock(*bound.args, **bound.kwargs)
 
@@ -125,53 +138,83 @@ def _forward(layer: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a layer's ``stock`` forward pass, and keep only its inputs."""
     import mindspore
 
-    return mindspore.recompute(_Pass(layer, functools.partial(stock, **kwargs)), *args, **_options())
+    return mindspore.recompute(_Pass(layer, stock, args, kwargs), *args, **_options())
 
 
 class _Pass:
     """A forward pass of a layer, which draws the same random numbers when it runs again."""
 
-    def __init__(self, layer: Any, stock: Any) -> None:
-        self._layer, self._stock = layer, stock
+    def __init__(self, layer: Any, stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._layer, self._stock, self._kwargs = layer, stock, kwargs
+        # The caller may change its lists and caches before the layer runs again.
+        self._containers = {number: copied for number, x in enumerate(args) if (copied := _copied(x)) is not x}
+        self._kwargs_again = _copied(kwargs)
         self._state: Optional[RandomState] = None
 
     def __call__(self, *args: Any) -> Any:
         if self._state is None:
             self._state = RandomState.current()
-            return self._stock(*args)
+            return self._stock(*args, **self._kwargs)
+        args = tuple(self._containers.get(number, x) for number, x in enumerate(args))
         with self._state.replayed(), _unchanged_statistics(self._layer):
-            return self._stock(*args)
+            return self._stock(*args, **self._kwargs_again)
+
+
+def _copied(x: Any) -> Any:
+    """Return copies of lists, dictionaries and caches of keys and values, with the same tensors; all else as it is."""
+    if type(x) in (list, tuple):
+        return type(x)(_copied(each) for each in x)
+    if type(x) is dict:
+        return {key: _copied(value) for key, value in x.items()}
+    if "Cache" in type(x).__name__:
+        new = copy.copy(x)
+        vars(new).update({name: _copied(value) for name, value in vars(x).items()})
+        return new
+    return x
 
 
 @contextlib.contextmanager
 def _unchanged_statistics(layer: Any) -> Iterator[None]:
     """Put the running statistics of batch normalisation back after the block."""
-    modules = _named_modules(layer).values()
-    found = [each for module in modules for name in _STATISTICS if (each := getattr(module, name, None)) is not None]
-    before = [to_host(each).copy() for each in found]
+    before = []
+    for module in _named_modules(layer).values():
+        for name in _STATISTICS:
+            if (statistic := getattr(module, name, None)) is not None:
+                before.append((module, name, statistic, to_host(statistic).copy()))
     try:
         yield
     finally:
-        for each, value in zip(found, before):
-            set_weight(each, from_host(value, dtype_name(each)))
+        for module, name, statistic, value in before:
+            set_weight(statistic, from_host(value, dtype_name(statistic)))
+            if getattr(module, name) is not statistic:
+                # MindNLP counts batches in a new tensor each time.
+                setattr(module, name, statistic)
 
 
 def _chosen(model: Any, modules: dict[str, Any], layers: RecomputeLayers) -> dict[str, Any]:
+    if isinstance(layers, str) and layers.isdecimal():
+        layers = int(layers)
+    members = _outermost({name: (layer, number) for name, layer, number in _members_of_lists(modules)})
     if isinstance(layers, int):
-        found = {name: layer for name, layer, number in _members_of_lists(modules) if number % layers == 0}
-        if not found:
+        if not members:
             raise ValueError(f"{type(model).__name__} has no list of layers to recompute; name them by a pattern")
-        return found
+        return {name: layer for name, (layer, number) in members.items() if number % layers == 0}
+    candidates = {name: module for name, module in modules.items() if _has_weights(module)}
     # Other stages of a pipeline have the layers that this one has not.
     weights = getattr(getattr(model, "parallel", None), "placements", ())
     elsewhere = {name.rsplit(".", depth)[0] for name in weights for depth in range(1, name.count(".") + 1)}
     found = {}
     for pattern in (layers,) if isinstance(layers, str) else layers:
-        matching = {name for name in {*modules, *elsewhere} if _matches(name, pattern)}
+        matching = {name for name in {*candidates, *elsewhere} if _matches(name, pattern)}
         if not matching:
-            known = ", ".join(name for name, *_ in _members_of_lists(modules)) or "no list of layers"
-            raise ValueError(f"no layer of {type(model).__name__} is named {pattern!r}; it has {known}")
-        found.update({name: module for name, module in modules.items() if name in matching})
+            known = ", ".join(list(members)[:_MOST_NAMED]) + ", ..." * (len(members) > _MOST_NAMED)
+            known = known or "no list of layers"
+            raise ValueError(f"no layer with weights of {type(model).__name__} is named {pattern!r}; it has {known}")
+        found.update({name: module for name, module in candidates.items() if name in matching})
+    found = _outermost(found)
+    for name, module in found.items():
+        if any(getattr(each, "is_stage_boundary", False) for each in _named_modules(module).values()):
+            raise ValueError(f"{name} contains layers of several stages of the pipeline; name layers within it")
     return found
 
 
@@ -180,37 +223,38 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _members_of_lists(modules: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    """Yield the name, the module, and the number of each layer of lists whose layers are of one class."""
+    """Yield the name, the module, and the number in its list of each layer: a member with weights and submodules."""
     for name, module in modules.items():
         if _is_list(module):
-            prefix = f"{name}." if name else ""
-            members = [n for n in modules if n.startswith(prefix) and n and "." not in n.removeprefix(prefix)]
-            numbered = [(n, modules[n], number) for number, n in enumerate(members)]
-            layers = [each for each in numbered if _is_layer(each[1])]
-            if len({type(layer) for _, layer, _ in layers}) == 1:
-                yield from layers
+            for number, (member, layer) in enumerate(_members(name, modules)):
+                if not _is_list(layer) and _is_composite(layer):
+                    yield member, layer, number
 
 
-def _is_layer(module: Any) -> bool:
-    """Return whether a module has weights and submodules, and is not itself a list of layers."""
-    return not _is_list(module) and len(_named_modules(module)) > 1 and _has_weights(module)
+def _members(name: str, modules: dict[str, Any]) -> list[tuple[str, Any]]:
+    prefix = f"{name}." if name else ""
+    return [(n, m) for n, m in modules.items() if n and n.startswith(prefix) and "." not in n.removeprefix(prefix)]
 
 
 def _is_list(module: Any) -> bool:
-    return any(base.__name__ in _LISTS for base in type(module).__mro__)
+    """Return whether a module only holds others, or runs others that are layers, one after another."""
+    names = {base.__name__ for base in type(module).__mro__}
+    if names & _LISTS:
+        return True
+    return bool(names & _SEQUENCES) and any(_is_composite(m) for _, m in _members("", _named_modules(module)))
+
+
+def _is_composite(module: Any) -> bool:
+    return len(_named_modules(module)) > 1 and _has_weights(module)
 
 
 def _has_weights(module: Any) -> bool:
     return any(True for _ in (module.parameters() if hasattr(module, "parameters") else module.get_parameters()))
 
 
-def _outermost(layers: dict[str, Any]) -> dict[str, Any]:
-    """Leave out layers within other ones, and modules without weights."""
-    return {
-        name: layer
-        for name, layer in layers.items()
-        if not any(name.startswith(f"{other}.") for other in layers) and _has_weights(layer)
-    }
+def _outermost(layers: dict[str, T]) -> dict[str, T]:
+    """Leave out layers within other ones."""
+    return {name: x for name, x in layers.items() if not any(name.startswith(f"{other}.") for other in layers)}
 
 
 def _named_modules(model: Any) -> dict[str, Any]:

@@ -117,6 +117,8 @@ class FinetuneConfig(TaskConfig):
             if getattr(self, name) not in choices:
                 shown = ", ".join(choice or "nothing" for choice in choices)
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
+        if self.recompute_layers and not self.gradient_checkpointing:
+            raise InputError("recompute_layers is given, and gradient_checkpointing is not")
         self._check_at_least(1, "powersgd_rank")
         for name in ("micro_batch_size", "save_steps"):
             self._check_at_least(0, name)

@@ -99,14 +99,14 @@ def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataPa
         )
 
 
-def _layers(text: str) -> Union[bool, int, list[str]]:
-    """Return the layers of ``recompute_layers``: all (True), every n-th (n), or patterns of names.
+def _layers(text: str) -> Union[bool, str, list[str]]:
+    """Return the layers of ``recompute_layers``: all (True), every n-th ("n"), or patterns of names.
 
     >>> _layers(""), _layers("2"), _layers("layer.[0-5], layer.9")
-    (True, 2, ['layer.[0-5]', 'layer.9'])
+    (True, '2', ['layer.[0-5]', 'layer.9'])
     """
     patterns = [part.strip() for part in text.split(",") if part.strip()]
-    return int(patterns[0]) if len(patterns) == 1 and patterns[0].isdecimal() else patterns or True
+    return patterns if len(patterns) > 1 else patterns[0] if patterns else True
 
 
 def train(
@@ -133,6 +133,9 @@ def train(
                 schedule=config.pipeline_schedule,
                 layers_per_stage=layers_per_stage,
             )
+    if args.gradient_checkpointing:
+        with as_input_error():
+            dp.enable_recompute(model, args.recompute_layers)
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
     trainer = dp.DataParallelTrainer(
         model,

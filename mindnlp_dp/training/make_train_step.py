@@ -130,7 +130,7 @@ def make_train_step(
     if recompute is not False:
         if jit:
             raise ValueError("recompute is for PyNative mode; with jit=True call the cells' own recompute() method")
-        enable_recompute(trained, recompute)
+        _recompute(forward_fn, parameters, model, recompute)
     check_values(_with_names(parameters, model), group)
     window: GradientAccumulator
     if reducer is not None:
@@ -205,6 +205,24 @@ def _broadcast(
     known = {id(weight) for each in models for _, weight in named_weights(each)}
     others = [(f"parameter {number}", p) for number, p in enumerate(parameters) if id(p) not in known]
     broadcast_parameters(others, group)
+
+
+def _recompute(forward_fn: Any, parameters: Sequence[Any], model: Any, layers: RecomputeLayers) -> None:
+    """Recompute layers of the models that have the parameters; raise ValueError if none of them has such layers."""
+    models = [model] if model is not None else []
+    models += [each for each in modules_of(forward_fn, parameters) if each is not model]
+    if not models and isinstance(forward_fn, mindspore.nn.Cell):
+        models = [forward_fn]
+    if not models:
+        raise ValueError("recompute needs the model, which is not found from forward_fn; pass model=")
+    chosen, errors = [], []
+    for each in models:
+        try:
+            chosen += enable_recompute(each, layers)
+        except ValueError as error:
+            errors.append(error)
+    if not chosen and errors:
+        raise errors[0]
 
 
 def _in_order_of(optimizer: Any, parameters: Sequence[Any]) -> list[Any]:

@@ -87,5 +87,6 @@ def test_a_pattern_for_layers_of_another_stage(group):
     model = dp.parallelize(build("gpt2"), mesh)
     layers = ["h.0", "h.3.attn"]
     assert dp.enable_recompute(model, layers) == [f"transformer.{layers[group.rank]}"]
-    with pytest.raises(ValueError, match="is named 'h.4'"):
-        dp.enable_recompute(model, "h.4")
+    for name, message in (("h.4", "is named 'h.4'"), ("transformer", "layers of several stages of the pipeline")):
+        with pytest.raises(ValueError, match=message):
+            dp.enable_recompute(model, name)

@@ -279,6 +279,8 @@ def test_the_command_that_estimates(capsys, tmp_path):
         (["--mesh", "cp=2"], "a mesh has axes dp, pp, ep, tp"),
         (["--micro-batch-size", "5"], "a micro-batch of 5 samples exceeds the 4 samples of a device"),
         (["--model", "nothing"], "model 'nothing' is neither a file nor one of"),
+        (["--model", str(tmp_path.parent)], "is a folder without a config.json"),
+        (["--mesh", ""], "--mesh is empty; one device is dp=1"),
     ):
         assert main([*given, *change]) == 2
         assert message in capsys.readouterr().err

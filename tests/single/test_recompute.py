@@ -9,7 +9,7 @@ import weakref
 import mindspore
 import numpy as np
 import pytest
-from library import autograd, is_0_5, nn, set_seed
+from library import autograd, is_0_5, nn, optim, set_seed
 
 import mindnlp_dp as dp
 from mindnlp_dp.kernels import dispatch, functions
@@ -141,16 +141,148 @@ def test_every_nth_layer_and_patterns():
 
 
 @pytest.mark.parametrize(
-    "layers", [0, -1, 1.5, "", [], None, ["layer.0", ""], "encoder.layers", ["layer.0", "nothing"]]
+    "layers", [0, -1, "0", "dropout", 1.5, "", [], None, ["layer.0", ""], "encoder.layers", ["layer.0", "nothing"]]
 )
 def test_layers_that_are_not_there_are_refused(layers):
     model = tiny_roberta(num_layers=2)
     dp.enable_recompute(model, "layer.1")
-    with pytest.raises(ValueError, match=r"(layers to recompute are True|no layer of Roberta.*is named)"):
+    with pytest.raises(ValueError, match=r"(layers to recompute are True|no layer with weights of Roberta.*is named)"):
         dp.enable_recompute(model, layers)
     calls = count_forwards(model.roberta.encoder.layer[1])
     gradients(model)
     assert len(calls) == 2  # as before
+
+
+class Block(nn.Module):
+    """A layer of eight features that takes a tensor, or a list or dictionary of several."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(8, width), nn.Dropout(0.2), nn.Linear(width, 8)
+
+    def forward(self, x):
+        x = x["x"] if isinstance(x, dict) else x[-1] if isinstance(x, list) else x
+        return x + self.down(self.dropout(self.up(x)))
+
+
+class OtherBlock(Block):
+    pass
+
+
+class Stack(nn.Module):
+    """Runs layers one after another, by a function of the layers and the input."""
+
+    def __init__(self, layers, run):
+        super().__init__()
+        self.layers, self.run = nn.ModuleList(layers), run
+
+    def forward(self, x):
+        return ((self.run(self.layers, x) ** 2).mean(),)
+
+
+def in_turn(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def growing_list(layers, x):
+    found = [x]
+    for layer in layers:
+        found.append(layer(found))
+    return sum(found)
+
+
+def changing_dictionary(layers, x):
+    found = {"x": x}
+    for layer in layers:
+        found["x"] = layer(found)
+    return found["x"]
+
+
+def sequence():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.2))
+
+
+STACKS = {
+    "layers of two classes": (lambda: [Block(), OtherBlock(), Block()], in_turn, 3),
+    "a list that grows": (lambda: [Block(), Block(), Block()], growing_list, 3),
+    "a dictionary that changes": (lambda: [Block(), Block()], changing_dictionary, 2),
+    "sequences of operators": (lambda: [sequence(), sequence()], in_turn, 2),
+    "sequences of layers": (lambda: [nn.Sequential(Block(), Block()), nn.Sequential(Block())], in_turn, 3),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_layers_of_other_forms(name):
+    build, run, num_layers = STACKS[name]
+    set_seed(4)
+    model = Stack(build(), run)
+    values = {"x": np.random.default_rng(1).standard_normal((5, 8)).astype(np.float32)}
+    expected = gradients(model, values)
+    assert len(dp.enable_recompute(model)) == num_layers
+    assert_equal(gradients(model, values), expected)
+
+
+@needs_0_4
+def test_every_nth_layer_is_not_one_of_its_experts():
+    from tiny_transformers import build
+
+    assert dp.enable_recompute(build("mixtral"), 2) == ["model.layers.0"]
+
+
+@needs_0_4
+def test_a_cache_that_is_given():
+    from mindnlp.transformers import DynamicCache
+    from tiny_transformers import batch, build
+
+    model = build("llama", dropout=0.1)
+    columns = batch("llama", 2)
+
+    def with_cache():
+        stock, forward = model.forward, type(model).forward
+        model.forward = lambda **inputs: forward(model, past_key_values=DynamicCache(), use_cache=True, **inputs)
+        try:
+            return gradients(model, columns)
+        finally:
+            model.forward = stock
+
+    expected = with_cache()
+    dp.enable_recompute(model)
+    assert_equal(with_cache(), expected)
+
+
+@needs_0_4
+def test_all_models_of_a_loss():
+    one, other = tiny_roberta(num_layers=1, dropout=0.1), tiny_roberta(seed=1, num_layers=1, dropout=0.1)
+    parameters = [*one.parameters(), *other.parameters()]
+    calls = [count_forwards(model.roberta.encoder.layer[0]) for model in (one, other)]
+    step = dp.make_train_step(
+        lambda **x: one(**x)[0] + other(**x)[0], optim.SGD(parameters, lr=0.1), parameters, recompute=True
+    )
+    step(inputs())
+    assert list(map(len, calls)) == [2, 2]
+    held = {"model": one}
+    parameters = list(one.parameters())
+    options = lambda: (lambda **x: held["model"](**x)[0], optim.SGD(parameters, lr=0.1), parameters)  # noqa: E731
+    with pytest.raises(ValueError, match="recompute needs the model, which is not found from forward_fn; pass model="):
+        dp.make_train_step(*options(), recompute=True)
+    dp.make_train_step(*options(), recompute=True, model=one)
+
+
+def test_a_layer_whose_class_is_replaced():
+    model = Stack([nn.BatchNorm1d(8), Block()], in_turn)
+    dp.enable_recompute(model, "layers.0")
+    dp.convert_sync_batchnorm(model)
+    model.train()
+    calls, kind = [], type(model.layers[0])
+    stock = kind.forward
+    try:
+        kind.forward = lambda self, x: calls.append(1) or stock(self, x)
+        gradients(model, {"x": np.random.default_rng(1).standard_normal((5, 8)).astype(np.float32)})
+    finally:
+        kind.forward = stock
+    assert len(calls) == 2
 
 
 def test_a_copy_recomputes_its_own_layers():
@@ -217,7 +349,8 @@ def test_running_statistics_move_once():
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear, self.norm, self.dropout = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)
+            self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.2)
+            self.norm = nn.BatchNorm1d(6, momentum=None)
 
         def forward(self, x):
             return x + self.dropout(self.norm(self.linear(x)))
@@ -239,7 +372,9 @@ def test_running_statistics_move_once():
         dp.enable_recompute(model, recompute)
         values = np.random.default_rng(0).standard_normal((9, 6)).astype(np.float32)
         found.append(gradients(model, {"x": values}))
-        found[-1] += [layer.norm.running_mean.asnumpy() for layer in model.layers]
+        gradients(model, {"x": values + 1})
+        names = ("num_batches_tracked", "running_var", "running_mean")
+        found[-1] += [getattr(layer.norm, name).asnumpy() for layer in model.layers for name in names]
     assert np.any(found[0][-1])
     assert_equal(found[1], found[0])
 
@@ -313,7 +448,8 @@ def test_the_trainers_argument(tmp_path):
 def test_arguments_out_of_range(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         dp.DataParallelArguments(str(tmp_path), gradient_checkpointing=True, **settings)
-    dp.DataParallelArguments(str(tmp_path), recompute_layers="anything")
+    with pytest.raises(ValueError, match="recompute_layers is given, and gradient_checkpointing is not"):
+        dp.DataParallelArguments(str(tmp_path), recompute_layers="anything")
 
 
 @needs_0_4

@@ -49,6 +49,8 @@ class StageInput:
 class ReceivedActivations(nn.Module):
     """Replaces an embedding or a first layer; returns the activations that the previous stage has sent."""
 
+    is_stage_boundary = True
+
     def __init__(self, stage_input: StageInput, *, is_layer: bool = False) -> None:
         super().__init__()
         self._stage_input = stage_input
@@ -92,6 +94,8 @@ def _as_layer(hidden_states: Any) -> tuple[Any, ...]:
 
 class StageEnd(nn.Module):
     """Replaces the first layer of the next stage; ends the forward pass of this stage."""
+
+    is_stage_boundary = True
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         raise StageOutput(hidden_states)

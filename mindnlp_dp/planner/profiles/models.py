@@ -84,6 +84,8 @@ def load_model(given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional
     if str(given) in _SHIPPED:
         return _from_keys(dict(_SHIPPED[str(given)]), str(given), sequence)
     path = Path(given)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"model {str(given)!r} is a folder without a config.json")
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"model {str(given)!r} is neither a file nor one of {', '.join(_SHIPPED)}")

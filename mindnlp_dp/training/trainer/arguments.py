@@ -197,6 +197,8 @@ class DataParallelArgumentsBase(TrainingArguments):
                 "set per_device_train_batch_size"
             )
         self.check_library()
+        if self.recompute_layers is not True and not self.gradient_checkpointing:
+            raise ValueError("recompute_layers is given, and gradient_checkpointing is not")
         check_recompute(self.recomputed)
         check_checkpointing_options(self.gradient_checkpointing_kwargs)
         self.local_rank = self.local_process_index
