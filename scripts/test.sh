@@ -198,7 +198,7 @@ else
     parallel "its transport" msrun 2 "${over_transport[@]}"
     parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]"
     at_four+=(@after_a_failure.py @bad_losses.py @buffers.py @functional.py @kernels.py @models.py @overlap.py
-      @replicas.py @trainer.py "$resumed")
+      @recompute.py @replicas.py @trainer.py "$resumed")
   else
     at_eight=("$cut" @model_parallel.py::test_a_folder_of_weights_into_an_empty_model_and_back)
     parallel "its transport" msrun 2 "${over_transport[@]}" -m "$core"
