@@ -206,6 +206,9 @@ def read_config_file(path: str, kind: type[TaskConfig] = FinetuneConfig) -> dict
                 settings[key] = float(value)
             except ValueError:
                 pass
+        if types[key] is str and type(value) is int:
+            # A number as text: the ZeRO stage, and every n-th layer.
+            settings[key] = str(value)
         if type(settings[key]) is not types[key]:
             raise InputError(f"{path}: {key} must be a {types[key].__name__}, got {value!r}")
     return settings

@@ -58,6 +58,7 @@ def count_forwards(layer):
     return calls
 
 
+@pytest.mark.core
 @needs_0_4
 @pytest.mark.parametrize("kernels", ["auto", "mindspore"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,6 +318,7 @@ def test_a_pass_that_failed_leaves_nothing_behind():
     assert_equal(gradients(model), expected)
 
 
+@pytest.mark.core
 @needs_0_4
 @pytest.mark.parametrize("before", [True, False])
 def test_adapters_in_frozen_layers_get_all_their_gradients(before):
