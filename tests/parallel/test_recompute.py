@@ -44,7 +44,8 @@ def test_weights_are_the_same_to_the_bit(group, kind, mesh):
         if not mesh.is_data_parallel:
             model = dp.parallelize(model, mesh, recompute=at_cutting)
         train(model, kind, pieces_of(mesh, 2), num_updates=3, **options)
-        assert has_recomputed_layers(model) == bool(at_cutting or options)
+        # A stage may have no second layer.
+        assert any(group.all_gather_object(has_recomputed_layers(model))) == bool(at_cutting or options)
         return whole_weights(model)
 
     expected = trained()
