@@ -46,8 +46,8 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
     modules = _named_modules(model)
     chosen = {} if layers is False else _chosen(model, modules, layers)
     for module in modules.values():
-        if hasattr(module, "is_recomputed"):
-            module.is_recomputed = False
+        if hasattr(module, "forward_in_training"):
+            module.forward_in_training = None
     for name, module in modules.items():
         if name in chosen:
             _replace_forward(module, _forward)
@@ -58,7 +58,7 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
 
 def has_recomputed_layers(model: Any) -> bool:
     """Return whether :func:`enable_recompute` is in effect for a layer of the model."""
-    return any(getattr(module, "is_recomputed", False) for module in _named_modules(model).values())
+    return any(getattr(module, "forward_in_training", None) for module in _named_modules(model).values())
 
 
 def check_recompute(layers: RecomputeLayers) -> RecomputeLayers:
@@ -100,15 +100,15 @@ def _options() -> dict[str, bool]:
 
 
 def _replace_forward(module: Any, ours: Callable[..., Any]) -> None:
-    """Let a module call ``ours`` with itself and its own forward method while ``is_recomputed`` is true."""
-    if not hasattr(module, "is_recomputed"):
+    """Let a module call ``ours`` with itself and its own forward method in training."""
+    if not hasattr(module, "forward_in_training"):
         # MindSpore's cells call their forward pass "construct".
         name = "forward" if hasattr(module, "forward") else "construct"
         # The class may be replaced later, as convert_sync_batchnorm does, and then its forward pass, too.
         stock = vars(module).get(name) or functools.partial(_forward_of_class, module, name)
-        replaced = functools.partial(_in_training, ours, module, stock)
+        replaced = functools.partial(_run, module, stock)
         setattr(module, name, functools.update_wrapper(replaced, getattr(module, name)))
-    module.is_recomputed = True
+    module.forward_in_training = ours
 
 
 def _forward_of_class(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -119,12 +119,12 @@ def _has_cache(module: Any) -> bool:
     return "use_cache" in inspect.signature(getattr(module, "forward", module.__call__)).parameters
 
 
-def _in_training(ours: Callable[..., Any], module: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(module: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:
     from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
-    if module.is_recomputed and module.training and pynative_executor.grad_flag():
-        return ours(module, stock, *args, **kwargs)
-    return stock(*args, **kwargs)
+    if module.forward_in_training is None or not module.training or not pynative_executor.grad_flag():
+        return stock(*args, **kwargs)
+    return module.forward_in_training(module, stock, *args, **kwargs)
 
 
 def _forward_without_cache(module: Any, stock: Any, *args: Any, **kwargs: Any) -> Any:

@@ -135,6 +135,12 @@ def test_every_nth_layer_and_patterns():
     calls = count_forwards(model.roberta.encoder.layer[0])
     expected = gradients(model)
     assert len(calls) == 2
+    # A module that was chosen earlier now only contains the layers.
+    assert dp.enable_recompute(model, "encoder") == ["roberta.encoder"]
+    assert dp.enable_recompute(model) == layers
+    calls.clear()
+    assert_equal(gradients(model), expected)
+    assert len(calls) == 2
     assert dp.enable_recompute(model, False) == []
     calls.clear()
     assert_equal(gradients(model), expected)
