@@ -132,6 +132,7 @@ class RandomState:
 
     drawn_from: tuple[Optional[int], int, Optional[SampleStreams]]
     generators: tuple[Any, ...]
+    global_seed: Optional[int]
     kernel_seeds: dict[Any, int]
     numpy_state: Any
     python_state: Any
@@ -140,8 +141,11 @@ class RandomState:
     def current(cls) -> RandomState:
         """Return a copy of the state now."""
         generators = tuple(generator.get_state() for generator in _generators())
-        kernel_seeds = dict(_kernel_seeds())
-        return cls((_current, _num_apart, _streams), generators, kernel_seeds, np.random.get_state(), random.getstate())
+        seeds = _seeds()
+        return cls(
+            (_current, _num_apart, _streams), generators, seeds._GLOBAL_SEED, dict(seeds._KERNEL_SEED),
+            np.random.get_state(), random.getstate(),
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -158,8 +162,10 @@ class RandomState:
         _current, _num_apart, _streams = self.drawn_from
         for generator, state in zip(_generators(), self.generators):
             generator.set_state(state)
-        _kernel_seeds().clear()
-        _kernel_seeds().update(self.kernel_seeds)
+        seeds = _seeds()
+        seeds._GLOBAL_SEED = self.global_seed
+        seeds._KERNEL_SEED.clear()
+        seeds._KERNEL_SEED.update(self.kernel_seeds)
         np.random.set_state(self.numpy_state)
         random.setstate(self.python_state)
 
@@ -172,10 +178,9 @@ def _generators() -> list[Any]:
     return [default_generator] if mindtorch is None else [default_generator, mindtorch.default_generator]
 
 
-def _kernel_seeds() -> dict[Any, int]:
-    """Return the seeds of MindSpore's next calls, by operator, for operators that do not use its generator."""
-    kernel_seeds: dict[Any, int] = importlib.import_module("mindspore.common.seed")._KERNEL_SEED
-    return kernel_seeds
+def _seeds() -> Any:
+    """Return MindSpore's module with the seed, and by operator the number of the next call, without its generator."""
+    return importlib.import_module("mindspore.common.seed")
 
 
 def num_calls() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 
 import mindspore
@@ -14,7 +15,7 @@ from library import autograd, is_0_5, nn, optim, set_seed
 import mindnlp_dp as dp
 from mindnlp_dp.kernels import dispatch, functions
 from mindnlp_dp.runtime.arrays import set_weight
-from mindnlp_dp.runtime.random_state import seeded
+from mindnlp_dp.runtime.random_state import RandomState, seeded
 from models import Rows, tiny_roberta, train, weights
 
 needs_0_4 = pytest.mark.skipif(is_0_5, reason="its models are built with MindNLP 0.4's names")
@@ -72,6 +73,28 @@ def test_gradients_with_dropout_are_the_same_to_the_bit(kind, kernels):
     assert len(names) == 4 if kind in ("bert", "roberta", "gpt2", "t5") else 2
     assert_equal(gradients(model, batch(kind, 4)), expected)
     assert all(np.any(gradient) for gradient in expected[1:]) or kind == "mixtral"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "mindspore"])
+def test_random_numbers_are_replayed_in_a_block_with_another_seed(kernels):
+    dispatch.choose(kernels, 1)
+
+    def draws():
+        ones = mindspore.Tensor(np.ones((4, 50), np.float32))
+        return [nn.functional.dropout(ones, 0.5).asnumpy(), np.random.random(3), np.array([random.random()])]
+
+    with seeded(1):
+        draws()
+        state = RandomState.current()
+        expected = draws()
+    with seeded(2):
+        first, second = draws(), draws()
+    with seeded(2):
+        np.random.seed(5)
+        assert_equal(draws()[:1], first[:1])
+        with state.replayed():
+            assert_equal(draws(), expected)
+        assert_equal(draws()[:1], second[:1])
 
 
 def test_layers_run_twice_in_training_and_once_otherwise():
