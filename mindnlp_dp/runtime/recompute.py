@@ -36,13 +36,13 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
     Args:
         model: a model of MindNLP, or a cell that runs in PyNative mode.
         layers: True: all layers, which are the members of the model's lists of layers. A number n: every n-th member of
-            each list, beginning with the first. One or several shell patterns: the modules with these names; the
+            each list, beginning with the first, also as text. One or several shell patterns: the modules with these names; the
             beginning of a name may be left out, as in ``"encoder.layer.[0-5]"``. False: no layer.
 
     Raises:
         ValueError: ``layers`` is out of range, the model has no such layer, or MindSpore is older than 2.8.
     """
-    check_recompute(layers)
+    layers = check_recompute(layers)
     modules = _named_modules(model)
     chosen = {} if layers is False else _chosen(model, modules, layers)
     for module in modules.values():
@@ -62,12 +62,11 @@ def has_recomputed_layers(model: Any) -> bool:
 
 
 def check_recompute(layers: RecomputeLayers) -> RecomputeLayers:
-    """Return ``layers``; raise ValueError if it names no layers, or if MindSpore cannot recompute them."""
+    """Return ``layers``, text such as "2" as a number; raise ValueError for other values, or if MindSpore is too old."""
+    if isinstance(layers, str) and layers.isdecimal():
+        layers = int(layers)
     is_text = isinstance(layers, Sequence) and all(isinstance(pattern, str) and pattern for pattern in layers)
-    if (
-        not (isinstance(layers, bool) or (isinstance(layers, int) and layers > 0) or (is_text and layers))
-        or layers == "0"
-    ):
+    if not (isinstance(layers, bool) or (isinstance(layers, int) and layers > 0) or (is_text and layers)):
         raise ValueError(
             f"the layers to recompute are True, a number n from 1 on (every n-th), or patterns of names; got {layers!r}"
         )
@@ -192,8 +191,6 @@ def _unchanged_statistics(layer: Any) -> Iterator[None]:
 
 
 def _chosen(model: Any, modules: dict[str, Any], layers: RecomputeLayers) -> dict[str, Any]:
-    if isinstance(layers, str) and layers.isdecimal():
-        layers = int(layers)
     members = _outermost({name: (layer, number) for name, layer, number in _members_of_lists(modules)})
     if isinstance(layers, int):
         if not members:
