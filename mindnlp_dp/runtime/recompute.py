@@ -36,8 +36,8 @@ def enable_recompute(model: Any, layers: RecomputeLayers = True) -> list[str]:
     Args:
         model: a model of MindNLP, or a cell that runs in PyNative mode.
         layers: True: all layers, which are the members of the model's lists of layers. A number n: every n-th member of
-            each list, beginning with the first, also as text. One or several shell patterns: the modules with these names; the
-            beginning of a name may be left out, as in ``"encoder.layer.[0-5]"``. False: no layer.
+            each list, beginning with the first; ``"2"`` means the same as 2. One or several shell patterns: the modules
+            with these names; the beginning of a name may be left out, as in ``"encoder.layer.[0-5]"``. False: none.
 
     Raises:
         ValueError: ``layers`` is out of range, the model has no such layer, or MindSpore is older than 2.8.
@@ -62,7 +62,7 @@ def has_recomputed_layers(model: Any) -> bool:
 
 
 def check_recompute(layers: RecomputeLayers) -> RecomputeLayers:
-    """Return ``layers``, text such as "2" as a number; raise ValueError for other values, or if MindSpore is too old."""
+    """Return ``layers``, "2" as a number; raise ValueError for other values, or if MindSpore is too old."""
     if isinstance(layers, str) and layers.isdecimal():
         layers = int(layers)
     is_text = isinstance(layers, Sequence) and all(isinstance(pattern, str) and pattern for pattern in layers)
