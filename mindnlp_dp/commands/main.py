@@ -137,7 +137,7 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument(
         "--model", required=True, metavar="MODEL",
-        help="a name (bert-base, roberta-large, gpt2-xl, gpt3-175b, t5-base, mixtral-8x7b ...), a config.json, a "
+        help="a name (roberta-large, gpt2-xl, llama-2-7b, qwen2-7b, gemma-2b, mixtral-8x7b ...), a config.json, a "
         "folder with one, or a YAML of operators",
     )  # fmt: skip
     plan.add_argument(
@@ -148,6 +148,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument(
         "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
     )
+    _add_lora_rank(plan)
     plan.add_argument("--zero-stage", type=int, choices=(0, 1, 2), help="of the optimizer (default: 1 where it helps)")
     plan.add_argument(
         "--fill", type=float, default=0.9, metavar="SHARE", help="of a device's memory that may be taken (default: 0.9)"
@@ -174,7 +175,7 @@ def _add_estimate(commands: Any) -> None:
     )
     estimate.add_argument(
         "--model", required=True, metavar="MODEL",
-        help="a name (bert-base, gpt2-xl, mixtral-8x7b ...), a config.json, a folder with one, or a YAML of operators",
+        help="a name (bert-base, llama-2-7b, gemma-2b ...), a config.json, a folder with one, or a YAML of operators",
     )  # fmt: skip
     estimate.add_argument(
         "--batch", type=_positive, required=True, metavar="B", help="samples an update, of all devices"
@@ -186,6 +187,7 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument(
         "--sequence", type=_positive, metavar="S", help="tokens a sample (default: the model's positions)"
     )
+    _add_lora_rank(estimate)
     estimate.add_argument(
         "--devices", type=_positive, default=1, metavar="N", help="devices: all in dp, tp, pp or ep (default: 1)"
     )
@@ -197,6 +199,13 @@ def _add_estimate(commands: Any) -> None:
     )
     estimate.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file")
     estimate.set_defaults(run=_estimate)
+
+
+def _add_lora_rank(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--lora-rank", type=_positive, metavar="R",
+        help="train LoRA adapters of this rank in all products of the layers, all else being frozen",
+    )  # fmt: skip
 
 
 def _positive(text: str) -> int:

@@ -17,7 +17,7 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations")
 
 def run_estimate(args: argparse.Namespace) -> int:
     """Run ``mindnlp-dp estimate``: print a row for each mesh and ZeRO stage; return the exit code."""
-    model = load_model(args.model, sequence=args.sequence)
+    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
     meshes: list[dict[str, Size]] = [dict(parse_mesh(text)) for text in args.mesh]
     if not all(meshes):
         raise ValueError("--mesh is empty; one device is dp=1")
@@ -39,8 +39,9 @@ def run_estimate(args: argparse.Namespace) -> int:
             # Of the usual meshes, those are shown that this model and batch can have.
             if is_given or mesh == meshes[0]:
                 raise
+    trained = "" if model.trained == model.parameters else f" ({model.trained / 1e6:.1f} trained)"
     print(
-        f"{model.name}: {model.parameters / 1e6:.1f} million parameters, {model.sequence} tokens a sample, "
+        f"{model.name}: {model.parameters / 1e6:.1f} million parameters{trained}, {model.sequence} tokens a sample, "
         f"{args.batch} samples an update, {args.precision}; MiB of a device of the heaviest stage"
     )
     width = max(len(row["mesh"]) for row in rows) + 2
@@ -53,7 +54,10 @@ def run_estimate(args: argparse.Namespace) -> int:
         print(f"{row['mesh']:<{width}}{row['zero_stage']:>4}" + "".join(f" {text:>12}" for text in shown))
     print('"recomputed" are the activations with gradient checkpointing. Libraries need some hundred MiB more.')
     written = [{**row, "kept": _bytes(row["kept"]), "recomputed": _bytes(row["recomputed"])} for row in rows]
-    content = {"model": model.name, "parameters": model.parameters, "sequence": model.sequence, "batch": args.batch}
+    content = {
+        "model": model.name, "parameters": model.parameters, "trained": model.trained, "sequence": model.sequence,
+        "batch": args.batch,
+    }  # fmt: skip
     return 0 if write_outputs({**content, "precision": args.precision, "rows": written}, args.json) else 1
 
 

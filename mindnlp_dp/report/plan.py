@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.planner import load_cluster, load_model, plan
 from mindnlp_dp.planner.plan import Plan, Plans, StagePlan
+from mindnlp_dp.planner.profiles.operators import Model
 from mindnlp_dp.report.outputs import write_outputs
 from mindnlp_dp.schedules.pipeline import BACKWARD, FORWARD
 
@@ -28,7 +29,7 @@ def run_plan(args: argparse.Namespace, cluster_keys: Optional[Mapping[str, Any]]
     Args:
         cluster_keys: keys of a cluster that was just measured, used in place of ``args.cluster``.
     """
-    model = load_model(args.model, sequence=args.sequence)
+    model = load_model(args.model, sequence=args.sequence, lora_rank=args.lora_rank)
     cluster = load_cluster(args.cluster if cluster_keys is None else cluster_keys)
     if args.devices:
         cluster = cluster.resized(args.devices)
@@ -41,8 +42,8 @@ def text_of(plans: Plans, top: int = 5) -> str:
     """Return the text that ``mindnlp-dp plan`` prints: the model, the cluster, and the ``top`` plans."""
     model, cluster, best = plans.model, plans.cluster, plans[0]
     lines = [
-        f"model    {model.name}: {_amount(model.parameters)} parameters, {model.sequence} tokens a sample, "
-        f"{plans.batch} samples an update",
+        f"model    {model.name}: {_amount(model.parameters)} parameters{_of_them_trained(model)}, "
+        f"{model.sequence} tokens a sample, {plans.batch} samples an update",
         f"cluster  {cluster.name}: {cluster.num_hosts} x {cluster.devices_per_host} devices with "
         f"{cluster.memory / _GIB:.1f} GiB, {cluster.flops * cluster.efficiency / 1e12:.3g} TFLOP/s in products, "
         f"{1e-9 / cluster.inside.beta:.3g} GB/s inside a host"
@@ -141,6 +142,10 @@ def _in_code(found: Plan, plans: Plans) -> str:
     )
 
 
+def _of_them_trained(model: Model) -> str:
+    return "" if model.trained == model.parameters else f" ({_amount(model.trained)} trained)"
+
+
 def _amount(number: float) -> str:
     """Return a large number with a word for its size.
 
@@ -156,7 +161,12 @@ def _amount(number: float) -> str:
 def as_dict(plans: Plans) -> dict[str, Any]:
     """Return all plans as JSON-ready values; times in seconds, memory in bytes."""
     return {
-        "model": {"name": plans.model.name, "parameters": plans.model.parameters, "sequence": plans.model.sequence},
+        "model": {
+            "name": plans.model.name,
+            "parameters": plans.model.parameters,
+            "trained": plans.model.trained,
+            "sequence": plans.model.sequence,
+        },
         "cluster": {"name": plans.cluster.name, "devices": plans.cluster.num_devices, "source": plans.cluster.source},
         "batch": plans.batch,
         "priced": plans.num_priced,

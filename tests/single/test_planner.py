@@ -38,7 +38,9 @@ GIB = 2**30
 
 PARAMETERS = {  # published values, in millions
     "bert-base": 109.5, "roberta-large": 355.4, "gpt2": 124.4, "gpt2-xl": 1557.6, "t5-base": 222.9,
-    "mixtral-8x7b": 46702.8, "gpt3-175b": 174600,
+    "mixtral-8x7b": 46702.8, "gpt3-175b": 174600, "llama-2-7b": 6738.4, "llama-3-8b": 8030.3, "tinyllama-1.1b": 1100.0,
+    "qwen2-0.5b": 494.0, "qwen2-7b": 7615.6, "mistral-7b": 7241.7, "gemma-2b": 2506.2, "phi-2": 2779.7,
+    "opt-125m": 125.2, "opt-6.7b": 6658.5,
 }  # fmt: skip
 
 
@@ -89,6 +91,36 @@ def test_parameters_are_those_of_a_real_model(tmp_path):
         assert ours.parameters == pytest.approx(real, rel=0.03), type(model).__name__
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama, tied", "qwen2", "mistral", "gemma", "phi", "opt"])
+def test_parameters_of_decoders_are_those_of_real_models(tmp_path, kind):
+    from tiny_transformers import build
+
+    model = build(kind)
+    model.config.save_pretrained(str(tmp_path))
+    real = sum(p.size for p in {id(p): p for p in model.parameters()}.values())
+    assert load_model(tmp_path).parameters == real
+
+
+def test_adapters_have_the_only_gradients():
+    whole, lora = load_model("llama-2-7b", sequence=512), load_model("llama-2-7b", sequence=512, lora_rank=8)
+    # The number that PEFT prints for this model and all seven kinds of layers.
+    assert lora.trained == 19_988_480
+    assert lora.parameters == whole.parameters + lora.trained
+    for zero_stage in (0, 1, 2):
+        full, adapters = (memory_of(model, dp=4, zero_stage=zero_stage) for model in (whole, lora))
+        assert adapters.weights == pytest.approx(2 * lora.parameters)
+        assert adapters.optimizer == pytest.approx(12 * lora.trained / (4 if zero_stage else 1))
+        assert adapters.gradients == pytest.approx(2 * lora.trained / (4 if zero_stage == 2 else 1))
+        assert full.total > 3 * adapters.weights
+    cluster = load_cluster("ascend-910b-8")
+    full, adapters = (plan(model, cluster, 64)[0] for model in (whole, lora))
+    assert adapters.seconds < full.seconds
+    for mesh in ({"dp": 8}, {"pp": 2, "dp": 4}, {"dp": 4, "tp": 2}):
+        assert predict(lora, cluster, 64, mesh, 4).seconds < predict(whole, cluster, 64, mesh, 4).seconds
+    with pytest.raises(ValueError, match="rank of LoRA's adapters must be from 1 on, got 0"):
+        load_model("gpt2", lora_rank=0)
+
+
 def test_a_model_of_operators(tmp_path):
     file = tmp_path / "mlp.yaml"
     file.write_text(
@@ -109,7 +141,7 @@ def test_a_model_of_operators(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "llama"}, "model key model_type must be one of bert"),
+        ({"model_type": "bloom"}, "model key model_type must be one of bert"),
         ({**TINY, "hidden_size": 0}, "model key hidden_size must be a whole number from 1 on, got 0"),
         ({**TINY, "hidden_size": "64"}, "model key hidden_size"),
         ({**TINY, "hidden_size": 66}, "num_attention_heads is 4, which does not divide hidden_size, 66"),

@@ -77,14 +77,12 @@ def memory_of(  # noqa: PLR0917
     roles = strategies_of(model, "ep" if ep > 1 else "tp", max(tp, ep))
     n = max(tp, ep)
     mine = {operator.name for operator in operators}
+    counted = [(o, n if roles[o.name] in _CUT else 1, roles[o.name] == EXPERT) for o in operators]
+    counted = [each for each in counted if each[0].tied_to not in mine]
     numbers = {
-        is_expert: sum(
-            o.parameters / (n if roles[o.name] in _CUT else 1)
-            for o in operators
-            if o.tied_to not in mine and (roles[o.name] == EXPERT) == is_expert
-        )
-        for is_expert in (False, True)
+        kind: sum(o.parameters / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)
     }
+    frozen = {kind: sum(o.frozen / parts for o, parts, is_expert in counted if is_expert == kind) for kind in (0, 1)}
     saved = [saved_of(o, roles[o.name], n) for o in operators]
     value = 2 if precision == "mixed" else 4
     kept = [value * s.values + s.masks for s in saved]
@@ -97,25 +95,30 @@ def memory_of(  # noqa: PLR0917
     else:
         activations = micro_batch * in_flight * sum(kept)
     return parameter_memory(
-        numbers[False], numbers[True], dp=dp, ep=ep, zero_stage=zero_stage, precision=precision, activations=activations
-    )
+        numbers[False], numbers[True], frozen[False], frozen[True], dp=dp, ep=ep, zero_stage=zero_stage,
+        precision=precision, activations=activations,
+    )  # fmt: skip
 
 
 def parameter_memory(
-    parameters: float, expert_parameters: float = 0.0, *, dp: int = 1, ep: int = 1, zero_stage: int = 0,
-    precision: str = "mixed", activations: float = 0.0,
+    parameters: float, expert_parameters: float = 0.0, frozen: float = 0.0, frozen_experts: float = 0.0, *, dp: int = 1,
+    ep: int = 1, zero_stage: int = 0, precision: str = "mixed", activations: float = 0.0,
 ) -> MemoryUse:  # fmt: skip
-    """Return the memory for these parameters; expert ones are replicated over ``dp``, others over ``dp * ep``."""
+    """Return the memory for these parameters; expert ones are replicated over ``dp``, others over ``dp * ep``.
+
+    Of them, ``frozen`` and ``frozen_experts`` have neither a gradient nor an optimizer state.
+    """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
     if precision not in BYTES:
         raise ValueError(f"precision must be one of {', '.join(BYTES)}, got {precision!r}")
-    kinds = []
+    kinds: list[float] = []
     for size, divided_from in zip(BYTES[precision], (3, 2, 1)):
         is_sharded = zero_stage >= divided_from
-        kinds.append(
-            size * (parameters / (dp * ep if is_sharded else 1) + expert_parameters / (dp if is_sharded else 1))
+        dense, experts = (
+            (parameters, expert_parameters) if not kinds else (parameters - frozen, expert_parameters - frozen_experts)
         )
+        kinds.append(size * (dense / (dp * ep if is_sharded else 1) + experts / (dp if is_sharded else 1)))
     return MemoryUse(kinds[0], kinds[1], kinds[2], activations)
 
 

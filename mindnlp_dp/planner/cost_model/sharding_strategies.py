@@ -132,14 +132,16 @@ def cost_of(
         shares[role] *= n
     num_parts = int(np.prod([n for role, n in shares.items() if role != NONE]))
     # Calls are not divided: each device starts its own.
-    passes = (3 if input_has_gradient else 2) if backwards else 1
+    # Frozen weights need no gradient.
+    of_weights = operator.trained / operator.parameters if operator.parameters else 1.0
+    passes = (2 if input_has_gradient else 1) + of_weights if backwards else 1
     compute = passes * samples * operator.flops / num_parts * rates.flop
     compute += samples * operator.masks / num_parts * rates.draw
     compute += (3 if backwards else 1) * (
         samples * (operator.traffic * rates.value + operator.scores * rates.score) / num_parts
         + operator.calls * rates.call
     )
-    weights = operator.parameters
+    weights = operator.trained
     for role in (COLUMN, ROW, VOCABULARY, EXPERT):
         weights /= shares[role]
     # This term does not depend on the number of samples.

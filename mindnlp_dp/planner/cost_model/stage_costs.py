@@ -95,8 +95,11 @@ def stages_of_mesh(mesh: Mapping[str, Size]) -> list[StageParallelism]:
 # Columns of the table: fixed and per-sample seconds (two columns each) of forward compute, backward compute, forward
 # collectives and backward collectives; parameters; expert parameters; bytes kept per sample for the backward pass. With
 # recomputation: fixed and per-sample seconds of the second forward pass (compute, collectives); bytes kept per sample.
-_AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT, _AGAIN, _KEPT_INPUTS = 4, 6, 8, 9, 10, 11, 15
-_NUM_COLUMNS = 16
+# Of the parameters, those that are frozen.
+_AHEAD, _BACK, _PARAMETERS, _OF_EXPERTS, _KEPT, _AGAIN, _KEPT_INPUTS, _FROZEN, _FROZEN_EXPERTS = (
+    4, 6, 8, 9, 10, 11, 15, 16, 17,
+)  # fmt: skip
+_NUM_COLUMNS = 18
 
 
 _known_kinds: weakref.WeakKeyDictionary[Graph, dict[tuple[str, int], Any]] = weakref.WeakKeyDictionary()
@@ -168,12 +171,13 @@ class StageCosts:
         self._place_of = {o.name: layer for layer, (a, b) in enumerate(zip(bounds, bounds[1:])) for o in operators[a:b]}
         self._tied = [self._tied_in(a, b, roles, n) for a, b in zip(bounds, bounds[1:])]
 
-    def _tied_in(self, first: int, end: int, roles: dict[str, str], n: int) -> list[tuple[str, float]]:
-        """Return the parameters per device that this layer shares with another operator, with that operator's name."""
+    def _tied_in(self, first: int, end: int, roles: dict[str, str], n: int) -> list[tuple[str, float, float]]:
+        """Return the operators that this layer shares parameters with, and per device those and the frozen of them."""
         found = []
         for o in self.model.graph.operators[first:end]:
             if o.tied_to is not None:
-                found.append((o.tied_to, o.parameters / (n if roles[o.name] in (COLUMN, ROW, VOCABULARY) else 1)))
+                parts = n if roles[o.name] in (COLUMN, ROW, VOCABULARY) else 1
+                found.append((o.tied_to, o.parameters / parts, o.frozen / parts))
         return found
 
     def _run(self, first: Any, last: Any) -> np.ndarray:
@@ -189,20 +193,25 @@ class StageCosts:
         run = self._run(first, last)
         return run[..., _PARAMETERS] + self._elsewhere(first, last), run[..., _OF_EXPERTS]
 
-    def _elsewhere(self, first: Any, last: Any) -> Any:
-        """Return the number of parameters that are tied to a layer outside of the range."""
+    def frozen(self, first: Any, last: Any) -> tuple[Any, Any]:
+        """Return how many of :meth:`parameters` are not trained."""
+        run = self._run(first, last)
+        return run[..., _FROZEN] + self._elsewhere(first, last, frozen=True), run[..., _FROZEN_EXPERTS]
+
+    def _elsewhere(self, first: Any, last: Any, *, frozen: bool = False) -> Any:
+        """Return the number of parameters, or of frozen ones, that are tied to a layer outside of the range."""
         first, last = np.broadcast_arrays(first, last)
         extra = np.zeros(first.shape)
         for layer, tied in enumerate(self._tied):
-            for name, size in tied:
-                home = self._place_of[name]
+            for name, *sizes in tied:
+                home, size = self._place_of[name], sizes[frozen]
                 inside = (first <= layer) & (layer <= last)
                 extra += np.where(inside & ~((first <= home) & (home <= last)), size, 0.0)
         return extra
 
     def tied_parameters(self, first: int, last: int) -> float:
         """Return the parameters per device that another stage has too, so that both must sum up the gradients."""
-        return float(self._elsewhere(first, last))
+        return float(self._elsewhere(first, last) - self._elsewhere(first, last, frozen=True))
 
     def activations(self, first: Any, last: Any, micro_batch: int) -> Any:
         """Return the bytes that a micro-batch keeps for its backward pass."""
@@ -227,10 +236,10 @@ class StageCosts:
         if recompute:
             kept, peak = self.recomputed(first, last, micro_batch)
             activations = in_flight * float(kept) + float(peak)
-        parameters, of_experts = (float(x) for x in self.parameters(first, last))
+        numbers = (float(x) for x in (*self.parameters(first, last), *self.frozen(first, last)))
         s = self.sharing
         return parameter_memory(
-            parameters, of_experts, dp=s.dp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision,
+            *numbers, dp=s.dp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision,
             activations=activations,
         )  # fmt: skip
 
@@ -238,11 +247,11 @@ class StageCosts:
         self, first: Any, last: Any, micro_batch: int, *, zero_stage: int, recompute: bool, room: float
     ) -> np.ndarray:
         """Return how many micro-batches of a stage fit into ``room`` bytes at a time; 0 if the stage does not fit."""
-        parameters, of_experts = self.parameters(first, last)
         s = self.sharing
         fixed = parameter_memory(
-            parameters, of_experts, dp=s.dp, ep=s.ep, zero_stage=zero_stage, precision=self.cluster.precision
-        ).total
+            *self.parameters(first, last), *self.frozen(first, last), dp=s.dp, ep=s.ep, zero_stage=zero_stage,
+            precision=self.cluster.precision,
+        ).total  # fmt: skip
         each, peak = self.activations(first, last, micro_batch), 0.0
         if recompute:
             each, peak = self.recomputed(first, last, micro_batch)
@@ -251,7 +260,8 @@ class StageCosts:
 
     def update(self, first: int, last: int, zero_stage: int) -> tuple[float, float]:
         """Return the seconds per update of a stage's gradient exchange, and of its optimizer."""
-        parameters, of_experts = (float(x) for x in self.parameters(first, last))
+        trained = (a - b for a, b in zip(self.parameters(first, last), self.frozen(first, last)))
+        parameters, of_experts = map(float, trained)
         s, size = self.sharing, self.cluster.bytes_per_value
         n = s.tp
         exchange = all_reduce(s.num_data, size * parameters, self.cluster.link(s.num_data, n))
@@ -310,7 +320,10 @@ def _column(operator: Operator, role: str, mesh: DeviceGroup, rates: DeviceRates
     saved = saved_of(operator, role, n)
     kept = rates.bytes_per_value * saved.values + saved.masks
     parts = [*seconds, 0.0 if role == EXPERT else mine, mine if role == EXPERT else 0.0, kept]
-    return np.array(parts + [0.0] * (_NUM_COLUMNS - len(parts)))
+    column = np.array(parts + [0.0] * (_NUM_COLUMNS - len(parts)))
+    share = operator.frozen / operator.parameters if operator.parameters else 0.0
+    column[[_FROZEN, _FROZEN_EXPERTS]] = share * column[[_PARAMETERS, _OF_EXPERTS]]
+    return column
 
 
 def reshard_cost(

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from mindnlp_dp.planner.profiles.architectures import BUILDERS, Builder
+from mindnlp_dp.planner.profiles.architectures import BUILDERS
+from mindnlp_dp.planner.profiles.builder import Builder
 from mindnlp_dp.planner.profiles.cluster import read_yaml
-from mindnlp_dp.planner.profiles.operators import ROLES, Graph, Model, Operator
+from mindnlp_dp.planner.profiles.operators import ROLES, Graph, Model, Operator, with_lora
 
 # Published configurations, as differences from the defaults of their model type.
 _SHIPPED: dict[str, dict[str, Any]] = {
@@ -33,6 +34,35 @@ _SHIPPED: dict[str, dict[str, Any]] = {
     "t5-base": {
         "model_type": "t5", "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12,
     },
+    "llama-2-7b": {"model_type": "llama"},
+    "llama-3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "tinyllama-1.1b": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+        "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    },
+    "qwen2-0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen2-7b": {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    },
+    "mistral-7b": {"model_type": "mistral"},
+    "gemma-2b": {
+        "model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18,
+        "num_attention_heads": 8, "num_key_value_heads": 1,
+    },
+    "phi-2": {
+        "model_type": "phi", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 32,
+    },
+    "opt-125m": {"model_type": "opt"},
+    "opt-6.7b": {
+        "model_type": "opt", "hidden_size": 4096, "ffn_dim": 16384, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
     "mixtral-8x7b": {"model_type": "mixtral"},
 }  # fmt: skip
 
@@ -45,6 +75,32 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "t5": {
         "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8,
         "is_gated_act": False, "relative_attention_num_buckets": 32,
+    },
+    "llama": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    },
+    "qwen2": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "tie_word_embeddings": False, "max_position_embeddings": 32768,
+    },
+    "mistral": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+    },
+    "gemma": {
+        "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    "phi": {
+        "vocab_size": 51200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+        "num_attention_heads": 32, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+    },
+    "opt": {
+        "vocab_size": 50272, "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "tie_word_embeddings": True, "max_position_embeddings": 2048,
     },
     "mixtral": {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -69,20 +125,29 @@ def model_names() -> list[str]:
     return list(_SHIPPED)
 
 
-def load_model(given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional[int] = None) -> Model:
+def load_model(
+    given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional[int] = None, lora_rank: Optional[int] = None
+) -> Model:
     """Load a model: a name of :func:`model_names`, a ``config.json`` or its folder, a YAML file, or their content.
 
     Args:
         sequence: tokens per sample; by default the number of positions, at most 512 for BERT, RoBERTa and T5, and at
             most 2048 for other configurations.
+        lora_rank: train LoRA adapters of this rank in all products of the layers, and nothing else.
 
     Raises:
         ValueError: A key is unknown or missing, or its value is invalid; the message is one sentence with the key.
     """
+    model = _from_keys(*_read(given), sequence)
+    return model if lora_rank is None else with_lora(model, lora_rank)
+
+
+def _read(given: Union[str, Path, Mapping[str, Any]]) -> tuple[dict[str, Any], str]:
+    """Return the keys and the name of a model."""
     if isinstance(given, Mapping):
-        return _from_keys(dict(given), str(given.get("name") or given.get("model_type") or "model"), sequence)
+        return dict(given), str(given.get("name") or given.get("model_type") or "model")
     if str(given) in _SHIPPED:
-        return _from_keys(dict(_SHIPPED[str(given)]), str(given), sequence)
+        return dict(_SHIPPED[str(given)]), str(given)
     path = Path(given)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"model {str(given)!r} is a folder without a config.json")
@@ -99,7 +164,7 @@ def load_model(given: Union[str, Path, Mapping[str, Any]], *, sequence: Optional
     else:
         keys = read_yaml(path, "model")
     name = path.parent.name if path.name == "config.json" else path.stem
-    return _from_keys(keys, str(keys.get("name") or name), sequence)
+    return keys, str(keys.get("name") or name)
 
 
 def _from_keys(keys: dict[str, Any], name: str, sequence: Optional[int]) -> Model:
@@ -130,7 +195,7 @@ def _from_keys(keys: dict[str, Any], name: str, sequence: Optional[int]) -> Mode
         raise ValueError(f"model key sequence is {sequence}, and the model has {positions} positions")
     heads = next((key for key in ("num_attention_heads", "n_head", "num_heads") if key in config), "")
     hidden = next((key for key in ("hidden_size", "n_embd", "d_model") if key in config), "")
-    if kind != "t5" and config[hidden] % config[heads]:
+    if kind != "t5" and "head_dim" not in config and config[hidden] % config[heads]:
         raise ValueError(f"model key {heads} is {config[heads]}, which does not divide {hidden}, {config[hidden]}")
     model = BUILDERS[kind](Builder(name, kind, sequence, config), config)
     model.train_flags = _train_flags(name, kind, config, sequence)
@@ -139,7 +204,14 @@ def _from_keys(keys: dict[str, Any], name: str, sequence: Optional[int]) -> Mode
 
 def _check(config: Mapping[str, Any], kind: str) -> None:
     """Check keys without a default, the sizes of numbers, and keys that depend on each other."""
-    for key in ("n_inner", "num_decoder_layers", "num_labels"):
+    for key in (
+        "n_inner",
+        "num_decoder_layers",
+        "num_labels",
+        "num_key_value_heads",
+        "head_dim",
+        "word_embed_proj_dim",
+    ):
         value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _HUGE):
             raise ValueError(f"model key {key} must be a whole number from 1 on, got {value!r}")
@@ -154,17 +226,16 @@ def _check(config: Mapping[str, Any], kind: str) -> None:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not 0 <= value <= 1:
                 raise ValueError(f"model key {key} must be a share from 0 to 1, got {value!r}")
-    if kind == "mixtral":
-        if config["num_attention_heads"] % config["num_key_value_heads"]:
-            raise ValueError(
-                f"model key num_key_value_heads is {config['num_key_value_heads']}, which does not divide "
-                f"num_attention_heads, {config['num_attention_heads']}"
-            )
-        if config["num_experts_per_tok"] > config["num_local_experts"]:
-            raise ValueError(
-                f"model key num_experts_per_tok is {config['num_experts_per_tok']}, and there are "
-                f"{config['num_local_experts']} experts"
-            )
+    if "num_key_value_heads" in config and config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise ValueError(
+            f"model key num_key_value_heads is {config['num_key_value_heads']}, which does not divide "
+            f"num_attention_heads, {config['num_attention_heads']}"
+        )
+    if kind == "mixtral" and config["num_experts_per_tok"] > config["num_local_experts"]:
+        raise ValueError(
+            f"model key num_experts_per_tok is {config['num_experts_per_tok']}, and there are "
+            f"{config['num_local_experts']} experts"
+        )
 
 
 def _train_flags(name: str, kind: str, config: Mapping[str, Any], sequence: int) -> str:

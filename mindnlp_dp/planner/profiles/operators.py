@@ -8,6 +8,7 @@ Forward and backward pass are one node: the cost of a role is the communication 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -42,7 +43,8 @@ class Operator:
         width_in: features per row of its input, however many inputs it has.
         width_out: features per row of its output.
         flops: FLOPs of the forward pass; the backward pass has twice as many.
-        parameters: its trainable parameters.
+        parameters: its parameters.
+        frozen: number of its parameters that are not trained.
         traffic: values that the forward pass reads and writes, for memory-bound operators.
         scores: attention scores, one for each pair of tokens and head.
         calls: number of operators that a framework starts for it in the forward pass.
@@ -64,6 +66,7 @@ class Operator:
     width_out: float = 0
     flops: float = 0
     parameters: float = 0
+    frozen: float = 0
     traffic: float = 0
     scores: float = 0
     calls: float = 1
@@ -79,6 +82,11 @@ class Operator:
     def __post_init__(self) -> None:
         if self.kind not in ROLES:
             raise ValueError(f"operator {self.name!r}: kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+
+    @property
+    def trained(self) -> float:
+        """Return the number of its parameters that are trained."""
+        return self.parameters - self.frozen
 
     @property
     def num_in(self) -> float:
@@ -152,9 +160,37 @@ class Model:
         return sum(o.parameters for o in self.graph.operators if o.tied_to is None)
 
     @property
+    def trained(self) -> float:
+        """Return the number of parameters that are trained, tied ones counted once."""
+        return sum(o.trained for o in self.graph.operators if o.tied_to is None)
+
+    @property
     def flops(self) -> float:
         """Return the FLOPs per sample, forward and backward."""
         return 3 * sum(o.flops for o in self.graph.operators)
+
+
+def with_lora(model: Model, rank: int) -> Model:
+    """Return a model with frozen weights and LoRA adapters of this rank in all products of its layers.
+
+    A product from k to n features gets r (k + n) trained parameters (Hu et al., *LoRA*, 2021). Products that every
+    device repeats, such as a router, and experts get none.
+    """
+    if rank < 1:
+        raise ValueError(f"the rank of LoRA's adapters must be from 1 on, got {rank}")
+    operators = []
+    for o in model.graph.operators:
+        new = dataclasses.replace(o, frozen=o.parameters)
+        if o.kind == "matmul" and o.layer is not None and COLUMN in (o.only or ROLES[o.kind]):
+            # An operator may stand for several products, each with a first matrix of its own.
+            inner = o.flops / (2 * o.rows * o.width_out)
+            added = rank * (o.calls * inner + o.width_out)
+            new = dataclasses.replace(
+                new, parameters=o.parameters + added, flops=o.flops + 2 * o.rows * added, calls=o.calls + 3,
+                saved=o.saved + rank * o.rows,
+            )  # fmt: skip
+        operators.append(new)
+    return dataclasses.replace(model, graph=Graph(operators, model.graph.name), train_flags="")
 
 
 # Layers group operators; a pipeline may be cut between layers. The rule is that of Zheng et al., Alpa (OSDI 2022),
