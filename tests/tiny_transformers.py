@@ -8,10 +8,31 @@ import numpy as np
 
 VOCAB, WIDTH, LENGTH = 51, 16, 10
 KINDS = ("bert", "roberta", "masked", "gpt2", "t5", "mixtral")
+# Decoders with their class and the settings that make them differ: grouped keys and values, tied heads, sliding
+# windows, heads wider than the hidden size, projections around the layers.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 2}),
+    "llama, tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 4}),
+    "gemma": ("Gemma", {"num_key_value_heads": 2, "head_dim": 8, "hidden_activation": "gelu_pytorch_tanh"}),
+    "phi": ("Phi", {"num_key_value_heads": 4}),
+    "opt": ("OPT", {"ffn_dim": 32, "word_embed_proj_dim": 8, "do_layer_norm_before": True}),
+}
+# The end of a kind that stands for the model with LoRA adapters, and the layers that have them.
+LORA = ", LoRA"
+_TARGETS = {"gpt2": ["c_attn", "c_proj"], "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
+            "opt": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"], "t5": ["q", "v", "o", "wi", "wo"]}  # fmt: skip
+_LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def build(kind: str, seed: int = 3, dropout: float = 0.0, num_layers: int = 4, **config: Any) -> Any:
     """Build a model whose weights depend on ``seed`` only. T5 and the mixtures of experts have two layers."""
+    model = _build(kind.removesuffix(LORA), seed, dropout, num_layers, **config)
+    return with_lora(model, dropout) if kind.endswith(LORA) else model
+
+
+def _build(kind: str, seed: int, dropout: float, num_layers: int, **config: Any) -> Any:
     import mindnlp.transformers as models
     from library import set_seed
 
@@ -40,9 +61,14 @@ def build(kind: str, seed: int = 3, dropout: float = 0.0, num_layers: int = 4, *
         sizes = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
         rest = {"dropout_rate": dropout, "decoder_start_token_id": 0, "use_cache": False}
         return models.T5ForConditionalGeneration(models.T5Config(**{**sizes, **rest, **config}))
-    if kind == "llama":
-        sizes = {name: mixture[name] for name in mixture if name != "use_cache"}
-        return models.LlamaForCausalLM(models.LlamaConfig(**{**sizes, "num_key_value_heads": 2, **config}))
+    if kind in DECODERS:
+        name, settings = DECODERS[kind]
+        sizes = {**mixture, "num_hidden_layers": num_layers, "pad_token_id": 0, **settings}
+        if kind in ("phi", "opt"):
+            drops = ("resid_pdrop", "embd_pdrop") if kind == "phi" else ("dropout",)
+            sizes.update(dict.fromkeys(drops, dropout))
+        config_class, model_class = getattr(models, f"{name}Config"), getattr(models, f"{name}ForCausalLM")
+        return model_class(config_class(**{**sizes, **config}))
     if kind == "qwen2_moe":
         sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 4}
         return models.Qwen2MoeForCausalLM(
@@ -51,9 +77,23 @@ def build(kind: str, seed: int = 3, dropout: float = 0.0, num_layers: int = 4, *
     return models.MixtralForCausalLM(models.MixtralConfig(**{**mixture, "num_local_experts": 4, **config}))
 
 
+def with_lora(model: Any, dropout: float = 0.0) -> Any:
+    """Put adapters into a model; their second matrices are not zeros, so that both matrices have gradients at once."""
+    from mindnlp.peft import LoraConfig, get_peft_model
+    from mindspore import Tensor
+
+    targets = _TARGETS.get(model.config.model_type, _LLAMA_TARGETS)
+    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=targets, lora_dropout=dropout))
+    rng = np.random.default_rng(5)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.assign_value(Tensor(0.1 * rng.standard_normal(parameter.shape).astype(np.float32)))
+    return model
+
+
 def batch(kind: str, num_rows: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Return rows and labels for a model of this kind; some rows are padded, and some tokens are ignored."""
-    rng = np.random.default_rng(seed)
+    kind, rng = kind.removesuffix(LORA), np.random.default_rng(seed)
     ids = rng.integers(3, VOCAB, (num_rows, LENGTH))
     columns = {"input_ids": ids}
     if kind in ("bert", "roberta"):
@@ -101,8 +141,8 @@ def train(model: Any, kind: str, pieces: Any, *, num_updates: int = 5, group: An
 
 
 def whole_weights(model: Any) -> dict[str, np.ndarray]:
-    """Return all parameters as full arrays, gathered from the shards if the model is sharded. A collective."""
+    """Return what trains as full arrays, gathered from the shards if the model is sharded. A collective."""
     if getattr(model, "parallel", None) is None:
-        return {name: p.asnumpy().copy() for name, p in model.named_parameters()}
+        return {name: p.asnumpy().copy() for name, p in model.named_parameters() if p.requires_grad}
     arrays = {p.name: whole.copy() for p, whole in model.parallel.full_arrays()}
     return {name: arrays[name] for name in arrays if model.parallel.placements[name].trains}

@@ -58,7 +58,7 @@ def main() -> None:
         # 16 GB and 4 GB: half of both fits.
         width, out = 256, 64
         inner = int(16 * gigabyte / width)
-        plan = ShardingPlan(tensor=TensorPlan({"operators.0": "columns", "operators.1": "rows"}))
+        plan = ShardingPlan(tensor=TensorPlan({"operators.0": "colwise", "operators.1": "rowwise"}))
     else:
         width = inner = out = math.isqrt(int(10 * gigabyte))
         plan = ShardingPlan(pipeline=PipelinePlan(layers="operators", tuples=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -10,7 +11,8 @@ from safetensors.numpy import save_file
 
 from mindnlp_dp.checkpoint.manifest import MODEL, STATE, RunId, write_manifest
 from mindnlp_dp.checkpoint.state_tree import pack_state
-from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.runtime.adapters import has_adapters
+from mindnlp_dp.runtime.arrays import from_host, to_host
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.named_weights import named_weights
 
@@ -34,21 +36,29 @@ def write_checkpoint(
 
 def write_weights(model: Any, folder: Path) -> None:
     """Write ``model.safetensors``: every weight by its name; for a model with adapters, only those not frozen."""
-    has_adapters = hasattr(model, "peft_config")
+    skips_frozen = has_adapters(model)
     arrays = {
         name: _contiguous(to_host(weight))
         for name, weight in named_weights(model)
-        if not has_adapters or getattr(weight, "requires_grad", True)
+        if not skips_frozen or getattr(weight, "requires_grad", True)
     }
     save_file(arrays, folder / MODEL, metadata={"format": "np"})
 
 
 def write_module(model: Any, folder: Path) -> None:
     """Write a model that is not a PreTrainedModel: adapters as PeftModel.from_pretrained reads them, or all weights."""
-    if hasattr(model, "peft_config"):
+    if has_adapters(model):
         model.save_pretrained(str(folder))
     else:
         write_weights(model, folder)
+
+
+def write_adapters(model: Any, arrays: Mapping[str, np.ndarray], folder: Path) -> None:
+    """Write adapters, given as full arrays by their parameters' names, as PeftModel.from_pretrained reads them."""
+    from mindnlp.peft.utils.save_and_load import get_data_list
+
+    entries = get_data_list({name: from_host(array, str(array.dtype)) for name, array in arrays.items()})
+    model.save_pretrained(str(folder), state_dict=entries)
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from mindnlp_dp.communication.default_group import get_data_group
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.arrays import dtype_name, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import named_buffers, named_weights, transient_buffers
 
@@ -28,11 +29,16 @@ _UNUSED_COPIES = (".original_cell.", ".original_module.")
 def replica_digest(model: Any) -> str:
     """Return a hash of every weight's name, type, shape and bits, as 16 hexadecimal digits."""
     total = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    has_adapters = hasattr(model, "peft_config")
+    skips_copies = has_adapters(model)
     for name, weight in named_weights(model):
-        if not (has_adapters and any(copy in name for copy in _UNUSED_COPIES)):
+        if not (skips_copies and is_unused_copy(name)):
             total.update(weight_digest(name, weight))
     return total.hexdigest()
+
+
+def is_unused_copy(name: str) -> bool:
+    """Return whether a weight of a model with adapters is in an unused copy, and so in no digest and no checkpoint."""
+    return any(copy in name for copy in _UNUSED_COPIES)
 
 
 def weight_digest(name: str, weight: Any) -> bytes:

@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Any, Optional, TypeVar, Union
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from mindnlp_dp.checkpoint.directory import PREFIX
 from mindnlp_dp.checkpoint.manifest import MODEL
+from mindnlp_dp.checkpoint.writer import write_adapters
 from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
 from mindnlp_dp.communication.replicas import (
     DIGEST_BYTES,
     ReplicaMismatchError,
     broadcast_buffers,
     broadcast_parameters,
+    is_unused_copy,
     weight_digest,
 )
 from mindnlp_dp.data_parallel.model_scope import ModelScope
@@ -35,6 +38,7 @@ from mindnlp_dp.parallel.placement import Placement, Placements
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, ExpertParallelBlock
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of, file_header, host_type
+from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.arrays import from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import named_weights
 
@@ -195,10 +199,10 @@ class ParallelModel(ReplicatedModel):
 
     # Full arrays, one at a time.
 
-    def full_arrays(self) -> Iterator[tuple[Placement, np.ndarray]]:
-        """Yield every weight as a full array. A collective of ``mesh.model_parallel_group``."""
+    def full_arrays(self, placements: Optional[Iterable[Placement]] = None) -> Iterator[tuple[Placement, np.ndarray]]:
+        """Yield every weight, or those of ``placements``, as a full array. A collective of the model-parallel group."""
         own = self._own()
-        for placement in self.placements.values():
+        for placement in self.placements.values() if placements is None else placements:
             weight = own.get(placement.name)
             mine = to_host(weight) if weight is not None and self.placements.is_here(placement) else None
             yield placement, self.placements.whole(placement, mine)
@@ -206,7 +210,8 @@ class ParallelModel(ReplicatedModel):
     def digest(self) -> str:
         """Return the digest that one process with the same weights would compute."""
         total = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for placement, whole in self.full_arrays():
+        used = [p for p in self.placements.values() if not (has_adapters(self.model) and is_unused_copy(p.name))]
+        for placement, whole in self.full_arrays(used):
             total.update(weight_digest(placement.name, from_host(whole, placement.dtype)))
         return total.hexdigest()
 
@@ -247,14 +252,20 @@ class ParallelModel(ReplicatedModel):
             assert workspace is not None, "one rank writes"
             os.replace(workspace / MODEL, checkpoint / MODEL)
             workspace.rmdir()
-            for part in (getattr(self.model, "config", None), *beside):
+            if has_adapters(self.model):
+                write_adapters(self.model, load_file(checkpoint / MODEL), checkpoint)
+            for part in (None if has_adapters(self.model) else getattr(self.model, "config", None), *beside):
                 if hasattr(part, "save_pretrained"):
                     part.save_pretrained(str(checkpoint))
 
         return write
 
     def write_weights(self, path: Optional[Path]) -> None:
-        """Write the full model as one safetensors file, array by array, on the rank that passes a path."""
+        """Write the full model as one safetensors file, array by array, on the rank that passes a path.
+
+        Of a model with adapters, only the parameters that are not frozen.
+        """
+        written = [p for p in self.placements.values() if p.trains or not has_adapters(self.model)]
         error: Optional[Exception] = None
         file: Any = None
 
@@ -272,11 +283,11 @@ class ParallelModel(ReplicatedModel):
             assert path is not None, "attempted by the rank that has one"
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "wb")  # noqa: SIM115
-            file.write(file_header(self.placements))
+            file.write(file_header(written))
 
         attempt(begin)
         if self.mesh.index("dp") == 0:
-            for placement, whole in self.full_arrays():
+            for placement, whole in self.full_arrays(written):
                 attempt(lambda p=placement, a=whole: file.write(bytes_of(a, p.dtype)))  # type: ignore[misc]
         if file is not None:
             attempt(file.close)

@@ -1,27 +1,36 @@
 """Defines the plans for sharding a model: which layers are sharded in which way, by patterns of their names.
 
 :func:`~mindnlp_dp.parallelize` uses the plan for the model's type (``config.model_type``) or the user's own. Names are
-those of ``named_modules()``; patterns are shell patterns, and the first that matches is used.
+those of ``named_modules()``; patterns are shell patterns, and the first that matches is used. A layer with LoRA
+adapters is sharded as the layer that it wraps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import difflib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 from mindnlp_dp.data.loss_weight import Task, loss_mean
+from mindnlp_dp.runtime.adapters import base_model
 
-# The ways to shard a layer; tensor_parallel/layers.py has the parallel layers.
+# The ways to shard a layer, in the words of Transformers' ``tp_plan``; tensor_parallel/layers.py has the layers.
 STYLES = {
-    "columns": "a linear layer, by its outputs",
-    "columns of 3": "a linear layer with three outputs (queries, keys, values), one after the other",
-    "rows": "a linear layer, by its inputs",
-    "vocabulary": "an embedding, by its rows",
-    "vocabulary head": "the linear layer with one output for each word of the vocabulary",
-    "table columns": "a table, by its columns, one of which belongs to each attention head",
+    "colwise": "a linear layer by its outputs, or an embedding by its columns, such as a table with one for each head",
+    "rowwise": "a linear layer by its inputs",
+    "packed_colwise:N": "a linear layer with N outputs of one size, one after the other, such as queries, keys, values",
+    "vocab_parallel": "the word embedding by its rows, or the linear layer with one output for each word",
 }
+_PACKED = "packed_colwise:"
+# Earlier names of the styles, and what replaces them.
+_OLD_STYLES = {
+    "columns": "colwise", "columns of 3": "packed_colwise:3", "rows": "rowwise", "vocabulary": "vocab_parallel",
+    "vocabulary head": "vocab_parallel", "table columns": "colwise",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,34 @@ class TensorPlan:
     head: Optional[str] = None
 
     def __post_init__(self) -> None:
-        for pattern, style in self.layers.items():
-            if style not in STYLES:
-                raise ValueError(f"{pattern}: a layer is cut by {', '.join(STYLES)}; got {style!r}")
+        object.__setattr__(self, "layers", {pattern: _style(pattern, style) for pattern, style in self.layers.items()})
+        if self.head not in (None, *_HEADS.values()):
+            raise ValueError(f"head must be None or one of {', '.join(_HEADS.values())}, got {self.head!r}")
+
+    def patterns(self) -> list[str]:
+        return [*self.layers, *self.divided, *self.apart]
+
+
+def _style(pattern: str, style: str) -> str:
+    """Return a style, a deprecated name replaced; raise ValueError if it is unknown."""
+    if style in _OLD_STYLES:
+        new = _OLD_STYLES[style]
+        # At the line that calls TensorPlan(): __init__ and __post_init__ are between.
+        warnings.warn(f"{pattern}: the style {style!r} is now called {new!r}", FutureWarning, stacklevel=5)
+        return new
+    if style not in STYLES and num_packed(style) < 2:
+        raise ValueError(f"{pattern}: the styles of layers are {', '.join(STYLES)}; got {style!r}")
+    return style
+
+
+def num_packed(style: str) -> int:
+    """Return N of "packed_colwise:N", the number of outputs one after the other; 1 for the other styles."""
+    count = style.removeprefix(_PACKED)
+    return int(count) if style.startswith(_PACKED) and re.fullmatch("[0-9]+", count) else 1
+
+
+# The head styles for tasks whose loss depends on the output layer only.
+_HEADS = {Task.MASKED_LM: "masked", Task.CAUSAL_LM: "causal", Task.SEQ2SEQ_LM: "seq2seq"}
 
 
 @dataclass(frozen=True)
@@ -54,9 +88,10 @@ class PipelinePlan:
 
     Attributes:
         layers: name of the list of layers that is split over the stages.
-        first: names of the modules of the first stage that come before the layers. On the other stages, the received
-            activations replace the first of them (the embedding), and the others have no effect. If empty, they
-            replace the first layer. Modules that are in neither ``layers`` nor ``first`` belong to the last stage.
+        first: names of the modules with weights of the first stage, or with dropout, that come before the layers,
+            beginning with the embedding. The other stages lack them: there, the received activations replace the output
+            of the first layer, whatever the model computes before it. Modules that are in neither ``layers`` nor
+            ``first`` belong to the last stage.
         encoder: name of the encoder of an encoder-decoder, which becomes the first of two stages; replaces ``layers``.
         tuples: whether layers return tuples whose first item is the hidden state, as MindNLP's layers do.
     """
@@ -92,133 +127,215 @@ class ShardingPlan:
 def first_match(patterns: Mapping[str, Any], name: str) -> Optional[Any]:
     """Return the value of the first pattern that matches a name, or None.
 
-    >>> first_match({"*.query": "columns", "*": "rows"}, "layer.0.query")
-    'columns'
+    >>> first_match({"*.query": "colwise", "*": "rowwise"}, "layer.0.query")
+    'colwise'
     """
     return next((value for pattern, value in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
-def _bert(prefix: str, head: Optional[str]) -> ShardingPlan:
+def _bert(prefix: str) -> ShardingPlan:
     return ShardingPlan(
         TensorPlan(
             layers={
-                "*embeddings.word_embeddings": "vocabulary",
-                "*attention.self.query": "columns",
-                "*attention.self.key": "columns",
-                "*attention.self.value": "columns",
-                "*intermediate.dense": "columns",
-                "*.output.dense": "rows",
-                "cls.predictions.decoder": "vocabulary head",
-                "lm_head.decoder": "vocabulary head",
+                "*embeddings.word_embeddings": "vocab_parallel",
+                "*attention.self.query": "colwise",
+                "*attention.self.key": "colwise",
+                "*attention.self.value": "colwise",
+                "*intermediate.dense": "colwise",
+                "*.output.dense": "rowwise",
+                "*cls.predictions.decoder": "vocab_parallel",
+                "*lm_head.decoder": "vocab_parallel",
             },
             divided={"*attention.self": ("num_attention_heads", "all_head_size")},
             apart=("*attention.self.dropout",),
-            head=head,
         ),
         PipelinePlan(layers=f"{prefix}encoder.layer", first=(f"{prefix}embeddings",)),
     )
 
 
-def _gpt2(prefix: str, head: Optional[str]) -> ShardingPlan:
+def _gpt2(prefix: str) -> ShardingPlan:
     return ShardingPlan(
         TensorPlan(
             layers={
-                "*wte": "vocabulary",
-                "*.attn.c_attn": "columns of 3",
-                "*.mlp.c_fc": "columns",
-                "*.c_proj": "rows",
-                "lm_head": "vocabulary head",
+                "*wte": "vocab_parallel",
+                "*.attn.c_attn": "packed_colwise:3",
+                "*.mlp.c_fc": "colwise",
+                "*.c_proj": "rowwise",
+                "*lm_head": "vocab_parallel",
             },
             divided={"*.attn": ("num_heads", "split_size")},
             apart=("*.attn.attn_dropout",),
-            head=head,
         ),
         PipelinePlan(layers=f"{prefix}h", first=(f"{prefix}wte", f"{prefix}wpe", f"{prefix}drop")),
     )
 
 
-def _t5(prefix: str, head: Optional[str]) -> ShardingPlan:
+def _t5(prefix: str) -> ShardingPlan:
     return ShardingPlan(
         TensorPlan(
             layers={
-                "shared": "vocabulary",
-                "*embed_tokens": "vocabulary",
-                "*Attention.q": "columns",
-                "*Attention.k": "columns",
-                "*Attention.v": "columns",
-                "*Attention.o": "rows",
-                "*DenseReluDense.wi*": "columns",
-                "*DenseReluDense.wo": "rows",
-                "*relative_attention_bias": "table columns",
-                "lm_head": "vocabulary head",
+                "*shared": "vocab_parallel",
+                "*embed_tokens": "vocab_parallel",
+                "*Attention.q": "colwise",
+                "*Attention.k": "colwise",
+                "*Attention.v": "colwise",
+                "*Attention.o": "rowwise",
+                "*DenseReluDense.wi*": "colwise",
+                "*DenseReluDense.wo": "rowwise",
+                "*relative_attention_bias": "colwise",
+                "*lm_head": "vocab_parallel",
             },
             divided={"*Attention": ("n_heads", "inner_dim")},
             # The dropout of attention weights is not a module here; the attention has no other randomness.
             apart=("*Attention", "*DenseReluDense.dropout"),
-            head=head,
         ),
-        PipelinePlan(encoder="encoder"),
+        PipelinePlan(encoder=f"{prefix}encoder"),
     )
 
 
-def _mixtral(prefix: str, head: Optional[str]) -> ShardingPlan:
+def _llama(prefix: str, *, first: Sequence[str] = ("embed_tokens",), **layers: str) -> ShardingPlan:
+    """Return the plan for Llama and the models after its fashion, whose other layers ``layers`` names."""
+    styles = {
+        "embed_tokens": "vocab_parallel",
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+        "lm_head": "vocab_parallel",
+        **layers,
+    }
     return ShardingPlan(
         TensorPlan(
-            layers={
-                "*embed_tokens": "vocabulary",
-                "*self_attn.q_proj": "columns",
-                "*self_attn.k_proj": "columns",
-                "*self_attn.v_proj": "columns",
-                "*self_attn.o_proj": "rows",
-                "*.w1": "columns",
-                "*.w3": "columns",
-                "*.gate_proj": "columns",
-                "*.up_proj": "columns",
-                "*.w2": "rows",
-                "*.down_proj": "rows",
-                "lm_head": "vocabulary head",
-            },
-            divided={"*self_attn": ("num_heads", "num_key_value_heads", "hidden_size")},
+            layers={f"*{name}": style for name, style in styles.items()},
+            divided={"*self_attn": ("num_heads", "num_key_value_heads", "hidden_size", "embed_dim")},
             apart=("*self_attn",),
-            head=head,
         ),
-        PipelinePlan(layers=f"{prefix}layers", first=(f"{prefix}embed_tokens",)),
-        ExpertPlan(blocks="*.block_sparse_moe", norm_topk=True),
+        PipelinePlan(layers=f"{prefix}layers", first=[f"{prefix}{name}" for name in first]),
     )
 
 
-def _qwen2_moe(prefix: str, head: Optional[str]) -> ShardingPlan:
-    plan = _mixtral(prefix, head)
-    return ShardingPlan(plan.tensor, plan.pipeline, ExpertPlan(blocks="*.mlp"))
+def _phi(prefix: str) -> ShardingPlan:
+    layers = {"self_attn.dense": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+    return _llama(prefix, first=("embed_tokens", "embed_dropout"), **layers)
 
 
-# The head styles for tasks whose loss depends on the output layer only.
-_HEADS = {Task.MASKED_LM: "masked", Task.CAUSAL_LM: "causal", Task.SEQ2SEQ_LM: "seq2seq"}
+def _opt(prefix: str) -> ShardingPlan:
+    first = ("embed_tokens", "embed_positions", "project_in")
+    return _llama(
+        f"{prefix}decoder.", first=first, **{"self_attn.out_proj": "rowwise", "fc1": "colwise", "fc2": "rowwise"}
+    )
+
+
+def _mixtral(prefix: str) -> ShardingPlan:
+    plan = _llama(prefix, **{"experts.*.w1": "colwise", "experts.*.w3": "colwise", "experts.*.w2": "rowwise"})
+    return replace(plan, experts=ExpertPlan(blocks="*.block_sparse_moe", norm_topk=True))
+
+
+def _qwen2_moe(prefix: str) -> ShardingPlan:
+    experts = {".gate_proj": "colwise", ".up_proj": "colwise", ".down_proj": "rowwise"}
+    return replace(_llama(prefix, **experts), experts=ExpertPlan(blocks="*.mlp"))
+
 
 _KINDS = {
     "bert": _bert,
     "roberta": _bert,
     "gpt2": _gpt2,
     "t5": _t5,
+    "llama": _llama,
+    "qwen2": _llama,
+    "mistral": _llama,
+    "gemma": _llama,
+    "phi": _phi,
+    "opt": _opt,
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
 }
 
 
 def plan_for(model: Any) -> ShardingPlan:
-    """Return the plan for a MindNLP model.
+    """Return the plan for a MindNLP model, with or without LoRA adapters; it has only patterns that fit the model.
 
     Raises:
         ValueError: this model type has no plan.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
+    outer, inner = base_model(model)
+    kind = getattr(getattr(inner, "config", None), "model_type", None)
     if kind not in _KINDS:
         raise ValueError(
-            f"no plan is known for {type(model).__name__} ({kind}), only for {', '.join(_KINDS)}; write one: "
+            f"no plan is known for {type(inner).__name__} ({kind}), only for {', '.join(_KINDS)}; write one: "
             "parallelize(model, mesh, plan=ShardingPlan(tensor=TensorPlan(layers={...})))"
         )
-    prefix = getattr(model, "base_model_prefix", "")
+    prefix = getattr(inner, "base_model_prefix", "")
     # The names of a base model without a head have no prefix.
-    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    prefix = f"{prefix}." if prefix and hasattr(inner, prefix) else ""
+    plan = _KINDS[kind](f"{outer}.{prefix}" if outer else prefix)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    assert plan.tensor is not None
+    assert plan.pipeline is not None
+    tensor = TensorPlan(
+        layers={pattern: plan.tensor.layers[pattern] for pattern in _fitting(plan.tensor.layers, modules)},
+        divided=_attributes_here(plan.tensor.divided, modules),
+        apart=_fitting(plan.tensor.apart, modules),
+        head=head_of(inner),
+    )
+    first = [name for name in plan.pipeline.first if modules.get(name) is not None]
+    return replace(plan, tensor=tensor, pipeline=replace(plan.pipeline, first=first))
+
+
+def head_of(model: Any) -> Optional[str]:
+    """Return the ``head`` of a :class:`TensorPlan` by a model's task; None if its loss needs more than the logits."""
     mean = None if type(model).__name__.endswith("DoubleHeadsModel") else loss_mean(model)
-    return _KINDS[kind](prefix, None if mean is None else _HEADS.get(mean.task))
+    return None if mean is None else _HEADS.get(mean.task)
+
+
+# By axis: whether a model's configuration has something that cannot be sharded over it, and what.
+_UNSUPPORTED: Sequence[tuple[str, Callable[[Any], Any], str]] = (
+    ("tp", lambda config: config.qk_layernorm, "qk_layernorm, whose weights all heads share"),
+    ("tp", lambda config: config.pretraining_tp > 1, "pretraining_tp, which splits weights itself; set it to 1"),
+    ("tp", lambda config: config.alibi or config.model_type in ("bloom", "mpt"), "ALiBi, position biases by head"),
+    ("pp", lambda config: config.layerdrop > 0, "layerdrop, by which stages would leave out layers; set it to 0"),
+)
+
+
+def check_support(model: Any, axes: Sequence[str]) -> None:
+    """Raise ValueError if a model's configuration has something that cannot be sharded over one of these axes."""
+    config = _WithZeros(getattr(model, "config", None))
+    for axis, has, what in _UNSUPPORTED:
+        if axis in axes and has(config):
+            raise ValueError(f"{axis} does not support {what} ({type(model).__name__}); leave {axis} out")
+
+
+class _WithZeros:
+    """A configuration in which the settings that it lacks are 0."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name, 0) or 0
+
+
+def _fitting(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+
+
+def _attributes_here(divided: Mapping[str, Sequence[str]], modules: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """Leave out the attributes that this model's modules do not have."""
+    found: dict[str, Sequence[str]] = {}
+    for pattern in _fitting(divided, modules):
+        module = next(module for name, module in modules.items() if fnmatchcase(name, pattern))
+        found[pattern] = [attribute for attribute in divided[pattern] if hasattr(module, attribute)]
+    return found
+
+
+def check_patterns(patterns: Iterable[str], modules: Mapping[str, Any], what: str) -> None:
+    """Raise a ValueError that names the first pattern of a plan that fits no module, and names like it."""
+    for pattern in patterns:
+        if not _fitting([pattern], modules):
+            ends = {name.rpartition(".")[2]: name for name in modules if name}
+            close = difflib.get_close_matches(pattern.rpartition(".")[2].strip("*"), ends, n=3, cutoff=0.5)
+            like = f"; names like it: {', '.join(ends[end] for end in close)}" if close else ""
+            raise ValueError(f"the plan for {what} has the pattern {pattern!r}, which fits no module{like}")

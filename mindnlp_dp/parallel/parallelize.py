@@ -10,7 +10,7 @@ like any other model::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeVar, Union, overload
 
@@ -21,15 +21,17 @@ from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
 from mindnlp_dp.parallel.parallel_model import ParallelModel
-from mindnlp_dp.parallel.parallel_plan import ShardingPlan, plan_for
+from mindnlp_dp.parallel.parallel_plan import ShardingPlan, check_support, head_of, plan_for
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline, check_pipeline
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, pipeline_edits
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
 from mindnlp_dp.parallel.placement import Placements, replicate_all, take_shards
+from mindnlp_dp.parallel.plan_check import PlanCheck
 from mindnlp_dp.parallel.tensor_parallel.edits import tensor_parallel_edits
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, expert_parallel_edits
 from mindnlp_dp.parallel.weights.meta_init import fill_missing
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles
+from mindnlp_dp.runtime.adapters import base_model
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.named_weights import all_names, named_weights
 from mindnlp_dp.runtime.recompute import RecomputeLayers, enable_recompute
@@ -41,7 +43,7 @@ T = TypeVar("T")
 def parallelize(
     model: T, mesh: Optional[DeviceMesh] = ..., plan: Optional[ShardingPlan] = ..., *, dry_run: Literal[False] = ...,
     weights: Optional[Union[str, Path]] = ..., schedule: str = ..., recompute: RecomputeLayers = ...,
-    layers_per_stage: Sequence[int] = ...,
+    layers_per_stage: Sequence[int] = ..., check: Optional[Mapping[str, Any]] = ...,
 ) -> T: ...  # fmt: skip
 @overload
 def parallelize(
@@ -57,6 +59,7 @@ def parallelize(
     schedule: str = "1f1b",
     recompute: RecomputeLayers = False,
     layers_per_stage: Sequence[int] = (),
+    check: Optional[Mapping[str, Any]] = None,
     dry_run: bool = False,
 ) -> Any:
     """Shard a model over the ranks of a mesh, in place, with the weights of rank 0. A collective.
@@ -73,6 +76,9 @@ def parallelize(
         layers_per_stage: number of layers of each pipeline stage; by default they are split evenly.
         recompute: the layers whose activations are recomputed in the backward pass
             (:func:`~mindnlp_dp.enable_recompute`).
+        check: a batch with labels, the same on every rank. Its loss and gradients are computed with the whole model on
+            every rank, and then with the sharded model; if they differ, this is an error that names the first layer
+            that differs. For models that fit on one rank.
         dry_run: change nothing, and return the edits that would give this rank its part of the model
             (:class:`~mindnlp_dp.parallel.model_edits.ModelEdits`); ``print`` shows them.
 
@@ -80,7 +86,8 @@ def parallelize(
         The model; with ``dry_run`` the edits.
 
     Raises:
-        ValueError: the model cannot be sharded in this way; the message names the axis and a fix.
+        ValueError: the model cannot be sharded in this way, and the message names the axis and a fix; or a pattern of
+            the plan fits no module; or the sharded model computes something else for ``check``.
         CheckpointError: the weights in the folder do not belong to this model.
         ReplicaMismatchError: ranks have built different models.
     """
@@ -92,21 +99,8 @@ def parallelize(
     stage_input, row_weights = StageInput(), ExpertBatchWeights(mesh.group("ep"))
 
     def planned() -> ModelEdits:
-        index = ModelIndex(model)
-        edits = ModelEdits(index, placements)
-        if layers_per_stage and mesh.sizes["pp"] == 1:
-            raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
-        if mesh.is_data_parallel:
-            return edits
-        checked = _checked_plan(model, plan, mesh)
-        if mesh.sizes["tp"] > 1 and checked.tensor is not None:
-            edits += tensor_parallel_edits(index, checked.tensor, placements)
-        if mesh.sizes["ep"] > 1 and checked.experts is not None:
-            edits += expert_parallel_edits(index, checked.experts, placements, row_weights)
-        if mesh.sizes["pp"] > 1 and checked.pipeline is not None:
-            check_pipeline(schedule)
-            edits += pipeline_edits(index, checked.pipeline, placements, stage_input, layers_per_stage or None)
-        return edits
+        check_pipeline(schedule)
+        return _planned(model, plan, placements, stage_input, row_weights, layers_per_stage=layers_per_stage)
 
     # If stages differ, sharding may fail on some of them only: raise the error on all ranks.
     edits = mesh.world.run_on(True, planned, "cutting the model")
@@ -115,6 +109,9 @@ def parallelize(
         _check_stages_train(edits.placements_after())
     if dry_run:
         return edits
+    if check is not None and weights is not None:
+        raise ValueError("check runs the whole model, with its own weights; leave weights out, or check a small config")
+    checking = None if check is None or mesh.is_data_parallel else PlanCheck(model, mesh, check)
     files = _open(weights, placements, mesh.world)
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)
     originals = {placements[name].name: weight for name, weight in all_names(model).items()}
@@ -137,9 +134,39 @@ def parallelize(
         model.parallel = parallel
         for name, parameter in model.named_parameters():
             parameter.name_in_whole, parameter.parallel = name, parallel
+    if checking is not None:
+        result = checking.compare(model, parallel)
+        if mesh.world.is_main:
+            print(result, flush=True)
     if recompute is not False:
         enable_recompute(model, recompute)
     return model
+
+
+def _planned(
+    model: Any,
+    plan: Optional[ShardingPlan],
+    placements: Placements,
+    stage_input: StageInput,
+    row_weights: ExpertBatchWeights,
+    *,
+    layers_per_stage: Sequence[int],
+) -> ModelEdits:
+    """Return the edits that give this rank its part; raise ValueError if the model cannot be sharded in this way."""
+    mesh, index = placements.mesh, ModelIndex(model)
+    edits = ModelEdits(index, placements)
+    if layers_per_stage and mesh.sizes["pp"] == 1:
+        raise ValueError(f"layers_per_stage is for a pipeline, and the mesh is {mesh}; leave it out")
+    if mesh.is_data_parallel:
+        return edits
+    checked = _checked_plan(model, plan, mesh)
+    if mesh.sizes["tp"] > 1 and checked.tensor is not None:
+        edits += tensor_parallel_edits(index, checked.tensor, placements)
+    if mesh.sizes["ep"] > 1 and checked.experts is not None:
+        edits += expert_parallel_edits(index, checked.experts, placements, row_weights)
+    if mesh.sizes["pp"] > 1 and checked.pipeline is not None:
+        edits += pipeline_edits(index, checked.pipeline, placements, stage_input, layers_per_stage or None)
+    return edits
 
 
 def _open(
@@ -155,7 +182,14 @@ def _open(
 
 def _checked_plan(model: Any, plan: Optional[ShardingPlan], mesh: DeviceMesh) -> ShardingPlan:
     """Return the plan for a model; raise ValueError if it does not say how to shard it over an axis of the mesh."""
+    inner = base_model(model)[1]
     plan = plan or plan_for(model)
+    given, expected = plan.tensor and plan.tensor.head, head_of(inner)
+    if given and expected and given != expected:
+        raise ValueError(
+            f"head is {given!r} in the plan, and the labels of {type(inner).__name__} are those of head={expected!r}"
+        )
+    check_support(inner, [axis for axis, size in mesh.sizes.items() if size > 1])
     kinds = {"tp": (plan.tensor, "tensors"), "ep": (plan.experts, "experts"), "pp": (plan.pipeline, "a pipeline")}
     for axis, (part, what) in kinds.items():
         if mesh.sizes[axis] > 1 and part is None:

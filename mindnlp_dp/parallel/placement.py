@@ -15,6 +15,7 @@ import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
+from mindnlp_dp.runtime.adapters import base_model
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.named_weights import all_names
 from mindnlp_dp.runtime.partition import shard_bounds
@@ -179,7 +180,7 @@ def replicate_all(model: Any, mesh: DeviceMesh) -> Placements:
             trains = bool(getattr(weight, "requires_grad", False))
             whole.append(Placement(name, tuple(weight.shape), dtype_name(weight), stages=stages, trains=trains))
     aliases = {name: names[0] for names in names_of.values() for name in names}
-    base = getattr(model, "base_model_prefix", "")
+    base = getattr(base_model(model)[1], "base_model_prefix", "")
     return Placements(mesh, whole, aliases, f"{base}." if base else "")
 
 

@@ -20,10 +20,13 @@ import numpy as np
 # The micro-step number for the seed that is set while the batches of an update are read.
 READING = 2**32 - 1
 
-# The seed in use, and the number of :func:`rank_local_rng` blocks since it was set.
+# The seed in use, and the number of :func:`rank_local_rng` and :func:`replicated_rng` blocks since it was set.
 _current: Optional[int] = None
 
 _num_apart = 0
+
+# The rank and the shard of the innermost block; None where ranks draw the same numbers.
+_part: Optional[tuple[int, Shard]] = None
 
 _streams: Optional[SampleStreams] = None
 
@@ -91,14 +94,14 @@ def seeded(seed: int, streams: Optional[SampleStreams] = None, *, num_calls: int
 
     Dropout draws from ``streams``, where given. It numbers its calls from ``num_calls`` on.
     """
-    global _current, _num_apart, _streams
-    before = _current, _num_apart, _streams
-    _current, _num_apart, _streams = seed, 0, streams
+    global _current, _num_apart, _part, _streams
+    before = _current, _num_apart, _part, _streams
+    _current, _num_apart, _part, _streams = seed, 0, None, streams
     _set(seed, num_calls)
     try:
         yield
     finally:
-        _current, _num_apart, _streams = before
+        _current, _num_apart, _part, _streams = before
 
 
 @contextlib.contextmanager
@@ -106,31 +109,49 @@ def rank_local_rng(rank: int, shard: Shard) -> Iterator[None]:
     """Let each ``rank`` draw the numbers of its ``shard`` in this block; has no effect outside of :func:`seeded`.
 
     With :class:`SampleStreams` they are its part of what one process would draw, otherwise they differ by rank. All
-    ranks must enter the same blocks in the same order. After the block all ranks draw the same numbers again, from a
-    new seed.
+    ranks must enter the same blocks in the same order. After the block, ranks draw as before it, from a new seed.
     """
+    with _drawing((rank, shard)):
+        yield
+
+
+@contextlib.contextmanager
+def replicated_rng() -> Iterator[None]:
+    """Let all ranks draw the same numbers in this block within one of :func:`rank_local_rng`."""
+    with _drawing(None):
+        yield
+
+
+@contextlib.contextmanager
+def _drawing(part: Optional[tuple[int, Shard]]) -> Iterator[None]:
     global _num_apart
     if _current is None:
         yield
         return
+    before = _part
     _num_apart += 1
     number = _num_apart
-    _set(_mixed(_current, number, rank + 1), num_calls())
-    if _streams is not None:
-        _streams.shard = shard
+    _draw_as(part, number)
     try:
         yield
     finally:
-        if _streams is not None:
-            _streams.shard = None
-    _set(_mixed(_current, number, 0), num_calls())
+        _draw_as(before, number)
+
+
+def _draw_as(part: Optional[tuple[int, Shard]], number: int) -> None:
+    global _part
+    assert _current is not None, "called in a seeded block"
+    _part = part
+    _set(_mixed(_current, number, 0 if part is None else part[0] + 1), num_calls())
+    if _streams is not None:
+        _streams.shard = None if part is None else part[1]
 
 
 @dataclass(frozen=True)
 class RandomState:
     """The state of all random numbers that a model may draw: MindSpore's, MindNLP's, NumPy's and Python's."""
 
-    drawn_from: tuple[Optional[int], int, Optional[SampleStreams]]
+    drawn_from: tuple[Optional[int], int, Optional[tuple[int, Shard]], Optional[SampleStreams]]
     generators: tuple[Any, ...]
     global_seed: Optional[int]
     kernel_seeds: dict[Any, int]
@@ -143,7 +164,7 @@ class RandomState:
         generators = tuple(generator.get_state() for generator in _generators())
         seeds = _seeds()
         return cls(
-            (_current, _num_apart, _streams), generators, seeds._GLOBAL_SEED, dict(seeds._KERNEL_SEED),
+            (_current, _num_apart, _part, _streams), generators, seeds._GLOBAL_SEED, dict(seeds._KERNEL_SEED),
             np.random.get_state(), random.getstate(),
         )  # fmt: skip
 
@@ -158,8 +179,8 @@ class RandomState:
             before._set()
 
     def _set(self) -> None:
-        global _current, _num_apart, _streams
-        _current, _num_apart, _streams = self.drawn_from
+        global _current, _num_apart, _part, _streams
+        _current, _num_apart, _part, _streams = self.drawn_from
         for generator, state in zip(_generators(), self.generators):
             generator.set_state(state)
         seeds = _seeds()

@@ -87,6 +87,7 @@ class FinetuneConfig(TaskConfig):
     mesh: str = _setting("", "how ranks divide the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
     pipeline_schedule: str = _setting("1f1b", "schedule of the pipeline stages (pp): 1f1b, gpipe or eager-1f1b")
     pipeline_layers: str = _setting("", "number of layers of each stage, such as 5,7; empty: split evenly")
+    check_plan: bool = _setting(False, "before training with a mesh, compare a batch with the whole model on each rank")
     gradient_checkpointing: bool = _setting(False, "recompute the activations of layers in the backward pass")
     recompute_layers: str = _setting("", "which of them: a number n, every n-th; or patterns of names; empty: all")
     optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")

@@ -132,6 +132,7 @@ def train(
                 model,
                 schedule=config.pipeline_schedule,
                 layers_per_stage=layers_per_stage,
+                check={name: column[:8] for name, column in task.train.items()} if config.check_plan else None,
             )
     if args.gradient_checkpointing:
         with as_input_error():

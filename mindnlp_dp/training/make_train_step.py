@@ -29,6 +29,7 @@ from mindnlp_dp.runtime.autograd import autograd_cleared_on_error
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.recompute import RecomputeLayers, enable_recompute
+from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
 from mindnlp_dp.training.forward_backward import GLOBAL, ForwardBackward, across_ranks, check_dropout
 from mindnlp_dp.training.metrics import LossMeter
@@ -144,6 +145,7 @@ def make_train_step(
     step = TrainStep(
         window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
         resync_tied_weights=replicated.resync_tied_weights,
+        adapters=adapter_check(model, parameters, replicated.world),
     )  # fmt: skip
     span_loss = SpanLoss(model if weight_of is None else None, losses.group)
 

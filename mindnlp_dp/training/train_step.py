@@ -17,6 +17,7 @@ from typing import Any, Optional
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator, MicroStep
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.training.adapter_gradients import AdapterCheck
 from mindnlp_dp.training.metrics import (
     LossMeter,
     NonFiniteLoss,
@@ -32,7 +33,8 @@ class TrainStep:
 
     It takes the micro-steps one by one as they are computed. If a loss is NaN or infinite, its micro-step is left out
     with a warning; if the averaged gradient is, the update is left out. Without ``leave_out_bad_losses`` both raise
-    FloatingPointError on every rank. ``resync_tied_weights`` is called after every update of the weights.
+    FloatingPointError on every rank. ``resync_tied_weights`` is called after every update of the weights, and
+    ``adapters`` checks the gradients of the first one.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class TrainStep:
         leave_out_bad_losses: bool = True,
         timeline: Optional[StepTimeline] = None,
         resync_tied_weights: Callable[[], None] = lambda: None,
+        adapters: Optional[AdapterCheck] = None,
     ) -> None:
         self.synchronizer = synchronizer
         self.updater = updater
@@ -53,11 +56,14 @@ class TrainStep:
         self.leave_out_bad_losses = leave_out_bad_losses
         self.timeline = timeline or StepTimeline(synchronizer.group)
         self._resync_tied_weights = resync_tied_weights
+        self._adapters = adapters
         self.num_updates = 0
 
     def __call__(self, micro_steps: Iterable[MicroStep], step: int) -> Optional[float]:
         """Do update number ``step``; return the norm of the averaged gradient, or None if it is not clipped."""
         losses, bad = self._accumulate(micro_steps, step)
+        if self._adapters is not None and self._adapters.report():
+            self._adapters = None
         gradients = self._exchange(step)
         sync = self.synchronizer
         if sync.num_skipped and not report_nonfinite_loss(bad, sync.group, go_on=self.leave_out_bad_losses):
@@ -100,6 +106,8 @@ class TrainStep:
                 if micro.gradients is None:
                     sync.skip()
                 elif math.isfinite(micro.loss) and not micro.has_nonfinite_peer:
+                    if self._adapters is not None:
+                        self._adapters.look(micro.gradients)
                     sync.accumulate(micro.gradients, micro.weight / micro.loss_replication)
                     losses.append((micro.loss, micro.weight))
                 else:

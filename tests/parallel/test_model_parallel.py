@@ -485,7 +485,7 @@ def test_a_plan_of_ones_own(group):
     if group.world_size not in (2, 4):
         pytest.skip("nothing is cut")
     mesh = dp.init_device_mesh({"tp": group.world_size})
-    plan = ShardingPlan(TensorPlan({"*intermediate.dense": "columns", "*layer.?.output.dense": "rows"}))
+    plan = ShardingPlan(TensorPlan({"*intermediate.dense": "colwise", "*layer.?.output.dense": "rowwise"}))
     model = dp.parallelize(build("bert"), mesh, plan)
     cut = {name for name in model.parallel.placements if model.parallel.placements[name].cut is not None}
     assert len(cut) == 3 * 4
@@ -792,8 +792,8 @@ def test_a_model_that_cannot_be_cut_is_not_changed(group):
         pytest.skip("nothing is cut")
     model = build("bert")
     kinds = [type(module) for module in model.modules()]
-    plan = ShardingPlan(TensorPlan({"*query": "columns", "*LayerNorm": "rows"}))
-    with pytest.raises(ValueError, match="is to be cut as 'rows', and is a LayerNorm"):
+    plan = ShardingPlan(TensorPlan({"*query": "colwise", "*LayerNorm": "rowwise"}))
+    with pytest.raises(ValueError, match="is to be sharded as 'rowwise', and is a LayerNorm"):
         dp.parallelize(model, dp.init_device_mesh({"tp": group.world_size}), plan)
     assert [type(module) for module in model.modules()] == kinds
     if IS_MPI:
@@ -818,8 +818,8 @@ def test_models_that_cannot_be_cut_so(group):
         from mindnlp.core import nn
 
         dp.parallelize(nn.Linear(4, 4), mesh)
-    with pytest.raises(ValueError, match="fits no layer"):
-        dp.parallelize(build("bert"), mesh, ShardingPlan(TensorPlan({"*nowhere": "rows"})))
+    with pytest.raises(ValueError, match="fits no module"):
+        dp.parallelize(build("bert"), mesh, ShardingPlan(TensorPlan({"*nowhere": "rowwise"})))
     with pytest.raises(ValueError, match="does not say how to cut tensors"):
         dp.parallelize(build("bert"), mesh, ShardingPlan())
     with pytest.raises(ValueError, match="say where its weights are"):
@@ -834,7 +834,7 @@ def test_models_that_cannot_be_cut_so(group):
     parameters = list(model.parameters())
     with pytest.raises(ValueError, match="LAMB needs the norm of each whole parameter"):
         dp.make_train_step(lambda **inputs: model(**inputs)[0], LAMB(parameters, lr=1e-3), parameters)
-    with pytest.raises(ValueError, match="a layer is cut by"):
+    with pytest.raises(ValueError, match="the styles of layers are"):
         TensorPlan({"*": "diagonally"})
 
 

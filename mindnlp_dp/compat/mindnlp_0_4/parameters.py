@@ -138,6 +138,21 @@ def _deep_copies(module: types.ModuleType) -> Iterator[None]:
     module.Parameter.__deepcopy__ = deepcopy
 
 
+# Versions: MindNLP 0.4.1. Cause: a Parameter's ``data`` can be read and not written, and merging adapters into a model
+# (merge_adapter, merge_and_unload), as well as taking them out again, writes it.
+# Remove when: PeftModel.merge_and_unload works.
+@around("mindnlp.core.nn.parameter")
+def _written_data(module: types.ModuleType) -> Iterator[None]:
+    yield
+    read = module.Parameter.data
+
+    def write(self: Any, value: Any) -> None:
+        self.assign_value(value)
+
+    if isinstance(read, property) and read.fset is None:
+        module.Parameter.data = read.setter(write)  # type: ignore[attr-defined]
+
+
 # Versions: MindNLP 0.4.1. Cause: tying weights assigns a slice of the output bias to that bias, which then is a view
 # that optimizers cannot update: the bias of every tied language model keeps its initial values.
 # Remove when: tie_weights does not touch a bias that already has the right length.

@@ -1,8 +1,10 @@
 """Splits the layers of a model over the stages of a pipeline; :func:`~mindnlp_dp.parallelize` calls it.
 
 Modules of other stages are replaced, so that the model's own forward pass still runs, with its heads and losses. In a
-stage, the received activations replace the embedding, the layers of earlier stages pass them on unchanged, and the
-first layer of the next stage ends the forward pass by raising :class:`StageOutput`.
+stage, the received activations replace the output of the first layer, the other layers of earlier stages pass them on
+unchanged, and the first layer of the next stage ends the forward pass by raising :class:`StageOutput`. What the model
+computes before its layers has no effect on later stages; their embedding returns the received activations, because
+models read the batch's shape from it.
 """
 
 from __future__ import annotations
@@ -36,28 +38,34 @@ class StageInput:
     def put(self, hidden_states: Any) -> None:
         self._received = hidden_states
 
-    def take(self) -> Any:
+    def peek(self) -> Any:
         if self._received is None:
-            raise RuntimeError(
-                "the embedding of a model that is split into stages was called twice in a forward pass (as with "
-                "GPT-2's token_type_ids), or outside of one; leave such inputs out"
-            )
-        received, self._received = self._received, None
+            raise RuntimeError("a model that is split into stages was called outside of a pipeline's forward pass")
+        return self._received
+
+    def take(self) -> Any:
+        received = self.peek()
+        self._received = None
         return received
 
 
-class ReceivedActivations(nn.Module):
-    """Replaces an embedding or a first layer; returns the activations that the previous stage has sent."""
+class StagePlaceholder(nn.Module):
+    """Replaces a module of another stage."""
+
+
+class ReceivedActivations(StagePlaceholder):
+    """Replaces the first layer; returns the activations that the previous stage has sent."""
 
     is_stage_boundary = True
 
-    def __init__(self, stage_input: StageInput, *, is_layer: bool = False) -> None:
+    def __init__(self, stage_input: StageInput, *, is_layer: bool) -> None:
         super().__init__()
         self._stage_input = stage_input
         self._is_layer = is_layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _as_layer(self._stage_input.take()) if self._is_layer else self._stage_input.take()
+        received = self._stage_input.take()
+        return _as_layer(received) if self._is_layer else received
 
 
 class ReceivedEncoding(ReceivedActivations):
@@ -69,15 +77,19 @@ class ReceivedEncoding(ReceivedActivations):
         return BaseModelOutput(last_hidden_state=self._stage_input.take())
 
 
-class ZeroModule(nn.Module):
-    """Replaces a further embedding, which is contained in the received activations; returns 0."""
+class SkippedEmbedding(StagePlaceholder):
+    """Replaces a module before the layers, whose output has no effect; returns a tensor of the right shape."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> float:
-        return 0.0
+    def __init__(self, stage_input: StageInput) -> None:
+        super().__init__()
+        self._stage_input = stage_input
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage_input.peek()
 
 
-class Identity(nn.Module):
-    """Replaces a layer of an earlier stage, or a dropout after the embedding; returns its input."""
+class Identity(StagePlaceholder):
+    """Replaces a layer of an earlier stage that is not the first; returns its input."""
 
     def __init__(self, *, is_layer: bool) -> None:
         super().__init__()
@@ -92,7 +104,7 @@ def _as_layer(hidden_states: Any) -> tuple[Any, ...]:
     return hidden_states, None, None, None, None
 
 
-class StageEnd(nn.Module):
+class StageEnd(StagePlaceholder):
     """Replaces the first layer of the next stage; ends the forward pass of this stage."""
 
     is_stage_boundary = True
@@ -134,7 +146,7 @@ def _cut_after_encoder(
     encoder = index.names_of(index.find(plan.encoder, "the encoder"))
     placed = _stages_of(index.model, [[plan.encoder], []], placements)
     if stage == 1:
-        return [placed, Edit(encoder, ReceivedEncoding(stage_input))]
+        return [placed, Edit(encoder, ReceivedEncoding(stage_input, is_layer=False))]
     return [placed, *_without(index, [plan.encoder]), Edit(encoder, forward=_EndsAfter)]
 
 
@@ -160,17 +172,12 @@ def _cut_between_layers(
     begin, end = bounds[stage : stage + 2]
     edits = [_stages_of(index.model, own, placements)]
     # These come before the layers, because a layer may hold one of these modules, too.
-    for number, module in enumerate(first if stage > 0 else ()):
-        new: nn.Module = ReceivedActivations(stage_input) if number == 0 else ZeroModule()
-        if number and not any(True for _ in module.parameters()):
-            new = Identity(is_layer=False)
-        edits.append(Edit(index.names_of(module), new))
+    edits += [Edit(index.names_of(module), SkippedEmbedding(stage_input)) for module in first if stage > 0]
     # A layer may have further names, at which it stays: only the list is run.
-    edits += [Edit((name,), Identity(is_layer=plan.tuples)) for name in names[:begin]]
+    edits += [Edit((name,), ReceivedActivations(stage_input, is_layer=plan.tuples)) for name in names[: min(begin, 1)]]
+    edits += [Edit((name,), Identity(is_layer=plan.tuples)) for name in names[1:begin]]
     edits += [Edit((name,), StageEnd()) for name in names[end : end + 1]]
     edits += [Edit((name,), PPMissingLayer()) for name in names[end + 1 :]]
-    if stage > 0 and not first:
-        edits.append(Edit((names[0],), ReceivedActivations(stage_input, is_layer=plan.tuples)))
     if stage < num_stages - 1:
         edits += _without(index, [plan.layers, *plan.first])
     return edits

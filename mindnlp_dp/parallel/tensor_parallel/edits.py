@@ -16,17 +16,19 @@ from mindnlp.core import nn
 from mindnlp_dp.communication.autograd_ops import gather_from
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
-from mindnlp_dp.parallel.parallel_plan import TensorPlan, first_match
+from mindnlp_dp.parallel.parallel_plan import STYLES, TensorPlan, check_patterns, first_match, num_packed
 from mindnlp_dp.parallel.placement import Placements, Shard
 from mindnlp_dp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RankLocalDropout,
+    ReplicatedDropout,
     RowParallelLinear,
     SharedInput,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
     is_conv1d,
 )
+from mindnlp_dp.runtime.adapters import base_model, is_lora
 
 
 class GatheredHead(ColumnParallelLinear):
@@ -44,42 +46,98 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
     """Return the edits that replace layers by parallel layers, and shard their weights over the axis "tp".
 
     Raises:
-        ValueError: the plan matches no layer, or shards one weight in two ways, or tp does not divide the number of
-            heads, or a weight cannot be split over the ranks.
+        ValueError: a pattern of the plan fits no module, or the plan shards one weight in two ways, or tp does not
+            divide the number of heads, or a weight cannot be split over the ranks.
     """
-    group, model = placements.mesh.group("tp"), index.model
-    styles = {name: style for name in index.modules if (style := first_match(plan.layers, name)) is not None}
-    if not styles:
-        raise ValueError(
-            f"the plan for tensor parallelism fits no layer of {type(model).__name__}: {', '.join(plan.layers)}"
-        )
+    group = placements.mesh.group("tp")
+    check_patterns(plan.patterns(), index.modules, "tensor parallelism")
+    loras = {name: module for name, module in index.modules.items() if is_lora(module)}
+    styles = _styles(index, plan, loras)
     edits = [Edit((name,), attributes=divided) for name, divided in _divided(index, plan, group)]
     shards = _shards(index, styles, placements)
     inputs: dict[str, SharedInput] = {}
+    is_head_sharded = False
     for name, module in index.unique():
         if name not in styles:
             continue
-        siblings = inputs.setdefault(name.rpartition(".")[0], SharedInput(group))
-        own = {f"{name}.{kind}": {"cut": shards[f"{name}.{kind}"]} for kind in _cut_kinds(styles[name], module)}
-        new: Any = {
-            "columns": functools.partial(ColumnParallelLinear, shared_input=siblings),
-            "columns of 3": functools.partial(ColumnParallelLinear, shared_input=siblings),
-            "rows": functools.partial(RowParallelLinear, group=group),
-            "vocabulary": functools.partial(
-                VocabularyParallelEmbedding, group=group, num_embeddings=placements[f"{name}.weight"].shape[0]
-            ),
-            "vocabulary head": functools.partial(GatheredHead, group=group),
-        }.get(styles[name])
-        if styles[name] == "vocabulary head" and plan.head is not None:
-            new = functools.partial(ColumnParallelLinear, shared_input=siblings)
-            edits.append(
-                Edit(("",), forward=functools.partial(VocabularyParallelHead, model, group=group, kind=plan.head))
-            )
+        # The layer within a layer with adapters has the siblings of that layer.
+        siblings = inputs.setdefault(name.removesuffix(".base_layer").rpartition(".")[0], SharedInput(group))
+        own = {f"{name}.{kind}": {"cut": shards[f"{name}.{kind}"]} for kind in _sharded_kinds(styles[name], module)}
+        new: Any = functools.partial(ColumnParallelLinear, shared_input=siblings)
+        if styles[name] == "rowwise":
+            new = functools.partial(RowParallelLinear, group=group)
+        elif isinstance(module, nn.Embedding):
+            # A table by columns remains an embedding; its rows are those of all ranks.
+            new = None
+            if styles[name] == "vocab_parallel":
+                num_embeddings = placements[f"{name}.weight"].shape[0]
+                new = functools.partial(VocabularyParallelEmbedding, group=group, num_embeddings=num_embeddings)
+        elif styles[name] == "vocab_parallel":
+            is_head_sharded = True
+            if plan.head is None:
+                new = functools.partial(GatheredHead, group=group)
         edits.append(Edit(index.names_of(module), module=new, placements=own))
+    if is_head_sharded and plan.head is not None:
+        path, model = base_model(index.model)
+        edits.append(
+            Edit((path,), forward=functools.partial(VocabularyParallelHead, model, group=group, kind=plan.head))
+        )
     for name, module in index.unique():
         if any(fnmatchcase(name, pattern) for pattern in plan.apart):
             is_dropout = isinstance(module, nn.Dropout)
             edits.append(Edit((name,), forward=functools.partial(RankLocalDropout, group=group, is_dropout=is_dropout)))
+    return edits + _dropouts_of_adapters(loras, styles, group)
+
+
+def _styles(index: ModelIndex, plan: TensorPlan, loras: Mapping[str, Any]) -> dict[str, str]:
+    """Return the style of each sharded layer; in a layer with adapters, of the base layer and of one adapter matrix.
+
+    ``B @ A`` is added to a weight: where its rows (outputs) are sharded, so are those of B, and where its columns are,
+    so are those of A.
+    """
+    styles = {}
+    for name, module in index.modules.items():
+        style = first_match(plan.layers, name)
+        if style is None or any(name.startswith(f"{layer}.") for layer in loras):
+            continue
+        if name not in loras:
+            _check_no_adapters(name, module)
+            styles[name] = style
+            continue
+        _check_lora(name, module)
+        styles[f"{name}.base_layer"] = style
+        for adapter in module.lora_A:
+            styles[f"{name}.lora_A.{adapter}" if style == "rowwise" else f"{name}.lora_B.{adapter}"] = style
+    return styles
+
+
+def _check_no_adapters(name: str, module: Any) -> None:
+    if hasattr(module, "modules_to_save"):
+        raise ValueError(
+            f"{name} is trained in full (modules_to_save of its PEFT configuration), which tp does not support; add it "
+            "to target_modules"
+        )
+    if hasattr(module, "base_layer"):
+        raise ValueError(f"{name} has adapters of the class {type(module).__name__}; tp shards those of LoRA only")
+
+
+def _check_lora(name: str, layer: Any) -> None:
+    if len(layer.lora_embedding_A):
+        raise ValueError(f"{name} is an embedding with LoRA adapters, which tp does not support; leave it out")
+    if any(getattr(layer, "use_dora", {}).values()):
+        raise ValueError(f"{name} has adapters of DoRA, whose norms tp does not support; set use_dora=False")
+
+
+def _dropouts_of_adapters(loras: Mapping[str, Any], styles: Mapping[str, str], group: ProcessGroup) -> list[Edit]:
+    """Return edits for the dropout of adapters, whose input is sharded if the base layer is sharded by its inputs."""
+    edits = []
+    for name, layer in loras.items():
+        style = styles.get(f"{name}.base_layer")
+        for adapter, module in layer.lora_dropout.items():
+            if style is not None and isinstance(module, nn.Dropout):
+                sharded = functools.partial(RankLocalDropout, group=group, is_dropout=True)
+                forward = sharded if style == "rowwise" else ReplicatedDropout
+                edits.append(Edit((f"{name}.lora_dropout.{adapter}",), forward=forward))
     return edits
 
 
@@ -105,15 +163,16 @@ def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements
     for name, style in styles.items():
         module = index.modules[name]
         weight = getattr(module, "weight", None)
-        is_table = style in ("vocabulary", "table columns")
-        if weight is None or len(weight.shape) != 2 or is_table != isinstance(module, nn.Embedding):
+        is_table = isinstance(module, nn.Embedding)
+        if weight is None or len(weight.shape) != 2 or (is_table and style not in ("vocab_parallel", "colwise")):
             raise ValueError(
-                f"{name} is to be cut as {style!r}, and is a {type(module).__name__}; expected "
-                + ("an embedding" if is_table else "a linear layer")
+                f"{name} is to be sharded as {style!r}, and is a {type(module).__name__}; expected {STYLES[style]}"
+                if style in STYLES
+                else f"{name} is to be sharded as {style!r}, and is a {type(module).__name__}; expected a linear layer"
             )
-        num_blocks = 3 if style == "columns of 3" else 1
-        dim = int((style in ("rows", "table columns")) != is_conv1d(module))
-        for kind in _cut_kinds(style, module):
+        num_blocks = num_packed(style)
+        dim = int(style == "colwise") if is_table else int((style == "rowwise") != is_conv1d(module))
+        for kind in _sharded_kinds(style, module):
             placement = placements[f"{name}.{kind}"]
             cut = shards[f"{name}.{kind}"] = Shard(dim if kind == "weight" else 0, num_blocks)
             if of_weight.setdefault(placement.name, cut) != cut:
@@ -127,7 +186,6 @@ def _shards(index: ModelIndex, styles: Mapping[str, str], placements: Placements
     return shards
 
 
-def _cut_kinds(style: str, module: Any) -> list[str]:
+def _sharded_kinds(style: str, module: Any) -> list[str]:
     """Return which weights of a layer are sharded: the bias only if the layer is sharded by its outputs."""
-    by_inputs = style in ("rows", "table columns")
-    return ["weight"] if by_inputs or getattr(module, "bias", None) is None else ["weight", "bias"]
+    return ["weight"] if style == "rowwise" or getattr(module, "bias", None) is None else ["weight", "bias"]

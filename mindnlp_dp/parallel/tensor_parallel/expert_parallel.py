@@ -32,6 +32,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex, PPMissingLayer
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan
 from mindnlp_dp.parallel.placement import Placements
+from mindnlp_dp.runtime.adapters import lora_layers
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def expert_parallel_edits(
     """Return the edits that keep only this rank's experts; the new blocks read the loss weights of their row.
 
     Raises:
-        ValueError: the plan matches no block, or ep does not divide the number of experts.
+        ValueError: the plan matches no block, or ep does not divide the number of experts, or they have adapters.
     """
     mesh = placements.mesh
     group, size = mesh.group("ep"), mesh.sizes["ep"]
@@ -161,6 +162,10 @@ def expert_parallel_edits(
             continue
         if block.num_experts % size:
             raise ValueError(f"{name} has {block.num_experts} experts, which ep={size} does not divide")
+        if adapter := next((inside for inside, _ in lora_layers(block)), None):
+            raise ValueError(
+                f"{name}.{adapter} has LoRA adapters, which ep does not support within experts; leave it out"
+            )
         per_rank = block.num_experts // size
         for number in range(block.num_experts):
             path, owner = f"{name}.experts.{number}", number // per_rank

@@ -25,7 +25,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import supports
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.partition import shard_bounds
-from mindnlp_dp.runtime.random_state import Shard, rank_local_rng
+from mindnlp_dp.runtime.random_state import Shard, rank_local_rng, replicated_rng
 
 
 class SharedInput:
@@ -154,6 +154,18 @@ class RankLocalDropout:
         """Return this rank's shard of the last dimension; ranks' widths may differ. A collective."""
         bounds = np.cumsum([0, *(int(each[0]) for each in self._group.all_gather(np.array([width])))]).tolist()
         return Shard(bounds[self._group.rank], bounds[self._group.rank + 1], bounds[-1], is_last_dim=True)
+
+
+class ReplicatedDropout:
+    """Wraps the forward pass of a dropout on replicated tensors, within a module that RankLocalDropout wraps."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with replicated_rng():
+            return self._forward(*args, **kwargs)
 
 
 def is_conv1d(layer: Any) -> bool:

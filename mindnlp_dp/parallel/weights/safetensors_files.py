@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -72,7 +73,9 @@ class WeightFiles:
     def _find(self, placements: Placements, name: str) -> Optional[str]:
         prefix = placements.prefix
         for known in placements.names_of(name):
-            for candidate in (known, known.removeprefix(prefix), f"{prefix}{known}"):
+            # The names before PEFT wrapped the model and its layers.
+            plain = known.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            for candidate in (known, plain, plain.removeprefix(prefix), f"{prefix}{plain}"):
                 if candidate in self._files:
                     return candidate
         return None
@@ -88,14 +91,18 @@ def host_type(dtype: str) -> Any:
     return np.dtype(np.float32 if dtype == "bfloat16" else dtype)
 
 
-def file_header(placements: Placements) -> bytes:
+def file_header(placements: Iterable[Placement]) -> bytes:
     """Return the header of a safetensors file (its README, "Format"): a length and JSON with types and offsets."""
     entries: dict[str, Any] = {"__metadata__": {"format": "np"}}
     end = 0
-    for name, placement in placements.items():
+    for placement in placements:
         item_bytes = 2 if placement.dtype == "bfloat16" else host_type(placement.dtype).itemsize
         begin, end = end, end + item_bytes * math.prod(placement.shape)
-        entries[name] = {"dtype": _TYPES[placement.dtype], "shape": placement.shape, "data_offsets": [begin, end]}
+        entries[placement.name] = {
+            "dtype": _TYPES[placement.dtype],
+            "shape": placement.shape,
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

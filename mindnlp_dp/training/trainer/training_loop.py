@@ -34,6 +34,7 @@ from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
 from mindnlp_dp.runtime.recompute import enable_recompute
+from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
 from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
@@ -101,6 +102,7 @@ class TrainingLoop:
             self.synchronizer, self._make_updater(), self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,
             resync_tied_weights=trainer.whole.resync_tied_weights,
+            adapters=adapter_check(trainer.model, self.synchronizer.parameters, trainer.world),
         )  # fmt: skip
         self.run_state = Run(trainer.whole, self.train_step)
         trainer.state = TrainerState()
