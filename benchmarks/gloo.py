@@ -8,6 +8,7 @@ It runs with a Python that has PyTorch; MindSpore is not needed:
     python benchmarks/gloo.py --kind update [--nproc 1] --write FILE
     python benchmarks/gloo.py --kind memory [--nproc 4] --write FILE
     python benchmarks/gloo.py --kind activations --nproc 1 --write FILE     and "activations recomputed"
+    python benchmarks/gloo.py --kind "head loss" --nproc 1 --write FILE
 
 AdamW is the fused one, PyTorch's fastest on a CPU. The kinds that end with "zero" shard its state between the ranks by
 ZeroRedundancyOptimizer with parameters_as_bucket_view=True, which makes the exchange of weights three times as fast.
@@ -220,11 +221,28 @@ def activations_recomputed(distributed: Any, torch: Any, _: Any) -> dict[str, An
     return activations(distributed, torch, _, recompute=True)
 
 
+def head_loss(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    """Measure the output layer and the loss of bench_head_loss.py."""
+    from bench_head_loss import TOKENS, WIDTH, WORDS, measure_pass
+
+    def make(words: int, tokens: int) -> Callable[[], Any]:
+        x, weight = (torch.randn(n, WIDTH).div_(32).requires_grad_() for n in (tokens, words))
+        labels = torch.randint(words, (tokens,))
+
+        def run() -> None:
+            x.grad = weight.grad = None
+            torch.nn.functional.cross_entropy(x @ weight.T, labels).backward()
+
+        return run
+
+    return measure_pass(make, WORDS, TOKENS)
+
+
 KINDS = {
     function.__name__.replace("_", " ", 1) if function is not all_reduce else "all_reduce": function
     for function in (
         all_reduce, gradients, step, step_amp, step_zero, update, memory, memory_zero, activations,
-        activations_recomputed,
+        activations_recomputed, head_loss,
     )
 }  # fmt: skip
 

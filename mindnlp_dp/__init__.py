@@ -47,6 +47,7 @@ _HOME = {
     "empty_weights": "parallel.weights.meta_init",
     "parallelize": "parallel.parallelize",
     "enable_recompute": "runtime.recompute",
+    "fuse_cross_entropy": "training.fused_cross_entropy",
     "convert_sync_batchnorm": "data_parallel.sync_batchnorm",
     "all_gather_with_grad": "communication.batch_across_ranks",
     "evaluate": "training.evaluate",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from mindnlp_dp.parallel.weights.meta_init import empty_weights as empty_weights
     from mindnlp_dp.runtime.recompute import enable_recompute as enable_recompute
     from mindnlp_dp.training.evaluate import evaluate as evaluate
+    from mindnlp_dp.training.fused_cross_entropy import fuse_cross_entropy as fuse_cross_entropy
     from mindnlp_dp.training.initialize import init_process_group as init_process_group
     from mindnlp_dp.training.make_train_step import make_train_step as make_train_step
     from mindnlp_dp.training.resumable_run import FunctionalRun as FunctionalRun

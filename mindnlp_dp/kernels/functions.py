@@ -18,12 +18,14 @@ from mindnlp_dp.kernels import activations
 from mindnlp_dp.kernels import cross_entropy as cross_entropy_of_arrays
 from mindnlp_dp.kernels.dropout import dropout_mask, masked, next_key
 from mindnlp_dp.kernels.embedding import scatter_rows
+from mindnlp_dp.kernels.linear_cross_entropy import losses_and_gradients
 from mindnlp_dp.kernels.matmul import column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.kernels.memory import array_of, empty_like, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
 from mindnlp_dp.runtime.once_differentiable import once_differentiable
+from mindnlp_dp.runtime.pynative_executor import pynative_executor
 
 GELU = {"none": "gelu", "tanh": "gelu_tanh", "quick": "gelu_quick"}
 
@@ -98,6 +100,26 @@ def cross_entropy(logits: Tensor, classes: np.ndarray, ignored: int, reduction: 
     Rows of the class ``ignored`` do not count; all other classes are in ``range(C)``. The mean over no row is NaN.
     """
     return _CrossEntropy.apply(logits, classes, ignored, reduction)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    classes: np.ndarray,
+    ignored: int = -100,
+    *,
+    is_frozen: bool = False,
+) -> Tensor:
+    """Return the mean cross-entropy of ``x @ weight.T + bias``, never whole, and classes (N,), a scalar.
+
+    ``x`` is (N, K), ``weight`` (C, K), ``bias`` (C,) or None; they get no gradient if ``is_frozen``. Rows of the class
+    ``ignored`` do not count; all other classes are in ``range(C)``. The mean over no row is NaN.
+    """
+    counted = np.where(classes == ignored, -1, classes)
+    # MindSpore does not know in a forward pass whether a parameter is frozen, nor whether there is a backward pass.
+    has_gradient = pynative_executor.grad_flag() and pynative_executor.enable_grad()
+    return _LinearCrossEntropy.apply(x, weight, bias, counted, (has_gradient, has_gradient and not is_frozen))
 
 
 def _rows(tensor: Tensor) -> np.ndarray:
@@ -337,3 +359,35 @@ class _CrossEntropy(_Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradients = array_of(gradient) * ctx.weights
         return tensor_of(cross_entropy_of_arrays.backward(gradients, ctx.softmax, ctx.classes)), None, None, None
+
+
+class _LinearCrossEntropy(_Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917, ctx and the operator's inputs
+        ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor], classes: np.ndarray, wanted: tuple[bool, bool]
+    ) -> Tensor:
+        # Rows of the class -1 do not count, and are left out before the product.
+        counted = np.flatnonzero(classes >= 0)
+        rows, classes = array_of(x), classes[counted]
+        # Only so that a second derivative is an error.
+        ctx.save_for_backward(x, weight)
+        ctx.num_rows, ctx.counted = len(rows), counted if len(counted) < len(rows) else None
+        rows = rows if ctx.counted is None else rows[counted]
+        weights = np.full(len(counted), 1 / max(len(counted), 1), np.float32)
+        losses, ctx.gradients = losses_and_gradients(
+            rows, array_of(weight), None if bias is None else array_of(bias), classes, weights=weights,
+            wanted=(wanted[0], wanted[1], wanted[1]),
+        )  # fmt: skip
+        with np.errstate(invalid="ignore"):
+            return tensor_of(np.float32(losses.sum(dtype=np.float64)) / np.asarray(len(counted), np.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        scale = np.float32(array_of(gradient))
+        of_x, of_weight, of_bias = (g if g is None or scale == 1 else g * scale for g in ctx.gradients)
+        if of_x is not None and ctx.counted is not None:
+            whole = np.zeros((ctx.num_rows, of_x.shape[1]), np.float32)
+            whole[ctx.counted] = of_x
+            of_x = whole
+        return *(None if g is None else tensor_of(g) for g in (of_x, of_weight, of_bias)), None, None

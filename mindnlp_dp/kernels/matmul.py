@@ -52,22 +52,36 @@ def product(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray] = None) -> 
         return out
     if not onednn.is_there():
         return np.matmul(a, b, out=out) if bias is None else np.add(np.matmul(a, b), bias, out=out)
-    a, b = _for_blas(a), _for_blas(b)
     if _uses_bfloat16:
-        _by_tiles(a, b, bias, out)
+        _by_tiles(_for_blas(a), _for_blas(b), bias, out)
         return out
     if bias is not None:
         out[...] = bias
+    _by_sgemm(a, b, out, add=bias is not None)
+    return out
+
+
+def add_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Add ``a @ b`` to ``out``, a contiguous (M, N) matrix, where oneDNN can without a matrix beside it."""
+    if not onednn.is_there() or _uses_bfloat16:
+        out += product(a, b)
+        return
+    _by_sgemm(a, b, out, add=True)
+
+
+def _by_sgemm(a: np.ndarray, b: np.ndarray, out: np.ndarray, *, add: bool) -> None:
+    """Multiply two matrices into ``out``, or add their product to it, in tiles of rows."""
+    (rows, inner), columns = a.shape, b.shape[1]
+    a, b = _for_blas(a), _for_blas(b)
     at_a, at_b, at_out = a.ctypes.data, b.ctypes.data, out.ctypes.data
     layouts = _layout(a), _layout(b), columns
     a_row, out_row = a.strides[0], out.strides[0]
 
     def tile(begin: int, end: int) -> None:
-        multiply = onednn.multiplication((end - begin, inner, columns), *layouts, add=bias is not None)
+        multiply = onednn.multiplication((end - begin, inner, columns), *layouts, add=add)
         multiply(at_a + begin * a_row, at_b, at_out + begin * out_row)
 
     _for_tiles(tile, rows, inner * columns)
-    return out
 
 
 def _by_tiles(a: np.ndarray, b: np.ndarray, bias: Optional[np.ndarray], out: np.ndarray) -> None:

@@ -24,6 +24,7 @@ from mindnlp_dp.communication.autograd_ops import copy_to, gather_from, reduce_f
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.kernels.dispatch import supports
 from mindnlp_dp.runtime.arrays import to_host
+from mindnlp_dp.runtime.model_outputs import outputs_with_loss
 from mindnlp_dp.runtime.partition import shard_bounds
 from mindnlp_dp.runtime.random_state import Shard, rank_local_rng, replicated_rng
 
@@ -130,18 +131,21 @@ class VocabularyParallelEmbedding(nn.Module):
 class RankLocalDropout:
     """Wraps the forward pass of a module on sharded tensors, so that each rank draws its shard's random numbers in it.
 
-    The tensors are sharded by attention heads, or, if ``module`` is a dropout of (batch, length, width), by width.
+    The tensors are sharded by attention heads, or, if ``module`` is a dropout of (batch, length, width), by width. An
+    adapter's dropout is always ``by_width``, also of (tokens, width).
     """
 
-    def __init__(self, forward: Callable[..., Any], group: ProcessGroup, is_dropout: bool) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], group: ProcessGroup, is_dropout: bool, *, by_width: bool = False
+    ) -> None:
         functools.update_wrapper(self, forward)
         self._forward = forward
         self._group = group
-        self._is_dropout = is_dropout
+        self._is_dropout, self._by_width = is_dropout, by_width
         self._of_width = functools.lru_cache(self._shard_of_width)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        by_width = self._is_dropout and args and args[0].ndim == 3
+        by_width = self._by_width or (self._is_dropout and args and args[0].ndim == 3)
         shard = (
             self._of_width(args[0].shape[-1])
             if by_width
@@ -255,16 +259,13 @@ class VocabularyParallelHead:
         if labels is None or not self._model.training:
             # Gathered by a differentiable operator: a custom loss, such as label smoothing, may use the logits.
             outputs["logits"] = gather_from(logits, self._group)
+        loss = None
         if labels is not None:
             size = self._model.config.vocab_size
             mine, theirs = (logits[:, :-1], labels[:, 1:]) if self._kind == "causal" else (logits, labels)
             loss = vocabulary_parallel_cross_entropy(
                 mine.reshape(-1, logits.shape[-1]), theirs.reshape(-1), self._group, size
             )
-            auxiliary = getattr(outputs, "aux_loss", None)
-            if auxiliary is not None:
-                loss = loss + self._model.router_aux_loss_coef * auxiliary
-            kept = {name: value for name, value in outputs.items() if name != "logits" or not self._model.training}
-            outputs = type(outputs)(**{**kept, "loss": loss})
-        is_dict = kwargs.get("return_dict")
-        return outputs if is_dict or (is_dict is None and self._model.config.use_return_dict) else outputs.to_tuple()
+        return outputs_with_loss(
+            self._model, outputs, loss, has_logits=not self._model.training, return_dict=kwargs.get("return_dict")
+        )

@@ -90,6 +90,13 @@ class DataParallelArgumentsBase(TrainingArguments):
             '(a number), or those named by patterns such as "encoder.layer.[0-5]".'
         },
     )
+    fused_cross_entropy: bool = field(
+        default=False,
+        metadata={
+            "help": "Causal language models: compute the output layer and the loss in chunks of tokens, so that the "
+            "logits of all tokens never exist; in training the outputs have none."
+        },
+    )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})
     trace: Optional[str] = field(
         default=None, metadata={"help": "A file for the timeline of all ranks, as a Chrome trace (JSON)."}

@@ -36,6 +36,7 @@ from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
 from mindnlp_dp.runtime.recompute import enable_recompute
 from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
+from mindnlp_dp.training.fused_cross_entropy import fuse_cross_entropy
 from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
@@ -93,6 +94,8 @@ class TrainingLoop:
         trainer.whole.broadcast_weights()
         if args.recomputed is not False:
             enable_recompute(trainer.model, args.recomputed)
+        if args.fused_cross_entropy:
+            fuse_cross_entropy(trainer.model)
         if trainer._created_lr_scheduler:
             trainer.lr_scheduler = None
             trainer._created_lr_scheduler = False
