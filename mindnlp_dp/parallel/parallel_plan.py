@@ -331,7 +331,7 @@ def _attributes_here(divided: Mapping[str, Sequence[str]], modules: Mapping[str,
     return found
 
 
-def check_patterns(patterns: Iterable[str], modules: Mapping[str, Any], what: str) -> None:
+def check_patterns(patterns: Iterable[str], modules: Sequence[str], what: str) -> None:
     """Raise a ValueError that names the first pattern of a plan that fits no module, and names like it."""
     for pattern in patterns:
         if not _fitting([pattern], modules):

@@ -78,7 +78,8 @@ def parallelize(
             (:func:`~mindnlp_dp.enable_recompute`).
         check: a batch with labels, the same on every rank. Its loss and gradients are computed with the whole model on
             every rank, and then with the sharded model; if they differ, this is an error that names the first layer
-            that differs. For models that fit on one rank.
+            that differs. For models that fit on one rank; on a mesh that shards nothing it has no effect. After the
+            error the model is sharded: build it again.
         dry_run: change nothing, and return the edits that would give this rank its part of the model
             (:class:`~mindnlp_dp.parallel.model_edits.ModelEdits`); ``print`` shows them.
 
@@ -111,6 +112,8 @@ def parallelize(
         return edits
     if check is not None and weights is not None:
         raise ValueError("check runs the whole model, with its own weights; leave weights out, or check a small config")
+    if len(set(mesh.world.all_gather_object(check is None))) > 1:
+        raise ValueError("check= needs the same batch on every rank, and some ranks have none")
     checking = None if check is None or mesh.is_data_parallel else PlanCheck(model, mesh, check)
     files = _open(weights, placements, mesh.world)
     fill_missing(model, placements, [] if files is None else files[1], has_files=files is not None)

@@ -93,7 +93,10 @@ class Placements(Mapping[str, Placement]):
         self._aliases = dict(aliases)
 
     def __getitem__(self, name: str) -> Placement:
-        return self._by_name[self._aliases.get(name, name)]
+        own = self._aliases.get(name, name)
+        if own not in self._by_name:
+            raise KeyError(f"{name!r} was not in the model when parallelize() sharded it; change models before that")
+        return self._by_name[own]
 
     def __iter__(self) -> Any:
         return iter(self._by_name)

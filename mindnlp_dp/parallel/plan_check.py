@@ -8,6 +8,7 @@ a wrong way is an error that names the layer, before a training run that would s
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -16,6 +17,7 @@ import numpy as np
 
 from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.data.batches import call_with
+from mindnlp_dp.data.loss_weight import LossWeigher, loss_mean
 from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.parallel.parallel_model import ParallelModel
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
@@ -23,11 +25,10 @@ from mindnlp_dp.parallel.pipeline_parallel.stages import ReceivedActivations, St
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 
-# The largest relative differences that rounding explains: of outputs and losses, and of a parameter's gradient.
-OUTPUT_TOLERANCE = 1e-4
-GRADIENT_TOLERANCE = 1e-3
-# A gradient below this part of all gradients' norm may be rounding only, such as that of a key's bias.
-_LEAST_GRADIENT = 1e-5
+# The largest relative differences that rounding explains: of losses, of outputs, and of a parameter's gradient.
+LOSS_TOLERANCE, OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3, 1e-3
+# A gradient that is smaller than this part of all gradients may be mostly rounding, such as that of keys.
+_LEAST_GRADIENT = 1e-3
 
 
 class PlanCheck:
@@ -43,13 +44,16 @@ class PlanCheck:
     """
 
     def __init__(self, model: Any, mesh: DeviceMesh, batch: Mapping[str, Any]) -> None:
-        self._mesh, self._batch = mesh, batch
+        self._mesh, self._batch = mesh, _checked(batch, mesh)
+        self._weight_of = LossWeigher(loss_mean(model), f"the loss of {type(model).__name__}")
         broadcast_parameters(model, mesh.world)
         with _evaluating(model):
             self._outputs = _Outputs(model)
             names, parameters = _trained(model)
             with self._outputs.recorded():
-                loss, gradients = _loss_and_gradients(model, parameters, batch)
+                loss, gradients = _loss_and_gradients(model, parameters, self._batch)
+        if not np.isfinite(loss):
+            raise ValueError(f"check= needs a batch with a finite loss, got {loss}: are there labels that count?")
         self.loss = loss
         self._gradients = {name: to_host(g).astype(np.float64) for name, g in zip(names, gradients) if g is not None}
 
@@ -63,7 +67,7 @@ class PlanCheck:
             outputs = _Outputs(model)
             names, parameters = _trained(model)
             with outputs.recorded():
-                loss, gradients = _sharded_loss_and_gradients(model, parallel, names, parameters, self._batch)
+                loss, gradients = self._sharded_loss_and_gradients(model, parallel, names, parameters)
         worst, wrong = self._gradient_errors(parallel, dict(zip(names, gradients)))
         mine = (loss, outputs.differing(self._outputs), worst, wrong)
         everyone = self._mesh.world.all_gather_object(mine)
@@ -76,15 +80,34 @@ class PlanCheck:
         )
         problem = self._problem(max(losses, key=lambda value: abs(value - self.loss)), differing, gradients_of)
         if problem:
-            raise ValueError(f"the plan is wrong for {type(model).__name__} under {self._mesh}: {problem}")
+            raise ValueError(
+                f"the plan is wrong for {type(model).__name__} under {self._mesh}: {problem}. The model is "
+                "sharded now; build it again before another attempt"
+            )
         return (
             f"checked: the loss of a batch, {self.loss:.6f}, and {len(self._gradients)} gradients are those of the "
             f"whole model (largest difference of a gradient: {max(each[2] for each in everyone):.1e} of its norm)"
         )
 
+    def _sharded_loss_and_gradients(
+        self, model: Any, parallel: ParallelModel, names: list[str], parameters: list[Any]
+    ) -> tuple[float, list[Any]]:
+        """Return the loss and the exchanged gradients when each data-parallel rank has the same batch. A collective."""
+        exchange = parallel.gradient_exchange(list(zip(names, parameters)), overlap=False)
+        if parallel.pipeline is None:
+            with parallel.micro_step(1.0):
+                loss, gradients = _loss_and_gradients(model, parameters, self._batch)
+            exchange.accumulate(gradients, 1.0 / parallel.loss_replication)
+        else:
+            micro = MicroBatch(self._batch, lambda columns: _loss_of(model, columns), self._weight_of, seed=0)
+            for step in parallel.pipeline.run([micro], parameters):
+                loss = step.loss
+                exchange.accumulate(step.gradients or [], step.weight / step.loss_replication)
+        return loss, exchange.reduce()
+
     def _problem(self, loss: float, outputs: list[tuple[str, str, float]], gradients: list[tuple[str, float]]) -> str:
         found = []
-        if not abs(loss - self.loss) <= OUTPUT_TOLERANCE * max(abs(self.loss), 1.0):
+        if not abs(loss - self.loss) <= LOSS_TOLERANCE * max(abs(self.loss), 1.0):
             found.append(f"the loss of the batch is {loss:.6f}, and {self.loss:.6f} in the whole model")
         if outputs:
             name, kind, error = outputs[0]
@@ -186,15 +209,43 @@ def _first_tensor(output: Any) -> Optional[Any]:
     return next((tensor for tensor in map(_first_tensor, items) if tensor is not None), None)
 
 
+def _checked(batch: Any, mesh: DeviceMesh) -> dict[str, np.ndarray]:
+    """Return a batch's columns as arrays; raise ValueError on every rank if ranks have other ones. A collective."""
+
+    def arrays() -> dict[str, np.ndarray]:
+        if not isinstance(batch, Mapping) or not batch:
+            raise ValueError(f"check= needs a batch, a mapping of columns, got a {type(batch).__name__}")
+        columns = {name: to_host(x) if hasattr(x, "asnumpy") else np.asarray(x) for name, x in batch.items()}
+        if any(column.ndim == 0 or len(column) == 0 for column in columns.values()):
+            raise ValueError("check= needs a batch with rows")
+        return columns
+
+    columns = mesh.world.run_on(True, arrays, "looking at the batch to check")
+    assert columns is not None, "every rank looks"
+    digests = mesh.world.all_gather_object({name: _digest(column) for name, column in columns.items()})
+    differing = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
+    if differing is not None:
+        raise ValueError(
+            f"check= needs the same batch on every rank; rank {mesh.world.label(differing)} has another one"
+        )
+    return columns
+
+
+def _digest(column: np.ndarray) -> str:
+    described = f"{column.dtype}{column.shape}".encode()
+    return hashlib.blake2b(described + np.ascontiguousarray(column).tobytes(), digest_size=8).hexdigest()
+
+
 @contextlib.contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Run the model without dropout in this block."""
-    was_training = model.training
+    """Run the model without dropout in this block; afterwards each module has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
     model.set_train(False)
     try:
         yield
     finally:
-        model.set_train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def _trained(model: Any) -> tuple[list[str], list[Any]]:
@@ -216,20 +267,3 @@ def _loss_and_gradients(model: Any, parameters: list[Any], batch: Mapping[str, A
     )
     loss, gradients = gradient_fn()
     return float(loss.asnumpy()), gradients
-
-
-def _sharded_loss_and_gradients(
-    model: Any, parallel: ParallelModel, names: list[str], parameters: list[Any], batch: Mapping[str, Any]
-) -> tuple[float, list[Any]]:
-    """Return the loss and the exchanged gradients when each data-parallel rank has the same batch. A collective."""
-    exchange = parallel.gradient_exchange(list(zip(names, parameters)), overlap=False)
-    if parallel.pipeline is None:
-        with parallel.micro_step(1.0):
-            loss, gradients = _loss_and_gradients(model, parameters, batch)
-        exchange.accumulate(gradients, 1.0 / parallel.loss_replication)
-    else:
-        micro = MicroBatch(batch, lambda columns: _loss_of(model, columns), lambda columns: 1.0, seed=0)
-        for step in parallel.pipeline.run([micro], parameters):
-            loss = step.loss
-            exchange.accumulate(step.gradients or [], step.weight / step.loss_replication)
-    return loss, exchange.reduce()

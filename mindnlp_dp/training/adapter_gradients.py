@@ -27,8 +27,8 @@ class AdapterCheck:
 
     def __init__(self, model: Any, parameters: Sequence[Any], world: ProcessGroup) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # The layer's name; None for other parameters.
-        self._layers = [names.get(id(p), "").partition(".lora_") for p in parameters]
+        # Of each parameter, the layer and the adapter that it belongs to; "" for other parameters.
+        self._adapters = [_adapter_of(names.get(id(p), "")) for p in parameters]
         self._world = world
         self._received: set[str] = set()
         self._has_looked = False
@@ -36,16 +36,16 @@ class AdapterCheck:
     def look(self, gradients: Sequence[Optional[Any]]) -> None:
         """Note the adapters with a gradient in a micro-step; ``gradients`` are in the order of the parameters."""
         self._has_looked = True
-        for (layer, is_adapter, _), gradient in zip(self._layers, gradients):
-            if is_adapter and layer not in self._received and gradient is not None and np.any(to_host(gradient)):
-                self._received.add(layer)
+        for adapter, gradient in zip(self._adapters, gradients):
+            if adapter and adapter not in self._received and gradient is not None and np.any(to_host(gradient)):
+                self._received.add(adapter)
 
     def report(self) -> bool:
         """Warn on the main rank of adapters that no rank saw a gradient of. A collective.
 
         Returns False if no rank has run a micro-step yet.
         """
-        mine = [layer for layer, is_adapter, _ in self._layers if is_adapter]
+        mine = [adapter for adapter in self._adapters if adapter]
         everyone = self._world.all_gather_object((mine, self._received, self._has_looked))
         received = set().union(*(theirs for _, theirs, _ in everyone))
         idle = [
@@ -55,13 +55,24 @@ class AdapterCheck:
         if has_looked and idle and self._world.is_main:
             more = f" and {len(idle) - _SHOWN} more" if len(idle) > _SHOWN else ""
             warnings.warn(
-                "adapters received no gradient in the first update: those of "
-                f"{', '.join(map(repr, idle[:_SHOWN]))}{more}. The loss does not depend on them, so they will learn "
-                "nothing; are their layers used?",
+                "adapters received no gradient in the first update: "
+                f"{', '.join(idle[:_SHOWN])}{more}. They learn only from updates whose loss depends on them: are their "
+                "layers used, and are they active and not merged? (An expert may have had no tokens yet.)",
                 RuntimeWarning,
                 stacklevel=2,
             )
         return has_looked
+
+
+def _adapter_of(name: str) -> str:
+    """Return the layer and the adapter of a parameter, for messages; "" if it is no adapter's.
+
+    >>> _adapter_of("h.0.attn.lora_A.default.weight")
+    "'default' of 'h.0.attn'"
+    """
+    layer, is_adapter, rest = name.partition(".lora_")
+    adapter = rest.split(".")[1] if rest.count(".") else ""
+    return f"{adapter!r} of {layer!r}" if is_adapter else ""
 
 
 def adapter_check(model: Any, parameters: Sequence[Any], world: ProcessGroup) -> Optional[AdapterCheck]:

@@ -18,6 +18,7 @@ from tiny_transformers import DECODERS, LORA, VOCAB, batch, build, train, whole_
 import mindnlp_dp as dp
 from mindnlp_dp.parallel.parallel_plan import PipelinePlan, ShardingPlan, TensorPlan, plan_for
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
+from models import Rows, alone
 from models import train as train_by_trainer
 
 __all__ = ["one_mesh_at_a_time"]
@@ -73,7 +74,90 @@ def test_an_update_that_is_divided_over_the_data_parallel_ranks(group, kind, zer
 
 @needs_mpi
 @SHARDED
-def test_adapters_beside_experts(group):
+def test_a_check_changes_nothing_and_weighs_rows_as_training_does(group):
+    """A stage that splits rows with different numbers of labels is no wrong plan; modules keep their modes."""
+    mesh = {"pp": 2, "dp": (2, 1), "tp": (1, 2)} if group.world_size == 4 else {"pp": 2}
+    columns = batch("llama", 4)
+    columns["labels"][0, 2:] = -100
+    columns["labels"][2:] = -100
+    model = build("llama", dropout=0.1)
+    model.set_train(True)
+    model.model.norm.training = False
+    dp.parallelize(model, dp.init_device_mesh(mesh), check=columns)
+    assert model.model.training
+    assert not model.model.norm.training or not hasattr(model.model.norm, "weight")
+    expected = {name: p.asnumpy() for name, p in build("llama").named_parameters()}
+    for name, weight in whole_weights(model).items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+
+
+@SHARDED
+@pytest.mark.parametrize("kind", [f"opt{LORA}", f"llama{LORA}", f"gpt2{LORA}"])
+def test_dropout_of_adapters(group, tmp_path, kind):
+    """OPT's feed-forward layers take (batch * length, width); an adapter's dropout is on the layer's input."""
+
+    def trained(model, folder, size):
+        settings = {"per_device_train_batch_size": size, "optim": "sgd", "learning_rate": 0.1}
+        return whole_weights(train_by_trainer(model, Sentences(kind), folder, **settings).model)
+
+    mesh = dp.init_device_mesh({"dp": group.world_size // 2, "tp": 2})
+    found = trained(dp.parallelize(build(kind, dropout=0.1), mesh), tmp_path, 4 // mesh.dp_group.world_size)
+    with alone():
+        dp.init_device_mesh({"dp": 1})
+        expected = trained(build(kind, dropout=0.1), tmp_path / "alone", 4)
+        without = trained(build(kind), tmp_path / "without", 4)
+    assert any(np.abs(without[name] - weight).max() > 1e-4 for name, weight in expected.items())
+    for name, weight in expected.items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
+
+
+@SHARDED
+def test_adapters_that_no_folder_has_begin_as_peft_lets_them(group, shared_tmp_path):
+    from mindnlp.peft import LoraConfig, get_peft_model
+
+    def adapted(model):
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+
+    if group.is_main:
+        build("llama").save_pretrained(str(shared_tmp_path / "base"))
+    group.barrier()
+    with dp.empty_weights():
+        model = adapted(build("llama"))
+    mesh = dp.init_device_mesh({"tp": 2, "dp": group.world_size // 2})
+    found = whole_weights(dp.parallelize(model, mesh, weights=shared_tmp_path / "base"))
+    assert not any(weight.any() for name, weight in found.items() if "lora_B" in name)
+    assert all(weight.any() for name, weight in found.items() if "lora_A" in name)
+    base = {p.name: array for p, array in model.parallel.full_arrays()}
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+    np.testing.assert_array_equal(base[layer], build("llama").model.layers[0].self_attn.q_proj.weight.asnumpy())
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp": WORLD_SIZE}, *([{"tp": 2, "dp": WORLD_SIZE // 2}] if WORLD_SIZE in (2, 4) else [])]
+)
+def test_a_head_that_is_trained_in_full(group, tmp_path, mesh):
+    """PEFT copies it while it is frozen."""
+    from library import set_seed
+    from mindnlp.peft import LoraConfig, get_peft_model
+    from mindnlp.transformers import GPT2Config, GPT2ForSequenceClassification
+
+    mesh = dp.init_device_mesh(mesh)
+    set_seed(1)
+    sizes = {"vocab_size": 60, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    model = GPT2ForSequenceClassification(GPT2Config(**sizes, pad_token_id=0, num_labels=3))
+    config = LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["c_attn"], modules_to_save=["score"], fan_in_fan_out=True
+    )
+    model = get_peft_model(model, config)
+    if not mesh.is_data_parallel:
+        model = dp.parallelize(model, mesh)
+    before = whole_weights(model)
+    trainer = train_by_trainer(model, Rows(12), tmp_path, per_device_train_batch_size=2)
+    after = whole_weights(trainer.model)
+    moved = {name for name in before if np.abs(after[name] - before[name]).max() > 0}
+    assert any("score.modules_to_save" in name for name in moved), moved
+    assert any("lora_B" in name for name in moved)
+
     mesh = dp.init_device_mesh({"ep": 2, "dp": group.world_size // 2})
     kind = f"mixtral{LORA}"  # the attention's layers only
     model = dp.parallelize(build(kind), mesh, check=batch(kind, 4))
@@ -155,8 +239,19 @@ def test_plans_that_do_not_belong_to_the_model(group):
         dp.parallelize(build("llama", num_attention_heads=6, hidden_size=24, num_key_value_heads=3), mesh)
     with pytest.raises(ValueError, match="tp does not support qk_layernorm"):
         dp.parallelize(build("phi", qk_layernorm=True), mesh)
-    with pytest.raises(ValueError, match="check= needs a batch for which the model returns a loss"):
-        dp.parallelize(build("llama"), mesh, check={"input_ids": batch("llama", 2)["input_ids"]})
+    for columns, message in (
+        ({"input_ids": batch("llama", 2)["input_ids"]}, "for which the model returns a loss"),
+        (batch("llama", 2, group.rank), "the same batch on every rank; rank 1 .* has another one"),
+        (batch("llama", 2) if group.rank else None, "the same batch on every rank, and some ranks have none"),
+        ({**batch("llama", 2), "labels": np.full((2, 10), -100)}, "a finite loss, got nan: are there labels"),
+        (batch("llama", 0), "needs a batch with rows"),
+        ([1, 2], "a mapping of columns, got a list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dp.parallelize(build("llama"), mesh, check=columns)
+    inside = llama_plan(layers={"*q_proj.base_layer": "colwise"})
+    with pytest.raises(ValueError, match=r"'\*q_proj.base_layer', which fits no module"):
+        dp.parallelize(build(f"llama{LORA}"), mesh, inside)
     with pytest.warns(FutureWarning, match="'columns of 3' is now called 'packed_colwise:3'"):
         assert TensorPlan({"*c_attn": "columns of 3"}).layers == {"*c_attn": "packed_colwise:3"}
     for style in ("packed_colwise:1", "packed_colwise:", "packed_colwise:two", "diagonal"):
@@ -247,6 +342,42 @@ def test_adapters_without_a_gradient_are_named(group, mesh, recwarn):
     assert first_update(skips=False) == []
     if group.is_main:
         (message,) = first_update(skips=True)
-        assert "those of 'base_model.model.transformer.h.1.attn.c_attn', " in message
+        assert "update: 'default' of 'base_model.model.transformer.h.1.attn.c_attn', " in message
     else:
         assert first_update(skips=True) == []
+
+
+@SHARDED
+@pytest.mark.parametrize("kind", ["llama", f"qwen2{LORA}"])
+def test_the_output_layer_and_the_loss_as_one_operator(group, kind):
+    meshes = [{"dp": 2, "tp": group.world_size // 2}]
+    meshes += [{"pp": 2, "dp": group.world_size // 2}, {"tp": 2, "dp": group.world_size // 2}] if IS_MPI else []
+    for sizes in meshes:
+        mesh = dp.init_device_mesh(sizes)
+        model = build(kind)
+        dp.fuse_cross_entropy(model)
+        if not mesh.is_data_parallel:
+            model = dp.parallelize(model, mesh, check=batch(kind, 8))
+        train(model, kind, pieces_of(mesh, 2))
+        assert_close(model, kind, 5e-6)
+
+
+@SHARDED
+def test_a_trainer_with_the_fused_loss(group, tmp_path):
+    def trained(**more):
+        dp.init_device_mesh({"dp": group.world_size})
+        trainer = train_by_trainer(
+            build("llama"), Sentences("llama"), tmp_path, per_device_train_batch_size=2, optim="sgd", **more
+        )
+        return whole_weights(trainer.model), trainer.evaluate(Sentences("llama"))["eval_loss"]
+
+    (expected, loss), (found, of_fused) = trained(), trained(fused_cross_entropy=True)
+    for name, weight in expected.items():
+        np.testing.assert_allclose(found[name], weight, rtol=0, atol=1e-6, err_msg=name)
+    assert of_fused == pytest.approx(loss, abs=1e-5)
+    model = dp.parallelize(build("llama"), dp.init_device_mesh({"tp": 2, "dp": group.world_size // 2}))
+    dp.fuse_cross_entropy(model)  # its loss is on sharded logits already
+    if IS_MPI:
+        model = dp.parallelize(build("llama"), dp.init_device_mesh({"pp": 2, "dp": group.world_size // 2}))
+        with pytest.raises(ValueError, match="comes before parallelize"):
+            dp.fuse_cross_entropy(model)

@@ -373,7 +373,7 @@ def test_adapters_in_frozen_layers_get_all_their_gradients(before):
     found = gradients(model, columns)
     assert_equal(found, expected)
     num_trainable = sum(p.requires_grad for p in model.parameters())
-    assert sum(bool(np.any(gradient)) for gradient in found[1:]) == num_trainable == 8
+    assert sum(bool(np.any(gradient)) for gradient in found[1:]) == num_trainable == 16
 
 
 def test_running_statistics_move_once():

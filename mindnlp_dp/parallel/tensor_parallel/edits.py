@@ -50,8 +50,11 @@ def tensor_parallel_edits(index: ModelIndex, plan: TensorPlan, placements: Place
             divide the number of heads, or a weight cannot be split over the ranks.
     """
     group = placements.mesh.group("tp")
-    check_patterns(plan.patterns(), index.modules, "tensor parallelism")
     loras = {name: module for name, module in index.modules.items() if is_lora(module)}
+    # What is within a layer with adapters follows from the layer's style.
+    within = tuple(f"{name}." for name in loras)
+    names = [name for name in index.modules if not name.startswith(within)] if within else list(index.modules)
+    check_patterns(plan.patterns(), names, "tensor parallelism")
     styles = _styles(index, plan, loras)
     edits = [Edit((name,), attributes=divided) for name, divided in _divided(index, plan, group)]
     shards = _shards(index, styles, placements)
@@ -135,7 +138,7 @@ def _dropouts_of_adapters(loras: Mapping[str, Any], styles: Mapping[str, str], g
         style = styles.get(f"{name}.base_layer")
         for adapter, module in layer.lora_dropout.items():
             if style is not None and isinstance(module, nn.Dropout):
-                sharded = functools.partial(RankLocalDropout, group=group, is_dropout=True)
+                sharded = functools.partial(RankLocalDropout, group=group, is_dropout=True, by_width=True)
                 forward = sharded if style == "rowwise" else ReplicatedDropout
                 edits.append(Edit((f"{name}.lora_dropout.{adapter}",), forward=forward))
     return edits
@@ -149,7 +152,7 @@ def _divided(index: ModelIndex, plan: TensorPlan, group: ProcessGroup) -> Iterat
             if size % group.world_size:
                 raise ValueError(
                     f"{attribute} of {name} is {size}, which tp={group.world_size} does not divide; choose a tp that "
-                    "divides the number of heads"
+                    "divides the number of heads, or shard the model by pp or its samples by dp"
                 )
         if sizes:
             yield name, {attribute: size // group.world_size for attribute, size in sizes.items()}

@@ -11,12 +11,13 @@ The user builds the model in :func:`empty_weights`; its parameters have shapes b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mindnlp_dp.parallel.placement import Placements
+from mindnlp_dp.runtime.adapters import lora_layers
 
 # The initializers in mindnlp.core.nn.init that fill a new parameter.
 _FILLS = ("normal_", "uniform_", "zeros_", "ones_", "constant_", "xavier_uniform_", "xavier_normal_",
@@ -78,9 +79,23 @@ def fill_missing(model: Any, placements: Placements, missing: Sequence[str], *, 
             f"{empty[0]!r} has no value: the model was built with empty_weights(); say where its weights are: "
             "parallelize(model, mesh, weights=folder)"
         )
+    _reset_adapters(model, {name for name in missing if name in set(empty)})
     modules = dict(model.named_modules())
-    owners = {name.rpartition(".")[0] for name in missing if placements[name].trains and name in set(empty)}
+    owners = {
+        name.rpartition(".")[0]
+        for name in missing
+        if placements[name].trains and name in set(empty) and ".lora_" not in name
+    }
     if owners and not hasattr(model, "_init_weights"):
         raise ValueError(f"{min(owners)!r} is not in the folder, and {type(model).__name__} does not say how it begins")
     for owner in sorted(owners):
         model._init_weights(modules[owner])
+
+
+def _reset_adapters(model: Any, missing: Collection[str]) -> None:
+    """Initialize LoRA adapters whose weights are missing as PEFT does, with which the model computes what it did."""
+    for name, layer in lora_layers(model):
+        for adapter in layer.r:
+            prefixes = [f"{name}.lora_{kind}.{adapter}" for kind in ("A", "B", "embedding_A", "embedding_B")]
+            if any(each == prefix or each.startswith(f"{prefix}.") for each in missing for prefix in prefixes):
+                layer.reset_lora_parameters(adapter, model.peft_config[adapter].init_lora_weights)
