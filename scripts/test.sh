@@ -145,7 +145,8 @@ if [ $tests = core ]; then
   }
   several_ranks() {
     parallel core mpi 2 tests/parallel -m "$core"
-    [ -n "${MINDSPORE:-}" ] || parallel core mpi 4 @model_parallel.py @stage_meshes.py "${adamw[@]}" -m "$core"
+    local meshes=(@model_parallel.py @stage_meshes.py @language_models.py)
+    [ -n "${MINDSPORE:-}" ] || parallel core mpi 4 "${meshes[@]}" "${adamw[@]}" -m "$core"
     parallel "its transport" msrun 2 "${smoke[@]}" @functional.py @device_update.py -m "$core"
   }
   side_by_side static_and_single several_ranks
@@ -183,12 +184,12 @@ else
   # and models; and a training that must equal that of one process.
   over_transport=(@collectives.py @types.py @gradient_sync.py @overlap.py @overlap_gone_wrong.py @powersgd.py
     @replicas.py @buffers.py @equivalence.py @trainer.py @evaluation.py @parallel_operators.py @functional.py
-    @device_calls.py @device_update.py @resharding.py @timeline.py "$updates" "$cut[gpt2-tp=2]"
+    @device_calls.py @device_update.py @resharding.py @timeline.py @language_models.py "$updates" "$cut[gpt2-tp=2]"
     @model_parallel.py::test_meshes_that_cannot_be @model_parallel.py::test_stages_and_experts_that_cannot_be)
   # With four ranks: what depends on their number, such as sums, shards, meshes, and groups of some of the ranks.
   at_four=(@collectives.py @types.py @shared_memory.py @between_hosts.py @algorithms.py @gradient_sync.py @powersgd.py
     @overlap_gone_wrong.py @device_update.py @loader.py @orders.py @batch_scaling.py @evaluation.py @equivalence.py
-    @parallel_operators.py @model_parallel.py @stage_meshes.py @resharding.py)
+    @parallel_operators.py @model_parallel.py @stage_meshes.py @language_models.py @resharding.py)
   # Four ranks that simulate two hosts with two ranks each.
   at_four+=("${adamw[@]}" @token_losses.py::test_models_that_are_cut @zero.py::test_two_hosts_train_what_one_rank_trains
     @dropout.py::test_models_that_are_sharded @batch_across_ranks.py::test_router_losses_of_sharded_models

@@ -32,6 +32,8 @@ CORE = {
     ("qwen2", "dp=2,tp=2"),
 }
 SHARDED = pytest.mark.skipif(WORLD_SIZE not in (2, 4), reason="needs two or four ranks")
+# Of tests that show the same with two ranks.
+SLOW_ON_FOUR = pytest.mark.slow if WORLD_SIZE == 4 else pytest.mark.filterwarnings("default")
 
 
 def cases():
@@ -42,8 +44,8 @@ def cases():
         for number, kind in enumerate(kinds):
             if mesh == "tp=4" and kind.removesuffix(LORA) not in ("llama, tied", "phi", "opt", "gpt2", "t5", "mixtral"):
                 continue
-            # On four ranks every kind has one mesh; the others are slow.
-            is_slow = WORLD_SIZE == 4 and number % len(MESHES) != MESHES.index(mesh)
+            # Every kind has one mesh; the others are slow.
+            is_slow = IS_MPI and number % len(MESHES) != MESHES.index(mesh)
             mark = pytest.mark.core if (kind, mesh) in CORE else pytest.mark.slow if is_slow else ()
             yield pytest.param(kind, mesh, marks=mark)
 
@@ -60,6 +62,7 @@ def test_a_sharded_decoder_trains_what_one_process_trains(group, kind, mesh):
     assert len(set(group.all_gather_object(model.parallel.assert_in_sync()))) == 1
 
 
+@SLOW_ON_FOUR
 @SHARDED
 @pytest.mark.parametrize("kind", ["llama", f"llama{LORA}"])
 @pytest.mark.parametrize("zero_stage", [0, 2])
@@ -91,6 +94,7 @@ def test_a_check_changes_nothing_and_weighs_rows_as_training_does(group):
         np.testing.assert_array_equal(weight, expected[name], err_msg=name)
 
 
+@SLOW_ON_FOUR
 @SHARDED
 @pytest.mark.parametrize("kind", [f"opt{LORA}", f"llama{LORA}", f"gpt2{LORA}"])
 def test_dropout_of_adapters(group, tmp_path, kind):
@@ -111,6 +115,7 @@ def test_dropout_of_adapters(group, tmp_path, kind):
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-6, err_msg=name)
 
 
+@SLOW_ON_FOUR
 @SHARDED
 def test_adapters_that_no_folder_has_begin_as_peft_lets_them(group, shared_tmp_path):
     from mindnlp.peft import LoraConfig, get_peft_model
@@ -132,6 +137,8 @@ def test_adapters_that_no_folder_has_begin_as_peft_lets_them(group, shared_tmp_p
     np.testing.assert_array_equal(base[layer], build("llama").model.layers[0].self_attn.q_proj.weight.asnumpy())
 
 
+@SLOW_ON_FOUR
+@SHARDED
 @pytest.mark.parametrize(
     "mesh", [{"dp": WORLD_SIZE}, *([{"tp": 2, "dp": WORLD_SIZE // 2}] if WORLD_SIZE in (2, 4) else [])]
 )
@@ -176,6 +183,7 @@ def llama_plan(**changes):
     return ShardingPlan(TensorPlan(layers, plan.tensor.divided, plan.tensor.apart, changes.get("head", "causal")))
 
 
+@SLOW_ON_FOUR
 @SHARDED
 @pytest.mark.parametrize(
     ("layers", "names"),
@@ -192,6 +200,7 @@ def test_a_wrong_plan_is_found_before_training(group, layers, names):
         dp.parallelize(build("llama"), mesh, llama_plan(layers=layers), check=batch("llama", 4))
 
 
+@SLOW_ON_FOUR
 @SHARDED
 def test_a_layer_that_is_silently_wrong_is_named(group):
     """Two outputs in one weight, of which the plan knows nothing, give each rank wrong halves of both."""
@@ -228,6 +237,7 @@ def test_a_layer_that_is_silently_wrong_is_named(group):
     sharded("packed_colwise:2")
 
 
+@SLOW_ON_FOUR
 @SHARDED
 def test_plans_that_do_not_belong_to_the_model(group):
     mesh = dp.init_device_mesh({"tp": 2, "dp": group.world_size // 2})
@@ -260,6 +270,7 @@ def test_plans_that_do_not_belong_to_the_model(group):
 
 
 @needs_mpi
+@SLOW_ON_FOUR
 @SHARDED
 def test_bloom_is_refused_under_tp_and_split_by_a_plan_under_pp(group):
     from library import set_seed
@@ -347,6 +358,7 @@ def test_adapters_without_a_gradient_are_named(group, mesh, recwarn):
         assert first_update(skips=True) == []
 
 
+@SLOW_ON_FOUR
 @SHARDED
 @pytest.mark.parametrize("kind", ["llama", f"qwen2{LORA}"])
 def test_the_output_layer_and_the_loss_as_one_operator(group, kind):
@@ -362,6 +374,7 @@ def test_the_output_layer_and_the_loss_as_one_operator(group, kind):
         assert_close(model, kind, 5e-6)
 
 
+@SLOW_ON_FOUR
 @SHARDED
 def test_a_trainer_with_the_fused_loss(group, tmp_path):
     def trained(**more):
