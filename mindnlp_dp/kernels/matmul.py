@@ -9,7 +9,7 @@ the products, with its own threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Optional
 
 import numpy as np
@@ -171,9 +171,19 @@ def _is_for_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
         1 <= len(longer_than_1) <= 2
         and min(*out.shape[-2:], a.shape[-1]) > 1
         and min(*a.strides, *b.strides, *out.strides) >= 0
-        # oneDNN broadcasts one of the factors, not both.
-        and all(a.strides[axis] or b.strides[axis] for axis in longer_than_1)
+        and _are_batches_in_order((a, b, out), longer_than_1)
     )
+
+
+def _are_batches_in_order(arrays: Sequence[np.ndarray], axes: list[int]) -> bool:
+    """Return whether oneDNN 3.10 takes these batch dimensions; with others it writes to other memory on some cores.
+
+    It broadcasts one factor over one dimension. Two dimensions must be in their order in memory, and not broadcast.
+    """
+    steps = [[x.strides[axis] for axis in axes] for x in arrays]
+    if len(axes) == 1:
+        return steps[0] != [0] or steps[1] != [0]
+    return all(first >= second > 0 for first, second in steps)
 
 
 def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -183,7 +193,8 @@ def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
     def part(first: int, last: int) -> None:
         arrays = [x[(slice(None),) * axis + (slice(first, last),)] for x in (a, b, out)]
-        onednn.products(*map(onednn.strided, arrays), bfloat16=_uses_bfloat16)(*(x.ctypes.data for x in arrays))
+        # Always in float32: with AMX, oneDNN 3.10's batched products from bfloat16 leave out or overwrite memory.
+        onednn.products(*map(onednn.strided, arrays))(*(x.ctypes.data for x in arrays))
 
     parallel_for(part, out.shape[axis], 1, WORK_OF_A_PART // work + 1)
 
