@@ -162,7 +162,9 @@ else
   side_by_side static_and_docs large_arrays
 
   # Each of the two uses about one core.
+  single_but_kernels() { single --ignore=tests/single/test_kernels.py; }
   one_rank_and_models() {
+    step "single process: kernels" python -m pytest -m "$markers" tests/single/test_kernels.py --durations=25
     if [ $tests = all ]; then
       parallel core mpi 1 tests/parallel -m "$core"
       parallel smoke msrun 1 "${smoke[@]}"
@@ -176,7 +178,7 @@ else
       "@recompute.py::test_weights_are_the_same_to_the_bit[gpt2-pp=2]"
     unset MINDNLP_DP_KERNELS
   }
-  side_by_side single one_rank_and_models
+  side_by_side single_but_kernels one_rank_and_models
 
   parallel "" mpi 2 tests/parallel
   # The tests that depend on the transport: collectives of every type and their order of summation; gradient exchange
