@@ -117,7 +117,7 @@ class PlanCheck:
         if gradients and not outputs:
             # The backward pass comes from the end.
             name, error = gradients[-1]
-            found.append(f"the gradient of {name!r} differs by {error:.1e} of its norm, those behind it agree")
+            found.append(f"the gradient of {name!r} differs by {error:.1e} of its norm, and those after it agree")
         return "; ".join(found)
 
     def _gradient_errors(
