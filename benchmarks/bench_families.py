@@ -60,7 +60,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     group = dp.init_process_group()
     from tokenizers import Tokenizer
 
-    from mindnlp_dp.text_classification.config import FinetuneConfig, read_config_file
+    from mindnlp_dp.finetuning.settings import read_config_file
+    from mindnlp_dp.text_classification.config import FinetuneConfig
     from mindnlp_dp.text_classification.task import as_dataset, prepare_task
     from mindnlp_dp.training.evaluate import accuracy
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed

@@ -11,7 +11,8 @@ import argparse
 import sys
 import time
 
-from mindnlp_dp.text_classification.examples import InputError, label_ids, read_examples
+from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.text_classification.examples import label_ids, read_examples
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from mindspore.dataset import NumpySlicesDataset
 # Import it before mindnlp: it makes MindNLP run on this MindSpore.
 import mindnlp_dp as dp  # data parallel
 from mindnlp_dp.data.sampler import batch_size_per_rank  # data parallel
-from mindnlp_dp.text_classification.config import TaskConfig, as_input_error, parse_config
-from mindnlp_dp.text_classification.examples import InputError
+from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
+from mindnlp_dp.text_classification.config import TaskConfig
 from mindnlp_dp.text_classification.recorder import RunRecorder
 from mindnlp_dp.text_classification.results import make_report, summary, write_results
 from mindnlp_dp.text_classification.task import build_model, prepare_task, save_tokenizer

@@ -19,8 +19,8 @@ import mindnlp_dp as dp  # isort: skip
 
 import numpy as np
 
+from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.text_classification.config import TaskConfig
-from mindnlp_dp.text_classification.examples import InputError
 from mindnlp_dp.text_classification.task import FROM_SCRATCH, prepare_task
 
 SCALE = 20.0

@@ -6,6 +6,7 @@ A run has the same colour and the same dashes in all plots, so that runs can be 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,8 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _DASHES = ("-", "--", "-.", ":")
 _INK, _GRID = "#333333", "#dddddd"
 _OVER = {"step": "", "seconds": " over time"}
+# Of a perplexity; larger losses are drawn as if they were this one.
+_LARGEST_EXPONENT = 80.0
 
 Panel = Callable[[Any, Sequence[RecordedRun]], None]
 
@@ -51,6 +54,20 @@ def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
     axes.legend(frameon=False, loc="best")
 
 
+def perplexities(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
+    """Draw the held-out perplexity of every run, over "step" or "seconds"."""
+    scale, unit = _unit(runs, over)
+    for place, run in enumerate(runs):
+        colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
+        at, losses_ = run.series("eval_loss", over)
+        values = [math.exp(min(loss, _LARGEST_EXPONENT)) for loss in losses_]
+        label = f"{run.name}: {values[-1]:.2f}" if values else run.name
+        axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
+    axes.set(yscale="log", xlim=(0, 1.04 * axes.dataLim.xmax))
+    axes.set(xlabel=unit, ylabel="exponential of the held-out loss", title="perplexity" + _OVER[over])
+    axes.legend(frameon=False, loc="best")
+
+
 def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:
     """Draw a bar per run with its samples per second; the hatched part is the fraction spent on communication."""
     rates = [run.report["train_samples_per_second"] for run in runs]
@@ -77,7 +94,9 @@ def pipelines(axes: Any, runs: Sequence[RecordedRun]) -> None:
 PANELS: dict[str, Panel] = {
     "loss": partial(losses, over="step"),
     "accuracy": partial(accuracies, over="step"),
+    "perplexity": partial(perplexities, over="step"),
     "loss_over_time": partial(losses, over="seconds"),
+    "perplexity_over_time": partial(perplexities, over="seconds"),
     "accuracy_over_time": partial(accuracies, over="seconds"),
     "throughput": throughput,
     "pipeline": pipelines,
@@ -87,11 +106,13 @@ PANELS: dict[str, Panel] = {
 def panels_for(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the panels that these runs have data for; runs of older versions did not log their time."""
     timed = any(run.series("eval_loss", "seconds")[0] for run in runs)
-    has_stages = any("pipeline" in run.report for run in runs)
-    return [
-        name for name in PANELS
-        if (timed or not name.endswith("over_time")) and (has_stages or name != "pipeline")
-    ]  # fmt: skip
+    lacks = {
+        "pipeline": not any("pipeline" in run.report for run in runs),
+        "accuracy": not any("eval_accuracy" in run.report for run in runs),
+        "perplexity": not any("perplexity" in run.report for run in runs),
+    }
+    kinds = {name: name.removesuffix("_over_time") for name in PANELS}
+    return [name for name in PANELS if (timed or kinds[name] == name) and not lacks.get(kinds[name], False)]
 
 
 def num_stages(runs: Sequence[RecordedRun]) -> int:

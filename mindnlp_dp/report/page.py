@@ -21,6 +21,8 @@ CAPTIONS = {
     "accuracy": "Accuracy on the held-out samples, after each epoch.",
     "loss_over_time": "Loss over wall-clock time, evaluations included.",
     "accuracy_over_time": "Accuracy over wall-clock time, evaluations included.",
+    "perplexity": "Perplexity of the held-out samples, after each epoch.",
+    "perplexity_over_time": "Perplexity over wall-clock time, evaluations included.",
     "throughput": "Samples per second over all processes, without evaluations.",
 }
 
@@ -91,16 +93,23 @@ def _title(runs: Sequence[RecordedRun]) -> str:
 
 def _verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     """Return what a reader wants to know first: (name, number, meaning) of each."""
-    best = max(runs, key=lambda run: run.report["eval_accuracy"])
+    has_accuracy = all("eval_accuracy" in run.report for run in runs)
+    best = max(runs, key=lambda run: run.report["eval_accuracy"] if has_accuracy else -run.report["eval_loss"])
     report = best.report
     samples = f" on {report['eval_samples']:,} held-out samples" if "eval_samples" in report else ""
-    shown = [("accuracy", f"{report['eval_accuracy']:.4f}", f"{best.name},{samples}".rstrip(","))]
+    what, number = (
+        ("accuracy", f"{report['eval_accuracy']:.4f}") if has_accuracy else ("loss", f"{report['eval_loss']:.4f}")
+    )
+    if not has_accuracy and "perplexity" in report:
+        what, number = "perplexity", f"{report['perplexity']:.2f}"
+    shown = [(what, number, f"{best.name},{samples}".rstrip(","))]
     compared = speed_up(runs)
     if compared is not None:
         single, several, factor = compared
         shown.append(("faster", f"{factor:.2f} x", f"{several.name} than {single.name}, in samples per second"))
-        gap = several.report["eval_accuracy"] - single.report["eval_accuracy"]
-        shown.append(("difference", f"{gap:+.4f}", f"in accuracy, {several.name} to {single.name}"))
+        key, name = ("eval_accuracy", "accuracy") if has_accuracy else ("eval_loss", "held-out loss")
+        gap = several.report[key] - single.report[key]  # type: ignore[literal-required]
+        shown.append(("difference", f"{gap:+.4f}", f"in {name}, {several.name} to {single.name}"))
     parallel = [run for run in runs if run.report["world_size"] > 1]
     if parallel:
         agree = all(run.report.get("replicas_in_sync") for run in parallel)

@@ -86,7 +86,6 @@ class _Needed(TypedDict):
     world_size: int
     backend: str
     train_samples_per_second: float
-    eval_accuracy: float
     eval_loss: float
     replica_digest: str
     steps: int
@@ -100,9 +99,14 @@ class RunReport(_Needed, total=False):
     the memory of the rank that needs most, on a CPU with its libraries, ``history`` the lines of the log, each with its
     ``step``, ``confusions`` the classes most often taken for each other, ``config`` the settings, ``pipeline`` the
     passes of an update through stages if they were traced, and ``plan`` the predicted and the measured seconds of an
-    update if the run followed a plan.
+    update if the run followed a plan. ``eval_accuracy`` is a classifier's; a language model has ``perplexity``, the
+    exponential of ``eval_loss``, and ``samples`` that it generated: for each its ``prompt``, ``completion`` and
+    ``expected`` text.
     """
 
+    eval_accuracy: float
+    perplexity: float
+    samples: list[dict[str, str]]
     gradient_sync_share: float
     peak_memory_bytes: int
     replicas_in_sync: bool

@@ -9,7 +9,8 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
 
-from mindnlp_dp.text_classification.examples import Examples, InputError
+from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.text_classification.examples import Examples
 
 # The languages use many scripts; some are closely related (Danish and Norwegian; Russian, Ukrainian and Bulgarian).
 LANGUAGES = ("ar bg cs da de el en es fa fi fr he hi hu it ja ko nb nl pl pt ro ru sv th tr uk vi zh").split()

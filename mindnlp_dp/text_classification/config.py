@@ -1,224 +1,59 @@
-"""This module reads the settings of a job from a YAML file and from flags; flags win, and unknown keys are errors."""
+"""This module defines the settings of a text classification job, beside those that all recipes have."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Optional, TypeVar, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import yaml
-
-from mindnlp_dp.schedules.pipeline import SCHEDULES
-from mindnlp_dp.text_classification.examples import InputError
-
-OPTIMIZERS = ("adamw", "lamb", "lars")
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, RunConfig, setting
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(RunConfig):
     """The data, the model and the training settings; every field is a key of a config file and a flag."""
 
-    train_file: str = _setting("", "CSV, TSV or JSON lines with texts and labels; empty: CLDR phrases, by language")
-    test_file: str = _setting("", "the held-out split, in the same form")
-    dataset: str = _setting("", "instead of files: a data set's hub name, or a folder that `datasets` can read")
-    train_split: str = _setting("train", "name of the training split of the data set")
-    test_split: str = _setting("test", "name of the held-out split of the data set")
-    text_column: str = _setting("", "column of the texts; empty: the one named text, text_a or sentence")
-    label_column: str = _setting("", "column of the labels; empty: the one named label, category or intent")
-    output_dir: str = _setting("outputs/quickstart", "output folder for the report, the plot and the model")
+    train_file: str = setting("", "CSV, TSV or JSON lines with texts and labels; empty: CLDR phrases, by language")
+    test_file: str = setting("", "the held-out split, in the same form")
+    dataset: str = setting("", "instead of files: a data set's hub name, or a folder that `datasets` can read")
+    train_split: str = setting("train", "name of the training split of the data set")
+    test_split: str = setting("test", "name of the held-out split of the data set")
+    text_column: str = setting("", "column of the texts; empty: the one named text, text_a or sentence")
+    label_column: str = setting("", "column of the labels; empty: the one named label, category or intent")
+    output_dir: str = setting("outputs/quickstart", "output folder for the report, the plot and the model")
 
-    model: str = _setting("tiny", "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder")
-    vocab_size: int = _setting(4000, "vocabulary size of the byte-level BPE tokenizer")
-    lowercase: bool = _setting(False, "whether that tokenizer converts text to lower case")
-    max_length: int = _setting(24, "maximum number of tokens of a text; longer texts are truncated")
-    hidden_size: int = _setting(128, "width of the model")
-    num_layers: int = _setting(2, "number of encoder layers")
-    num_heads: int = _setting(4, "number of attention heads")
-    intermediate_size: int = _setting(512, "width of the feed-forward layers")
-    dropout: float = _setting(0.0, "dropout in the model")
-
-    num_epochs: float = _setting(2.0, "passes over the training split")
-    max_steps: int = _setting(-1, "maximum number of updates; -1: num_epochs decides")
-    global_batch_size: int = _setting(128, "number of samples in an update, over all ranks")
-    eval_batch_size: int = _setting(256, "number of samples of a rank in one evaluation step")
-    learning_rate: float = _setting(2e-3, "peak learning rate, after warm-up")
-    warmup_ratio: float = _setting(0.1, "fraction of the updates with learning rate warm-up")
-    weight_decay: float = _setting(0.01, "weight decay of matrices; biases and norms are not decayed")
-    max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm; 0: no clipping")
-    logging_steps: int = _setting(10, "number of updates between two log lines")
-    seed: int = _setting(42, "random seed of the weights, the order of the data and dropout")
+    model: str = setting("tiny", "tiny: a RoBERTa from scratch; or a pretrained RoBERTa or BERT, hub name or folder")
+    vocab_size: int = setting(4000, "vocabulary size of the byte-level BPE tokenizer")
+    lowercase: bool = setting(False, "whether that tokenizer converts text to lower case")
+    max_length: int = setting(24, "maximum number of tokens of a text; longer texts are truncated")
+    hidden_size: int = setting(128, "width of the model")
+    num_layers: int = setting(2, "number of encoder layers")
+    num_heads: int = setting(4, "number of attention heads")
+    intermediate_size: int = setting(512, "width of the feed-forward layers")
+    dropout: float = setting(0.0, "dropout in the model")
 
     def check(self) -> None:
-        """Raise InputError for a setting that is out of range, or for two that exclude each other."""
         if bool(self.train_file) != bool(self.test_file):
             raise InputError("--train-file and --test-file must be given together")
         if self.train_file and self.dataset:
             raise InputError("--train-file and --dataset are two sources of data; choose one")
-        if not self.output_dir.strip():
-            raise InputError(f"output_dir must name a folder, got {self.output_dir!r}")
-        for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size",
-                     "global_batch_size", "eval_batch_size", "logging_steps"):  # fmt: skip
-            self._check_at_least(1, name)
-        if self.max_steps == 0 or (self.max_steps < 0 and self.num_epochs <= 0):
-            raise InputError("max_steps or num_epochs must be positive: there is nothing to train")
+        super().check()
+        for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
+            self.check_at_least(1, name)
         if self.hidden_size % self.num_heads:
             raise InputError(f"hidden_size ({self.hidden_size}) must be divisible by num_heads ({self.num_heads})")
         if self.max_length < 3:
             raise InputError(f"max_length must be at least 3, because two tokens mark the ends; got {self.max_length}")
 
-    def _check_at_least(self, least: int, name: str) -> None:
-        if getattr(self, name) < least:
-            raise InputError(f"{name} must be at least {least}, got {getattr(self, name)}")
+    @classmethod
+    def replaced_by(cls, settings: Mapping[str, Any]) -> set[str]:
+        """Return the data sources of another kind, which these settings replace."""
+        replaced = {"dataset"} if "train_file" in settings or "test_file" in settings else set()
+        return replaced | ({"train_file", "test_file"} if "dataset" in settings else set())
 
 
 @dataclass
-class FinetuneConfig(TaskConfig):
-    """The settings of scripts/finetune.py: also parallelism, gradient exchange, optimizer and checkpoints."""
+class FinetuneConfig(TaskConfig, ParallelConfig):
+    """The settings of scripts/finetune.py."""
 
-    micro_batch_size: int = _setting(0, "samples of a rank in one backward pass; 0: global_batch_size / ranks")
-    plan: str = _setting("", "a file of mindnlp-dp plan --json; its best plan is used, and compared with the run")
-    mesh: str = _setting("", "how ranks divide the work: dp=2,tp=2, or by stage pp=2,dp=2|1,tp=1|2; empty: dp alone")
-    pipeline_schedule: str = _setting("1f1b", "schedule of the pipeline stages (pp): 1f1b, gpipe or eager-1f1b")
-    pipeline_layers: str = _setting("", "number of layers of each stage, such as 5,7; empty: split evenly")
-    check_plan: bool = _setting(False, "before training with a mesh, compare a batch with the whole model on each rank")
-    gradient_checkpointing: bool = _setting(False, "recompute the activations of layers in the backward pass")
-    recompute_layers: str = _setting("", "which of them: a number n, every n-th; or patterns of names; empty: all")
-    optimizer: str = _setting("adamw", "adamw; or lamb or lars, for large batches")
-    save_steps: int = _setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
-    resume: bool = _setting(False, "resume from the newest checkpoint in output_dir, if it has one")
-    bucket_cap_mb: float = _setting(2.0, "maximum size of a gradient bucket, in MiB")
-    overlap: str = _setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
-    compression: str = _setting("", "gradient compression: fp16, bf16 or powersgd; empty: none")
-    powersgd_rank: int = _setting(4, "the rank of PowerSGD's approximation")
-    zero_stage: str = _setting("auto", "ZeRO stage 0, 1 or 2; auto: the fastest")
-    trace: str = _setting("", "a file for the timeline of all ranks, for chrome://tracing or ui.perfetto.dev")
-    stats: bool = _setting(False, "print the time of the gradient exchange for each update")
-    tune_runtime: bool = _setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
-    kernels: str = _setting("auto", "on CPU: auto, the fast kernels of this package; mindspore, its slower ones")
-    matmul_precision: str = _setting("auto", "on CPU: highest, or medium: products from inputs rounded to bfloat16")
-
-    def check(self) -> None:
-        super().check()
-        for name, choices in (
-            ("optimizer", OPTIMIZERS),
-            ("overlap", ("auto", "true", "false")),
-            ("compression", ("", "fp16", "bf16", "powersgd")),
-            ("zero_stage", ("auto", "0", "1", "2")),
-            ("kernels", ("auto", "mindspore")),
-            ("matmul_precision", ("auto", "highest", "medium")),
-            ("pipeline_schedule", SCHEDULES),
-        ):
-            if getattr(self, name) not in choices:
-                shown = ", ".join(choice or "nothing" for choice in choices)
-                raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
-        if self.recompute_layers and not self.gradient_checkpointing:
-            raise InputError("recompute_layers is given, and gradient_checkpointing is not")
-        self._check_at_least(1, "powersgd_rank")
-        for name in ("micro_batch_size", "save_steps"):
-            self._check_at_least(0, name)
-        if not self.bucket_cap_mb > 0:
-            raise InputError(
-                f"bucket_cap_mb must be positive, got {self.bucket_cap_mb}; "
-                "benchmarks/bench_bucket_cap.py says what suits this machine"
-            )
-
-
-T = TypeVar("T", bound=TaskConfig)
-
-
-def parse_config(
-    kind: type[T],
-    argv: Optional[Sequence[str]] = None,
-    description: str = "",
-    defaults: Optional[Mapping[str, Any]] = None,
-    from_scratch: Optional[Mapping[str, Any]] = None,
-) -> T:
-    """Return the settings from flags, a ``--config FILE``, and a script's ``defaults``, in this order of precedence.
-
-    Args:
-        kind: :class:`FinetuneConfig`, or a class with fewer settings; only its fields are accepted as flags.
-        from_scratch: additional defaults for the model "tiny", which needs other values because it is not pretrained.
-
-    Raises:
-        InputError: the file is missing, is not a YAML mapping, or has an unknown key or a value of the wrong
-            type; or a setting is out of range.
-    """
-    parser = argparse.ArgumentParser(description=description, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help="YAML with any of the settings below; flags win over it")
-    types = get_type_hints(kind)
-    for setting in dataclasses.fields(kind):
-        value = types[setting.name]
-        # A boolean flag without a value is true: --stats means --stats true.
-        options: dict[str, Any] = {"type": _boolean, "nargs": "?", "const": True} if value is bool else {"type": value}
-        parser.add_argument(
-            f"--{setting.name.replace('_', '-')}",
-            metavar=value.__name__.upper(),
-            help=f"{setting.metadata['help']} (default: {(defaults or {}).get(setting.name, setting.default)!r})",
-            **options,
-        )
-    flags = vars(parser.parse_args(argv))
-    file = flags.pop("config", None)
-    from_file = read_config_file(file, kind) if file else {}
-    defaults = dict(defaults or {})
-    if {**defaults, **from_file, **flags}.get("model") == "tiny":
-        defaults.update(from_scratch or {})
-    chosen: dict[str, Any] = {}
-    for settings in (defaults, from_file, flags):
-        # A data source replaces one of another kind that comes from a lower level.
-        replaced = {"dataset"} if "train_file" in settings or "test_file" in settings else set()
-        replaced |= {"train_file", "test_file"} if "dataset" in settings else set()
-        chosen = {**{name: value for name, value in chosen.items() if name not in replaced}, **settings}
-    config = kind(**chosen)
-    config.check()
-    return config
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text}")
-    return text.lower() == "true"
-
-
-def read_config_file(path: str, kind: type[TaskConfig] = FinetuneConfig) -> dict[str, Any]:
-    """Return the settings of a YAML file, checked against the fields of ``kind``."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            settings = yaml.safe_load(file)
-    except FileNotFoundError:
-        raise InputError(f"{path}: the config file does not exist") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict):
-        raise InputError(f"{path}: expected lines of the form `key: value`")
-    types = get_type_hints(kind)
-    for key, value in settings.items():
-        if key not in types:
-            raise InputError(f"{path}: unknown key {key!r}; known are {', '.join(sorted(types))}")
-        # YAML reads 2e-3 as a string and 2 as an integer.
-        if types[key] is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-            try:
-                settings[key] = float(value)
-            except ValueError:
-                pass
-        if types[key] is str and type(value) is int:
-            # A number as text: the ZeRO stage, and every n-th layer.
-            settings[key] = str(value)
-        if type(settings[key]) is not types[key]:
-            raise InputError(f"{path}: {key} must be a {types[key].__name__}, got {value!r}")
-    return settings
-
-
-@contextlib.contextmanager
-def as_input_error(kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """Convert an error that settings cause (batches that do not divide, too many ranks) to an InputError."""
-    try:
-        yield
-    except kind as error:
-        raise InputError(str(error)) from None
+    plan: str = setting("", "a file of mindnlp-dp plan --json; its best plan is used, and compared with the run")

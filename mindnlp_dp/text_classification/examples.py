@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Optional, TextIO
 
+from mindnlp_dp.finetuning.settings import InputError
+
 TEXT_COLUMNS = ("text", "text_a", "sentence")
 LABEL_COLUMNS = ("label", "category", "intent")
 LONGEST_REASON = 120
 TSV_LINE_BREAKS = (
     "; quotes are text in TSV, so that no field can hold a line break: if one does, save the file as CSV or JSON lines"
 )
-
-
-class InputError(ValueError):
-    """Raised when a user's file, flag or data is wrong; the message says where, and what to do."""
 
 
 @dataclass(frozen=True)

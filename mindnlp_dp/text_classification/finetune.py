@@ -9,27 +9,25 @@ Without data files it trains on short phrases in 29 languages and predicts the l
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
-from typing import Any, Union
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.directory import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
-from mindnlp_dp.data.sampler import accumulation_steps_to_keep, check_every_rank_has_a_sample, for_stages
+from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
+from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
+from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.runtime.versions import mindnlp_series
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
-from mindnlp_dp.text_classification.config import FinetuneConfig, as_input_error, parse_config
-from mindnlp_dp.text_classification.examples import InputError
+from mindnlp_dp.text_classification.config import FinetuneConfig
 from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan, parse_layers
 from mindnlp_dp.text_classification.results import make_report, summary, write_results
 from mindnlp_dp.text_classification.task import (
     TextClassificationTask,
     as_dataset,
     build_model,
-    build_optimizer,
     prepare_task,
     save_tokenizer,
 )
@@ -54,59 +52,6 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if group.is_main:
         print(f"\n{summary(report, Path(config.output_dir))}")
-
-
-def training_arguments(config: FinetuneConfig, mesh: dp.DeviceMesh) -> dp.DataParallelArguments:
-    """Return the Trainer's arguments, with a micro-batch and accumulation steps that keep the global batch size."""
-    from mindnlp_dp.training.trainer.mindnlp_trainer import EVAL_STRATEGY
-
-    num_ranks = mesh.dp_group.world_size
-    when_to_evaluate: dict[str, Any] = {EVAL_STRATEGY: "epoch"}
-    with as_input_error():
-        micro_batch_size = config.micro_batch_size
-        if not micro_batch_size:
-            # If the number of ranks does not divide the global batch, some ranks have one sample less.
-            micro_batch_size = math.ceil(config.global_batch_size / num_ranks)
-            micro_batch_size = for_stages(micro_batch_size, mesh.sizes["pp"])
-        accumulation_steps = accumulation_steps_to_keep(config.global_batch_size, micro_batch_size * num_ranks)
-        return dp.DataParallelArguments(
-            output_dir=config.output_dir,
-            per_device_train_batch_size=micro_batch_size,
-            gradient_accumulation_steps=accumulation_steps,
-            global_batch_size=config.global_batch_size,
-            per_device_eval_batch_size=config.eval_batch_size,
-            num_train_epochs=config.num_epochs,
-            max_steps=config.max_steps,
-            learning_rate=config.learning_rate,
-            warmup_ratio=config.warmup_ratio,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            logging_steps=config.logging_steps,
-            **when_to_evaluate,
-            save_strategy="steps" if config.save_steps else "no",
-            save_steps=config.save_steps or None,
-            save_total_limit=2,
-            seed=config.seed,
-            bucket_cap_mb=config.bucket_cap_mb,
-            overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",
-            compression=config.compression or None,
-            powersgd_rank=config.powersgd_rank,
-            gradient_checkpointing=config.gradient_checkpointing,
-            recompute_layers=_layers(config.recompute_layers),
-            zero_stage="auto" if config.zero_stage == "auto" else int(config.zero_stage),
-            trace=config.trace or None,
-            sync_stats=config.stats,
-        )
-
-
-def _layers(text: str) -> Union[bool, str, list[str]]:
-    """Return the layers of ``recompute_layers``: all (True), every n-th ("n"), or patterns of names.
-
-    >>> _layers(""), _layers("2"), _layers("layer.[0-5], layer.9")
-    (True, '2', ['layer.[0-5]', 'layer.9'])
-    """
-    patterns = [part.strip() for part in text.split(",") if part.strip()]
-    return patterns if len(patterns) > 1 else patterns[0] if patterns else True
 
 
 def train(

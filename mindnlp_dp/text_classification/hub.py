@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindnlp_dp.text_classification.examples import USUAL_COLUMNS, Columns, Examples, InputError, collect, first_line
+from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.text_classification.examples import USUAL_COLUMNS, Columns, Examples, collect, first_line
 
 
 def load_examples(name: str, split: str, columns: Columns = USUAL_COLUMNS) -> Examples:

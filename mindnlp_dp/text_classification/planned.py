@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.schedules.mesh_spec import mesh_name
 from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.examples import InputError
 
 # The allowed relative difference in parameters, because the tokenizer's vocabulary changes the model's size.
 _SAME = 0.1

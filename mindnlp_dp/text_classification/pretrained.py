@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
-from mindnlp_dp.text_classification.examples import InputError, first_line
+from mindnlp_dp.text_classification.examples import first_line
 
 
 def load_tokenizer(name: str) -> Any:

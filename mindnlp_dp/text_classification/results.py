@@ -1,138 +1,44 @@
-"""This module writes the results of a run: a summary on the terminal, report.json, a plot, the model.
-
-scripts/finetune.py calls it after training. Each file is written under a temporary name and then moved, so that it is
-either complete or missing.
-"""
+"""This module adds what a text classifier's results have to those of every run: accuracy, classes and confusions."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindnlp_dp.communication.replicas import replica_digest
-from mindnlp_dp.report.figures import draw_png
-from mindnlp_dp.report.pipeline import pipeline_of
-from mindnlp_dp.report.runs import REPORT_FILE, RecordedRun, RunReport
-from mindnlp_dp.runtime.atomic_write import atomic_write
-from mindnlp_dp.runtime.devices import machine, peak_memory
+from mindnlp_dp.finetuning import results
+from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.text_classification.config import TaskConfig
 from mindnlp_dp.text_classification.task import TextClassificationTask
 
 if TYPE_CHECKING:
     from mindnlp_dp.text_classification.recorder import RunRecorder
 
-PLOT_FILE, MODEL_FOLDER = "training.png", "model"
-
 
 def make_report(
     trainer: Any, output: Any, recorder: RunRecorder, config: TaskConfig, task: TextClassificationTask
 ) -> RunReport:
-    """Return the report of a run that has ended with an evaluation, by MindNLP's Trainer or by ours.
-
-    This is a collective: every rank must call it, because it compares the current weights of all ranks.
-    """
+    """Return the report of a run that has ended with an evaluation, by MindNLP's Trainer or by ours. A collective."""
+    sizes = {"train_samples": len(task.train["labels"]), "eval_samples": len(task.test["labels"])}
+    report = results.make_report(trainer, output, recorder, config, **sizes)
     evaluation = next(row for row in reversed(trainer.state.log_history) if "eval_accuracy" in row)
-    metrics, args = output.metrics, trainer.args
-    peaks, backend, global_batch_size = (
-        [peak_memory()],
-        "single",
-        args.per_device_train_batch_size * args.gradient_accumulation_steps,
-    )
-    if hasattr(trainer, "whole"):
-        # For a sharded model, every rank computes the digest of the full model.
-        backend, global_batch_size = trainer.world.backend, trainer.training_loop.loader.global_batch_size
-        digests = trainer.world.all_gather_object(trainer.whole.digest())
-        peaks = trainer.world.all_gather_object(peak_memory())
-    else:
-        digests = [replica_digest(trainer.model)]
-    # MindNLP's Trainer includes evaluations in its training time; the recorder does not.
-    is_ours = "train_seconds" in metrics
-    report: RunReport = {
-        "world_size": args.world_size,
-        "backend": backend,
-        "train_samples_per_second": metrics["train_samples_per_second"] if is_ours else recorder.samples_per_second,
-        "gradient_sync_share": metrics.get("gradient_sync_share", 0.0),
-        "peak_memory_bytes": max(peaks),
-        "eval_accuracy": evaluation["eval_accuracy"],
-        "eval_loss": evaluation["eval_loss"],
-        "replicas_in_sync": len(set(digests)) == 1,
-        "replica_digest": digests[0],
-        "replica_digests": digests,
-        "train_seconds": metrics["train_seconds"] if is_ours else recorder.train_seconds,
-        "train_loss": output.training_loss,
-        "steps": output.global_step,
-        "global_batch_size": global_batch_size,
-        "train_samples": len(task.train["labels"]),
-        "eval_samples": len(task.test["labels"]),
-        "num_labels": len(task.label_names),
-        "command": command_line(args.world_size, backend),
-        "machine": machine(),
-        "config": vars(config),
-        "history": trainer.state.log_history,
-    }
-    trace, schedule = getattr(config, "trace", ""), getattr(config, "pipeline_schedule", "")
-    stages = pipeline_of(Path(trace), schedule) if trace and Path(trace).exists() else None
-    if stages is not None:
-        report["pipeline"] = stages
+    report["eval_accuracy"] = evaluation["eval_accuracy"]
+    report["num_labels"] = len(task.label_names)
     # An empty list means "no confusions"; a run that has not evaluated leaves the key out.
     if recorder.confusions is not None:
         report["confusions"] = recorder.confusions
     return report
 
 
-def command_line(world_size: int, backend: str) -> str:
-    """Return the command that starts this job again from the current folder."""
-    script = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).exists() else sys.argv[0]
-    arguments = shlex.join([script, *sys.argv[1:]])
-    if world_size == 1:
-        return f"python {arguments}"
-    return f"mindnlp-dp run --nproc {world_size} --backend {'mpi' if backend == 'mpi' else 'mindspore'} {arguments}"
-
-
 def write_results(folder: Path, report: RunReport, save_model: Callable[[str], None]) -> None:
     """Write the model, the plot (if matplotlib is installed) and, last, the report."""
-    with atomic_write(folder / MODEL_FOLDER) as model_folder:
-        save_model(str(model_folder))
-    if importlib.util.find_spec("matplotlib") is None:
-        print('no plot was drawn, for matplotlib is missing; pip install "mindnlp-dp[quickstart]"')
-    else:
-        with atomic_write(folder / PLOT_FILE) as plot:
-            title = "{num_labels} labels; {world_size} ranks over {backend}, {global_batch_size} samples an update"
-            draw_png(plot, [RecordedRun(folder.name, report)], title.format_map(report))
-    with atomic_write(folder / REPORT_FILE) as file:
-        file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    results.write_results(folder, report, save_model, f"{report['num_labels']} labels")
 
 
 def summary(report: RunReport, folder: Path) -> str:
     """Return the report as the lines that are printed at the end of a run."""
-    replicas = f"yes, digest {report['replica_digest']}"
-    if not report["replicas_in_sync"]:
-        replicas = f"NO, digests by rank {', '.join(report['replica_digests'])}"
-    rows = {
-        "world size": report["world_size"],
-        "backend": report["backend"],
-        "training": f"{report['train_samples_per_second']:.0f} samples/s, {report['steps']} updates "
-        f"of {report['global_batch_size']} samples in {report['train_seconds']:.1f} s",
-        **({"plan": _beside_plan(report["plan"])} if "plan" in report else {}),
-        "gradient sync": f"{100 * report['gradient_sync_share']:.1f} % of the training time",
-        "peak memory": f"{report['peak_memory_bytes'] / 2**30:.2f} GiB on the rank that needs most",
-        "evaluation": f"accuracy {report['eval_accuracy']:.4f}, loss {report['eval_loss']:.4f} "
-        f"on {report['eval_samples']} held-out samples, {report['num_labels']} labels",
-        "replicas in sync": replicas,
-        "written to": folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder,
-    }
-    return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
-
-
-def _beside_plan(plan: dict[str, float]) -> str:
-    predicted, measured = plan["predicted"], plan["measured"]
-    return (
-        f"predicted {1e3 * predicted:.1f} ms an update, measured {1e3 * measured:.1f} ms: the prediction is "
-        f"{100 * (predicted / measured - 1):+.0f} %"
+    evaluation = (
+        f"accuracy {report['eval_accuracy']:.4f}, loss {report['eval_loss']:.4f} on {report['eval_samples']} held-out "
+        f"samples, {report['num_labels']} labels"
     )
+    return results.summary(report, folder, evaluation)

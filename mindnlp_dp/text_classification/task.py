@@ -1,4 +1,4 @@
-"""This module prepares the data, the tokenizer, the model and the optimizer of a job; scripts/finetune.py calls it.
+"""This module prepares the data, the tokenizer and the model of a job; scripts/finetune.py calls it.
 
 Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 """
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from mindnlp_dp.finetuning.settings import InputError
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
 from mindnlp_dp.text_classification import hub, pretrained
 from mindnlp_dp.text_classification.cldr import cldr_phrases
-from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
-from mindnlp_dp.text_classification.examples import Columns, Examples, InputError, label_ids, read_examples
+from mindnlp_dp.text_classification.config import TaskConfig
+from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
 from mindnlp_dp.text_classification.tokenization import BOS, EOS, PAD, encode, train_tokenizer
 
 FROM_SCRATCH = "tiny"
@@ -106,16 +107,6 @@ def build_model(config: TaskConfig, task: TextClassificationTask) -> Any:
     model.config.id2label = dict(enumerate(task.label_names))
     model.config.label2id = {name: i for i, name in enumerate(task.label_names)}
     return model
-
-
-def build_optimizer(config: FinetuneConfig, model: Any) -> Any:
-    """Return the optimizer of a job, or None for the Trainer's default, AdamW."""
-    if config.optimizer == "adamw":
-        return None
-    from mindnlp_dp.optim import LAMB, LARS, parameter_groups
-
-    kinds: dict[str, Any] = {"lamb": LAMB, "lars": LARS}
-    return kinds[config.optimizer](parameter_groups(model, config.weight_decay), lr=config.learning_rate)
 
 
 def build_roberta(config: TaskConfig, vocab_size: int, num_labels: int) -> Any:

@@ -13,8 +13,8 @@ import threading
 
 import pytest
 
-from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig, parse_config, read_config_file
-from mindnlp_dp.text_classification.examples import InputError
+from mindnlp_dp.finetuning.settings import InputError, parse_config, read_config_file
+from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from mindnlp_dp.commands import main
+from mindnlp_dp.finetuning.settings import parse_config
 from mindnlp_dp.launch.errors import LaunchError, RendezvousTimeoutError
 from mindnlp_dp.launch.processes.spawn import DEVICE_GRACE_SECONDS, GRACE_SECONDS
-from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
+from mindnlp_dp.text_classification.config import FinetuneConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "scripts" / "kubernetes"

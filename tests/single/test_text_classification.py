@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mindnlp_dp.finetuning.settings import InputError, parse_config
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.text_classification.cldr import LANGUAGES, cldr_phrases
-from mindnlp_dp.text_classification.config import FinetuneConfig, parse_config
-from mindnlp_dp.text_classification.examples import Columns, Examples, InputError, label_ids, read_examples
+from mindnlp_dp.text_classification.config import FinetuneConfig
+from mindnlp_dp.text_classification.examples import Columns, Examples, label_ids, read_examples
 from mindnlp_dp.text_classification.hub import load_examples
 from mindnlp_dp.text_classification.results import summary, write_results
 from mindnlp_dp.text_classification.task import prepare_task

@@ -1,0 +1,1 @@
+"""A whole job that fine-tunes a language model: conversations, tokenizer, model, LoRA, report."""

@@ -1,0 +1,67 @@
+"""This module defines the settings of scripts/finetune_llm.py, beside those that all recipes have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, setting
+
+TEMPLATES = ("plain", "chatml", "alpaca", "tokenizer")
+FROM_SCRATCH = "tiny"
+
+
+@dataclass
+class LanguageModelingConfig(ParallelConfig):
+    """The settings of scripts/finetune_llm.py: data, model, LoRA, and those of every run."""
+
+    train_file: str = setting(
+        "", "JSON lines with prompt and completion, or messages; empty: topics of Python's manual"
+    )
+    test_file: str = setting("", "the held-out split, in the same form")
+    template: str = setting("plain", "plain: prompt and completion; chatml; alpaca; tokenizer: the tokenizer's own")
+    packing: bool = setting(False, "put several texts into one row of max_length tokens; none sees the others")
+    output_dir: str = setting("outputs/finetune_llm", "output folder for the report, the plot and the model")
+
+    model: str = setting(FROM_SCRATCH, "tiny: a Llama from scratch; or a pretrained model, hub name or folder")
+    vocab_size: int = setting(800, "vocabulary size of the tiny model's byte-level BPE tokenizer")
+    max_length: int = setting(128, "maximum number of tokens of a text; longer texts are truncated")
+    hidden_size: int = setting(128, "width of the tiny model")
+    num_layers: int = setting(4, "number of layers of the tiny model")
+    num_heads: int = setting(4, "number of attention heads of the tiny model")
+    intermediate_size: int = setting(344, "width of the feed-forward layers of the tiny model")
+
+    lora_rank: int = setting(0, "rank of LoRA's adapters; 0: all weights are trained")
+    lora_alpha: float = setting(16.0, "the adapters are multiplied by lora_alpha / lora_rank")
+    lora_dropout: float = setting(0.0, "dropout of the adapters' inputs")
+    lora_targets: str = setting(
+        "", "names of the layers with adapters, such as q_proj,v_proj; empty: all linear layers"
+    )
+    fused_cross_entropy: bool = setting(True, "compute output layer and loss without the logits of all tokens")
+    num_samples: int = setting(4, "number of held-out prompts that the trained model completes for the report")
+    max_new_tokens: int = setting(48, "maximum number of tokens of these completions")
+
+    def check(self) -> None:
+        super().check()
+        if bool(self.train_file) != bool(self.test_file):
+            raise InputError("--train-file and --test-file must be given together")
+        if self.template not in TEMPLATES:
+            raise InputError(f"template must be one of {', '.join(TEMPLATES)}, got {self.template!r}")
+        for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
+            self.check_at_least(1, name)
+        for name in ("lora_rank", "num_samples"):
+            self.check_at_least(0, name)
+        if self.max_length < 2:
+            raise InputError(f"max_length must be at least 2: a token, and the next one; got {self.max_length}")
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads % 2:
+            raise InputError(
+                f"hidden_size ({self.hidden_size}) must be an even multiple of num_heads ({self.num_heads}), because "
+                "rotary embeddings rotate pairs"
+            )
+        if not 0 <= self.lora_dropout < 1:
+            raise InputError(f"lora_dropout must be from 0 to 1, got {self.lora_dropout}")
+        if self.vocab_size < SMALLEST_VOCABULARY:
+            raise InputError(f"vocab_size must be at least {SMALLEST_VOCABULARY}: bytes and special tokens")
+
+
+# 256 bytes, and the special tokens of tokenization.py.
+SMALLEST_VOCABULARY = 261

@@ -1,0 +1,147 @@
+"""Fine-tune a language model on prompts and completions, or chats, on any number of processes.
+
+    mindnlp-dp run --nproc 2 scripts/finetune_llm.py
+    mindnlp-dp run --nproc 2 scripts/finetune_llm.py --model FOLDER --lora-rank 8 \\
+        --train-file train.jsonl --test-file test.jsonl --template chatml
+
+The loss is on completions only. Without files, a small Llama learns paragraphs of Python's manual, which needs no
+download.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+import mindnlp_dp as dp
+from mindnlp_dp.checkpoint.directory import has_checkpoints
+from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
+from mindnlp_dp.finetuning import results
+from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
+from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
+from mindnlp_dp.language_modeling.config import LanguageModelingConfig
+from mindnlp_dp.language_modeling.rows import Collator
+from mindnlp_dp.language_modeling.task import LanguageModelingTask, build_model, prepare_task, save_tokenizer
+from mindnlp_dp.report.runs import RunReport
+from mindnlp_dp.runtime.versions import mindnlp_series
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
+
+
+def main() -> None:
+    """Train as the command line says, and print a summary; errors in the input end with one sentence."""
+    try:
+        config = parse_config(LanguageModelingConfig, description=__doc__, defaults=DEFAULTS)
+        if mindnlp_series() != "0.4":
+            raise InputError("scripts/finetune_llm.py is for MindNLP 0.4")
+        group = dp.init_process_group(
+            tune_runtime=config.tune_runtime, kernels=config.kernels, matmul_precision=config.matmul_precision
+        )
+        with as_input_error():
+            mesh = dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
+        args = training_arguments(config, mesh, prediction_loss_only=True)
+        task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
+        with as_input_error():
+            check_every_rank_has_a_sample(len(task.train), mesh.dp_group.world_size)
+        report = train(config, args, task, group)
+    except InputError as error:
+        # Every rank gets this error and writes it to its own log.
+        sys.exit(f"error: {error}")
+    if group.is_main:
+        print(f"\n{summary(report, Path(config.output_dir))}")
+
+
+DEFAULTS = {"num_epochs": 2.0, "global_batch_size": 32, "eval_batch_size": 32, "learning_rate": 3e-3, "save_steps": 0}
+
+
+def train(
+    config: LanguageModelingConfig, args: dp.DataParallelArguments, task: LanguageModelingTask, group: dp.ProcessGroup
+) -> RunReport:
+    """Train, evaluate, write the model and the results, and return the report of the run."""
+    from mindnlp_dp.finetuning.recorder import TimeRecorder
+    from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
+
+    set_seed(config.seed)
+    collator = Collator(task.pad, config.packing)
+    # One process of each host downloads a pretrained model; the others read it from the cache.
+    with args.main_process_first():
+        model = build_model(config, task)
+    with as_input_error():
+        if config.fused_cross_entropy:
+            dp.fuse_cross_entropy(model)
+        if not dp.get_device_mesh().is_data_parallel:
+            batch = collator([task.train[number] for number in range(min(8, len(task.train)))])
+            model = dp.parallelize(model, schedule=config.pipeline_schedule, check=batch if config.check_plan else None)
+    recorder = TimeRecorder(len(task.train))
+    trainer = dp.DataParallelTrainer(
+        model,
+        args,
+        train_dataset=task.train,
+        eval_dataset=task.test,
+        data_collator=collator,
+        optimizers=(build_optimizer(config, model), None),
+        callbacks=[recorder],
+    )
+    if group.is_main:
+        for number, what in ((task.num_truncated, f"are longer than max_length ({config.max_length} tokens) and were cut"),
+                             (task.num_without_labels, "have no completion left, and were left out")):  # fmt: skip
+            if number:
+                print(f"{number} texts {what}")
+    resume = config.resume and group.run_on_rank0(
+        lambda: has_checkpoints(Path(config.output_dir)), "looking for checkpoints"
+    )
+    with as_input_error(CheckpointError):
+        output = trainer.train(resume_from_checkpoint=resume)
+    report = results.make_report(
+        trainer, output, recorder, config, train_samples=len(task.train), eval_samples=len(task.test)
+    )
+    report["perplexity"] = math.exp(min(report["eval_loss"], 80.0))
+    report["samples"] = complete(model, config, task)
+
+    output_dir = Path(config.output_dir)
+    write_model = trainer.whole.model_writer(output_dir, lambda folder: trainer.save_model(str(folder)))
+
+    def save_model(folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_model(Path(folder))
+        save_tokenizer(config, task, folder)
+
+    title = f"{task.train.num_labels:,} labels"
+    group.run_on_rank0(lambda: results.write_results(output_dir, report, save_model, title), "writing the results")
+    return report
+
+
+def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingTask) -> list[dict[str, str]]:
+    """Let the model complete the prompts, by its most likely tokens; every rank calls it. Stages cannot generate."""
+    from mindspore import Tensor
+
+    if dp.get_device_mesh().sizes["pp"] > 1:
+        return []
+    tokenizer = Tokenizer.from_str(task.tokenizer_json)
+    model.set_train(False)
+    found = []
+    for prompt in task.prompts:
+        ids = prompt.ids[-config.max_length :] or [task.eos or 0]
+        inputs = Tensor(np.array([ids], np.int64))
+        output = model.generate(
+            input_ids=inputs, attention_mask=Tensor(np.ones_like(np.array([ids], np.int64))),
+            max_new_tokens=config.max_new_tokens, do_sample=False, eos_token_id=task.eos, pad_token_id=task.pad,
+        )  # fmt: skip
+        completion = tokenizer.decode(output.asnumpy()[0, len(ids) :].tolist())
+        found.append({"prompt": prompt.text, "completion": completion, "expected": prompt.expected})
+    return found
+
+
+def summary(report: RunReport, folder: Path) -> str:
+    """Return the report as the lines that are printed at the end of a run."""
+    evaluation = (
+        f"perplexity {report['perplexity']:.2f}, loss {report['eval_loss']:.4f} on {report['eval_samples']} rows"
+    )
+    lines = [results.summary(report, folder, evaluation)]
+    lines += [f"{sample['prompt']!r} -> {sample['completion']!r}" for sample in report.get("samples", ())]
+    return "\n".join(lines)

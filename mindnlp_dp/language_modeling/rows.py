@@ -1,0 +1,116 @@
+"""This module holds the rows of a data set of tokens, packs several texts into a row, and makes batches of rows.
+
+Packed texts do not see each other: attention has a block-diagonal mask, and positions begin again with each text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindnlp_dp.data.loss_weight import IGNORED
+
+# Model types of MindNLP 0.4.1 that take a mask of (batch, 1, length, length), which packing needs.
+PACKABLE = ("llama", "qwen2", "mistral", "gemma", "phi", "mixtral", "qwen2_moe")
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of tokens of different lengths, end to end; a data set for the Trainer.
+
+    Attributes:
+        ids, labels: (N,) all tokens, and their labels.
+        texts: (N,) the number of the text within its row.
+        bounds: (rows + 1,) where each row begins and the last one ends.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    texts: np.ndarray
+    bounds: np.ndarray
+
+    @classmethod
+    def of(cls, encoded: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> TokenRows:
+        """Make rows of one or several (tokens, labels) each."""
+        flat = [part for row in encoded for part in row]
+        numbers = [np.full(len(ids), number) for row in encoded for number, (ids, _) in enumerate(row)]
+        lengths = [sum(len(ids) for ids, _ in row) for row in encoded]
+        return cls(
+            np.concatenate([ids for ids, _ in flat] or [np.zeros(0, np.int64)]),
+            np.concatenate([labels for _, labels in flat] or [np.zeros(0, np.int64)]),
+            np.concatenate(numbers or [np.zeros(0, np.int64)]),
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        )
+
+    @property
+    def num_labels(self) -> int:
+        return int(np.count_nonzero(self.labels != IGNORED))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        at = slice(self.bounds[index], self.bounds[index + 1])
+        return {"input_ids": self.ids[at], "labels": self.labels[at], "texts": self.texts[at]}
+
+
+def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Put texts of these lengths into rows: best-fit decreasing, in O(texts * max_length); return each row's texts.
+
+    >>> pack([3, 2, 5, 4], 7)
+    [[2, 1], [3, 0]]
+    """
+    rows: list[list[int]] = []
+    # The rows with so much space left.
+    with_space: list[list[int]] = [[] for _ in range(max_length + 1)]
+    for text in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        length = lengths[text]
+        space = next((space for space in range(length, max_length + 1) if with_space[space]), None)
+        if space is None:
+            rows.append([text])
+            with_space[max_length - length].append(len(rows) - 1)
+        else:
+            row = with_space[space].pop(0)
+            rows[row].append(text)
+            with_space[space - length].append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Makes a batch of rows, padded on the right to the longest of them.
+
+    Attributes:
+        pad: the token that fills rows up.
+        is_packed: whether rows hold several texts; then the mask has the shape (batch, 1, length, length), with 0 where
+            a token sees another and the least float32 elsewhere, and there are ``position_ids``.
+    """
+
+    pad: int
+    is_packed: bool
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+        length = max(len(row["input_ids"]) for row in rows)
+
+        def padded(name: str, value: int) -> np.ndarray:
+            return np.stack([_filled(row[name], length, value) for row in rows])
+
+        batch = {"input_ids": padded("input_ids", self.pad), "labels": padded("labels", IGNORED)}
+        # Padding is a text of its own.
+        texts = padded("texts", -1)
+        if not self.is_packed:
+            return {**batch, "attention_mask": (texts >= 0).astype(np.int64)}
+        is_same = texts[:, :, None] == texts[:, None, :]
+        sees = is_same & np.tri(length, dtype=bool)
+        mask = np.where(sees, np.float32(0), np.finfo(np.float32).min)[:, None]
+        begins = np.concatenate([np.ones((len(rows), 1), bool), texts[:, 1:] != texts[:, :-1]], axis=1)
+        places = np.arange(length)
+        positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        return {**batch, "attention_mask": mask, "position_ids": positions}
+
+
+def _filled(values: Any, length: int, value: int) -> np.ndarray:
+    return np.concatenate([np.asarray(values, np.int64), np.full(length - len(values), value, np.int64)])

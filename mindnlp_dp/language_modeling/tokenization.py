@@ -1,0 +1,73 @@
+"""This module makes tokens and labels of conversations, and trains the tiny model's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.implementations import ByteLevelBPETokenizer
+
+from mindnlp_dp.data.loss_weight import IGNORED
+from mindnlp_dp.finetuning.settings import InputError
+from mindnlp_dp.language_modeling.conversations import Conversation
+from mindnlp_dp.language_modeling.templates import Template
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+PAD, BOS, EOS = range(3)
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer, which knows every text."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts, vocab_size=vocab_size, min_frequency=2, special_tokens=list(SPECIAL_TOKENS), show_progress=False
+    )
+    return bpe._tokenizer
+
+
+def encode(
+    conversation: Conversation, template: Template, tokenizer: Tokenizer, eos: Optional[int], max_length: int
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return a conversation's tokens and labels, of shape (length,), and whether they were truncated.
+
+    Tokens that begin in a part that counts have themselves as labels; others, and the first token, have -100.
+    """
+    text, starts = "", []
+    for part, is_counted in template(conversation):
+        starts.append((len(text), is_counted))
+        text += part
+    encoding = tokenizer.encode(text)
+    begins = np.array([start for start, _ in starts])
+    counts = np.array([is_counted for _, is_counted in starts])
+    ids = np.array(encoding.ids, np.int64)
+    # Special tokens that the tokenizer adds have the offsets (0, 0), and do not count.
+    is_text = np.array(encoding.special_tokens_mask, np.int64) == 0
+    is_text |= np.array([begin != end for begin, end in encoding.offsets], bool)
+    offsets = np.array([begin for begin, _ in encoding.offsets], np.int64)
+    is_counted = counts[np.searchsorted(begins, offsets, side="right") - 1] & is_text if len(ids) else np.zeros(0, bool)
+    if eos is not None and (not len(ids) or ids[-1] != eos):
+        ids, is_counted = np.append(ids, eos), np.append(is_counted, True)
+    labels = np.where(is_counted, ids, IGNORED)
+    labels[:1] = IGNORED
+    return ids[:max_length], labels[:max_length], len(ids) > max_length
+
+
+def pretrained_tokenizer(name: str) -> tuple[Any, Tokenizer]:
+    """Return the tokenizer of a pretrained model, and the fast one within it.
+
+    Raises:
+        InputError: it cannot be loaded, or is not a fast tokenizer.
+    """
+    from mindnlp_dp.runtime.mindnlp_api import transformers_api
+
+    try:
+        tokenizer = transformers_api().AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # noqa: BLE001
+        # Hub, network, cache and file format raise different exceptions; the user needs the first line.
+        raise InputError(f"the tokenizer {name} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InputError(f"the tokenizer {name} has no fast form (tokenizer.json), from which labels are made")
+    return tokenizer, backend

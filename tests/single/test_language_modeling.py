@@ -1,0 +1,247 @@
+"""Test the recipe for language models: conversations, templates, labels, packing, and a whole small job."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from library import is_0_5
+
+import mindnlp_dp as dp
+from mindnlp_dp.finetuning.settings import InputError, parse_config
+from mindnlp_dp.language_modeling import templates
+from mindnlp_dp.language_modeling.config import LanguageModelingConfig
+from mindnlp_dp.language_modeling.conversations import Message, read_conversations, topics_of_python
+from mindnlp_dp.language_modeling.rows import Collator, TokenRows, pack
+from mindnlp_dp.language_modeling.task import build_model, prepare_task
+from mindnlp_dp.language_modeling.tokenization import encode, train_tokenizer
+
+CHAT = (
+    Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4"),
+    Message("user", "And 3 + 3?"), Message("assistant", "6"),
+)  # fmt: skip
+needs_0_4 = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
+
+
+def write_lines(path, rows):
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_conversations_are_read_in_both_forms(tmp_path):
+    messages = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "Hello"}]
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}, "", {"messages": messages}])
+    assert read_conversations(file) == [
+        (Message("user", "a"), Message("assistant", "b")), (Message("user", "你好"), Message("assistant", "Hello"))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ({"prompt": "a"}, "line 2: expected prompt and completion, two texts, or messages; got"),
+        ({"prompt": "a", "completion": ""}, "line 2: expected prompt and completion"),
+        ({"prompt": 1, "completion": "b"}, "line 2: expected prompt and completion"),
+        ([1], "line 2: expected prompt"),
+        ({"messages": []}, "line 2: messages must be a list of messages"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the last message must be the assistant's"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant"),
+        ({"messages": [{"role": "user"}]}, "line 2: a message has role and content"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path, row, message):
+    file = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}, row])
+    with pytest.raises(InputError, match=message):
+        read_conversations(file)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        read_conversations(str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "latin.jsonl").write_bytes("é".encode("latin-1"))
+    with pytest.raises(InputError, match="cannot be read as UTF-8"):
+        read_conversations(str(tmp_path / "latin.jsonl"))
+    with pytest.raises(InputError, match="has no lines"):
+        read_conversations(write_lines(tmp_path / "empty.jsonl", [""]))
+
+
+def test_templates_count_what_the_assistant_says():
+    def written(template):
+        parts = list(template(CHAT))
+        return "".join(text for text, _ in parts), [text for text, is_counted in parts if is_counted]
+
+    assert written(templates.plain) == ("Be brief.2 + 2?4And 3 + 3?6", ["4", "6"])
+    text, counted = written(templates.chatml)
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n")
+    assert text.endswith("<|im_start|>assistant\n6<|im_end|>\n")
+    assert counted == ["4<|im_end|>", "6<|im_end|>"]
+    text, counted = written(templates.alpaca)
+    assert text.endswith("### Instruction:\nAnd 3 + 3?\n\n### Response:\n6")
+    assert counted == ["4", "6"]
+    assert templates.prompt_of(CHAT, templates.alpaca).endswith("### Response:\n")
+
+    class Tokenizer:
+        chat_template = "its own"
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+            said = "".join(f"[{message['role'][0]}] {message['content']};" for message in messages)
+            return said + "[a] " * add_generation_prompt
+
+    text, counted = written(templates.of_tokenizer(Tokenizer()))
+    assert text == "[s] Be brief.;[u] 2 + 2?;[a] 4;[u] And 3 + 3?;[a] 6;"
+    assert counted == ["4;", "6;"]
+    with pytest.raises(InputError, match="has no chat template"):
+        templates.of_tokenizer(object())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["plain", "chatml", "alpaca"])
+def test_labels_are_the_completions_tokens(name):
+    tokenizer = train_tokenizer(["2 + 2? 4 and 3 + 3? 6 is brief. Be brief é 你"] * 3, 270)
+    ids, labels, truncated = encode(CHAT, templates.BY_NAME[name], tokenizer, 2, 500)
+    assert not truncated
+    assert ids[-1] == labels[-1] == 2
+    assert ((labels == ids) | (labels == -100)).all()
+    counted = tokenizer.decode(ids[labels >= 0].tolist(), skip_special_tokens=False)
+    expected = "".join(text for text, is_counted in templates.BY_NAME[name](CHAT) if is_counted)
+    assert counted.replace(" ", "").removesuffix("</s>") == expected.replace(" ", "")
+    short, _, truncated = encode(CHAT, templates.BY_NAME[name], tokenizer, 2, 5)
+    assert truncated
+    assert short.tolist() == ids[:5].tolist()
+
+
+def test_a_completion_that_begins_the_text_has_no_label_there():
+    tokenizer = train_tokenizer(["abc"] * 3, 270)
+    ids, labels, _ = encode((Message("user", ""), Message("assistant", "abc")), templates.plain, tokenizer, 2, 9)
+    assert labels[0] == -100
+    assert labels[1:].tolist() == ids[1:].tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_packed_full(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 33, 200).tolist()
+    rows = pack(lengths, 32)
+    assert sorted(text for row in rows for text in row) == list(range(200))
+    filled = [sum(lengths[text] for text in row) for row in rows]
+    assert max(filled) <= 32
+    # Best-fit decreasing needs at most 11/9 of the best number of rows, and 6/9 of one.
+    assert len(rows) <= 11 / 9 * np.ceil(sum(lengths) / 32) + 1
+    assert pack([], 4) == []
+
+
+def test_batches():
+    row = [(np.array([5, 6, 7]), np.array([-100, 6, 7])), (np.array([8, 9]), np.array([-100, 9]))]
+    rows = TokenRows.of([row, row[:1]])
+    assert len(rows) == 2
+    assert rows.num_labels == 5
+    batch = Collator(pad=0, is_packed=True)([rows[0], rows[1]])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 0, 1]]
+    sees = (batch["attention_mask"][0, 0] == 0).astype(int).tolist()
+    assert sees == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+    padded = Collator(pad=0, is_packed=False)([rows[0], rows[1]])
+    assert padded["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert padded["labels"].tolist() == [[-100, 6, 7, -100, 9], [-100, 6, 7, -100, -100]]
+
+
+@needs_0_4
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "phi", "mixtral"])
+def test_packed_and_padded_have_one_loss(kind):
+    from mindspore import Tensor
+    from tiny_transformers import VOCAB, build
+
+    dp.init_process_group()
+    rng = np.random.default_rng(1)
+    texts = []
+    for length in (3, 7, 5, 2, 9, 4):
+        ids = rng.integers(3, VOCAB, length)
+        texts.append((ids, np.where(np.arange(length) < length // 3 + 1, -100, ids)))
+    model = build(kind)
+    model.set_train(False)
+
+    def sum_of_losses(rows, is_packed):
+        batch = Collator(0, is_packed)([rows[number] for number in range(len(rows))])
+        loss = model(**{name: Tensor(column) for name, column in batch.items()}, return_dict=True).loss
+        return float(loss.asnumpy()) * np.count_nonzero(batch["labels"] >= 0)
+
+    packed = TokenRows.of([[texts[number] for number in row] for row in pack([len(ids) for ids, _ in texts], 12)])
+    assert len(packed) < len(texts)
+    expected = sum_of_losses(TokenRows.of([[text] for text in texts]), False)
+    assert sum_of_losses(packed, True) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_manuals_topics():
+    train, test = topics_of_python()
+    assert len(train) > 500
+    assert len(train) > 5 * len(test) > 100
+    assert not {text for _, text in train} & {text for _, text in test}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train-file", "a"], "must be given together"),
+        (["--template", "vicuna"], "template must be one of plain, chatml, alpaca, tokenizer"),
+        (["--hidden-size", "36"], "must be an even multiple of num_heads"),
+        (["--vocab-size", "100"], "vocab_size must be at least 261"),
+        (["--max-length", "1"], "max_length must be at least 2"),
+        (["--lora-rank", "-1"], "lora_rank must be at least 0"),
+        (["--lora-dropout", "1"], "lora_dropout must be from 0 to 1"),
+        (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage must be one of"),
+    ],
+)
+def test_wrong_settings(flags, message):
+    with pytest.raises(InputError, match=message):
+        parse_config(LanguageModelingConfig, flags)
+
+
+@needs_0_4
+def test_models_and_data_that_do_not_fit(tmp_path):
+    rows = [{"prompt": "a" * 50, "completion": "b"}]
+    files = [write_lines(tmp_path / name, rows) for name in ("train.jsonl", "test.jsonl")]
+    given = ["--train-file", files[0], "--test-file", files[1]]
+    with pytest.raises(InputError, match="no text of the training split has a completion within max_length"):
+        prepare_task(parse_config(LanguageModelingConfig, [*given, "--max-length", "5"]))
+    config = parse_config(LanguageModelingConfig, [*given, "--lora-rank", "2", "--lora-targets", "q_proj,nothing"])
+    with pytest.raises(InputError, match="lora_targets names 'nothing'; the linear layers are down_proj, gate_proj"):
+        build_model(config, prepare_task(config))
+    with pytest.raises(InputError, match="the tokenizer nowhere cannot be loaded"):
+        prepare_task(parse_config(LanguageModelingConfig, [*given, "--model", "nowhere"]))
+
+
+@needs_0_4
+def test_a_whole_job_and_lora_from_its_model(tmp_path, monkeypatch, capsys):
+    from mindnlp_dp.language_modeling.finetune import main
+
+    def run(*flags):
+        sizes = ["--max-length", "48", "--hidden-size", "32", "--num-layers", "2", "--intermediate-size", "64"]
+        more = ["--max-steps", "6", "--logging-steps", "2", "--max-new-tokens", "5", "--num-samples", "2"]
+        monkeypatch.setattr(sys, "argv", ["finetune_llm.py", *sizes, *more, *map(str, flags)])
+        main()
+        return capsys.readouterr().out
+
+    text = run("--output-dir", tmp_path / "full", "--packing")
+    assert "perplexity" in text
+    report = json.loads((tmp_path / "full" / "report.json").read_text())
+    assert report["perplexity"] == pytest.approx(np.exp(report["eval_loss"]))
+    assert len(report["samples"]) == 2
+    losses = [row["loss"] for row in report["history"] if "loss" in row]
+    assert losses[-1] < losses[0]
+    run(
+        "--output-dir",
+        tmp_path / "lora",
+        "--model",
+        tmp_path / "full" / "model",
+        "--lora-rank",
+        2,
+        "--template",
+        "chatml",
+    )
+    saved = tmp_path / "lora" / "model"
+    assert (saved / "adapter_model.ckpt").is_file()
+    assert (saved / "tokenizer.json").is_file()
