@@ -1,7 +1,7 @@
-"""Fine-tune a language model on prompts and completions, or chats, on any number of processes.
+r"""Fine-tune a language model on prompts and completions, or chats, on any number of processes.
 
     mindnlp-dp run --nproc 2 scripts/finetune_llm.py
-    mindnlp-dp run --nproc 2 scripts/finetune_llm.py --model FOLDER --lora-rank 8 \\
+    mindnlp-dp run --nproc 2 scripts/finetune_llm.py --model FOLDER --lora-rank 8 \
         --train-file train.jsonl --test-file test.jsonl --template chatml
 
 The loss is on completions only. Without files, a small Llama learns paragraphs of Python's manual, which needs no
@@ -88,10 +88,10 @@ def train(
         callbacks=[recorder],
     )
     if group.is_main:
-        for number, what in ((task.num_truncated, f"are longer than max_length ({config.max_length} tokens) and were cut"),
-                             (task.num_without_labels, "have no completion left, and were left out")):  # fmt: skip
-            if number:
-                print(f"{number} texts {what}")
+        if task.num_truncated:
+            print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
+        if task.num_without_labels:
+            print(f"{task.num_without_labels} texts have no completion left, and were left out")
     resume = config.resume and group.run_on_rank0(
         lambda: has_checkpoints(Path(config.output_dir)), "looking for checkpoints"
     )
@@ -139,9 +139,7 @@ def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingT
 
 def summary(report: RunReport, folder: Path) -> str:
     """Return the report as the lines that are printed at the end of a run."""
-    evaluation = (
-        f"perplexity {report['perplexity']:.2f}, loss {report['eval_loss']:.4f} on {report['eval_samples']} rows"
-    )
+    evaluation = "perplexity {perplexity:.2f}, loss {eval_loss:.4f} on {eval_samples} rows".format_map(report)
     lines = [results.summary(report, folder, evaluation)]
     lines += [f"{sample['prompt']!r} -> {sample['completion']!r}" for sample in report.get("samples", ())]
     return "\n".join(lines)

@@ -6,7 +6,6 @@ Rank 0 alone calls :func:`prepare_task`, and the other ranks receive its result.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Optional
 
 from tokenizers import Tokenizer
@@ -77,11 +76,9 @@ def prepare_task(config: LanguageModelingConfig) -> LanguageModelingTask:
         num_without_labels += len(encoded) - len(kept)
         if not kept:
             raise InputError(f"no text of the {name} split has a completion within max_length ({config.max_length})")
-        places = (
-            pack([len(ids) for ids, _ in kept], config.max_length)
-            if config.packing
-            else [[n] for n in range(len(kept))]
-        )
+        places = [[number] for number in range(len(kept))]
+        if config.packing:
+            places = pack([len(ids) for ids, _ in kept], config.max_length)
         rows.append(TokenRows.of([[kept[number] for number in place] for place in places]))
     prompts = [_prompt(each, template, fast) for each in splits[1][: config.num_samples]]
     return LanguageModelingTask(
@@ -172,14 +169,10 @@ def _with_lora(model: Any, config: LanguageModelingConfig) -> Any:
 def save_tokenizer(config: LanguageModelingConfig, task: LanguageModelingTask, folder: str) -> None:
     """Write the tokenizer into the model's folder, from which ``--model FOLDER`` loads it again."""
     if config.model == FROM_SCRATCH:
-        library = transformers_api()
-        library.PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(task.tokenizer_json),
-            pad_token="<pad>",
-            bos_token="<s>",
+        tokenizer = transformers_api().PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(task.tokenizer_json), pad_token="<pad>", bos_token="<s>",
             eos_token="</s>",
-        ).save_pretrained(folder)
-        if not (Path(folder) / "tokenizer.json").is_file():
-            Tokenizer.from_str(task.tokenizer_json).save(str(Path(folder) / "tokenizer.json"))
+        )  # fmt: skip
+        tokenizer.save_pretrained(folder)
     else:
         pretrained_tokenizer(config.model)[0].save_pretrained(folder)

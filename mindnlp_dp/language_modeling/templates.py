@@ -1,4 +1,4 @@
-"""This module writes a conversation as one text, and says which parts of it the loss counts: what the assistant says."""
+"""This module writes a conversation as one text, and says which parts of it the loss counts: the assistant's."""
 
 from __future__ import annotations
 

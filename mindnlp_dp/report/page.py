@@ -97,10 +97,10 @@ def _verdicts(runs: Sequence[RecordedRun]) -> list[tuple[str, str, str]]:
     best = max(runs, key=lambda run: run.report["eval_accuracy"] if has_accuracy else -run.report["eval_loss"])
     report = best.report
     samples = f" on {report['eval_samples']:,} held-out samples" if "eval_samples" in report else ""
-    what, number = (
-        ("accuracy", f"{report['eval_accuracy']:.4f}") if has_accuracy else ("loss", f"{report['eval_loss']:.4f}")
-    )
-    if not has_accuracy and "perplexity" in report:
+    what, number = "loss", f"{report['eval_loss']:.4f}"
+    if has_accuracy:
+        what, number = "accuracy", f"{report['eval_accuracy']:.4f}"
+    elif "perplexity" in report:
         what, number = "perplexity", f"{report['perplexity']:.2f}"
     shown = [(what, number, f"{best.name},{samples}".rstrip(","))]
     compared = speed_up(runs)
