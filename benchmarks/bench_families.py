@@ -66,7 +66,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     from mindnlp_dp.training.evaluate import accuracy
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
-    config = FinetuneConfig(**read_config_file(str(args.config)))
+    config = FinetuneConfig(**read_config_file(str(args.config), FinetuneConfig))
     task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
     set_seed(config.seed)
     model = build(args.family, config, Tokenizer.from_str(task.tokenizer_json).get_vocab_size(), len(task.label_names))

@@ -20,6 +20,7 @@ class LanguageModelingConfig(ParallelConfig):
     test_file: str = setting("", "the held-out split, in the same form")
     template: str = setting("plain", "plain: prompt and completion; chatml; alpaca; tokenizer: the tokenizer's own")
     packing: bool = setting(False, "put several texts into one row of max_length tokens; none sees the others")
+    group_by_length: bool = setting(False, "put rows of similar length into the same batch, to reduce padding")
     output_dir: str = setting("outputs/finetune_llm", "output folder for the report, the plot and the model")
 
     model: str = setting(FROM_SCRATCH, "tiny: a Llama from scratch; or a pretrained model, hub name or folder")
@@ -36,6 +37,10 @@ class LanguageModelingConfig(ParallelConfig):
     lora_targets: str = setting(
         "", "names of the layers with adapters, such as q_proj,v_proj; empty: all linear layers"
     )
+    num_epochs: float = setting(5.0, "passes over the training split")
+    global_batch_size: int = setting(16, "number of rows in an update, over all ranks")
+    eval_batch_size: int = setting(16, "number of rows of a rank in one evaluation step")
+    learning_rate: float = setting(3e-3, "peak learning rate, after warm-up")
     fused_cross_entropy: bool = setting(True, "compute output layer and loss without the logits of all tokens")
     num_samples: int = setting(4, "number of held-out prompts that the trained model completes for the report")
     max_new_tokens: int = setting(48, "maximum number of tokens of these completions")

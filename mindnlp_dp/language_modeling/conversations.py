@@ -64,10 +64,10 @@ def _conversation(line: str, where: str) -> Conversation:
         if conversation[-1].role != "assistant":
             raise InputError(f"{where}: the last message must be the assistant's, got {conversation[-1].role!r}")
         return conversation
-    texts = [row.get(key) if isinstance(row, Mapping) else None for key in ("prompt", "completion")]
-    if not all(isinstance(text, str) for text in texts) or not texts[1]:
+    prompt, completion = [row.get(key) if isinstance(row, Mapping) else None for key in ("prompt", "completion")]
+    if not isinstance(prompt, str) or not isinstance(completion, str) or not completion:
         raise InputError(f"{where}: expected prompt and completion, two texts, or messages; got {_shown(row)}")
-    return Message("user", texts[0]), Message("assistant", texts[1])
+    return Message("user", prompt), Message("assistant", completion)
 
 
 def _message(message: Any, where: str) -> Message:

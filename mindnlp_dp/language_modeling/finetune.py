@@ -36,7 +36,7 @@ from mindnlp_dp.schedules.mesh_spec import parse_mesh
 def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
-        config = parse_config(LanguageModelingConfig, description=__doc__, defaults=DEFAULTS)
+        config = parse_config(LanguageModelingConfig, description=__doc__)
         if mindnlp_series() != "0.4":
             raise InputError("scripts/finetune_llm.py is for MindNLP 0.4")
         group = dp.init_process_group(
@@ -44,7 +44,9 @@ def main() -> None:
         )
         with as_input_error():
             mesh = dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
-        args = training_arguments(config, mesh, prediction_loss_only=True)
+        args = training_arguments(
+            config, mesh, prediction_loss_only=True, remove_unused_columns=False, group_by_length=config.group_by_length
+        )
         task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
         with as_input_error():
             check_every_rank_has_a_sample(len(task.train), mesh.dp_group.world_size)
@@ -54,9 +56,6 @@ def main() -> None:
         sys.exit(f"error: {error}")
     if group.is_main:
         print(f"\n{summary(report, Path(config.output_dir))}")
-
-
-DEFAULTS = {"num_epochs": 2.0, "global_batch_size": 32, "eval_batch_size": 32, "learning_rate": 3e-3, "save_steps": 0}
 
 
 def train(

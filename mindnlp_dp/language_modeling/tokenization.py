@@ -46,10 +46,10 @@ def encode(
     is_text = np.array(encoding.special_tokens_mask, np.int64) == 0
     is_text |= np.array([begin != end for begin, end in encoding.offsets], bool)
     offsets = np.array([begin for begin, _ in encoding.offsets], np.int64)
-    is_counted = counts[np.searchsorted(begins, offsets, side="right") - 1] & is_text if len(ids) else np.zeros(0, bool)
+    has_label = counts[np.searchsorted(begins, offsets, side="right") - 1] & is_text if len(ids) else np.zeros(0, bool)
     if eos is not None and (not len(ids) or ids[-1] != eos):
-        ids, is_counted = np.append(ids, eos), np.append(is_counted, True)
-    labels = np.where(is_counted, ids, IGNORED)
+        ids, has_label = np.append(ids, eos), np.append(has_label, True)
+    labels = np.where(has_label, ids, IGNORED)
     labels[:1] = IGNORED
     return ids[:max_length], labels[:max_length], len(ids) > max_length
 

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import yaml
 
 import mindnlp_dp as dp
 from mindnlp_dp import optim
+from mindnlp_dp.finetuning.settings import ParallelConfig, RunConfig
+from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.text_classification.config import FinetuneConfig, TaskConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +72,7 @@ def test_files_in_the_diagrams_exist():
     files = [f"/{path.relative_to(ROOT).as_posix()}" for path in PACKAGE.rglob("*.py")]
     named = set(re.findall(r"[\w/]+\.py\b", read(DOCS / "architecture.md")))
     assert len(named) > 20
-    named -= {"scripts/finetune.py"}
+    named -= {"scripts/finetune.py", "scripts/finetune_llm.py"}
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
@@ -82,13 +85,15 @@ def test_the_layers_are_those_that_are_checked():
 # --- arguments.md and api.md ---
 
 
-@pytest.mark.parametrize("kind", [TaskConfig, FinetuneConfig])
+@pytest.mark.parametrize("kind", [RunConfig, ParallelConfig, TaskConfig, FinetuneConfig, LanguageModelingConfig])
 def test_the_table_of_flags_is_the_dataclass(kind):
-    inherited = {field.name for base in kind.__mro__[1:-1] for field in dataclasses.fields(base)}
-    expected = [(f.name, f.default, f.metadata["help"]) for f in dataclasses.fields(kind) if f.name not in inherited]
-    rows = hooks().settings(PACKAGE / "text_classification" / "config.py", kind.__name__)
-    assert len(rows) > 5
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    expected = [(name, fields[name].default, fields[name].metadata["help"]) for name in kind.__annotations__]
+    file = Path(inspect.getsourcefile(kind))
+    rows = hooks().settings(file, kind.__name__)
+    assert rows
     assert [(name, default, meaning) for name, _, default, meaning in rows] == expected
+    assert f"<!-- flags: {file.relative_to(ROOT)} {kind.__name__} -->" in read(DOCS / "arguments.md")
 
 
 def test_the_table_of_arguments_is_the_dataclass():

@@ -58,7 +58,10 @@ def test_every_config_is_read_and_says_what_it_is(pytestconfig):
 
 def test_the_same_settings_for_one_process_and_for_two_devices(pytestconfig):
     single, *others = (
-        {**read_config_file(str(pytestconfig.rootpath / f"configs/banking77_{name}.yaml")), "output_dir": ""}
+        {
+            **read_config_file(str(pytestconfig.rootpath / f"configs/banking77_{name}.yaml"), FinetuneConfig),
+            "output_dir": "",
+        }
         for name in ("single", "2npu", "2gpu")
     )
     assert all(other == single for other in others)

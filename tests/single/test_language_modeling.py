@@ -202,7 +202,7 @@ def test_wrong_settings(flags, message):
 
 @needs_0_4
 def test_models_and_data_that_do_not_fit(tmp_path):
-    rows = [{"prompt": "a" * 50, "completion": "b"}]
+    rows = [{"prompt": "0123456789 abcdefghij", "completion": "b"}]
     files = [write_lines(tmp_path / name, rows) for name in ("train.jsonl", "test.jsonl")]
     given = ["--train-file", files[0], "--test-file", files[1]]
     with pytest.raises(InputError, match="no text of the training split has a completion within max_length"):

@@ -242,7 +242,7 @@ def test_summary(tmp_path):
 
 def test_without_matplotlib_everything_else_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    write_results(tmp_path / "out", {"history": []}, lambda folder: Path(folder).mkdir())
+    write_results(tmp_path / "out", {"history": [], "num_labels": 2}, lambda folder: Path(folder).mkdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model", "report.json"]
     assert "no plot was drawn" in capsys.readouterr().out
 
