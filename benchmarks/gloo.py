@@ -9,6 +9,7 @@ It runs with a Python that has PyTorch; MindSpore is not needed:
     python benchmarks/gloo.py --kind memory [--nproc 4] --write FILE
     python benchmarks/gloo.py --kind activations --nproc 1 --write FILE     and "activations recomputed"
     python benchmarks/gloo.py --kind "head loss" --nproc 1 --write FILE
+    python benchmarks/gloo.py --kind llama [--nproc 1] --write FILE         and "llama lora"
 
 AdamW is the fused one, PyTorch's fastest on a CPU. The kinds that end with "zero" shard its state between the ranks by
 ZeroRedundancyOptimizer with parameters_as_bucket_view=True, which makes the exchange of weights three times as fast.
@@ -25,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable
 
-from common import median_seconds, proportional_bytes
+from common import median_seconds, peak_bytes, proportional_bytes, reset_peak, resident_bytes
 
 
 def all_reduce(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
@@ -238,11 +239,27 @@ def head_loss(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
     return measure_pass(make, WORDS, TOKENS)
 
 
+def llama(distributed: Any, torch: Any, _: Any, is_lora: bool = False) -> dict[str, Any]:
+    """Measure the training of bench_llm.py: seconds of an update, and growth of the peak memory."""
+    from torch_llama import trained
+
+    before = resident_bytes()
+    reset_peak()
+    seconds = median_seconds(distributed.barrier, trained(distributed, torch, is_lora), 8)
+    measured = torch.tensor([seconds, peak_bytes() - before], dtype=torch.float64)
+    distributed.all_reduce(measured, op=distributed.ReduceOp.MAX)
+    return dict(zip(("seconds", "bytes"), measured.tolist()))
+
+
+def llama_lora(distributed: Any, torch: Any, _: Any) -> dict[str, Any]:
+    return llama(distributed, torch, _, is_lora=True)
+
+
 KINDS = {
     function.__name__.replace("_", " ", 1) if function is not all_reduce else "all_reduce": function
     for function in (
         all_reduce, gradients, step, step_amp, step_zero, update, memory, memory_zero, activations,
-        activations_recomputed, head_loss,
+        activations_recomputed, head_loss, llama, llama_lora,
     )
 }  # fmt: skip
 
@@ -258,6 +275,7 @@ def work(rank: int, world_size: int, port: int, kind: str, shapes: Any, file: st
     measured = KINDS[kind](distributed, torch, shapes)
     if rank == 0:
         Path(file).write_text(json.dumps(measured))
+    distributed.barrier()
     distributed.destroy_process_group()
 
 

@@ -147,6 +147,40 @@ for _model, _class in _RMS_NORMS.items():
     around(f"{_TRANSFORMERS}.models.{_model}.modeling_{_model}")(_rms_norm_of(_class))
 
 
+# Models whose queries and keys are rotated by six operators each.
+_ROTARY = ("gemma", "llama", "mistral", "mixtral", "phi", "phi3", "qwen2", "qwen2_moe")
+
+
+def _rotary_embedding(module: types.ModuleType) -> Iterator[None]:
+    yield
+
+    @override(module)
+    def apply_rotary_pos_emb(  # noqa: PLR0917, it is MindNLP's signature
+        q: Any, k: Any, cos: Any, sin: Any, position_ids: Any = None, unsqueeze_dim: int = 1
+    ) -> Any:
+        if not supports(q, k, cos, sin) or cos.shape != sin.shape or unsqueeze_dim != 1:
+            return NotImplemented
+        if cos.ndim == 2 and position_ids is not None and _is_integer(position_ids):
+            # A row for each position; numbers below 0 count from the end, as in an array.
+            places = position_ids.asnumpy()
+            if not places.size or not -cos.shape[0] <= places.min() <= places.max() < cos.shape[0]:
+                return NotImplemented
+            places %= cos.shape[0]
+            cos, sin = (kernels().embedding(places, table) for table in (cos, sin))
+        if cos.ndim != 3 or not all(_fits_rotation(x, cos) for x in (q, k)):
+            return NotImplemented
+        return kernels().rotate(q, cos, sin), kernels().rotate(k, cos, sin)
+
+
+def _fits_rotation(x: Any, cos: Any) -> bool:
+    is_even = x.ndim == 4 and x.shape[-1] % 2 == 0 < math.prod(x.shape)
+    return is_even and x.shape[2:] == cos.shape[1:] and cos.shape[0] in (1, x.shape[0])
+
+
+for _model in _ROTARY:
+    around(f"{_TRANSFORMERS}.models.{_model}.modeling_{_model}")(_rotary_embedding)
+
+
 def _multiply(a: Any, b: Any) -> bool:
     """Return whether our kernels support a product: no vectors; for shapes that do not fit, MindSpore raises."""
     return (

@@ -23,6 +23,8 @@ from mindnlp_dp.kernels.matmul import column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.kernels.memory import array_of, empty_like, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
+from mindnlp_dp.kernels.rotary import rotate as rotate_array
+from mindnlp_dp.kernels.rotary import rotate_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
 from mindnlp_dp.runtime.once_differentiable import once_differentiable
 from mindnlp_dp.runtime.pynative_executor import pynative_executor
@@ -78,6 +80,14 @@ def layer_norm(x: Tensor, num_axes: int, weight: Optional[Tensor], bias: Optiona
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + epsilon) * weight``, with the mean over the dimensions of ``weight``."""
     return _Norm.apply(x, weight, None, _Kind(weight.ndim, epsilon, False))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return rotary embeddings of ``x``: ``x * cos + rotate_half(x) * sin``, of the shape (batch, heads, length, D).
+
+    ``cos`` and ``sin`` have the shape (batch or 1, length, D), and get no gradient.
+    """
+    return _Rotate.apply(x, cos, sin)
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
@@ -311,6 +321,19 @@ class _Norm(_Function):
 
 def _flat(tensor: Optional[Tensor]) -> Optional[np.ndarray]:
     return None if tensor is None else array_of(tensor).reshape(-1)
+
+
+class _Rotate(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return tensor_of(rotate_array(array_of(x), array_of(cos)[:, None], array_of(sin)[:, None]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        cos, sin = (array_of(each)[:, None] for each in ctx.saved_tensors)
+        return tensor_of(rotate_backward(array_of(gradient), cos, sin)), None, None
 
 
 class _Dropout(_Function):
