@@ -1,4 +1,4 @@
-"""A Llama from PyTorch's own modules, for comparison: the layers, sizes and adapters of bench_llm.py; gloo.py trains it."""
+"""The Llama of bench_llm.py from PyTorch's own modules, for comparison; gloo.py trains it."""
 
 from __future__ import annotations
 

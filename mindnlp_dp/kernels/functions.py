@@ -19,7 +19,7 @@ from mindnlp_dp.kernels import cross_entropy as cross_entropy_of_arrays
 from mindnlp_dp.kernels.dropout import dropout_mask, masked, next_key
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.linear_cross_entropy import losses_and_gradients
-from mindnlp_dp.kernels.matmul import column_sums, product
+from mindnlp_dp.kernels.matmul import add_product, column_sums, product
 from mindnlp_dp.kernels.matmul import matmul as matmul_arrays
 from mindnlp_dp.kernels.memory import array_of, empty_like, tensor_of
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
@@ -35,6 +35,16 @@ GELU = {"none": "gelu", "tanh": "gelu_tanh", "quick": "gelu_quick"}
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     """Return ``x @ weight.T + bias``, of shape (..., N), for shapes (..., K), (N, K) and (N,)."""
     return _Linear.apply(x, weight, bias)
+
+
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], adapters: tuple[Tensor, Tensor], scale: float
+) -> Tensor:
+    """Return ``x @ weight.T + bias + scale * x @ a.T @ b.T`` for ``adapters`` (a, b) of LoRA (arXiv 2106.09685).
+
+    The result is (..., N), for shapes (..., K), (N, K), (N,), (R, K) and (N, R).
+    """
+    return _LoraLinear.apply(x, weight, bias, *adapters, scale)
 
 
 def add(x: Tensor, other: Tensor) -> Tensor:
@@ -157,6 +167,41 @@ class _Linear(_Function):
         )
 
 
+class _LoraLinear(_Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917, ctx and the operator's inputs
+        ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor], a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        rows = _rows(x)
+        low = product(rows, array_of(a).T)
+        low *= np.float32(scale)
+        ctx.save_for_backward(x, weight, a, b, tensor_of(low))
+        ctx.scale = np.float32(scale)
+        out = product(rows, array_of(weight).T, None if bias is None else array_of(bias))
+        add_product(low, array_of(b).T, out)
+        return tensor_of(out.reshape(*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, a, b, low = ctx.saved_tensors
+        of_x, of_weight, of_bias, of_a, of_b, _ = ctx.needs_input_grad
+        g, rows = _rows(gradient), _rows(x)
+        of_low = product(g, array_of(b))
+        of_low *= ctx.scale
+        of_rows = product(g, array_of(weight)) if of_x else None
+        if of_rows is not None:
+            add_product(of_low, array_of(a), of_rows)
+        return (
+            None if of_rows is None else tensor_of(of_rows.reshape(x.shape)),
+            tensor_of(product(g.T, rows)) if of_weight else None,
+            tensor_of(column_sums(g)) if of_bias else None,
+            tensor_of(product(of_low.T, rows)) if of_a else None,
+            tensor_of(product(g.T, array_of(low))) if of_b else None,
+            None,
+        )
+
+
 class _Add(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
@@ -217,7 +262,11 @@ class _MatMul(_Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return tensor_of(matmul_arrays(array_of(a), array_of(b)))
+        left, right = array_of(a), array_of(b)
+        # Attention's values are often transposed from (batch, length, heads, D). The result then is, too, and MindSpore
+        # need not copy it, element by element, to merge the heads.
+        is_like_right = left.shape == (*right.shape[:-1], right.shape[-2]) and not right.flags.c_contiguous
+        return tensor_of(matmul_arrays(left, right, right if is_like_right and right.ndim > 2 else None))
 
     @staticmethod
     @once_differentiable

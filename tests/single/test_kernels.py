@@ -19,10 +19,12 @@ from mindnlp.core import nn, ops
 from mindnlp.core.autograd import value_and_grad
 from mindnlp.core.nn import functional as F  # noqa: N812
 from mindnlp.transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
+from mindnlp.transformers.models.llama import modeling_llama
+from mindnlp.transformers.models.qwen2 import modeling_qwen2
 from mindspore import Tensor
 
 import mindnlp_dp as dp
-from mindnlp_dp.kernels import activations, dispatch, dropout, matmul, memory, onednn, workers
+from mindnlp_dp.kernels import activations, dispatch, dropout, functions, matmul, memory, onednn, workers
 from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
@@ -56,6 +58,29 @@ def attention(q, k, v):
 
 CLASSES = np.random.default_rng(3).integers(0, 20, 64).astype(np.int32)
 SOME = np.where(np.arange(64) % 3, CLASSES, -100)
+
+
+# Rotary embeddings for each sample's own positions, and a table of them.
+ANGLES = np.random.default_rng(4).uniform(0, 6, (2, 9, 8)).astype(np.float32)
+PLACES = Tensor(np.random.default_rng(5).integers(-3, 9, (2, 9)))
+
+
+def rotated(q, k):
+    q, k = (x.view((2, 9, -1, 8)).permute(0, 2, 1, 3) for x in (q, k))
+    cos, sin = (Tensor(table(ANGLES)).astype(q.dtype) for table in (np.cos, np.sin))
+    return ops.cat(modeling_llama.apply_rotary_pos_emb(q, k, cos, sin), dim=1)
+
+
+def rotated_by_table(q, k):
+    cos, sin = (Tensor(table(ANGLES[0])).astype(q.dtype) for table in (np.cos, np.sin))
+    return ops.cat(modeling_qwen2.apply_rotary_pos_emb(q, k, cos, sin, PLACES), dim=1)
+
+
+def with_adapters(x, weight, a, b, *bias):
+    if dispatch.supports(x, weight):
+        return functions.lora_linear(x, weight, *(bias or [None]), (a, b), 2.0)
+    lower = ops.matmul(x, a.swapaxes(0, 1))
+    return sum(bias, ops.matmul(x, weight.swapaxes(0, 1)) + ops.matmul(lower, b.swapaxes(0, 1)) * 2.0)
 
 
 def twice_used(x, weight):
@@ -129,6 +154,10 @@ CASES = {
     "scores by a constant": (lambda x: x / ops.full([], 3.0, dtype=x.dtype), (4, 4, 64, 65)),
     "scores by a sum": (lambda x, y: x / (y * y + 1).sum(), (4, 4, 64, 65), (3,)),
     "causal scores": (lambda x: ops.where(CAUSAL, x, ops.full([], -3.0, dtype=x.dtype)), (4, 4, 64, 65)),
+    "rotary embeddings": (rotated, (2, 9, 24), (2, 9, 8)),
+    "rotary embeddings, by a table": (rotated_by_table, (2, 3, 9, 8), (2, 3, 9, 8)),
+    "LoRA": (with_adapters, (4, 7, 30), (50, 30), (3, 30), (50, 3)),
+    "LoRA with a bias": (with_adapters, (2, 30), (5, 30), (8, 30), (5, 8), (5,)),
     "matmul": (ops.matmul, (20, 30), (30, 40)),
     "matmul of many": (ops.matmul, (2, 3, 20, 30), (2, 3, 30, 40)),
     "matmul of many large ones": (ops.matmul, (3, 100, 70), (3, 70, 80)),

@@ -61,6 +61,36 @@ def _operators(module: types.ModuleType) -> Iterator[None]:
     yield
 
 
+# Versions: MindNLP 0.4.1 on MindSpore 2.7+ on CPU. Cause: the sum of a layer and its adapters is two operators on
+# arrays of the layer's output size, and three more in the backward pass.
+# Remove when: a layer with adapters takes as long as its products.
+@around("mindnlp.peft.tuners.lora.layer")
+def _lora(module: types.ModuleType) -> Iterator[None]:
+    yield
+    from mindnlp.core import nn
+
+    def is_plain(layer: Any) -> bool:
+        """Return whether a layer is MindNLP's own, not one that was sharded, and has no hooks."""
+        has_hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+        return type(layer) is nn.Linear and "forward" not in vars(layer) and not has_hooks
+
+    @override(module.Linear)
+    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or self.disable_adapters or self.merged or len(self.active_adapters) != 1:
+            return NotImplemented
+        (name,) = self.active_adapters
+        if name not in self.lora_A or self.use_dora[name]:
+            return NotImplemented
+        dropout, base, a, b = self.lora_dropout[name], self.base_layer, self.lora_A[name], self.lora_B[name]
+        drops = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
+        if drops or not all(map(is_plain, (base, a, b))) or a.bias is not None or b.bias is not None:
+            return NotImplemented
+        bias = () if base.bias is None else (base.bias,)
+        if not supports(x, base.weight, *bias, a.weight, b.weight) or x.shape[-1:] != base.weight.shape[1:]:
+            return NotImplemented
+        return kernels().lora_linear(x, base.weight, base.bias, (a.weight, b.weight), self.scaling[name])
+
+
 # GPT-2 and others mask their scores so.
 @around("mindnlp.core.ops.array")
 def _where(module: types.ModuleType) -> Iterator[None]:
