@@ -51,7 +51,7 @@ class LanguageModelingConfig(ParallelConfig):
             raise InputError("--train-file and --test-file must be given together")
         if self.template not in TEMPLATES:
             raise InputError(f"template must be one of {', '.join(TEMPLATES)}, got {self.template!r}")
-        for name in ("vocab_size", "max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
+        for name in ("max_length", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_new_tokens"):
             self.check_at_least(1, name)
         for name in ("lora_rank", "num_samples"):
             self.check_at_least(0, name)

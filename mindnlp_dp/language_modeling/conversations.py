@@ -98,5 +98,6 @@ def topics_of_python() -> tuple[list[Conversation], list[Conversation]]:
             # Headings, tables and listings are no sentences.
             if len(text) >= 40 and text[0].isupper() and text.endswith("."):
                 held_out = int(hashlib.blake2b(text.encode(), digest_size=4).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
-                splits[held_out].append((Message("user", f"{name}: "), Message("assistant", text)))
+                # A space belongs to the word after it, for a tokenizer of bytes.
+                splits[held_out].append((Message("user", f"{name}:"), Message("assistant", f" {text}")))
     return splits[False], splits[True]

@@ -100,7 +100,13 @@ def train(
         trainer, output, recorder, config, train_samples=len(task.train), eval_samples=len(task.test)
     )
     report["perplexity"] = math.exp(min(report["eval_loss"], 80.0))
-    report["samples"] = complete(model, config, task)
+    try:
+        if samples := complete(model, config, task):
+            report["samples"] = samples
+    except Exception as error:  # noqa: BLE001
+        # The weights are not written yet: they must not be lost with a text.
+        if group.is_main:
+            print(f"the model cannot complete the prompts: {str(error).partition(chr(10))[0]}")
 
     output_dir = Path(config.output_dir)
     write_model = trainer.whole.model_writer(output_dir, lambda folder: trainer.save_model(str(folder)))
@@ -110,7 +116,7 @@ def train(
         write_model(Path(folder))
         save_tokenizer(config, task, folder)
 
-    title = f"{task.train.num_labels:,} labels"
+    title = f"{task.train.num_labels:,} labels an epoch"
     group.run_on_rank0(lambda: results.write_results(output_dir, report, save_model, title), "writing the results")
     return report
 
@@ -122,16 +128,17 @@ def complete(model: Any, config: LanguageModelingConfig, task: LanguageModelingT
     if dp.get_device_mesh().sizes["pp"] > 1:
         return []
     tokenizer = Tokenizer.from_str(task.tokenizer_json)
+    positions = getattr(model.config, "max_position_embeddings", None) or config.max_length + config.max_new_tokens
+    num_new = min(config.max_new_tokens, positions - 1)
     model.set_train(False)
     found = []
     for prompt in task.prompts:
-        ids = prompt.ids[-config.max_length :] or [task.eos or 0]
-        inputs = Tensor(np.array([ids], np.int64))
+        ids = np.array([prompt.ids[-min(config.max_length, positions - num_new) :] or [task.eos or 0]], np.int64)
         output = model.generate(
-            input_ids=inputs, attention_mask=Tensor(np.ones_like(np.array([ids], np.int64))),
-            max_new_tokens=config.max_new_tokens, do_sample=False, eos_token_id=task.eos, pad_token_id=task.pad,
+            input_ids=Tensor(ids), attention_mask=Tensor(np.ones_like(ids)), max_new_tokens=num_new, do_sample=False,
+            eos_token_id=task.eos, pad_token_id=task.pad,
         )  # fmt: skip
-        completion = tokenizer.decode(output.asnumpy()[0, len(ids) :].tolist())
+        completion = tokenizer.decode(output.asnumpy()[0, ids.shape[1] :].tolist())
         found.append({"prompt": prompt.text, "completion": completion, "expected": prompt.expected})
     return found
 

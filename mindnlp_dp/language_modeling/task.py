@@ -67,10 +67,18 @@ def prepare_task(config: LanguageModelingConfig) -> LanguageModelingTask:
     template = (
         templates.of_tokenizer(tokenizer) if config.template == "tokenizer" else templates.BY_NAME[config.template]
     )
+    # A tokenizer's own template has the tokens that begin and end a text.
+    has_own_marks = config.template == "tokenizer"
     num_truncated = num_without_labels = 0
     rows = []
     for conversations, name in zip(splits, ("training", "held-out")):
-        encoded = [encode(each, template, fast, eos, config.max_length) for each in conversations]
+        encoded = [
+            encode(
+                each, template, fast, None if has_own_marks else eos, config.max_length,
+                adds_special_tokens=not has_own_marks,
+            )
+            for each in conversations
+        ]  # fmt: skip
         num_truncated += sum(truncated for _, _, truncated in encoded)
         kept = [(ids, labels) for ids, labels, _ in encoded if (labels >= 0).any()]
         num_without_labels += len(encoded) - len(kept)
@@ -80,7 +88,9 @@ def prepare_task(config: LanguageModelingConfig) -> LanguageModelingTask:
         if config.packing:
             places = pack([len(ids) for ids, _ in kept], config.max_length)
         rows.append(TokenRows.of([[kept[number] for number in place] for place in places]))
-    prompts = [_prompt(each, template, fast) for each in splits[1][: config.num_samples]]
+    prompts = [
+        _prompt(each, template, fast, adds_special_tokens=not has_own_marks) for each in splits[1][: config.num_samples]
+    ]
     return LanguageModelingTask(
         rows[0], rows[1], fast.to_str(), pad, eos, prompts, num_truncated, num_without_labels
     )  # fmt: skip
@@ -98,9 +108,12 @@ def _tokenizer(config: LanguageModelingConfig, train: list[Conversation]) -> tup
     return tokenizer, fast, eos, pad if pad is not None else eos if eos is not None else 0
 
 
-def _prompt(conversation: Conversation, template: templates.Template, fast: Tokenizer) -> Prompt:
+def _prompt(
+    conversation: Conversation, template: templates.Template, fast: Tokenizer, *, adds_special_tokens: bool
+) -> Prompt:
     text = templates.prompt_of(conversation, template)
-    return Prompt(text, list(fast.encode(text).ids), conversation[-1].content)
+    ids = list(fast.encode(text, add_special_tokens=adds_special_tokens).ids)
+    return Prompt(text, ids, conversation[-1].content)
 
 
 def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> Any:
@@ -136,6 +149,11 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
     kind = model.config.model_type
     if config.packing and kind not in PACKABLE:
         raise InputError(f"packing needs a model with masks for pairs of tokens ({', '.join(PACKABLE)}), got {kind}")
+    largest = max(int(rows.ids.max()) for rows in (task.train, task.test))
+    if largest >= model.config.vocab_size:
+        raise InputError(
+            f"the tokenizer of {config.model} makes the token {largest}, and the model has {model.config.vocab_size}"
+        )
     positions = getattr(model.config, "max_position_embeddings", config.max_length)
     if config.max_length > positions:
         raise InputError(

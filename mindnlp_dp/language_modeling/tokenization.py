@@ -28,25 +28,39 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(
-    conversation: Conversation, template: Template, tokenizer: Tokenizer, eos: Optional[int], max_length: int
+    conversation: Conversation,
+    template: Template,
+    tokenizer: Tokenizer,
+    eos: Optional[int],
+    max_length: int,
+    *,
+    adds_special_tokens: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return a conversation's tokens and labels, of shape (length,), and whether they were truncated.
 
-    Tokens that begin in a part that counts have themselves as labels; others, and the first token, have -100.
+    Tokens that begin or end in a part that counts have themselves as labels; others, and the first token, have -100.
+
+    Args:
+        eos: the token that is added at the end, if the last one is another.
+        adds_special_tokens: whether the tokenizer adds its own, such as one at the beginning.
     """
     text, starts = "", []
     for part, is_counted in template(conversation):
         starts.append((len(text), is_counted))
         text += part
-    encoding = tokenizer.encode(text)
+    encoding = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
     begins = np.array([start for start, _ in starts])
     counts = np.array([is_counted for _, is_counted in starts])
     ids = np.array(encoding.ids, np.int64)
     # Special tokens that the tokenizer adds have the offsets (0, 0), and do not count.
     is_text = np.array(encoding.special_tokens_mask, np.int64) == 0
     is_text |= np.array([begin != end for begin, end in encoding.offsets], bool)
-    offsets = np.array([begin for begin, _ in encoding.offsets], np.int64)
-    has_label = counts[np.searchsorted(begins, offsets, side="right") - 1] & is_text if len(ids) else np.zeros(0, bool)
+    has_label = np.zeros(len(ids), bool)
+    if len(ids):
+        firsts, ends = np.array(encoding.offsets, np.int64).T
+        # A space before a completion may be the prompt's, and in one token with the completion's first word.
+        for at in (firsts, np.maximum(ends - 1, firsts)):
+            has_label |= counts[np.searchsorted(begins, at, side="right") - 1] & is_text
     if eos is not None and (not len(ids) or ids[-1] != eos):
         ids, has_label = np.append(ids, eos), np.append(has_label, True)
     labels = np.where(has_label, ids, IGNORED)

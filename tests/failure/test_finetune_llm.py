@@ -1,0 +1,69 @@
+"""Test that scripts/finetune_llm.py trains the model of one process on every mesh, and the homework's LoRA after it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from library import is_0_5
+
+pytestmark = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = (
+    "--hidden-size 32 --num-layers 2 --intermediate-size 64 --vocab-size 300 --max-length 96 --global-batch-size 16 "
+    "--max-steps 5 --logging-steps 1 --max-new-tokens 4"
+).split()
+
+
+def run(folder, num_ranks, script, *flags):
+    command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(num_ranks), "--log-dir", str(folder / "logs")]
+    done = subprocess.run(
+        [*command, str(ROOT / script), *flags], capture_output=True, text=True, timeout=300, cwd=folder
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def report_of(folder, num_ranks, *flags):
+    run(folder, num_ranks, "scripts/finetune_llm.py", "--output-dir", str(folder / "out"), *SIZES, *flags)
+    report = json.loads((folder / "out/report.json").read_text())
+    assert report["replicas_in_sync"]
+    losses = [row["loss"] for row in report["history"] if "loss" in row]
+    return [*losses, report["eval_loss"]], report
+
+
+@pytest.fixture(scope="module", params=["", "--packing", "--lora-rank 4"])
+def alone(request, tmp_path_factory):
+    """Return the flags of a job, and its losses in one process."""
+    flags = request.param.split()
+    return flags, report_of(tmp_path_factory.mktemp("alone"), 1, *flags)[0]
+
+
+MESHES = ["", "--zero-stage 0 --group-by-length", "--mesh tp=2 --check-plan", "--mesh pp=2 --gradient-checkpointing"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_losses_are_those_of_one_process(tmp_path, alone, mesh):
+    flags, expected = alone
+    if "--group-by-length" in mesh:
+        expected = report_of(tmp_path / "alone", 1, *flags, "--group-by-length")[0]
+    losses, report = report_of(tmp_path, 2, *flags, *mesh.split())
+    assert losses == pytest.approx(expected, rel=2e-5)
+    assert ("samples" in report) == ("pp" not in mesh)
+
+
+@pytest.mark.core
+def test_a_language_model_and_then_adapters_for_it(tmp_path):
+    losses, report = report_of(tmp_path, 2, "--packing")
+    assert losses[-2] < losses[0]
+    assert len(report["samples"]) == 4
+    text = run(tmp_path, 2, "homework/lora_docstrings.py", str(tmp_path / "out/model"), str(tmp_path / "lora"), "1")
+    words = text.partition("perplexity: ")[2].split()
+    before, after = float(words[0]), float(words[2])
+    assert after < before
+    assert (tmp_path / "lora/adapter/adapter_config.json").is_file()
