@@ -21,8 +21,13 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # The end of a kind that stands for the model with LoRA adapters, and the layers that have them.
 LORA = ", LoRA"
-_TARGETS = {"gpt2": ["c_attn", "c_proj"], "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
-            "opt": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"], "t5": ["q", "v", "o", "wi", "wo"]}  # fmt: skip
+_TARGETS = {
+    "bloom": ["query_key_value", "dense", "dense_4h_to_h"],
+    "gpt2": ["c_attn", "c_proj"],
+    "opt": ["q_proj", "v_proj", "out_proj", "fc1", "fc2"],
+    "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
+    "t5": ["q", "v", "o", "wi", "wo"],
+}
 _LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

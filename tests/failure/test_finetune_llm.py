@@ -20,6 +20,7 @@ SIZES = (
 
 
 def run(folder, num_ranks, script, *flags):
+    folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "mindnlp_dp", "run", "--nproc", str(num_ranks), "--log-dir", str(folder / "logs")]
     done = subprocess.run(
         [*command, str(ROOT / script), *flags], capture_output=True, text=True, timeout=300, cwd=folder

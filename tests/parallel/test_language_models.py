@@ -13,7 +13,7 @@ from cut_models import (
     one_mesh_at_a_time,
     pieces_of,
 )  # fmt: skip
-from tiny_transformers import DECODERS, LORA, VOCAB, batch, build, train, whole_weights
+from tiny_transformers import DECODERS, LORA, VOCAB, batch, build, train, whole_weights, with_lora
 
 import mindnlp_dp as dp
 from mindnlp_dp.parallel.parallel_plan import PipelinePlan, ShardingPlan, TensorPlan, plan_for
@@ -37,12 +37,13 @@ SLOW_ON_FOUR = pytest.mark.slow if WORLD_SIZE == 4 else pytest.mark.filterwarnin
 
 
 def cases():
-    kinds = [*DECODERS, *(f"{kind}{LORA}" for kind in DECODERS), f"gpt2{LORA}", f"t5{LORA}", f"mixtral{LORA}"]
+    others = ("gpt2", "t5", "mixtral", "qwen2_moe")
+    kinds = [*DECODERS, *(f"{kind}{LORA}" for kind in (*DECODERS, *others))]
     for mesh in MESHES:
         if not IS_MPI and "pp" in mesh:
             continue
         for number, kind in enumerate(kinds):
-            if mesh == "tp=4" and kind.removesuffix(LORA) not in ("llama, tied", "phi", "opt", "gpt2", "t5", "mixtral"):
+            if mesh == "tp=4" and kind.removesuffix(LORA) not in ("llama, tied", "phi", "opt", *others):
                 continue
             # Every kind has one mesh; the others are slow.
             is_slow = IS_MPI and number % len(MESHES) != MESHES.index(mesh)
@@ -284,7 +285,8 @@ def test_bloom_is_refused_under_tp_and_split_by_a_plan_under_pp(group):
     plan = ShardingPlan(TensorPlan({"*query_key_value": "colwise"}), PipelinePlan("transformer.h", first))
     with pytest.raises(ValueError, match="tp does not support ALiBi"):
         dp.parallelize(bloom(), dp.init_device_mesh({"tp": 2, "dp": group.world_size // 2}), plan)
-    dp.parallelize(bloom(), dp.init_device_mesh({"pp": group.world_size}), plan, check=batch("llama", 4))
+    for model in (bloom(), with_lora(bloom())):
+        dp.parallelize(model, dp.init_device_mesh({"pp": group.world_size}), plan, check=batch("llama", 4))
     with pytest.raises(ValueError, match="pp does not support layerdrop"):
         dp.parallelize(build("opt", layerdrop=0.1), dp.init_device_mesh({"pp": group.world_size}))
 
