@@ -285,6 +285,23 @@ def plan_for(model: Any) -> ShardingPlan:
     return replace(plan, tensor=tensor, pipeline=replace(plan.pipeline, first=first))
 
 
+def plan_within_adapters(plan: ShardingPlan, model: Any) -> ShardingPlan:
+    """Return a plan for a model's names, if it was written for the model that PEFT wraps; patterns need no change."""
+    outer, _ = base_model(model)
+    if not outer or plan.pipeline is None:
+        return plan
+    modules = dict(model.named_modules(remove_duplicate=False))
+
+    def here(name: str) -> str:
+        return f"{outer}.{name}" if name and name not in modules else name
+
+    stages = replace(
+        plan.pipeline, layers=here(plan.pipeline.layers), first=list(map(here, plan.pipeline.first)),
+        encoder=here(plan.pipeline.encoder),
+    )  # fmt: skip
+    return replace(plan, pipeline=stages)
+
+
 def head_of(model: Any) -> Optional[str]:
     """Return the ``head`` of a :class:`TensorPlan` by a model's task; None if its loss needs more than the logits."""
     mean = None if type(model).__name__.endswith("DoubleHeadsModel") else loss_mean(model)

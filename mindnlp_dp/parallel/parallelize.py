@@ -21,7 +21,7 @@ from mindnlp_dp.communication.replicas import check_same_structure
 from mindnlp_dp.parallel.device_mesh import DeviceMesh, get_device_mesh
 from mindnlp_dp.parallel.model_edits import ModelEdits, ModelIndex
 from mindnlp_dp.parallel.parallel_model import ParallelModel
-from mindnlp_dp.parallel.parallel_plan import ShardingPlan, check_support, head_of, plan_for
+from mindnlp_dp.parallel.parallel_plan import ShardingPlan, check_support, head_of, plan_for, plan_within_adapters
 from mindnlp_dp.parallel.pipeline_parallel.runner import Pipeline, check_pipeline
 from mindnlp_dp.parallel.pipeline_parallel.stages import StageInput, pipeline_edits
 from mindnlp_dp.parallel.pipeline_parallel.tied_weights import TiedParameter
@@ -186,7 +186,7 @@ def _open(
 def _checked_plan(model: Any, plan: Optional[ShardingPlan], mesh: DeviceMesh) -> ShardingPlan:
     """Return the plan for a model; raise ValueError if it does not say how to shard it over an axis of the mesh."""
     inner = base_model(model)[1]
-    plan = plan or plan_for(model)
+    plan = plan_within_adapters(plan, model) if plan else plan_for(model)
     given, expected = plan.tensor and plan.tensor.head, head_of(inner)
     if given and expected and given != expected:
         raise ValueError(

@@ -56,6 +56,8 @@ def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
 
 def perplexities(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
     """Draw the held-out perplexity of every run, over "step" or "seconds"."""
+    from matplotlib import ticker
+
     scale, unit = _unit(runs, over)
     for place, run in enumerate(runs):
         colour, dashes = _COLOURS[place % len(_COLOURS)], _DASHES[place % len(_DASHES)]
@@ -64,6 +66,9 @@ def perplexities(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         label = f"{run.name}: {values[-1]:.2f}" if values else run.name
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
     axes.set(yscale="log", xlim=(0, 1.04 * axes.dataLim.xmax))
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set(xlabel=unit, ylabel="exponential of the held-out loss", title="perplexity" + _OVER[over])
     axes.legend(frameon=False, loc="best")
 
