@@ -160,6 +160,9 @@ def _rotary_embedding(module: types.ModuleType) -> Iterator[None]:
     ) -> Any:
         if not supports(q, k, cos, sin) or cos.shape != sin.shape or unsqueeze_dim != 1:
             return NotImplemented
+        if cos._requires_grad or sin._requires_grad:
+            # Trained frequencies.
+            return NotImplemented
         if cos.ndim == 2 and position_ids is not None and _is_integer(position_ids):
             # A row for each position; numbers below 0 count from the end, as in an array.
             places = position_ids.asnumpy()

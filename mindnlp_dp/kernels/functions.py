@@ -148,10 +148,20 @@ def _rows(tensor: Tensor) -> np.ndarray:
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
+def _is_trained(tensor: Optional[Tensor]) -> bool:
+    """Return whether a tensor needs a gradient, as far as its class knows.
+
+    A Parameter of MindNLP 0.4.1 that is frozen does not tell MindSpore, because MindSpore's answer is for good: a
+    parameter that was used while it was frozen would have no gradient ever after.
+    """
+    return tensor is not None and not (type(tensor).__name__ == "Parameter" and not tensor.requires_grad)
+
+
 class _Linear(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.trained = _is_trained(weight), _is_trained(bias)
         out = product(_rows(x), array_of(weight).T, None if bias is None else array_of(bias))
         return tensor_of(out.reshape(*x.shape[:-1], weight.shape[0]))
 
@@ -162,8 +172,8 @@ class _Linear(_Function):
         rows, (of_x, of_weight, of_bias) = _rows(gradient), ctx.needs_input_grad
         return (
             tensor_of(product(rows, array_of(weight)).reshape(x.shape)) if of_x else None,
-            tensor_of(product(rows.T, _rows(x))) if of_weight else None,
-            tensor_of(column_sums(rows)) if of_bias else None,
+            tensor_of(product(rows.T, _rows(x))) if of_weight and ctx.trained[0] else None,
+            tensor_of(column_sums(rows)) if of_bias and ctx.trained[1] else None,
         )
 
 
@@ -176,7 +186,7 @@ class _LoraLinear(_Function):
         low = product(rows, array_of(a).T)
         low *= np.float32(scale)
         ctx.save_for_backward(x, weight, a, b, tensor_of(low))
-        ctx.scale = np.float32(scale)
+        ctx.scale, ctx.trained = np.float32(scale), (_is_trained(weight), _is_trained(bias))
         out = product(rows, array_of(weight).T, None if bias is None else array_of(bias))
         add_product(low, array_of(b).T, out)
         return tensor_of(out.reshape(*x.shape[:-1], weight.shape[0]))
@@ -194,8 +204,8 @@ class _LoraLinear(_Function):
             add_product(of_low, array_of(a), of_rows)
         return (
             None if of_rows is None else tensor_of(of_rows.reshape(x.shape)),
-            tensor_of(product(g.T, rows)) if of_weight else None,
-            tensor_of(column_sums(g)) if of_bias else None,
+            tensor_of(product(g.T, rows)) if of_weight and ctx.trained[0] else None,
+            tensor_of(column_sums(g)) if of_bias and ctx.trained[1] else None,
             tensor_of(product(of_low.T, rows)) if of_a else None,
             tensor_of(product(g.T, array_of(low))) if of_b else None,
             None,
@@ -403,12 +413,14 @@ class _Embedding(_Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: np.ndarray) -> Tensor:
         ctx.save_for_backward()
-        ctx.ids, ctx.num_rows = ids, weight.shape[0]
+        ctx.ids, ctx.num_rows, ctx.is_trained = ids, weight.shape[0], _is_trained(weight)
         return tensor_of(array_of(weight)[ids])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not ctx.is_trained:
+            return None, None
         return tensor_of(scatter_rows(_rows(gradient), ctx.ids.reshape(-1), ctx.num_rows)), None
 
 

@@ -41,7 +41,9 @@ class LanguageModelingConfig(ParallelConfig):
     global_batch_size: int = setting(16, "number of rows in an update, over all ranks")
     eval_batch_size: int = setting(16, "number of rows of a rank in one evaluation step")
     learning_rate: float = setting(3e-3, "peak learning rate, after warm-up")
-    fused_cross_entropy: bool = setting(True, "compute output layer and loss without the logits of all tokens")
+    fused_cross_entropy: str = setting(
+        "auto", "compute output layer and loss without the logits of all tokens: auto (if the model can), true, false"
+    )
     num_samples: int = setting(4, "number of held-out prompts that the trained model completes for the report")
     max_new_tokens: int = setting(48, "maximum number of tokens of these completions")
 
@@ -61,6 +63,12 @@ class LanguageModelingConfig(ParallelConfig):
             raise InputError(
                 f"hidden_size ({self.hidden_size}) must be an even multiple of num_heads ({self.num_heads}), because "
                 "rotary embeddings rotate pairs"
+            )
+        if self.fused_cross_entropy not in ("auto", "true", "false"):
+            raise InputError(f"fused_cross_entropy must be auto, true or false, got {self.fused_cross_entropy!r}")
+        if self.lora_rank and self.model == FROM_SCRATCH:
+            raise InputError(
+                f"lora_rank is for a trained model; train the model {FROM_SCRATCH!r} first, and pass --model FOLDER"
             )
         if not 0 <= self.lora_dropout < 1:
             raise InputError(f"lora_dropout must be from 0 to 1, got {self.lora_dropout}")

@@ -54,6 +54,8 @@ def read_conversations(path: str) -> list[Conversation]:
 def _conversation(line: str, where: str) -> Conversation:
     try:
         row = json.loads(line)
+        # JSON may have halves of a character, which no tokenizer takes.
+        json.dumps(row, ensure_ascii=False).encode()
     except ValueError as error:
         raise InputError(f"{where}: not JSON: {error}") from None
     if isinstance(row, Mapping) and "messages" in row:

@@ -10,6 +10,7 @@ download.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from pathlib import Path
@@ -71,8 +72,10 @@ def train(
     with args.main_process_first():
         model = build_model(config, task)
     with as_input_error():
-        if config.fused_cross_entropy:
-            dp.fuse_cross_entropy(model)
+        fuses = config.fused_cross_entropy
+        with contextlib.suppress(*([ValueError] if fuses == "auto" else [])):
+            if fuses != "false":
+                dp.fuse_cross_entropy(model)
         if not dp.get_device_mesh().is_data_parallel:
             batch = collator([task.train[number] for number in range(min(8, len(task.train)))])
             model = dp.parallelize(model, schedule=config.pipeline_schedule, check=batch if config.check_plan else None)

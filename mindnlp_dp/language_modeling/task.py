@@ -15,8 +15,19 @@ from mindnlp_dp.language_modeling import templates
 from mindnlp_dp.language_modeling.config import FROM_SCRATCH, LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import Conversation, read_conversations, topics_of_python
 from mindnlp_dp.language_modeling.rows import PACKABLE, TokenRows, pack
-from mindnlp_dp.language_modeling.tokenization import BOS, EOS, PAD, encode, pretrained_tokenizer, train_tokenizer
+from mindnlp_dp.language_modeling.tokenization import (
+    BOS,
+    EOS,
+    PAD,
+    encode,
+    encoded_text,
+    pretrained_tokenizer,
+    train_tokenizer,
+)
 from mindnlp_dp.runtime.mindnlp_api import transformers_api
+
+# Model types with a class for causal language models that is one only if ``is_decoder`` is set.
+ENCODERS = ("bert", "camembert", "electra", "ernie", "roberta", "xlm-roberta")
 
 
 @dataclass(frozen=True)
@@ -112,8 +123,8 @@ def _prompt(
     conversation: Conversation, template: templates.Template, fast: Tokenizer, *, adds_special_tokens: bool
 ) -> Prompt:
     text = templates.prompt_of(conversation, template)
-    ids = list(fast.encode(text, add_special_tokens=adds_special_tokens).ids)
-    return Prompt(text, ids, conversation[-1].content)
+    encoding, length = encoded_text(text, fast, adds_special_tokens=adds_special_tokens)
+    return Prompt(text, list(encoding.ids[:length]), conversation[-1].content)
 
 
 def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> Any:
@@ -147,6 +158,8 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
                 f"the model {config.model} cannot be loaded: {first}; without a network pass a folder"
             ) from None
     kind = model.config.model_type
+    if kind in ENCODERS and not getattr(model.config, "is_decoder", False):
+        raise InputError(f"{config.model} is a {kind}, in which tokens see later ones: it is no causal language model")
     if config.packing and kind not in PACKABLE:
         raise InputError(f"packing needs a model with masks for pairs of tokens ({', '.join(PACKABLE)}), got {kind}")
     largest = max(int(rows.ids.max()) for rows in (task.train, task.test))

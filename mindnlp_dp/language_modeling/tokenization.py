@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from mindnlp_dp.data.loss_weight import IGNORED
@@ -48,24 +49,35 @@ def encode(
     for part, is_counted in template(conversation):
         starts.append((len(text), is_counted))
         text += part
-    encoding = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+    encoding, length = encoded_text(text, tokenizer, adds_special_tokens=adds_special_tokens)
     begins = np.array([start for start, _ in starts])
     counts = np.array([is_counted for _, is_counted in starts])
-    ids = np.array(encoding.ids, np.int64)
+    ids = np.array(encoding.ids[:length], np.int64)
     # Special tokens that the tokenizer adds have the offsets (0, 0), and do not count.
-    is_text = np.array(encoding.special_tokens_mask, np.int64) == 0
-    is_text |= np.array([begin != end for begin, end in encoding.offsets], bool)
+    is_text = np.array([begin != end for begin, end in encoding.offsets[:length]], bool)
     has_label = np.zeros(len(ids), bool)
     if len(ids):
-        firsts, ends = np.array(encoding.offsets, np.int64).T
+        firsts, ends = np.array(encoding.offsets[:length], np.int64).T
         # A space before a completion may be the prompt's, and in one token with the completion's first word.
         for at in (firsts, np.maximum(ends - 1, firsts)):
             has_label |= counts[np.searchsorted(begins, at, side="right") - 1] & is_text
-    if eos is not None and (not len(ids) or ids[-1] != eos):
+    # A template's own end, such as <|im_end|>, may be the tokenizer's.
+    said = ids[has_label]
+    if eos is not None and not (len(said) and said[-1] == eos):
         ids, has_label = np.append(ids, eos), np.append(has_label, True)
     labels = np.where(has_label, ids, IGNORED)
     labels[:1] = IGNORED
     return ids[:max_length], labels[:max_length], len(ids) > max_length
+
+
+def encoded_text(text: str, tokenizer: Tokenizer, *, adds_special_tokens: bool) -> tuple[Encoding, int]:
+    """Return a text's encoding, and its number of tokens without those that the tokenizer adds at the end."""
+    encoding = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+    length = len(encoding.ids)
+    # Their offsets are (0, 0).
+    while length and encoding.offsets[length - 1][0] == encoding.offsets[length - 1][1]:
+        length -= 1
+    return encoding, length
 
 
 def pretrained_tokenizer(name: str) -> tuple[Any, Tokenizer]:
@@ -81,7 +93,12 @@ def pretrained_tokenizer(name: str) -> tuple[Any, Tokenizer]:
     except Exception as error:  # noqa: BLE001
         # Hub, network, cache and file format raise different exceptions; the user needs the first line.
         raise InputError(f"the tokenizer {name} cannot be loaded: {str(error).partition(chr(10))[0]}") from None
+    if (Path(name) / "adapter_config.json").is_file():
+        raise InputError(f"{name} has adapters, and no model; pass the model that they were trained for")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(f"the tokenizer {name} has no fast form (tokenizer.json), from which labels are made")
+    # Many published tokenizers were saved with their own.
+    backend.no_truncation()
+    backend.no_padding()
     return tokenizer, backend

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from mindnlp_dp.report.pipeline import draw_pipeline
 from mindnlp_dp.report.runs import RecordedRun
@@ -36,9 +36,14 @@ def losses(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         axes.plot([scale * x for x in at], values, color=colour, linestyle=dashes, linewidth=0.9, alpha=0.55)
         at, values = run.series("eval_loss", over)
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=run.name)
-    axes.set(ylim=(0, 1.06 * axes.dataLim.ymax), xlim=(0, 1.04 * axes.dataLim.xmax))
+    axes.set(ylim=(0, _end(1.06 * axes.dataLim.ymax)), xlim=(0, _end(1.04 * axes.dataLim.xmax)))
     axes.set(xlabel=unit, ylabel="cross entropy (thin: training)", title="loss" + _OVER[over])
     axes.legend(frameon=False, loc="best")
+
+
+def _end(value: float) -> Optional[float]:
+    """Return the end of an axis from 0; None, matplotlib's own choice, if there is nothing to draw on it."""
+    return value if math.isfinite(value) and value > 0 else None
 
 
 def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
@@ -49,7 +54,7 @@ def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         at, values = run.series("eval_accuracy", over)
         label = f"{run.name}: {values[-1]:.4f}" if values else run.name
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
-    axes.set(ylim=(0, 1.02), xlim=(0, 1.04 * axes.dataLim.xmax))
+    axes.set(ylim=(0, 1.02), xlim=(0, _end(1.04 * axes.dataLim.xmax)))
     axes.set(xlabel=unit, ylabel="share of the held-out samples", title="accuracy" + _OVER[over])
     axes.legend(frameon=False, loc="best")
 
@@ -65,7 +70,7 @@ def perplexities(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         values = [math.exp(min(loss, _LARGEST_EXPONENT)) for loss in losses_]
         label = f"{run.name}: {values[-1]:.2f}" if values else run.name
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
-    axes.set(yscale="log", xlim=(0, 1.04 * axes.dataLim.xmax))
+    axes.set(yscale="log", xlim=(0, _end(1.04 * axes.dataLim.xmax)))
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())

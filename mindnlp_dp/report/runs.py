@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ class RecordedRun:
     report: RunReport
 
     def series(self, key: str, over: str = "step") -> tuple[list[float], list[float]]:
-        """Return the values of ``key`` in the log over "step" or "seconds"; empty if one of the two was not logged."""
-        rows = [row for row in self.report["history"] if key in row and over in row]
+        """Return the finite values of ``key`` in the log over "step" or "seconds"; empty if one was not logged."""
+        rows = [row for row in self.report["history"] if over in row and math.isfinite(row.get(key, math.nan))]
         return [row[over] for row in rows], [row[key] for row in rows]
 
     @property

@@ -39,8 +39,11 @@ def report_of(folder, num_ranks, *flags):
 
 @pytest.fixture(scope="module", params=["", "--packing", "--lora-rank 4"])
 def alone(request, tmp_path_factory):
-    """Return the flags of a job, and its losses in one process."""
+    """Return the flags of a job, and its losses in one process; adapters are for the model of another job."""
     flags = request.param.split()
+    if "--lora-rank" in flags:
+        report_of(tmp_path_factory.mktemp("base"), 1)
+        flags += ["--model", str(tmp_path_factory.getbasetemp() / "base0/out/model")]
     return flags, report_of(tmp_path_factory.mktemp("alone"), 1, *flags)[0]
 
 

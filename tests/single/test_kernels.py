@@ -230,6 +230,45 @@ def test_as_mindspore_computes_it(name):
     assert (mine <= 2 * np.maximum(theirs, 1.2e-7)).all(), (mine, theirs)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "mindspore"])
+def test_a_parameter_that_was_used_while_it_was_frozen_trains_later(kernels):
+    dispatch.choose(kernels, 1)
+    layer, table, norm = nn.Linear(3, 4), nn.Embedding(5, 3), nn.LayerNorm(3)
+    ids = Tensor(np.arange(4))
+    everything = [layer.weight, layer.bias, table.weight, norm.weight]
+
+    def gradients():
+        trained = [p for p in everything if p.requires_grad]
+
+        def loss():
+            return (layer(norm(table(ids))) ** 2).sum()
+
+        found = mindspore.value_and_grad(loss, None, trained)()[1]
+        return [float(np.abs(g.asnumpy()).max()) for g in found]
+
+    for parameter in everything[:3]:
+        parameter.requires_grad = False
+    alone = gradients()
+    for parameter in everything[:3]:
+        parameter.requires_grad = True
+    assert min(gradients()) > 0
+    assert gradients()[3:] == pytest.approx(alone)
+
+
+def test_adapters_with_hooks_or_without_rows():
+    from mindnlp.peft import LoraConfig, get_peft_model
+
+    model = LlamaModel(LlamaConfig(60, 16, 32, 1, 2, max_position_embeddings=16))
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
+    assert adapted(Tensor(np.zeros((0, 16), np.float32))).shape == (0, 16)
+    calls = []
+    for part in (adapted.lora_dropout, adapted.lora_A):
+        next(iter(part.values())).register_forward_hook(lambda *_: calls.append(1))
+        adapted(Tensor(numbers(2, 16)))
+    assert len(calls) == 3
+
+
 STRIDES = st.sampled_from(["as it is", "transposed", "every other row", "every other column", "reversed", "one row"])
 
 

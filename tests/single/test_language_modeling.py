@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from library import is_0_5
+from tokenizers.processors import TemplateProcessing
 
 import mindnlp_dp as dp
 from mindnlp_dp.finetuning.settings import InputError, parse_config
@@ -16,7 +17,7 @@ from mindnlp_dp.language_modeling.config import LanguageModelingConfig
 from mindnlp_dp.language_modeling.conversations import Message, read_conversations, topics_of_python
 from mindnlp_dp.language_modeling.rows import Collator, TokenRows, pack
 from mindnlp_dp.language_modeling.task import build_model, prepare_task
-from mindnlp_dp.language_modeling.tokenization import encode, train_tokenizer
+from mindnlp_dp.language_modeling.tokenization import encode, encoded_text, train_tokenizer
 
 CHAT = (
     Message("system", "Be brief."), Message("user", "2 + 2?"), Message("assistant", "4"),
@@ -49,6 +50,7 @@ def test_conversations_are_read_in_both_forms(tmp_path):
         ({"messages": []}, "line 2: messages must be a list of messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the last message must be the assistant's"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "line 2: a role is one of system, user, assistant"),
+        ('{"prompt": "\\ud83d", "completion": "b"}', "line 2: not JSON: 'utf-8' codec can't encode"),
         ({"messages": [{"role": "user"}]}, "line 2: a message has role and content"),
     ],
 )
@@ -111,6 +113,23 @@ def test_labels_are_the_completions_tokens(name):
     short, _, truncated = encode(CHAT, templates.BY_NAME[name], tokenizer, 2, 5)
     assert truncated
     assert short.tolist() == ids[:5].tolist()
+
+
+def test_tokens_that_a_tokenizer_adds():
+    tokenizer = train_tokenizer(["2 + 2? 4"] * 3, 270)
+    conversation = (Message("user", "2 + 2?"), Message("assistant", " 4"))
+    plain, labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    ids, with_labels, _ = encode(conversation, templates.plain, tokenizer, 2, 500)
+    assert ids.tolist() == [1, *plain.tolist()]
+    assert with_labels.tolist() == [-100, *labels.tolist()]
+    assert ids[-1] == labels[-1] == 2
+    encoding, length = encoded_text("2 + 2?", tokenizer, adds_special_tokens=True)
+    assert encoding.ids[:length] == ids[:length].tolist()
+    # Where the template's end is the tokenizer's, there is no second one.
+    end = tokenizer.token_to_id("<|im_end|>")
+    ids, labels, _ = encode(conversation, templates.chatml, tokenizer, end, 500)
+    assert np.count_nonzero(labels == end) == 1
 
 
 def test_a_completion_that_begins_the_text_has_no_label_there():
@@ -190,6 +209,8 @@ def test_the_manuals_topics():
         (["--hidden-size", "36"], "must be an even multiple of num_heads"),
         (["--vocab-size", "100"], "vocab_size must be at least 261"),
         (["--max-length", "1"], "max_length must be at least 2"),
+        (["--lora-rank", "2"], "lora_rank is for a trained model"),
+        (["--fused-cross-entropy", "yes"], "fused_cross_entropy must be auto, true or false"),
         (["--lora-rank", "-1"], "lora_rank must be at least 0"),
         (["--lora-dropout", "1"], "lora_dropout must be from 0 to 1"),
         (["--mesh", "tp=2", "--zero-stage", "3"], "zero_stage must be one of"),
@@ -207,7 +228,8 @@ def test_models_and_data_that_do_not_fit(tmp_path):
     given = ["--train-file", files[0], "--test-file", files[1]]
     with pytest.raises(InputError, match="no text of the training split has a completion within max_length"):
         prepare_task(parse_config(LanguageModelingConfig, [*given, "--max-length", "5"]))
-    config = parse_config(LanguageModelingConfig, [*given, "--lora-rank", "2", "--lora-targets", "q_proj,nothing"])
+    config = parse_config(LanguageModelingConfig, [*given, "--lora-targets", "q_proj,nothing"])
+    config.lora_rank = 2
     with pytest.raises(InputError, match="lora_targets names 'nothing'; the linear layers are down_proj, gate_proj"):
         build_model(config, prepare_task(config))
     with pytest.raises(InputError, match="the tokenizer nowhere cannot be loaded"):
@@ -242,6 +264,8 @@ def test_a_whole_job_and_lora_from_its_model(tmp_path, monkeypatch, capsys):
         "--template",
         "chatml",
     )
+    with pytest.raises(SystemExit, match="has adapters, and no model"):
+        run("--model", tmp_path / "lora" / "model")
     saved = tmp_path / "lora" / "model"
     assert (saved / "adapter_model.ckpt").is_file()
     assert (saved / "tokenizer.json").is_file()

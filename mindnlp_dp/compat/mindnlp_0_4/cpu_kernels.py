@@ -71,8 +71,10 @@ def _lora(module: types.ModuleType) -> Iterator[None]:
 
     def is_plain(layer: Any) -> bool:
         """Return whether a layer is MindNLP's own, not one that was sharded, and has no hooks."""
-        has_hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-        return type(layer) is nn.Linear and "forward" not in vars(layer) and not has_hooks
+        return type(layer) is nn.Linear and "forward" not in vars(layer) and not has_hooks(layer)
+
+    def has_hooks(layer: Any) -> bool:
+        return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
 
     @override(module.Linear)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +85,14 @@ def _lora(module: types.ModuleType) -> Iterator[None]:
             return NotImplemented
         dropout, base, a, b = self.lora_dropout[name], self.base_layer, self.lora_A[name], self.lora_B[name]
         drops = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
-        if drops or not all(map(is_plain, (base, a, b))) or a.bias is not None or b.bias is not None:
+        if (
+            drops
+            or has_hooks(dropout)
+            or not x.size
+            or not all(map(is_plain, (base, a, b)))
+            or a.bias is not None
+            or b.bias is not None
+        ):
             return NotImplemented
         bias = () if base.bias is None else (base.bias,)
         if not supports(x, base.weight, *bias, a.weight, b.weight) or x.shape[-1:] != base.weight.shape[1:]:

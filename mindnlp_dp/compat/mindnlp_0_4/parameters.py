@@ -88,35 +88,22 @@ def _initialised(value: Any) -> Any:
 
 # Versions: MindNLP 0.4.1 on MindSpore 2.9+. Cause: some models (XLM-RoBERTa, InternLM) pass a parameter's name, as
 # mindspore.Parameter expects, where MindNLP's Parameter expects ``requires_grad``; MindSpore no longer accepts a
-# string as true there ("incompatible function arguments ... (arg0: ParamInfo, arg1: bool)").
-# Remove when: these models pass no name.
+# string as true there ("incompatible function arguments ... (arg0: ParamInfo, arg1: bool)"). And a parameter that is
+# made without ``requires_grad`` has no gradient ever after, also if it is trained later: a head in PEFT's
+# modules_to_save is copied while it is frozen, and did not train.
+# Remove when: these models pass no name, and such a parameter can be trained.
 @around("mindnlp.core.nn.parameter")
-def _parameter_with_a_name(module: types.ModuleType) -> Iterator[None]:
+def _parameter_with_a_name_or_frozen(module: types.ModuleType) -> Iterator[None]:
     yield
     stock_init = module.Parameter.__init__
 
     @functools.wraps(stock_init)
     def init(self: Any, input_data: Any = None, requires_grad: Any = True) -> None:
-        stock_init(self, input_data, bool(requires_grad))
+        stock_init(self, input_data, True)
+        if not requires_grad:
+            self.requires_grad = False
 
     module.Parameter.__init__ = init
-
-
-# Versions: MindNLP 0.4.1. Cause: a parameter tells MindSpore's autograd only once, when it is made, whether it needs a
-# gradient. One that is frozen later (all weights below LoRA's adapters) gets gradients that nobody reads: a third of a
-# step's products. One that is made frozen and trained later (a head in PEFT's modules_to_save) does not train.
-# Remove when: setting requires_grad sets that of ``param_info``, as it does for a mindspore.Parameter.
-@around("mindnlp.core.nn.parameter")
-def _frozen_parameters(module: types.ModuleType) -> Iterator[None]:
-    yield
-
-    def is_trained(self: Any) -> bool:
-        return bool(self.param_info.requires_grad)
-
-    def train(self: Any, value: Any) -> None:
-        self.param_info.requires_grad = bool(value)
-
-    module.Parameter.requires_grad = property(is_trained, train)  # type: ignore[attr-defined]
 
 
 # Versions: MindNLP 0.4.1. Cause: MiniCPM3 and OpenELM initialise their weights with ``set_data`` and ``initialize``,
