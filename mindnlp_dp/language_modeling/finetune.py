@@ -20,10 +20,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint.directory import has_checkpoints
-from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
-from mindnlp_dp.finetuning import results
+from mindnlp_dp.finetuning import job, results
 from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.language_modeling.config import LanguageModelingConfig
@@ -31,7 +29,6 @@ from mindnlp_dp.language_modeling.rows import Collator
 from mindnlp_dp.language_modeling.task import LanguageModelingTask, build_model, prepare_task, save_tokenizer
 from mindnlp_dp.report.runs import RunReport
 from mindnlp_dp.runtime.versions import mindnlp_series
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
 
 
 def main() -> None:
@@ -40,11 +37,7 @@ def main() -> None:
         config = parse_config(LanguageModelingConfig, description=__doc__)
         if mindnlp_series() != "0.4":
             raise InputError("scripts/finetune_llm.py is for MindNLP 0.4")
-        group = dp.init_process_group(
-            tune_runtime=config.tune_runtime, kernels=config.kernels, matmul_precision=config.matmul_precision
-        )
-        with as_input_error():
-            mesh = dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
+        group, mesh = job.join(config)
         args = training_arguments(
             config, mesh, prediction_loss_only=True, remove_unused_columns=False, group_by_length=config.group_by_length
         )
@@ -76,9 +69,9 @@ def train(
         with contextlib.suppress(*([ValueError] if fuses == "auto" else [])):
             if fuses != "false":
                 dp.fuse_cross_entropy(model)
-        if not dp.get_device_mesh().is_data_parallel:
-            batch = collator([task.train[number] for number in range(min(8, len(task.train)))])
-            model = dp.parallelize(model, schedule=config.pipeline_schedule, check=batch if config.check_plan else None)
+    model = job.sharded(
+        model, config, args, lambda: collator([task.train[number] for number in range(min(8, len(task.train)))])
+    )
     recorder = TimeRecorder(len(task.train))
     trainer = dp.DataParallelTrainer(
         model,
@@ -94,11 +87,7 @@ def train(
             print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
         if task.num_without_labels:
             print(f"{task.num_without_labels} texts have no completion left, and were left out")
-    resume = config.resume and group.run_on_rank0(
-        lambda: has_checkpoints(Path(config.output_dir)), "looking for checkpoints"
-    )
-    with as_input_error(CheckpointError):
-        output = trainer.train(resume_from_checkpoint=resume)
+    output = job.train(trainer, config)
     report = results.make_report(
         trainer, output, recorder, config, train_samples=len(task.train), eval_samples=len(task.test)
     )
@@ -111,16 +100,8 @@ def train(
         if group.is_main:
             print(f"the model cannot complete the prompts: {str(error).partition(chr(10))[0]}")
 
-    output_dir = Path(config.output_dir)
-    write_model = trainer.whole.model_writer(output_dir, lambda folder: trainer.save_model(str(folder)))
-
-    def save_model(folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_model(Path(folder))
-        save_tokenizer(config, task, folder)
-
     title = f"{task.train.num_labels:,} labels an epoch"
-    group.run_on_rank0(lambda: results.write_results(output_dir, report, save_model, title), "writing the results")
+    job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)
     return report
 
 

@@ -13,17 +13,14 @@ import sys
 from pathlib import Path
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint.directory import has_checkpoints
-from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.sampler import check_every_rank_has_a_sample
+from mindnlp_dp.finetuning import job
 from mindnlp_dp.finetuning.arguments import build_optimizer, training_arguments
 from mindnlp_dp.finetuning.settings import InputError, as_input_error, parse_config
 from mindnlp_dp.report.runs import RunReport
-from mindnlp_dp.runtime.versions import mindnlp_series
-from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from mindnlp_dp.text_classification.config import FinetuneConfig
-from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan, parse_layers
-from mindnlp_dp.text_classification.results import make_report, summary, write_results
+from mindnlp_dp.text_classification.planned import check_model, compare_with_plan, follow_plan
+from mindnlp_dp.text_classification.results import make_report, summary
 from mindnlp_dp.text_classification.task import (
     TextClassificationTask,
     as_dataset,
@@ -37,11 +34,7 @@ def main() -> None:
     """Train as the command line says, and print a summary; errors in the input end with one sentence."""
     try:
         config = follow_plan(parse_config(FinetuneConfig, description=__doc__))
-        group = dp.init_process_group(
-            tune_runtime=config.tune_runtime, kernels=config.kernels, matmul_precision=config.matmul_precision
-        )
-        with as_input_error():
-            mesh = dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
+        group, mesh = job.join(config)
         args = training_arguments(config, mesh)
         task = group.run_on_rank0(lambda: prepare_task(config), "preparing the data")
         with as_input_error():
@@ -67,21 +60,7 @@ def train(
         model = build_model(config, task)
         with as_input_error():
             check_model(model, config)
-    with as_input_error():
-        layers_per_stage = parse_layers(config.pipeline_layers)
-    if layers_per_stage or not dp.get_device_mesh().is_data_parallel:
-        if mindnlp_series() != "0.4":
-            raise InputError("a model is sharded over ranks (--mesh) with MindNLP 0.4 only; leave it out")
-        with as_input_error():
-            model = dp.parallelize(
-                model,
-                schedule=config.pipeline_schedule,
-                layers_per_stage=layers_per_stage,
-                check={name: column[:8] for name, column in task.train.items()} if config.check_plan else None,
-            )
-    if args.gradient_checkpointing:
-        with as_input_error():
-            dp.enable_recompute(model, args.recompute_layers)
+    model = job.sharded(model, config, args, lambda: {name: column[:8] for name, column in task.train.items()})
     recorder = RunRecorder(task.label_names, len(task.train["labels"]))
     trainer = dp.DataParallelTrainer(
         model,
@@ -94,21 +73,10 @@ def train(
     )
     if group.is_main and task.num_truncated:
         print(f"{task.num_truncated} texts are longer than max_length ({config.max_length} tokens) and were cut")
-    resume = config.resume and group.run_on_rank0(
-        lambda: has_checkpoints(Path(config.output_dir)), "looking for checkpoints"
-    )
-    with as_input_error(CheckpointError):
-        output = trainer.train(resume_from_checkpoint=resume)
+    output = job.train(trainer, config)
     report = make_report(trainer, output, recorder, config, task)
     compare_with_plan(report, config)
 
-    output_dir = Path(config.output_dir)
-    write_model = trainer.whole.model_writer(output_dir, lambda folder: trainer.save_model(str(folder)))
-
-    def save_model(folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_model(Path(folder))
-        save_tokenizer(config, task, folder)
-
-    group.run_on_rank0(lambda: write_results(output_dir, report, save_model), "writing the results")
+    title = f"{report['num_labels']} labels"
+    job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)
     return report

@@ -66,18 +66,6 @@ def check_model(model: Any, config: FinetuneConfig) -> None:
         )
 
 
-def parse_layers(text: str) -> list[int]:
-    """Return ``"5,7"`` as [5, 7]; raise ValueError for text of another form.
-
-    >>> parse_layers("5,7"), parse_layers("")
-    ([5, 7], [])
-    """
-    parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    if not all(part.isdigit() for part in parts):
-        raise ValueError(f"layers of stages are written as 5,7, got {text!r}")
-    return [int(part) for part in parts]
-
-
 def compare_with_plan(report: RunReport, config: FinetuneConfig) -> None:
     """Add the predicted and the measured time of an update, in seconds, to the report."""
     if config.plan:

@@ -1,0 +1,80 @@
+"""This module has the steps that all fine-tuning jobs share: joining the group, sharding, training, writing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mindnlp_dp as dp
+from mindnlp_dp.checkpoint.directory import has_checkpoints
+from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.finetuning.results import write_results
+from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error
+from mindnlp_dp.report.runs import RunReport
+from mindnlp_dp.runtime.versions import mindnlp_series
+from mindnlp_dp.schedules.mesh_spec import parse_mesh
+
+
+def join(config: ParallelConfig) -> tuple[dp.ProcessGroup, dp.DeviceMesh]:
+    """Return the group of all ranks, and the mesh that the settings say."""
+    group = dp.init_process_group(
+        tune_runtime=config.tune_runtime, kernels=config.kernels, matmul_precision=config.matmul_precision
+    )
+    with as_input_error():
+        return group, dp.init_device_mesh(parse_mesh(config.mesh) or {"dp": group.world_size})
+
+
+def sharded(
+    model: Any, config: ParallelConfig, args: dp.DataParallelArguments, first_batch: Callable[[], Mapping[str, Any]]
+) -> Any:
+    """Return the model, sharded over the mesh, with recomputation, as the settings say; the batch is for a check."""
+    with as_input_error():
+        layers_per_stage = parse_layers(config.pipeline_layers)
+        if layers_per_stage or not dp.get_device_mesh().is_data_parallel:
+            if mindnlp_series() != "0.4":
+                raise InputError("a model is sharded over ranks (--mesh) with MindNLP 0.4 only; leave it out")
+            model = dp.parallelize(
+                model,
+                schedule=config.pipeline_schedule,
+                layers_per_stage=layers_per_stage,
+                check=first_batch() if config.check_plan else None,
+            )
+        if args.gradient_checkpointing:
+            dp.enable_recompute(model, args.recompute_layers)
+    return model
+
+
+def parse_layers(text: str) -> list[int]:
+    """Return ``"5,7"`` as [5, 7]; raise ValueError for text of another form.
+
+    >>> parse_layers("5,7"), parse_layers("")
+    ([5, 7], [])
+    """
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdigit() for part in parts):
+        raise ValueError(f"layers of stages are written as 5,7, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def train(trainer: Any, config: ParallelConfig) -> Any:
+    """Run the Trainer's ``train``, from the newest checkpoint if the settings say so and there is one."""
+    folder = Path(config.output_dir)
+    resume = config.resume and trainer.world.run_on_rank0(lambda: has_checkpoints(folder), "looking for checkpoints")
+    with as_input_error(CheckpointError):
+        return trainer.train(resume_from_checkpoint=resume)
+
+
+def write(
+    trainer: Any, config: ParallelConfig, report: RunReport, save_tokenizer: Callable[[str], None], title: str
+) -> None:
+    """Write the model with its tokenizer, the plot and the report, on rank 0. A collective."""
+    output_dir = Path(config.output_dir)
+    write_model = trainer.whole.model_writer(output_dir, lambda folder: trainer.save_model(str(folder)))
+
+    def save_model(folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_model(Path(folder))
+        save_tokenizer(folder)
+
+    trainer.world.run_on_rank0(lambda: write_results(output_dir, report, save_model, title), "writing the results")
