@@ -97,7 +97,7 @@ def topics_of_python() -> tuple[list[Conversation], list[Conversation]]:
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
             text = " ".join(paragraph.split())
-            # Headings, tables and listings are no sentences.
+            # Headings, tables and listings are left out.
             if len(text) >= 40 and text[0].isupper() and text.endswith("."):
                 held_out = int(hashlib.blake2b(text.encode(), digest_size=4).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
                 # A space belongs to the word after it, for a tokenizer of bytes.

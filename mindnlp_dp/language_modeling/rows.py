@@ -99,7 +99,7 @@ class Collator:
             return np.stack([_filled(row[name], length, value) for row in rows])
 
         batch = {"input_ids": padded("input_ids", self.pad), "labels": padded("labels", IGNORED)}
-        # Padding is a text of its own.
+        # Padding counts as a separate text, which no other text sees.
         texts = padded("texts", -1)
         if not self.is_packed:
             return {**batch, "attention_mask": (texts >= 0).astype(np.int64)}

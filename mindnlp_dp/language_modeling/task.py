@@ -159,7 +159,7 @@ def build_model(config: LanguageModelingConfig, task: LanguageModelingTask) -> A
             ) from None
     kind = model.config.model_type
     if kind in ENCODERS and not getattr(model.config, "is_decoder", False):
-        raise InputError(f"{config.model} is a {kind}, in which tokens see later ones: it is no causal language model")
+        raise InputError(f"{config.model} is a {kind}, in which tokens see later ones; pass a causal language model")
     if config.packing and kind not in PACKABLE:
         raise InputError(f"packing needs a model with masks for pairs of tokens ({', '.join(PACKABLE)}), got {kind}")
     largest = max(int(rows.ids.max()) for rows in (task.train, task.test))
