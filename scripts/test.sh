@@ -53,12 +53,19 @@ end() {
   for job in "${jobs[@]}"; do
     kill -- "-$job" 2>/dev/null
   done
+  [ -z "${fork_server:-}" ] || kill "$fork_server" 2>/dev/null
   rm -rf "$work"
 }
 trap end EXIT
 trap 'exit 130' INT TERM
 touch "$work/results"
 SECONDS=0
+
+# Ranks of the parallel suite are forked by one process that has imported MindSpore and MindNLP, with the variables that
+# tests/run_parallel.py sets; under msrun, and until the server is ready, they import both themselves.
+PYTHONPATH="$PWD/tests:${PYTHONPATH:-}" GLOG_v=3 \
+  python -m mindnlp_dp.launch.processes.fork_server "$work/ranks" >/dev/null 2>&1 &
+fork_server=$!
 
 # step NAME COMMAND...: runs the command and records its time and whether it passed.
 step() {
@@ -101,7 +108,11 @@ parallel() {
       *) arguments+=("$argument") ;;
     esac
   done
-  step "$name" python tests/run_parallel.py --launcher "$launcher" --world-size "$ranks" "${arguments[@]}"
+  local variables=("MINDNLP_DP_FORK_SERVER=$work/ranks")
+  # The server has imported MindNLP with this package's kernels.
+  [ -z "${MINDNLP_DP_KERNELS:-}" ] || variables=()
+  step "$name" env "${variables[@]}" \
+    python tests/run_parallel.py --launcher "$launcher" --world-size "$ranks" "${arguments[@]}"
 }
 
 lint_and_types() {
@@ -111,9 +122,10 @@ lint_and_types() {
   step "types" mypy
 }
 
-# Files in tests/single/ that neither MindSpore nor MindNLP can break.
-of_any_version=(algorithms docs kubernetes layers lost_ranks output planner planner_operators planner_programs
-  planner_schedules readme rendezvous restarts speed_up testing)
+# Files in tests/single/ that another version of MindSpore can hardly break.
+of_any_version=(algorithms batch_scaling bucket_layout docs doctor homework kubernetes launch layers lost_ranks output
+  planner planner_operators planner_programs planner_schedules readme rendezvous report restarts sharding
+  shared_memory_rows speed_up testing text_classification)
 of_any_version=("${of_any_version[@]/#/--ignore=tests/single/test_}")
 of_any_version=("${of_any_version[@]/%/.py}")
 
@@ -188,29 +200,34 @@ else
     @replicas.py @buffers.py @equivalence.py @trainer.py @evaluation.py @parallel_operators.py @functional.py
     @device_calls.py @device_update.py @resharding.py @timeline.py @language_models.py "$updates" "$cut[gpt2-tp=2]"
     @model_parallel.py::test_meshes_that_cannot_be @model_parallel.py::test_stages_and_experts_that_cannot_be)
-  # With four ranks: what depends on their number, such as sums, shards, meshes, and groups of some of the ranks.
+  # With four ranks: what depends on their number, such as sums, shards, and groups of some of the ranks; two hosts with
+  # two ranks each.
   at_four=(@collectives.py @types.py @shared_memory.py @between_hosts.py @algorithms.py @gradient_sync.py @powersgd.py
-    @overlap_gone_wrong.py @device_update.py @loader.py @orders.py @batch_scaling.py @evaluation.py @equivalence.py
-    @parallel_operators.py @model_parallel.py @stage_meshes.py @language_models.py @resharding.py)
-  # Four ranks that simulate two hosts with two ranks each.
-  at_four+=("${adamw[@]}" @token_losses.py::test_models_that_are_cut @zero.py::test_two_hosts_train_what_one_rank_trains
-    @dropout.py::test_models_that_are_sharded @batch_across_ranks.py::test_router_losses_of_sharded_models
-    @batch_across_ranks.py::test_in_batch_negatives @batch_across_ranks.py::test_mindspores_layers_with_uneven_rows
-    @zero.py::test_what_is_sent_between_hosts @zero.py::test_no_memory_to_share_weights_on_two_hosts)
+    @overlap_gone_wrong.py @device_update.py @loader.py @orders.py @evaluation.py @equivalence.py
+    @parallel_operators.py @resharding.py "${adamw[@]}" @zero.py::test_two_hosts_train_what_one_rank_trains
+    @zero.py::test_what_is_sent_between_hosts @zero.py::test_no_memory_to_share_weights_on_two_hosts
+    @batch_across_ranks.py::test_in_batch_negatives @batch_across_ranks.py::test_mindspores_layers_with_uneven_rows)
+  # Models on meshes of four.
+  meshes=(@model_parallel.py @stage_meshes.py @language_models.py @batch_scaling.py
+    @token_losses.py::test_models_that_are_cut @dropout.py::test_models_that_are_sharded
+    @batch_across_ranks.py::test_router_losses_of_sharded_models)
   if [ $tests = all ]; then
-    at_eight=(@model_parallel.py)
     parallel "its transport" msrun 2 "${over_transport[@]}"
     parallel "its transport" msrun 4 "${smoke[@]}" @types.py @overlap.py @replicas.py "$cut[gpt2-dp=2,tp=2]"
+    parallel smoke mindspore 2 "${smoke[@]}"
     at_four+=(@after_a_failure.py @bad_losses.py @buffers.py @functional.py @kernels.py @models.py @overlap.py
       @recompute.py @replicas.py @trainer.py "$resumed")
+    parallel "meshes" mpi 4 "${meshes[@]}"
+    parallel "meshes" mpi 8 @model_parallel.py
   else
-    at_eight=("$cut" @model_parallel.py::test_a_folder_of_weights_into_an_empty_model_and_back)
-    parallel "its transport" msrun 2 "${over_transport[@]}" -m "$core"
+    parallel "its transport, core" msrun 2 "${smoke[@]}" @types.py @trainer.py @functional.py @device_update.py \
+      "${adamw[@]}" -m "$core"
+    parallel "meshes, core" mpi 4 "${meshes[@]}" -m "$core"
+    # Meshes with three axes, and stages with meshes of their own.
+    parallel "meshes" mpi 8 "$cut[gpt2-dp=2,pp=2,tp=2]" "$cut[gpt2-pp=3,dp=2|4|1,tp=1|1|2]" \
+      @model_parallel.py::test_a_folder_of_weights_into_an_empty_model_and_back
   fi
-  parallel smoke mindspore 2 "${smoke[@]}"
   parallel "what depends on their number" mpi 4 "${at_four[@]}"
-  # Meshes with three axes.
-  parallel "meshes" mpi 8 "${at_eight[@]}"
   # A number of ranks that is not a power of two.
   parallel "types, orders, dropout" mpi 3 @types.py @orders.py @token_losses.py::test_adamw \
     @dropout.py::test_any_number_of_ranks_and_micro_steps_trains_the_same_model
@@ -219,11 +236,11 @@ else
   # same time each takes twice as long.
   restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
   restarts_and_hosts() {
-    local backends=(mpi)
-    [ $tests != all ] || backends+=(mindspore)
+    local all=()
+    [ $tests != all ] || all=(--all)
     failure "failure: restarts" "${restarts[@]}"
-    step "two hosts" bash tests/two_hosts.sh
-    step "lost hosts" bash tests/lost_hosts.sh "${backends[@]}"
+    step "two hosts" bash tests/two_hosts.sh "${all[@]}"
+    step "lost hosts" bash tests/lost_hosts.sh "${all[@]}"
   }
   failures() {
     failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"

@@ -29,9 +29,10 @@ TIMEOUT_SECONDS = 500
 # The time that a fork server gives its ranks after their proxies were killed, and a margin.
 FORKED_RANKS_SECONDS = 10.0
 BACKENDS = ("mpi", "mindspore")
-core = pytest.mark.core
-# For core tests for which one backend is enough.
-CORE_UNDER_MPI = (pytest.param("mpi", marks=core), pytest.param("mindspore", marks=pytest.mark.slow))
+core, slow = pytest.mark.core, pytest.mark.slow
+# For tests for which one backend is enough in the shorter suites; core tests among them.
+MPI_FIRST = ("mpi", pytest.param("mindspore", marks=slow))
+CORE_UNDER_MPI = (pytest.param("mpi", marks=core), pytest.param("mindspore", marks=slow))
 ONE_AFTER_ANOTHER = Path(__file__).with_name("one_after_another.py")
 # The fork server of this suite: its children are the ranks of the jobs.
 fork_server: Optional[subprocess.Popen] = None

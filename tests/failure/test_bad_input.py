@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from conftest import BACKENDS, ROOT, run_job, run_one_after_another
+from conftest import MPI_FIRST, ROOT, run_job, run_one_after_another
 from mindnlp_dp.launch.processes.run_module import command as module_command
 
 FINETUNE = ROOT / "scripts" / "finetune.py"
@@ -88,7 +88,7 @@ def test_a_mistake_ends_the_job(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MPI_FIRST)
 def test_more_ranks_than_samples(tmp_path, backend):
     two = "text,label\nyes,a\nno,b\n"
     job = run_job(tmp_path, *command(tmp_path, two, two, "--global-batch-size", "3"), nproc=3, backend=backend)
@@ -164,7 +164,7 @@ def test_the_scripts_say_which_python_they_need():
 
 
 @pytest.mark.usefixtures("own_imports")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", MPI_FIRST)
 def test_what_lies_in_the_current_folder_is_not_imported(tmp_path, backend):
     """Files there replace neither the standard library nor this package (CWE-427)."""
     here = tmp_path / "here"

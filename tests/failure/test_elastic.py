@@ -135,6 +135,7 @@ def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, r
         assert "ZeroDivisionError" in (tmp_path / "logs/worker_1.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_imports")
 def test_forked_ranks_train_to_the_bit_and_leave_with_0(tmp_path, undisturbed):
     """The faults come late enough for the fork server to be ready; the number of ranks stays the same."""
@@ -180,7 +181,7 @@ def test_a_shared_server_forks_what_would_have_begun_by_itself(tmp_path):
 @pytest.mark.parametrize(
     ("victim", "backend"),
     [
-        ("stand-in", "mpi"),
+        pytest.param("stand-in", "mpi", marks=pytest.mark.slow),
         pytest.param("server", "mpi", marks=pytest.mark.slow),
         pytest.param("launcher", "mpi", marks=core),
         pytest.param("launcher", "mindspore", marks=pytest.mark.slow),

@@ -7,7 +7,16 @@ import sys
 
 import pytest
 
-from conftest import BACKENDS, CORE_UNDER_MPI, TIMEOUT_SECONDS, assert_nothing_is_left, core, start_job, wait_for_files
+from conftest import (
+    BACKENDS,
+    CORE_UNDER_MPI,
+    TIMEOUT_SECONDS,
+    assert_nothing_is_left,
+    core,
+    slow,
+    start_job,
+    wait_for_files,
+)
 
 HEAD = """
 import os, signal, sys, time
@@ -74,7 +83,7 @@ def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
     assert "OSError: no such device" in job.output
 
 
-@pytest.mark.parametrize(("backend", "code"), [("mpi", 0), pytest.param("mpi", 3, marks=core), ("mindspore", 0)])
+@pytest.mark.parametrize(("backend", "code"), [("mpi", 0), pytest.param("mpi", 3, marks=core), pytest.param("mindspore", 0, marks=slow)])
 def test_a_rank_that_leaves_past_python(launch, backend, code):
     leave = f"if group.rank == 1: os._exit({code})\n"
     # On a busy machine, rank 1 may exit some seconds after rank 0 began to wait for it.
@@ -124,7 +133,7 @@ OVERLAPPED = """
     [
         ("mpi", "raise ValueError('boom')", "ValueError: boom"),
         pytest.param("mpi", KILL, "rank 1 of 2 was killed by signal 9", marks=core),
-        ("mindspore", KILL, "rank 1 of 2 was killed by signal 9"),
+        pytest.param("mindspore", KILL, "rank 1 of 2 was killed by signal 9", marks=slow),
     ],
     ids=["exception", "kill", "kill, MindSpore"],
 )
@@ -234,7 +243,7 @@ def test_a_rank_that_gets_ctrl_c(launch, tmp_path, backend):
     ("backend", "number"),
     [
         ("mpi", signal.SIGINT), ("mpi", signal.SIGTERM), pytest.param("mpi", signal.SIGKILL, marks=core),
-        ("mindspore", signal.SIGKILL),
+        pytest.param("mindspore", signal.SIGKILL, marks=slow),
     ],
 )  # fmt: skip
 def test_an_interrupted_launcher_leaves_no_process(tmp_path, backend, number):

@@ -77,7 +77,7 @@ HANGS = {
         pytest.param("mpi", "in Python", marks=core),
         *[("mpi", how) for how in HANGS if how != "in Python"],
         # The launcher decides; under MindSpore, only finding the ranks and their threads' stacks differs.
-        ("mindspore", "in Python"),
+        pytest.param("mindspore", "in Python", marks=pytest.mark.slow),
         ("mindspore", "stopped"),
     ],
 )
