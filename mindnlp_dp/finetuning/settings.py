@@ -41,6 +41,7 @@ class RunConfig:
     warmup_ratio: float = setting(0.1, "fraction of the updates with learning rate warm-up")
     weight_decay: float = setting(0.01, "weight decay of matrices; biases and norms are not decayed")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: no clipping")
+    report_to: str = setting("none", "trackers of the log: tensorboard, swanlab, mlflow, some with commas, or all")
     logging_steps: int = setting(10, "number of updates between two log lines")
     seed: int = setting(42, "random seed of the weights, the order of the data and dropout")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase, upgrade
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
@@ -32,6 +32,10 @@ class DataParallelArguments(DataParallelArgumentsBase):
         ValueError: a size is below 1, or ``auto_find_batch_size`` with several ranks.
     """
 
+    report_to: Union[None, str, list[str]] = field(
+        default=None,
+        metadata={"help": 'Trackers of the log: "tensorboard", "swanlab", "mlflow", "all" that are installed, or "none".'},
+    )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "Recompute the activations of layers in the backward pass to save memory."}
     )

@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
+from mindnlp_dp.training.trackers import TrackerCallback, tracker_names
 from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
@@ -52,6 +53,8 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         if args is None:
             args = DataParallelArguments(output_dir="tmp_trainer")
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
+        if names := tracker_names(self.args.report_to):
+            self.add_callback(TrackerCallback(names, lambda: self.run_id))  # type: ignore[attr-defined]
 
     def _collator(self) -> Optional[Collator]:
         return self.data_collator
