@@ -62,8 +62,8 @@ def swanlab_curves(folder):
         for content in reader:
             record = Record()
             record.ParseFromString(content)
-            if record.HasField("log"):
-                found.setdefault(record.log.key, []).append((record.log.step, record.log.scalar.number))
+            if record.HasField("scalar"):
+                found.setdefault(record.scalar.key, []).append((record.scalar.step, record.scalar.value.number))
     return found
 
 
