@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -25,13 +26,27 @@ def write_checkpoint(
     ``write_model`` is called with a folder, and writes the weights (files ``model*.safetensors``) and other files of
     the model into it. Without a state the folder holds the model alone, and no run can be resumed from it.
     """
-    packed = None if state is None else pack_state(state)
     with atomic_write(path) as folder:
-        folder.mkdir()
-        write_model(folder)
-        if packed is not None:
-            save_file({name: _contiguous(array) for name, array in packed.arrays.items()}, folder / STATE)
-        write_manifest(folder, None if packed is None else packed.outline, run)
+        outline = write_files(folder, state, write_model)
+        write_manifest(folder, outline, run)
+
+
+def write_files(folder: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> Any:
+    """Write a checkpoint's files, except the manifest, into a new folder; return the outline of the state."""
+    packed = None if state is None else pack_state(state)
+    folder.mkdir()
+    write_model(folder)
+    if packed is None:
+        return None
+    save_file({name: _contiguous(array) for name, array in packed.arrays.items()}, folder / STATE)
+    return packed.outline
+
+
+def publish_checkpoint(files: Path, path: Path, outline: Any, run: Optional[RunId] = None) -> None:
+    """Write a checkpoint to ``path`` from the folder and the outline of :func:`write_files`."""
+    with atomic_write(path) as folder:
+        shutil.copytree(files, folder)
+        write_manifest(folder, outline, run)
 
 
 def write_weights(model: Any, folder: Path) -> None:

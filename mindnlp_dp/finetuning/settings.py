@@ -77,6 +77,7 @@ class ParallelConfig(RunConfig):
     recompute_layers: str = setting("", "which of them: a number n, every n-th; or patterns of names; empty: all")
     optimizer: str = setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
+    async_save: bool = setting(False, "write checkpoints while training continues; needs their size in memory")
     resume: bool = setting(False, "resume from the newest checkpoint in output_dir, if it has one")
     bucket_cap_mb: float = setting(2.0, "maximum size of a gradient bucket, in MiB")
     overlap: str = setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")

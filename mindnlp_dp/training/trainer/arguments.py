@@ -98,6 +98,12 @@ class DataParallelArgumentsBase(TrainingArguments):
         },
     )
     powersgd_rank: int = field(default=DEFAULT_RANK, metadata={"help": "The rank of PowerSGD's approximation."})
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Write checkpoints while training continues: a copy in memory, then a thread; one at a time."
+        },
+    )
     trace: Optional[str] = field(
         default=None, metadata={"help": "A file for the timeline of all ranks, as a Chrome trace (JSON)."}
     )

@@ -7,12 +7,14 @@ data, gradient exchange and evaluation are in other packages; what differs betwe
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy as np
 
+from mindnlp_dp.checkpoint.background import BackgroundWriter
 from mindnlp_dp.checkpoint.directory import choose_checkpoint, remove_leftovers, remove_unfinished_checkpoints
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId
@@ -57,6 +59,7 @@ class DataParallelTrainerBase(abc.ABC):
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientAccumulator] = None
         self._folder_lock: Optional[FolderLock] = None
+        self.checkpoint_writer = BackgroundWriter()
         self.resumed_from: Optional[Path] = None
         self.trainer_loss = TrainerLoss(self)
         self.current_tokens = 0
@@ -197,6 +200,9 @@ class DataParallelTrainerBase(abc.ABC):
         try:
             return self._run_training_loop(ignore_keys_for_eval)
         finally:
+            with contextlib.suppress(OSError):
+                # An error of the training itself is raised already; without one, the loop has waited.
+                self.checkpoint_writer.wait()
             self._release_output_dir()
             # After training, scripts may change the weights in place, independently on each rank.
             if "training_loop" in vars(self):

@@ -72,6 +72,7 @@ class ControlAgreement:
     """Agrees on the flags with one small all-reduce; every rank calls it between two updates.
 
     Attributes:
+        has_failed: whether any rank said in the last call that something has failed.
         agreed: the flags that all ranks agreed on in the last call. Ranks act on these: a rank's own ``control`` may
             be set at any moment, by a signal handler for instance, and counts at the next call.
     """
@@ -80,17 +81,21 @@ class ControlAgreement:
         self._group = group
         self._has_warned = False
         self.agreed = dict.fromkeys(FLAGS, False)
+        self.has_failed = False
 
-    def __call__(self, control: Any) -> dict[str, bool]:
-        """Agree on the flags, and write them to ``control``, except where it was changed meanwhile."""
+    def __call__(self, control: Any, *, has_failed: bool = False) -> dict[str, bool]:
+        """Agree on the flags, and write them to ``control``, except where it was changed meanwhile.
+
+        ``has_failed`` says that something failed on this rank between two updates; the attribute, on any rank.
+        """
         group = self._group
         seen = {flag: bool(getattr(control, flag)) for flag in FLAGS}
         mine = np.array(list(seen.values()), np.int32)
         # Ranks count from 1 here: 0 means that no rank has set a flag, and the maximum names a rank that has.
         set_by = mine * (group.rank + 1)
         of_rank_0 = mine[len(STOPS) :] * group.is_main
-        result = group.all_reduce(np.concatenate([set_by, of_rank_0]), op="max", every_step=True)
-        anybody, actions = result[: len(FLAGS)], result[len(FLAGS) :]
+        result = group.all_reduce(np.concatenate([set_by, of_rank_0, [has_failed]]), op="max", every_step=True)
+        anybody, actions, self.has_failed = result[: len(FLAGS)], result[len(FLAGS) : -1], bool(result[-1])
         self.agreed = {flag: bool(value) for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions])}
         for flag, value in self.agreed.items():
             if value != seen[flag]:

@@ -11,6 +11,7 @@ from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoi
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_module, write_weights
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
+from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import max_world_size
 from mindnlp_dp.training.run_state import check_same_data
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
@@ -89,10 +90,19 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         write_weights_of_all(folder)
         state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-    def write() -> None:
-        write_checkpoint(path, run, write_model, trainer.run_id)
-        keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
+    keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
+    request = heartbeat.checkpoint_request()
+
+    def then() -> None:
         remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id)
+        heartbeat.has_saved(request)
+
+    def write() -> None:
+        if args.async_save:
+            trainer.checkpoint_writer.write(path, run, write_model, trainer.run_id, then)
+        else:
+            write_checkpoint(path, run, write_model, trainer.run_id)
+            then()
 
     trainer.world.run_on(args.should_save, write, "saving a checkpoint")
 

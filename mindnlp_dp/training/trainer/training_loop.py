@@ -277,7 +277,9 @@ class TrainingLoop:
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
         self._handle_launcher_request()
-        agreed = self.agree(trainer.control)
+        agreed = self.agree(trainer.control, has_failed=trainer.checkpoint_writer.has_failed)
+        if self.agree.has_failed:
+            self.world.run_on(self.args.should_save, trainer.checkpoint_writer.check, "writing a checkpoint")
         if agreed["should_log"] and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log_loss()
             # Callbacks that saw the log may have set flags.
@@ -292,9 +294,7 @@ class TrainingLoop:
             if agreed["should_save"]:
                 # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
                 self.synchronizer.reset_error_feedback()
-                request = heartbeat.checkpoint_request()
                 trainer.write_checkpoint(self.metrics)
-                heartbeat.has_saved(request)
                 trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
                 self.agree(trainer.control)
 
@@ -330,6 +330,7 @@ class TrainingLoop:
             del trainer._past
         trainer.whole.broadcast_buffers()
         digest = trainer.whole.assert_in_sync()
+        self.world.run_on(args.should_save, trainer.checkpoint_writer.wait, "writing a checkpoint")
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             trainer._load_best_model()
             digest = trainer.whole.assert_in_sync()

@@ -1,0 +1,131 @@
+"""This module writes checkpoints while training continues (``async_save``): a copy in memory, then a thread.
+
+A checkpoint's files are written to a folder in memory, which takes as long as copying them; a thread moves them to the
+disk, hashes them, and renames the folder when it is complete::
+
+    train ── stage(): files in /dev/shm ── train ────────────────── train
+                            └ thread: to the disk ── manifest ── rename
+
+One checkpoint is written at a time: the next one waits for it. If the memory does not suffice, a checkpoint is written
+at once, as without this module.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+from mindnlp_dp.checkpoint.manifest import RunId
+from mindnlp_dp.checkpoint.writer import publish_checkpoint, write_checkpoint, write_files
+
+MEMORY = Path("/dev/shm")
+_PREFIX = "mindnlp-dp-checkpoint"
+
+
+class BackgroundWriter:
+    """Writes the checkpoints of one process by a thread, one after the other.
+
+    Its owner calls :meth:`check` between updates, and :meth:`wait` before it reads a checkpoint and at its end.
+    """
+
+    def __init__(self) -> None:
+        self._thread: Optional[threading.Thread] = None
+        self._error: Optional[BaseException] = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def write(
+        self,
+        path: Path,
+        state: Optional[dict[str, Any]],
+        write_model: Callable[[Path], None],
+        run: Optional[RunId],
+        then: Callable[[], None],
+    ) -> None:
+        """Copy a checkpoint, and let a thread write it to ``path`` and call ``then``; wait for an earlier one.
+
+        The arguments are those of :func:`~.writer.write_checkpoint`.
+
+        Raises:
+            OSError: an earlier checkpoint could not be written.
+        """
+        self.wait()
+        staged = _stage(state, write_model)
+        if staged is None:
+            write_checkpoint(path, state, write_model, run)
+            then()
+            return
+        folder, outline = staged
+        # Not a daemon: the interpreter waits for it at its end.
+        self._thread = threading.Thread(
+            target=self._finish, args=(folder, path, outline, run, then), name="mindnlp_dp-checkpoint"
+        )
+        self._thread.start()
+
+    def _finish(self, folder: Path, path: Path, outline: Any, run: Optional[RunId], then: Callable[[], None]) -> None:
+        try:
+            publish_checkpoint(folder, path, outline, run)
+            then()
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+        finally:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written; raise what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise OSError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
+
+
+def _stage(state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> Optional[tuple[Path, Any]]:
+    """Write a checkpoint's files to memory; return their folder and the state's outline; None if there is no room."""
+    if not MEMORY.is_dir():
+        return None
+    _remove_leftovers()
+    workspace = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-", dir=MEMORY))
+    folder = workspace / "files"
+    try:
+        return folder, write_files(folder, state, write_model)
+    except BaseException as error:
+        shutil.rmtree(workspace, ignore_errors=True)
+        if _is_lack_of_space(error):
+            free = shutil.disk_usage(MEMORY).free
+            warnings.warn(
+                f"async_save: {MEMORY} has {free / 1e9:.1f} GB free, too little for a checkpoint; it is written while "
+                "training waits",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+        raise
+
+
+def _is_lack_of_space(error: BaseException) -> bool:
+    # safetensors reports the system's error as text.
+    return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+
+
+def _remove_leftovers() -> None:
+    """Remove what processes that are gone have left in memory."""
+    for folder in MEMORY.glob(f"{_PREFIX}-*"):
+        name = re.match(rf"{_PREFIX}-(\d+)-", folder.name)
+        if name and not Path(f"/proc/{name[1]}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
