@@ -1,0 +1,108 @@
+"""Test async_save: checkpoints that a thread writes are those that training would have waited for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+from library import is_0_5
+
+import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import background
+from mindnlp_dp.checkpoint.directory import checkpoints_in
+from mindnlp_dp.checkpoint.manifest import check_checkpoint
+from models import Rows, tiny_roberta, train, weights
+
+pytestmark = pytest.mark.skipif(is_0_5, reason="the Trainer of MindNLP 0.5 saves by the same code")
+SETTINGS = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def run(folder, **more):
+    dp.init_process_group()
+    return train(tiny_roberta(dropout=0.1), Rows(16), folder, **{**SETTINGS, **more})
+
+
+def left_in_memory():
+    return list(background.MEMORY.glob(f"mindnlp-dp-checkpoint-{os.getpid()}-*"))
+
+
+def test_the_same_checkpoints_and_a_resumed_run(tmp_path):
+    whole = run(tmp_path / "sync")
+    run(tmp_path / "async", async_save=True, save_total_limit=2)
+    assert [path.name for path in checkpoints_in(tmp_path / "async")] == ["checkpoint-6", "checkpoint-8"]
+    for name in ("checkpoint-6", "checkpoint-8"):
+        files = [check_checkpoint(tmp_path / kind / name)["files"] for kind in ("sync", "async")]
+        for file in ("model.safetensors", "config.json"):
+            assert files[0][file] == files[1][file]
+    assert not left_in_memory()
+    resumed = run(tmp_path / "again", async_save=True, resume=str(tmp_path / "async" / "checkpoint-6"))
+    for name, weight in weights(resumed.model).items():
+        np.testing.assert_array_equal(weight, weights(whole.model)[name], err_msg=name)
+
+
+@pytest.mark.core
+def test_training_continues_and_the_next_checkpoint_waits(tmp_path, monkeypatch):
+    from mindnlp.engine import TrainerCallback
+
+    may_write, begun, updates = threading.Event(), [], []
+    publish = background.publish_checkpoint
+
+    def slowly(files, path, *rest):
+        begun.append(path.name)
+        assert may_write.wait(60)
+        publish(files, path, *rest)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            updates.append((state.global_step, len(begun), len(checkpoints_in(tmp_path))))
+            if state.global_step == 4:
+                may_write.set()
+
+    monkeypatch.setattr(background, "publish_checkpoint", slowly)
+    run(tmp_path, async_save=True, callbacks=[Watch()])
+    # Updates 3 and 4 are done while the first checkpoint is not there.
+    assert updates[2:4] == [(3, 1, 0), (4, 1, 0)]
+    assert begun == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert len(checkpoints_in(tmp_path)) == 4
+
+
+def test_a_writer_that_fails_stops_the_run_at_the_next_update(tmp_path, monkeypatch):
+    failed, seen = threading.Event(), []
+
+    def fail(*_):
+        failed.set()
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    from mindnlp.engine import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                assert failed.wait(60)
+            seen.append(state.global_step)
+
+    monkeypatch.setattr(background, "publish_checkpoint", fail)
+    with pytest.raises(OSError, match="a checkpoint could not be written: OSError: .*no space left on device"):
+        run(tmp_path, async_save=True, callbacks=[Watch()])
+    assert seen == [0, 1, 2]
+    assert not left_in_memory()
+
+
+def test_without_room_in_memory_training_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        background, "write_files", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space left"))
+    )
+    with pytest.warns(RuntimeWarning, match="too little for a checkpoint; it is written while training waits"):
+        run(tmp_path, async_save=True)
+    assert len(checkpoints_in(tmp_path)) == 4
+    assert not left_in_memory()
+
+
+def test_what_a_killed_process_left_in_memory_is_removed():
+    gone = background.MEMORY / "mindnlp-dp-checkpoint-999999999-x"
+    gone.mkdir(exist_ok=True)
+    background._remove_leftovers()
+    assert not gone.exists()
