@@ -65,7 +65,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{machine()}; RoBERTa-base, checkpoints of 1.5 GB")
     print_table(
         ["", "training stops, s", "until it is on the disk, s"],
-        [[name, *(f"{statistics.median(of[key]):.2f}" for key in ("stalls", "complete"))] for name, of in found.items()],
+        [
+            [name, *(f"{statistics.median(of[key]):.2f}" for key in ("stalls", "complete"))]
+            for name, of in found.items()
+        ],
     )
     ratio = median_ratio(found["by a thread"]["stalls"], found["at once"]["stalls"])
     print(f"stall by a thread, over that at once: {ratio:.2f}")

@@ -76,6 +76,7 @@ def test_a_resumed_run_continues_its_curves(tmp_path, monkeypatch, name):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("SWANLAB_MODE", "offline")
 
     def curves(folder, *runs):

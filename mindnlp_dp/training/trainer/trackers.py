@@ -1,4 +1,4 @@
-"""This module reports a run's log to TensorBoard, SwanLab or MLflow; the Trainer for MindNLP 0.4 does so for ``report_to``.
+"""This module reports a run's log to TensorBoard, SwanLab or MLflow; MindNLP 0.4's Trainer uses it for ``report_to``.
 
 Only the rank that writes the log reports. A resumed run continues the curves of the run that it resumes, without a step
 twice: TensorBoard's files are written again from the log that the checkpoint holds; the other trackers get only the
@@ -168,7 +168,7 @@ TRACKERS: dict[str, tuple[Callable[[TrackedRun], Tracker], str]] = {
 }
 
 
-def tracker_names(report_to: Union[None, str, Sequence[str]]) -> list[str]:
+def tracker_names(report_to: Union[str, Sequence[str], None]) -> list[str]:
     """Return the trackers that ``report_to`` names: names, "all" for those that are installed, or "none".
 
     Raises:
@@ -183,21 +183,23 @@ def tracker_names(report_to: Union[None, str, Sequence[str]]) -> list[str]:
             raise ValueError(f"report_to names {name!r}, which is none of {', '.join(TRACKERS)}, all and none")
         package = TRACKERS[name][1]
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"report_to={name!r} needs the package {package}, which is not installed: pip install {package}")
+            raise ValueError(
+                f"report_to={name!r} needs the package {package}, which is not installed: pip install {package}"
+            )
     return list(dict.fromkeys(names))
 
 
 def curves_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the curves of a log line: ``train/loss``, ``eval/loss`` and so on, finite numbers only.
+    """Return the curves of a log line, finite numbers only, with the names that Transformers gives them.
 
-    >>> curves_of({"loss": 0.5, "eval_loss": 0.25, "step": 3, "epoch": 1.0, "note": "a"})
-    {'train/loss': 0.5, 'eval/loss': 0.25, 'train/epoch': 1.0}
+    >>> curves_of({"loss": 0.5, "eval_loss": 0.25, "train_loss": 0.75, "step": 3, "note": "a"})
+    {'train/loss': 0.5, 'eval/loss': 0.25, 'train/train_loss': 0.75}
     """
     found = {}
     for name, value in row.items():
         if name == "step" or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             continue
-        prefix = next((prefix for prefix in ("eval", "test", "train") if name.startswith(f"{prefix}_")), None)
+        prefix = next((prefix for prefix in ("eval", "test") if name.startswith(f"{prefix}_")), None)
         found[f"{prefix}/{name.removeprefix(f'{prefix}_')}" if prefix else f"train/{name}"] = float(value)
     return found
 

@@ -32,9 +32,11 @@ class DataParallelArguments(DataParallelArgumentsBase):
         ValueError: a size is below 1, or ``auto_find_batch_size`` with several ranks.
     """
 
-    report_to: Union[None, str, list[str]] = field(
+    report_to: Union[str, list[str], None] = field(
         default=None,
-        metadata={"help": 'Trackers of the log: "tensorboard", "swanlab", "mlflow", "all" that are installed, or "none".'},
+        metadata={
+            "help": 'Trackers of the log: "tensorboard", "swanlab", "mlflow", "all" that are installed, or "none".'
+        },
     )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "Recompute the activations of layers in the backward pass to save memory."}

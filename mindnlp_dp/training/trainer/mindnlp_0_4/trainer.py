@@ -9,11 +9,11 @@ from typing import Any, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
-from mindnlp_dp.training.trainer.trackers import TrackerCallback, tracker_names
 from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
+from mindnlp_dp.training.trainer.trackers import TrackerCallback, tracker_names
 
 
 class DataParallelTrainerMixin(DataParallelTrainerBase):
