@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from library import is_0_5
+from safetensors.numpy import load_file
 from tokenizers.processors import TemplateProcessing
 
 import mindnlp_dp as dp
@@ -268,4 +269,6 @@ def test_a_whole_job_and_lora_from_its_model(tmp_path, monkeypatch, capsys):
         run("--model", tmp_path / "lora" / "model")
     saved = tmp_path / "lora" / "model"
     assert (saved / "adapter_model.ckpt").is_file()
+    # The file that PEFT on PyTorch reads.
+    assert len(load_file(saved / "adapter_model.safetensors")) == 2 * 2 * 7
     assert (saved / "tokenizer.json").is_file()

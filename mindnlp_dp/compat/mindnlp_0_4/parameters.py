@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
@@ -192,3 +193,29 @@ def _types_in_adapter_files(module: types.ModuleType) -> Iterator[None]:
         return entries
 
     module.get_data_list = get_data_list  # type: ignore[attr-defined]
+
+
+# Versions: MindNLP 0.4.1. Cause: adapters are written as adapter_model.ckpt, in MindSpore's format, which PEFT on PyTorch
+# cannot read.
+# Remove when: PeftModel.save_pretrained writes adapter_model.safetensors.
+@around("mindnlp.peft.peft_model")
+def _adapters_as_safetensors(module: types.ModuleType) -> Iterator[None]:
+    yield
+    from mindspore import load_checkpoint
+    from safetensors.numpy import save_file
+
+    from mindnlp_dp.runtime.arrays import to_host
+
+    stock_save = module.PeftModel.save_pretrained
+
+    @functools.wraps(stock_save)
+    def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+        stock_save(self, save_directory, **kwargs)
+        for name in self.peft_config:
+            folder = Path(save_directory) / ("" if name == "default" else name)
+            arrays = {
+                key: to_host(weight) for key, weight in load_checkpoint(str(folder / module.WEIGHTS_NAME)).items()
+            }
+            save_file(arrays, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    module.PeftModel.save_pretrained = save_pretrained
