@@ -22,9 +22,9 @@ EXTRAS = {
     "compare": ["torch>=2.1"],
     # For mkdocs build --strict. MkDocs 2 does not support plug-ins.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26,<2"],
-    # MindNLP pins pytest 7.2.0.
-    # For report_to. SwanLab needs protobuf before 7, and MindSpore 2.10 a later one: pip install swanlab with older ones.
+    # For report_to. SwanLab is not here: it needs protobuf before 7, and MindSpore 2.10 a later one.
     "trackers": ["tensorboardX>=2.6,<3", "mlflow-skinny>=2.10"],
+    # MindNLP pins pytest 7.2.0.
     "dev": [
         "pytest>=7.2,<8",
         "pytest-timeout>=2.2,<3",

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import numpy as np
-from common import in_turns, job_of, machine, median_ratio, print_table, run_benchmark
+from common import Job, in_turns, job_of, machine, median_ratio, print_table, run_benchmark
 
 CHECKPOINTS = 4
 
@@ -54,7 +54,7 @@ def save(args: argparse.Namespace) -> dict[str, list[float]]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run both kinds of jobs, and print a table."""
-    jobs = {
+    jobs: dict[str, Job] = {
         "at once": (job_of(__file__, "save", 1), {}),
         "by a thread": (job_of(__file__, "save", 1, "--asynchronous"), {}),
     }

@@ -195,8 +195,8 @@ def _types_in_adapter_files(module: types.ModuleType) -> Iterator[None]:
     module.get_data_list = get_data_list  # type: ignore[attr-defined]
 
 
-# Versions: MindNLP 0.4.1. Cause: adapters are written as adapter_model.ckpt, in MindSpore's format, which PEFT on PyTorch
-# cannot read.
+# Versions: MindNLP 0.4.1. Cause: adapters are written as adapter_model.ckpt, in MindSpore's format, which PEFT on
+# PyTorch cannot read.
 # Remove when: PeftModel.save_pretrained writes adapter_model.safetensors.
 @around("mindnlp.peft.peft_model")
 def _adapters_as_safetensors(module: types.ModuleType) -> Iterator[None]:
@@ -213,9 +213,8 @@ def _adapters_as_safetensors(module: types.ModuleType) -> Iterator[None]:
         stock_save(self, save_directory, **kwargs)
         for name in self.peft_config:
             folder = Path(save_directory) / ("" if name == "default" else name)
-            arrays = {
-                key: to_host(weight) for key, weight in load_checkpoint(str(folder / module.WEIGHTS_NAME)).items()
-            }
+            weights = load_checkpoint(str(folder / module.WEIGHTS_NAME))
+            arrays = {key: to_host(weight) for key, weight in weights.items()}
             save_file(arrays, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
     module.PeftModel.save_pretrained = save_pretrained

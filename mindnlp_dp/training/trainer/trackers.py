@@ -15,6 +15,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional, Protocol, Union
 
@@ -230,12 +231,15 @@ class TrackerCallback(TrainerCallback):
         )  # fmt: skip
         tracked.folder.mkdir(parents=True, exist_ok=True)
         for name in self._names:
-            self._do(name, lambda name=name: self._open.update({name: TRACKERS[name][0](tracked)}))
+            self._do(name, partial(self._start, name, tracked))
+
+    def _start(self, name: str, run: TrackedRun) -> None:
+        self._open[name] = TRACKERS[name][0](run)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Optional[Mapping[str, Any]] = None, **_: Any) -> None:
         values = curves_of(logs or {})
         for name, tracker in list(self._open.items()):
-            self._do(name, lambda tracker=tracker: tracker.log(values, state.global_step))
+            self._do(name, partial(tracker.log, values, state.global_step))
 
     def _finish(self) -> None:
         for name, tracker in list(self._open.items()):
