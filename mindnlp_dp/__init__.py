@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindnlp_dp import compat
 from mindnlp_dp.runtime.versions import __version__ as __version__
-from mindnlp_dp.runtime.versions import mindnlp_series
+from mindnlp_dp.runtime.versions import advice_for, mindnlp_series
 
 # The package with the Trainer for the installed MindNLP.
 _TRAINER = f"training.trainer.mindnlp_{mindnlp_series().replace('.', '_')}"
@@ -105,7 +105,10 @@ if not TYPE_CHECKING:
                 f"{__name__}.{name} is for models of MindNLP 0.4, and MindNLP {mindnlp_series()} is installed, whose "
                 "models are whole on every rank here"
             )
-        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        try:
+            value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(advice_for(error), name=error.name) from error
         globals()[name] = value
         return value
 

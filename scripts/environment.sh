@@ -73,7 +73,7 @@ _pip_install() {
 
 _install() {
   if [ "$MINDNLP" = 0.4 ]; then
-    _pip_install --editable "$ROOT[$1]" "mindspore==$(_mindspore "$VENV/bin/python")"
+    _pip_install --editable "$ROOT[cpu,$1]" "mindspore==$(_mindspore "$VENV/bin/python")"
   else
     # --no-deps: the dependencies of these packages include PyTorch with CUDA, which nothing here uses.
     _pip_install --requirement "$NEEDED_BY_MINDNLP_0_5" &&

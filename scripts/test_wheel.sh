@@ -27,7 +27,7 @@ if packed != there:
     sys.exit(f"the wheel and the tree differ by {', '.join(sorted(packed ^ there))}")
 PYTHON
 echo "installing $(basename "$wheel") into an empty environment"
-python -m pip install --quiet --no-compile --disable-pip-version-check "$wheel[mpi,quickstart,report]" "mindspore==$(_mindspore python)"
+python -m pip install --quiet --no-compile --disable-pip-version-check "$wheel[cpu,mpi,quickstart,report]" "mindspore==$(_mindspore python)"
 
 # Copy only the script and its settings, so that the package must come from the wheel.
 cp "$ROOT/scripts/finetune.py" "$ROOT/configs/quickstart_short_cpu.yaml" "$folder"

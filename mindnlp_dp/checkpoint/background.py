@@ -44,6 +44,10 @@ class BackgroundWriter:
     def has_failed(self) -> bool:
         return self._error is not None
 
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def write(
         self,
         path: Path,

@@ -60,6 +60,16 @@ def mindspore_is_before(version: str) -> bool:
     return Version(mindspore.__version__) < Version(version)
 
 
+def advice_for(error: ModuleNotFoundError) -> str:
+    """Return the message of a module that is not installed, with the command that installs MindSpore or MindNLP."""
+    if (error.name or "").partition(".")[0] not in ("mindspore", "mindnlp"):
+        return str(error)
+    return (
+        f'{error}; on CPU: pip install "mindnlp-dp[cpu]"; on Ascend: MindSpore\'s wheel for your CANN '
+        f'(https://www.mindspore.cn/install/en), then pip install "mindnlp=={BEST_MINDNLP}"'
+    )
+
+
 class UnsupportedVersionsError(ImportError):
     """Raised when the installed MindNLP and MindSpore do not work together."""
 

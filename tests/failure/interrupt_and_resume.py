@@ -6,7 +6,7 @@
 ``--kills``: a rank gets SIGKILL at a random moment, while training, evaluating or saving (the model is larger then, and
 saved after every update). After each stop, the newest checkpoint must be complete. At the end of every run, weights and
 losses must equal those of the run without stops, to the bit. The run without stops does not shard its updates; every
-process lifetime of the others uses another ``zero_stage``.
+process lifetime of the others uses another ``zero_stage``, and writes checkpoints at once or by a thread.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def check_newest(folder: Path) -> None:
         check_checkpoint(found[-1])
 
 
-def any_stage(rng: random.Random) -> tuple[str, str]:
-    return "--zero-stage", str(rng.randrange(3))
+def any_settings(rng: random.Random) -> tuple[str, ...]:
+    return "--zero-stage", str(rng.randrange(3)), *rng.choice(((), ("--async-save",)))
 
 
 def stop_at_random(
@@ -129,17 +129,17 @@ def stop_at_random(
     for step in sorted(rng.sample(range(1, NUM_STEPS + 1), num_stops)):
         rank, line = rng.randrange(2), rng.randint(1, MOST_LINES) if within else 0
         where = ("--stop-at", str(step), "--at-line", str(line), "--on-rank", str(rank))
-        Job(folder, (*where, *any_stage(rng)), backend).finish()
+        Job(folder, (*where, *any_settings(rng)), backend).finish()
         assert not (folder / "result.json").exists(), f"nothing stopped rank {rank} at step {step}"
         check_newest(folder)
-    assert Job(folder, any_stage(rng), backend).result() == whole.result
+    assert Job(folder, any_settings(rng), backend).result() == whole.result
 
 
 def kill_at_random(folder: Path, backend: str, rng: random.Random, num_kills: int, whole: Whole) -> tuple[int, int]:
     """Make one run with up to ``num_kills`` kills; return how many hit a training job, and how many hit a save."""
     hits = saves = 0
     for _ in range(num_kills):
-        job = Job(folder, (*LARGE, *any_stage(rng)), backend)
+        job = Job(folder, (*LARGE, *any_settings(rng)), backend)
         job.wait_until_it_trains()
         # At most a third of a run at a time, so that one run can be killed several times.
         time.sleep(rng.uniform(0, whole.seconds / 3))
@@ -151,7 +151,7 @@ def kill_at_random(folder: Path, backend: str, rng: random.Random, num_kills: in
         hits += 1
         saves += any(folder.glob(".checkpoint-*"))
         check_newest(folder)
-    assert Job(folder, (*LARGE, *any_stage(rng)), backend).result() == whole.result
+    assert Job(folder, (*LARGE, *any_settings(rng)), backend).result() == whole.result
     return hits, saves
 
 

