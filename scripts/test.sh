@@ -60,12 +60,8 @@ trap end EXIT
 trap 'exit 130' INT TERM
 touch "$work/results"
 SECONDS=0
-
-# Ranks of the parallel suite are forked by one process that has imported MindSpore and MindNLP, with the variables that
-# tests/run_parallel.py sets; under msrun, and until the server is ready, they import both themselves.
-PYTHONPATH="$PWD/tests:${PYTHONPATH:-}" GLOG_v=3 \
-  python -m mindnlp_dp.launch.processes.fork_server "$work/ranks" >/dev/null 2>&1 &
-fork_server=$!
+source tests/fork_server.sh
+start_fork_server "$work/ranks"
 
 # step NAME COMMAND...: runs the command and records its time and whether it passed.
 step() {

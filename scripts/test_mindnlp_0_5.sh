@@ -18,17 +18,22 @@ ensure_environment mpi,quickstart,dev
 unset MINDNLP_DP_KERNELS MULTI_NPU MS_ROLE MS_WORKER_NUM MS_NODE_ID MS_SCHED_HOST MS_SCHED_PORT OMP_NUM_THREADS
 export DEVICE_TARGET=CPU
 
+work=$(mktemp -d)
+trap 'kill "$fork_server" || true; rm -rf "$work"' EXIT
+source tests/fork_server.sh
+start_fork_server "$work/ranks"
+
 # parallel LAUNCHER RANKS MARKERS NAME...: runs the tests with these markers in the named files of the parallel suite.
 parallel() {
   local files=("${@:4}")
   files=("${files[@]/#/tests/parallel/test_}")
-  python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}" -m "$3"
+  MINDNLP_DP_FORK_SERVER=$work/ranks python tests/run_parallel.py --launcher "$1" --world-size "$2" "${files[@]/%/.py}" -m "$3"
 }
 
 parallel mpi 2 "$most" trainer equivalence orders batch_scaling evaluation bad_losses models transformers_trainer
 parallel mpi 2 "$few" decisions resuming zero token_losses dropout batch_across_ranks
 # One rank, and a number of ranks that is not a power of two.
-parallel mpi 1 "$most" equivalence
+[ "${1:-}" != --all ] || parallel mpi 1 "$most" equivalence
 parallel mpi 3 "$most" evaluation orders
 parallel mindspore 2 "$most" equivalence trainer orders
 python tests/models_matrix.py --core
