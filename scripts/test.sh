@@ -133,6 +133,11 @@ failure() {
   step "$1" python -m pytest -m "$markers" "${@:2}" --durations=25
 }
 
+# These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
+# same time each takes twice as long.
+restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
+other_failures=(tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}")
+
 some_models() { step "models: four families" python tests/models_matrix.py --core; }
 
 # All kinds of collectives, the gradients of a step, and a training that must equal that of one process.
@@ -158,8 +163,9 @@ if [ $tests = core ]; then
     parallel "its transport" msrun 2 "${smoke[@]}" @functional.py @device_update.py -m "$core"
   }
   side_by_side static_and_single several_ranks
-  core_failures() { failure "failure: core" tests/failure -m "$core"; }
-  [ -n "${MINDSPORE:-}" ] || side_by_side core_failures some_models
+  core_restarts() { failure "failure: restarts, core" "${restarts[@]}" -m "$core"; }
+  core_failures() { failure "failure: rest, core" "${other_failures[@]}" -m "$core"; }
+  [ -n "${MINDSPORE:-}" ] || side_by_side core_restarts core_failures
 else
   # Beside lint and docs only, because it takes 17 GiB of memory.
   large_arrays() { failure "failure: large arrays" tests/failure/test_large_arrays.py; }
@@ -228,9 +234,6 @@ else
   parallel "types, orders, dropout" mpi 3 @types.py @orders.py @token_losses.py::test_adamw \
     @dropout.py::test_any_number_of_ranks_and_micro_steps_trains_the_same_model
 
-  # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
-  # same time each takes twice as long.
-  restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
   restarts_and_hosts() {
     local all=()
     [ $tests != all ] || all=(--all)
@@ -239,7 +242,7 @@ else
     step "lost hosts" bash tests/lost_hosts.sh "${all[@]}"
   }
   failures() {
-    failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"
+    failure "failure: rest" "${other_failures[@]}"
   }
   side_by_side restarts_and_hosts failures
   if [ $tests = all ]; then

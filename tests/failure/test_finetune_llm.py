@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from library import is_0_5
 
-pytestmark = pytest.mark.skipif(is_0_5, reason="the recipe is for MindNLP 0.4")
+from mindnlp_dp.runtime.versions import mindnlp_series
+
+pytestmark = pytest.mark.skipif(mindnlp_series() == "0.5", reason="the recipe is for MindNLP 0.4")
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (

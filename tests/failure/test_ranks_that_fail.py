@@ -83,7 +83,9 @@ def test_a_rank_that_fails_before_the_others_have_met(launch, backend):
     assert "OSError: no such device" in job.output
 
 
-@pytest.mark.parametrize(("backend", "code"), [("mpi", 0), pytest.param("mpi", 3, marks=core), pytest.param("mindspore", 0, marks=slow)])
+@pytest.mark.parametrize(
+    ("backend", "code"), [("mpi", 0), pytest.param("mpi", 3, marks=core), pytest.param("mindspore", 0, marks=slow)]
+)
 def test_a_rank_that_leaves_past_python(launch, backend, code):
     leave = f"if group.rank == 1: os._exit({code})\n"
     # On a busy machine, rank 1 may exit some seconds after rank 0 began to wait for it.

@@ -88,7 +88,10 @@ def test_the_packages_can_be_shown_by_an_index(tree):
     [
         (lambda tree: (tree / "new.py").touch(), "these files are not committed:\n?? new.py"),
         (lambda tree: git(tree, "tag", f"v{__version__}"), f"v{__version__} is tagged already"),
-        (lambda tree: git(tree, "remote", "set-url", "origin", "git@example.org:a/b.git"), "is no remote of this clone"),
+        (
+            lambda tree: git(tree, "remote", "set-url", "origin", "git@example.org:a/b.git"),
+            "is no remote of this clone",
+        ),
     ],
 )
 def test_a_tree_that_is_not_ready_is_refused(tree, change, message):

@@ -182,7 +182,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("epochs: 3\n", "unknown key 'epochs'; known are bucket_cap_mb, check_plan, compression"),
+        ("epochs: 3\n", "unknown key 'epochs'; known are async_save, bucket_cap_mb, check_plan"),
         ("num_epochs: many\n", "num_epochs must be a float, got 'many'"),
         ("seed: true\n", "seed must be a int, got True"),
         ("- a\n", "expected lines of the form `key: value`"),

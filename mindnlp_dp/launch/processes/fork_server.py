@@ -268,8 +268,9 @@ def _others_changes(log_dir: Path, of_imports: set[str]) -> list[str]:
         of_script = json.loads((log_dir / ENVIRON_CHANGES).read_text())
     except (OSError, ValueError):
         return []
-    # MindSpore sets the cluster's variables when a rank of MPI imports it.
-    return sorted(set(of_script) - of_imports - set(CLUSTER_VARIABLES))
+    # MindSpore sets the cluster's variables when a rank of MPI imports it, and moves its folder to the front of
+    # LD_LIBRARY_PATH, where mpirun has put MPI's; a process reads that variable only when it starts.
+    return sorted(set(of_script) - of_imports - {*CLUSTER_VARIABLES, "LD_LIBRARY_PATH"})
 
 
 def main() -> None:
