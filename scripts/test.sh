@@ -133,11 +133,6 @@ failure() {
   step "$1" python -m pytest -m "$markers" "${@:2}" --durations=25
 }
 
-# These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
-# same time each takes twice as long.
-restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py)
-other_failures=(tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}")
-
 some_models() { step "models: four families" python tests/models_matrix.py --core; }
 
 # All kinds of collectives, the gradients of a step, and a training that must equal that of one process.
@@ -162,10 +157,14 @@ if [ $tests = core ]; then
     [ -n "${MINDSPORE:-}" ] || parallel core mpi 4 "${meshes[@]}" "${adamw[@]}" -m "$core"
     parallel "its transport" msrun 2 "${smoke[@]}" @functional.py @device_update.py -m "$core"
   }
-  side_by_side static_and_single several_ranks
-  core_restarts() { failure "failure: restarts, core" "${restarts[@]}" -m "$core"; }
-  core_failures() { failure "failure: rest, core" "${other_failures[@]}" -m "$core"; }
-  [ -n "${MINDSPORE:-}" ] || side_by_side core_restarts core_failures
+  core_failures() { failure "failure: core" tests/failure -m "$core"; }
+  if [ -n "${MINDSPORE:-}" ]; then
+    side_by_side static_and_single several_ranks
+  else
+    # Ranks that wait for each other would take the core of the tests of one process; most jobs that fail sleep.
+    several_ranks
+    side_by_side static_and_single core_failures
+  fi
 else
   # Beside lint and docs only, because it takes 17 GiB of memory.
   large_arrays() { failure "failure: large arrays" tests/failure/test_large_arrays.py; }
@@ -234,6 +233,10 @@ else
   parallel "types, orders, dropout" mpi 3 @types.py @orders.py @token_losses.py::test_adamw \
     @dropout.py::test_any_number_of_ranks_and_micro_steps_trains_the_same_model
 
+  # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
+  # same time each takes twice as long.
+  restarts=(tests/failure/test_elastic.py tests/failure/test_in_place.py tests/failure/test_interruptions.py
+    tests/failure/test_termination.py)
   restarts_and_hosts() {
     local all=()
     [ $tests != all ] || all=(--all)
@@ -242,7 +245,7 @@ else
     step "lost hosts" bash tests/lost_hosts.sh "${all[@]}"
   }
   failures() {
-    failure "failure: rest" "${other_failures[@]}"
+    failure "failure: rest" tests/failure --ignore tests/failure/test_large_arrays.py "${restarts[@]/#/--ignore=}"
   }
   side_by_side restarts_and_hosts failures
   if [ $tests = all ]; then
