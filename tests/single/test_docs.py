@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,19 @@ def test_messages_are_those_that_the_source_has():
     for message in messages:
         found = [length for length, template in templates if template.search(message)]
         assert max(found, default=0) > len(message) / 3, message
+
+
+def test_messages_of_mpi_and_mindspore_are_theirs():
+    """Look for each message in the library of MindSpore's cluster, and in the texts of OpenMPI's launcher."""
+    said = re.findall(r"^\| `(\D[^`]+)` \| (MPI|MindSpore): ", read(DOCS / "troubleshooting.md"), re.MULTILINE)
+    assert len(said) == 5
+    mindspore = Path(importlib.util.find_spec("mindspore").origin).parent
+    texts = {
+        "MPI": b"".join(path.read_bytes() for path in Path(sys.prefix, "share", "prte").glob("help-*.txt")),
+        "MindSpore": (mindspore / "lib/libmindspore_cluster.so").read_bytes(),
+    }
+    for message, library in said:
+        assert message.encode() in texts[library], message
 
 
 # --- what CI runs ---
