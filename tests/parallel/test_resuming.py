@@ -380,7 +380,7 @@ def test_a_run_that_cannot_be_taken_up_exactly_says_why(group, shared_tmp_path, 
         run(shared_tmp_path, group, max_steps=4, resume=True, ignore_data_skip=True, **change)
 
 
-@pytest.mark.parametrize("stop_at", [pytest.param(5, marks=pytest.mark.core), 2])
+@pytest.mark.parametrize("stop_at", [pytest.param(5, marks=pytest.mark.core), 12])
 def test_checkpoints_that_a_thread_writes(group, shared_tmp_path, whole, stop_at):
     assert_same_run(stopped_and_resumed(shared_tmp_path, group, stop_at, async_save=True), whole)
 
