@@ -3,9 +3,9 @@
 #
 #   bash scripts/test.sh            at most ten minutes: lint, types, layers, the tests of one process, and those
 #                                   others that show a promise (marker `core`; docs/testing.md lists them)
-#   bash scripts/test.sh --ci       at most twenty minutes, what must pass before a change lands: the tests of every
+#   bash scripts/test.sh --ci       about forty minutes, what must pass before a change lands: the tests of every
 #                                   suite that do not have the marker `slow`
-#   bash scripts/test.sh --all      at most forty minutes, before a release: every test
+#   bash scripts/test.sh --all      more than an hour, before a release: every test
 #   bash scripts/test.sh [--ci | --all] --mindspore 2.7.0
 #                                   with another MindSpore than the default, in .venv-mindspore-2.7.0; without --ci and
 #                                   --all it skips what hardly depends on the version: lint and types, the tests of the
