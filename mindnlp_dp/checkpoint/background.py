@@ -104,7 +104,7 @@ def _stage(state: Optional[dict[str, Any]], write_model: Callable[[Path], None])
     if not MEMORY.is_dir():
         return None
     _remove_leftovers()
-    workspace = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-", dir=MEMORY))
+    workspace = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-{_pid_namespace()}-", dir=MEMORY))
     folder = workspace / "files"
     try:
         return folder, write_files(folder, state, write_model)
@@ -127,9 +127,17 @@ def _is_lack_of_space(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
 
 
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        # A sandbox may hide this file.
+        return 0
+
+
 def _remove_leftovers() -> None:
-    """Remove what processes that are gone have left in memory."""
+    """Remove what processes that are gone have left in memory; other containers' process ids cannot be looked up."""
     for folder in MEMORY.glob(f"{_PREFIX}-*"):
-        name = re.match(rf"{_PREFIX}-(\d+)-", folder.name)
+        name = re.match(rf"{_PREFIX}-(\d+)-{_pid_namespace()}-", folder.name)
         if name and not Path(f"/proc/{name[1]}").exists():
             shutil.rmtree(folder, ignore_errors=True)

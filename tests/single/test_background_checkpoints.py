@@ -102,7 +102,12 @@ def test_without_room_in_memory_training_waits(tmp_path, monkeypatch):
 
 
 def test_what_a_killed_process_left_in_memory_is_removed():
-    gone = background.MEMORY / "mindnlp-dp-checkpoint-999999999-x"
-    gone.mkdir(exist_ok=True)
+    gone = background.MEMORY / f"mindnlp-dp-checkpoint-999999999-{background._pid_namespace()}-x"
+    # A container that shares this folder has other process ids.
+    elsewhere = background.MEMORY / "mindnlp-dp-checkpoint-999999999-1-x"
+    for folder in (gone, elsewhere):
+        folder.mkdir(exist_ok=True)
     background._remove_leftovers()
     assert not gone.exists()
+    assert elsewhere.exists()
+    elsewhere.rmdir()
