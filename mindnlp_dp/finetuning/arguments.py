@@ -36,6 +36,7 @@ def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any)
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             logging_steps=config.logging_steps,
+            peak_teraflops=config.peak_teraflops or None,
             report_to=[name.strip() for name in config.report_to.split(",")],
             **when_to_evaluate,
             save_strategy="steps" if config.save_steps else "no",

@@ -69,6 +69,7 @@ def make_report(
         "command": command_line(args.world_size, backend),
         "machine": machine(),
         "config": vars(config),
+        "metrics": metrics if is_ours else {},
         "history": trainer.state.log_history,
     }
     trace, schedule = getattr(config, "trace", ""), getattr(config, "pipeline_schedule", "")
@@ -109,8 +110,8 @@ def summary(report: RunReport, folder: Path, evaluation: str) -> str:
     rows = {
         "world size": report["world_size"],
         "backend": report["backend"],
-        "training": f"{report['train_samples_per_second']:.0f} samples/s, {report['steps']} updates "
-        f"of {report['global_batch_size']} samples in {report['train_seconds']:.1f} s",
+        "training": f"{_speed(report)}, {report['steps']} updates of {report['global_batch_size']} samples in "
+        f"{report['train_seconds']:.1f} s",
         **({"plan": _beside_plan(report["plan"])} if "plan" in report else {}),
         "gradient sync": f"{100 * report['gradient_sync_share']:.1f} % of the training time",
         "peak memory": f"{report['peak_memory_bytes'] / 2**30:.2f} GiB on the rank that needs most",
@@ -119,6 +120,15 @@ def summary(report: RunReport, folder: Path, evaluation: str) -> str:
         "written to": folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder,
     }
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
+
+
+def _speed(report: RunReport) -> str:
+    parts, metrics = [f"{report['train_samples_per_second']:.0f} samples/s"], report.get("metrics", {})
+    if "train_input_tokens_per_second" in metrics:
+        parts.append(f"{metrics['train_input_tokens_per_second']:.0f} tokens/s")
+    if "train_mfu" in metrics:
+        parts.append(f"MFU {100 * metrics['train_mfu']:.1f} %")
+    return ", ".join(parts)
 
 
 def _beside_plan(plan: Mapping[str, float]) -> str:

@@ -42,6 +42,7 @@ class RunConfig:
     weight_decay: float = setting(0.01, "weight decay of matrices; biases and norms are not decayed")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0: no clipping")
     report_to: str = setting("none", "trackers of the log: tensorboard, swanlab, mlflow, some with commas, or all")
+    peak_teraflops: float = setting(0.0, "what one device can do, in TFLOP/s, to log the MFU; 0: no MFU")
     logging_steps: int = setting(10, "number of updates between two log lines")
     seed: int = setting(42, "random seed of the weights, the order of the data and dropout")
 
@@ -51,6 +52,8 @@ class RunConfig:
             raise InputError(f"output_dir must name a folder, got {self.output_dir!r}")
         for name in ("global_batch_size", "eval_batch_size", "logging_steps"):
             self.check_at_least(1, name)
+        if self.peak_teraflops < 0:
+            raise InputError(f"peak_teraflops must not be negative, got {self.peak_teraflops}")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_epochs <= 0):
             raise InputError("max_steps or num_epochs must be positive: there is nothing to train")
 

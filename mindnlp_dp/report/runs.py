@@ -97,7 +97,8 @@ class RunReport(_Needed, total=False):
     """Describes the report of one run; the keys below may be missing, for example in a run of another version.
 
     ``gradient_sync_share`` is the fraction of the training time spent on the gradient exchange, ``peak_memory_bytes``
-    the memory of the rank that needs most, on a CPU with its libraries, ``history`` the lines of the log, each with its
+    the memory of the rank that needs most, on a CPU with its libraries, ``metrics`` those of the run (docs/metrics.md;
+    a run of MindNLP's own Trainer has none), ``history`` the lines of the log, each with its
     ``step``, ``confusions`` the classes most often taken for each other, ``config`` the settings, ``pipeline`` the
     passes of an update through stages if they were traced, and ``plan`` the predicted and the measured seconds of an
     update if the run followed a plan. ``eval_accuracy`` is a classifier's; a language model has ``perplexity``, the
@@ -122,6 +123,7 @@ class RunReport(_Needed, total=False):
     command: str
     machine: str
     config: dict[str, Any]
+    metrics: dict[str, float]
     pipeline: dict[str, Any]
     plan: dict[str, float]
 

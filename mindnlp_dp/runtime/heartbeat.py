@@ -15,16 +15,19 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
 # changes, pid, id of the main thread, next update, whether the rank has joined the others, number of surviving ranks,
 # number of the last checkpoint request that it has met; time of the last report, time when its wait began, loss,
-# samples so far; name of the call that it waits in.
-_FORMAT = struct.Struct("<QQQq?3xIQ4d96s")
+# samples so far; name of the call that it waits in; the metrics of _SPEED.
+_FORMAT = struct.Struct("<QQQq?3xIQ4d96s4d")
+
+# The metrics of the last log line that the record holds; NaN if one is unknown.
+_SPEED = ("step_seconds", "samples_per_second", "input_tokens_per_second", "mfu")
 
 RECORD_BYTES = 256
 
@@ -61,6 +64,7 @@ class RankHeartbeat:
         loss: loss of its last update; NaN before.
         samples: number of samples that all ranks have trained on.
         blocked_in: name of the call that it is blocked in; "" if it does not wait.
+        speed: metrics of the last log line, over all ranks (docs/metrics.md).
         born: start time of its process (:func:`state_and_birth_of`), because another process may get its pid later.
     """
 
@@ -76,6 +80,7 @@ class RankHeartbeat:
     loss: float = float("nan")
     samples: float = 0.0
     blocked_in: str = ""
+    speed: Mapping[str, float] = field(default_factory=dict)
     born: int = 0
 
     @property
@@ -103,6 +108,7 @@ class HeartbeatWriter:
         self._changes, self._update, self._has_met, self._saved = 0, 0, False, 0
         self._members = 0
         self._since, self._loss, self._samples, self._waits_in = 0.0, float("nan"), 0.0, b""
+        self._speed = [float("nan")] * len(_SPEED)
         self._write()
 
     def _write(self) -> None:
@@ -111,6 +117,7 @@ class HeartbeatWriter:
         self._memory[self._begin : self._begin + _FORMAT.size] = _FORMAT.pack(
             self._changes, self._pid, self._thread, self._update, self._has_met,
             self._members, self._saved, time.monotonic(), self._since, self._loss, self._samples, self._waits_in,
+            *self._speed,
         )  # fmt: skip
 
     def mark_joined(self) -> None:
@@ -144,6 +151,10 @@ class HeartbeatWriter:
         self._write()
         if self.after_update is not None:
             self.after_update()
+
+    def report_speed(self, metrics: Mapping[str, float]) -> None:
+        self._speed = [metrics.get(name, float("nan")) for name in _SPEED]
+        self._write()
 
     def begin_to_wait(self, what: str) -> None:
         """Report the outermost of nested waits, in the main thread only: other threads keep no rank waiting."""
@@ -226,6 +237,12 @@ def finish_update(update: int, losses: Sequence[tuple[float, float]], samples: f
         _writer.finish_update(update, loss, samples)
 
 
+def report_speed(metrics: Mapping[str, float]) -> None:
+    """Report the metrics of a log line, by their names in docs/metrics.md."""
+    if _writer is not None:
+        _writer.report_speed(metrics)
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Report, within the block, that this rank may wait for others in ``what``."""
@@ -296,8 +313,11 @@ def read(path: Path) -> list[RankHeartbeat]:
         return []
     found = []
     for begin in range(0, len(data) - 2 * RECORD_BYTES + 1, RECORD_BYTES):
-        *numbers, name = _FORMAT.unpack_from(data, begin)
+        values = _FORMAT.unpack_from(data, begin)
+        (*numbers, name), speed = values[: -len(_SPEED)], values[-len(_SPEED) :]
         (born,) = _BORN.unpack_from(data, begin + _BORN_BEGIN)
-        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), born]
+        # A record that was never written has zeros.
+        known = {metric: value for metric, value in zip(_SPEED, speed) if value > 0}
+        fields = [*numbers, name.rstrip(b"\0").decode(errors="replace"), known, born]
         found.append(RankHeartbeat(*fields))
     return found

@@ -1,22 +1,26 @@
 """Averages the losses of all ranks, and measures the training speed and the share of communication in it.
 
 The train step adds the loss and weight of every micro-batch; the Trainer and custom loops log the global mean. A loss
-that is NaN or infinite is reported on every rank. Throughput counts the samples of all ranks, and excludes the time of
-evaluation and saving.
+that is NaN or infinite is reported on every rank. The speed counts the samples and tokens of all ranks, and excludes
+the time of evaluation and saving; docs/metrics.md defines each metric.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import enum
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Optional
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
 import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.data.loss_weight import IGNORED
+from mindnlp_dp.runtime.devices import peak_memory
 
 # The number of sample indices that a message shows.
 _SHOWN = 8
@@ -127,60 +131,148 @@ def report_nonfinite_gradient(what: str, step: int, go_on: bool) -> None:
     warnings.warn(f"{report}; this update is left out", RuntimeWarning, stacklevel=2)
 
 
-class TrainingTimer:
-    """A stopwatch for the training time, which is stopped during evaluation and saving.
+class Activity(enum.Enum):
+    """What a run spends its time on; the speed of training is measured over ``TRAINING`` alone."""
 
-    Attributes:
-        seconds: the measured time so far.
+    TRAINING = "train"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass
+class _Amount:
+    """What this rank has done so far; seconds by :class:`Activity`."""
+
+    updates: int = 0
+    samples: int = 0
+    input_tokens: int = 0
+    label_tokens: int = 0
+    sync_seconds: float = 0.0
+    flos: float = 0.0
+    seconds: dict[Activity, float] = field(default_factory=lambda: dict.fromkeys(Activity, 0.0))
+
+    def since(self, before: _Amount) -> _Amount:
+        seconds = {activity: self.seconds[activity] - before.seconds[activity] for activity in Activity}
+        numbers = (getattr(self, name) - getattr(before, name) for name in _NUMBERS)
+        return _Amount(*numbers, seconds=seconds)  # type: ignore[arg-type]
+
+
+_NUMBERS = ("updates", "samples", "input_tokens", "label_tokens", "sync_seconds", "flos")
+
+
+class SpeedMeter:
+    """Measures the speed of training over all ranks, since the last log line and over the whole run.
+
+    docs/metrics.md defines the metrics. ``group`` are the ranks that split the samples, ``world`` all ranks;
+    ``peak_teraflops`` is what one device can do, in TFLOP/s.
     """
 
-    def __init__(self) -> None:
-        self._total = 0.0
-        self._began: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        running = time.perf_counter() - self._began if self._began is not None else 0.0
-        return self._total + running
+    def __init__(self, world: ProcessGroup, group: ProcessGroup, peak_teraflops: Optional[float] = None) -> None:
+        self.world, self.group, self._peak_teraflops = world, group, peak_teraflops
+        self.total = _Amount()
+        self._logged = _Amount()
+        self._activity: Optional[Activity] = None
+        self._began = 0.0
 
     def start(self) -> None:
-        if self._began is None:
-            self._began = time.perf_counter()
+        """Start the clock; training begins."""
+        self._switch(Activity.TRAINING)
 
     def stop(self) -> None:
-        self._total, self._began = self.seconds, None
+        self._switch(None)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time of this block."""
-        self.stop()
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Count the time of this block as another activity than training."""
+        before = self._activity
+        self._switch(activity)
         try:
             yield
         finally:
-            self.start()
+            self._switch(before)
+
+    def _switch(self, activity: Optional[Activity]) -> None:
+        now = time.perf_counter()
+        if self._activity is not None:
+            self.total.seconds[self._activity] += now - self._began
+        self._activity, self._began = activity, now
+
+    def add_update(self, sync_seconds: float) -> None:
+        """Count an update; ``sync_seconds`` is the time in which this rank only waited for the exchange."""
+        self.total.updates += 1
+        self.total.sync_seconds += sync_seconds
+
+    def add_batch(self, num_samples: int, batch: Mapping[str, Any], main_input: str) -> None:
+        """Count the samples and tokens of a micro-batch of this rank."""
+        self.total.samples += num_samples
+        self.total.input_tokens += count_input_tokens(batch, main_input)
+        self.total.label_tokens += count_label_tokens(batch)
+
+    def set_flos(self, flos: float) -> None:
+        """Set the number of floating point operations of all ranks in this run so far."""
+        self.total.flos = flos
+
+    def since_log(self) -> dict[str, float]:
+        """Return the metrics since the last call of this method. A collective."""
+        self._switch(self._activity)
+        now = copy.deepcopy(self.total)
+        done, self._logged = now.since(self._logged), now
+        metrics = self._metrics(done)
+        del metrics["seconds"]
+        return metrics
+
+    def of_run(self) -> dict[str, float]:
+        """Return the metrics of the whole run; names begin with "train_" as Transformers' do. A collective."""
+        self._switch(self._activity)
+        metrics = self._metrics(self.total)
+        metrics["steps_per_second"] = round(self.total.updates / max(metrics["seconds"], 1e-9), 3)
+        own = ("gradient_sync_share", "peak_memory_gib", "evaluation_seconds", "checkpoint_seconds")
+        return {name if name in own else f"train_{name}": value for name, value in metrics.items()}
+
+    def _metrics(self, done: _Amount) -> dict[str, float]:
+        training = done.seconds[Activity.TRAINING]
+        mine = [done.samples, done.input_tokens, done.label_tokens, training, done.sync_seconds]
+        samples, inputs, labels, all_seconds, waited = self.group.all_reduce(np.array(mine, np.float64)).tolist()
+        worst = np.array([*done.seconds.values(), peak_memory()], np.float64)
+        *seconds, peak = self.world.all_reduce(worst, op="max").tolist()
+        slowest, evaluation, checkpoint = (max(each, 1e-9) for each in seconds)
+        metrics = {
+            "seconds": round(slowest, 4),
+            "step_seconds": round(slowest / max(1, done.updates), 6),
+            "samples_per_second": round(samples / slowest, 3),
+        }
+        for name, count in (("input", inputs), ("label", labels)):
+            if count:
+                metrics[f"{name}_tokens_per_second"] = round(count / slowest, 3)
+        if done.flos:
+            teraflops = done.flos / slowest / 1e12
+            metrics["teraflops_per_second"] = round(teraflops, 6)
+            if self._peak_teraflops:
+                metrics["mfu"] = round(teraflops / (self.world.world_size * self._peak_teraflops), 6)
+        metrics["gradient_sync_share"] = round(waited / max(all_seconds, 1e-9), 4)
+        metrics["peak_memory_gib"] = round(peak / 2**30, 3)
+        for activity, lost in ((Activity.EVALUATION, evaluation), (Activity.CHECKPOINT, checkpoint)):
+            if done.seconds[activity]:
+                metrics[f"{activity.value}_seconds"] = round(lost, 3)
+        return metrics
 
 
-def speed_metrics(
-    group: ProcessGroup,
-    *,
-    seconds: float,
-    sync_seconds: float,
-    num_samples: int,
-    num_updates: int,
-    num_tokens: Optional[int] = None,
-) -> dict[str, float]:
-    """Return the speed of a run: samples are summed over the ranks, seconds are averaged. A collective.
+def count_input_tokens(batch: Mapping[str, Any], main_input: str) -> int:
+    """Return the number of tokens of a batch's main input, of shape (rows, length), without those that are masked.
 
-    ``num_tokens`` is the total over all ranks, the same value on each rank.
+    >>> count_input_tokens({"input_ids": np.ones((2, 3), int), "attention_mask": np.array([[1, 1, 0], [1, 1, 1]])},
+    ...                    "input_ids")
+    5
     """
-    samples, total_seconds, total_sync = group.all_reduce(np.array([num_samples, seconds, sync_seconds], np.float64))
-    mean_seconds = max(total_seconds / group.world_size, 1e-9)
-    speed = {
-        "train_seconds": round(mean_seconds, 4),
-        "train_samples_per_second": round(samples / mean_seconds, 3),
-        "train_steps_per_second": round(num_updates / mean_seconds, 3),
-        "gradient_sync_share": round(total_sync / group.world_size / mean_seconds, 4),
-    }
-    if num_tokens is not None:
-        speed["train_tokens_per_second"] = round(num_tokens / mean_seconds, 3)
-    return speed
+    ids, mask = batch.get(main_input), batch.get("attention_mask")
+    if np.ndim(ids) != 2 or np.asarray(ids).dtype.kind not in "iu":  # noqa: PLR2004
+        return 0
+    return int(np.count_nonzero(mask)) if np.shape(mask) == np.shape(ids) else int(np.size(ids))
+
+
+def count_label_tokens(batch: Mapping[str, Any]) -> int:
+    """Return the number of labels of tokens that the loss counts: ``labels`` of shape (rows, length), not -100."""
+    labels = batch.get("labels")
+    if np.ndim(labels) != 2 or np.asarray(labels).dtype.kind not in "iu":  # noqa: PLR2004
+        return 0
+    return int(np.count_nonzero(np.asarray(labels) != IGNORED))

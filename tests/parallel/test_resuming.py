@@ -72,7 +72,7 @@ def stopped_and_resumed(folder, group, stop_at, **more):
 
 def history(trainer):
     """Return the log without measured times."""
-    timed = ("runtime", "seconds", "per_second", "share")
+    timed = ("runtime", "seconds", "per_second", "share", "gib")
     rows = [{k: v for k, v in row.items() if not k.endswith(timed)} for row in trainer.state.log_history]
     return json.loads(json.dumps(rows))
 

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -94,6 +94,8 @@ def status_of(log_dir: Path) -> dict[str, Any]:
     return {
         "log_dir": str(log_dir),
         "update": max(rank.update for rank, _ in found),
+        # Ranks log the same metrics; one that was lost has older ones.
+        "speed": dict(max((rank for rank, _ in found), key=lambda rank: (bool(rank.speed), rank.update)).speed),
         "alive": sum(entry["state"] in ("waits", "works") for entry in shown),
         "failures": _failures(log_dir),
         "ranks": shown,
@@ -129,12 +131,29 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def speed_text(speed: Mapping[str, float]) -> str:
+    """Format the metrics of a log line for people.
+
+    >>> speed_text({"step_seconds": 0.25, "samples_per_second": 256.0, "mfu": 0.413})
+    '0.25 s a step, 256 samples/s, MFU 41.3 %'
+    """
+    formats = {
+        "step_seconds": "{:.4g} s a step",
+        "samples_per_second": "{:.4g} samples/s",
+        "input_tokens_per_second": "{:.5g} tokens/s",
+    }
+    parts = [text.format(speed[name]) for name, text in formats.items() if name in speed]
+    return ", ".join(parts + ([f"MFU {100 * speed['mfu']:.1f} %"] if "mfu" in speed else []))
+
+
 def status_text(status: dict[str, Any]) -> str:
     """Format a status as a table for people."""
     lines = [
         f"{status['log_dir']}: update {status['update']}, {status['alive']} of {len(status['ranks'])} ranks alive, "
         f"{_count(len(status['failures']), 'failure')} so far"
     ]
+    if status["speed"]:
+        lines.append(f"  since the last log line: {speed_text(status['speed'])}")
     for entry in status["ranks"]:
         line = f"  rank {entry['rank']:<4} update {entry['update']:<7} {entry['state']}"
         if "waits_in" in entry:

@@ -104,6 +104,10 @@ class DataParallelArgumentsBase(TrainingArguments):
             "help": "Write checkpoints while training continues: a copy in memory, then a thread; one at a time."
         },
     )
+    peak_teraflops: Optional[float] = field(
+        default=None,
+        metadata={"help": "What one device can do, in TFLOP/s, to log the model FLOPs utilization (MFU)."},
+    )
     trace: Optional[str] = field(
         default=None, metadata={"help": "A file for the timeline of all ranks, as a Chrome trace (JSON)."}
     )
@@ -202,6 +206,8 @@ class DataParallelArgumentsBase(TrainingArguments):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
+        if self.peak_teraflops is not None and not self.peak_teraflops > 0:
+            raise ValueError(f"peak_teraflops must be positive, got {self.peak_teraflops}")
         check_zero_stage(self.zero_stage)
         check_dropout(self.dropout)
         if self.auto_find_batch_size and self.world_size > 1:

@@ -1,9 +1,9 @@
-"""This module saves and restores the states of callbacks, and makes all ranks agree on the flags that callbacks set."""
+"""This module saves and restores callback states, feeds progress bars, and makes ranks agree on callbacks' flags."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,24 @@ def has_stopped_early(callback: Any) -> bool:
     """Tell whether an early stopper has stopped the run, by the counters' names in MindNLP and Transformers."""
     patience = getattr(callback, "early_stopping_patience", None)
     return patience is not None and getattr(callback, _COUNTER, 0) >= patience
+
+
+# The metrics that a progress bar shows, by their names there.
+_SHOWN = {
+    "loss": "loss",
+    "step_seconds": "s/step",
+    "samples_per_second": "samples/s",
+    "input_tokens_per_second": "tokens/s",
+    "mfu": "MFU",
+}
+
+
+def show_in_progress_bars(callbacks: Iterable[Any], metrics: Mapping[str, float]) -> None:
+    """Show the metrics of a log line behind the training progress bar, on the rank that has one."""
+    shown = {name: f"{metrics[key]:.4g}" for key, name in _SHOWN.items() if key in metrics}
+    for callback in callbacks:
+        if (bar := getattr(callback, "training_bar", None)) is not None:
+            bar.set_postfix(shown, refresh=False)
 
 
 STOPS = ("should_training_stop", "should_epoch_stop")

@@ -15,7 +15,6 @@ It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evalu
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import time
@@ -37,7 +36,7 @@ from mindnlp_dp.runtime.recompute import enable_recompute
 from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
 from mindnlp_dp.training.fused_cross_entropy import fuse_cross_entropy
-from mindnlp_dp.training.metrics import LossMeter, TrainingTimer, speed_metrics
+from mindnlp_dp.training.metrics import Activity, LossMeter, SpeedMeter
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
 from mindnlp_dp.training.train_step import TrainStep
@@ -47,6 +46,7 @@ from mindnlp_dp.training.trainer.callbacks import (
     callback_states,
     has_stopped_early,
     load_callback_states,
+    show_in_progress_bars,
 )
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainerState, TrainOutput, has_length
 from mindnlp_dp.training.trainer.resuming import make_epoch_loader, restarts_epoch
@@ -75,11 +75,10 @@ class TrainingLoop:
         self.args = trainer.args
         self.position = Position()
         self.agree = ControlAgreement(self.world)
-        self.timer = TrainingTimer()
+        self.speed = SpeedMeter(self.world, self.group, self.args.peak_teraflops)
         self.timeline = StepTimeline(self.world, self.args.trace)
         self.losses = LossMeter(self.group)
         self.across_ranks = across_ranks(self.group, self.args.router_loss, trainer.model)
-        self.samples_seen = 0
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
         # The metrics of an evaluation since the last update.
@@ -128,9 +127,8 @@ class TrainingLoop:
         handler.train_dataset = handler.train_dataloader = self.loader
 
         began = time.time()
-        sync_seconds_before = self.synchronizer.seconds
-        self.tokens_before = state.num_input_tokens_seen
-        self.timer.start()
+        self.tokens_before, self.flos_before = state.num_input_tokens_seen, state.total_flos
+        self.speed.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
         self._follow_optimizer()
         if self.starts_over:
@@ -141,8 +139,8 @@ class TrainingLoop:
             is_over = self.agree.agreed["should_training_stop"]
             if not is_over:
                 self.position = Position(self.position.epoch + 1)
-        self.timer.stop()
-        return self._finish(began, self.synchronizer.seconds - sync_seconds_before)
+        self.speed.stop()
+        return self._finish(began)
 
     def _make_updater(self) -> Updater:
         trainer = self.trainer
@@ -191,7 +189,9 @@ class TrainingLoop:
                 position.epoch_done = True
                 break
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
+            sync_seconds = self.synchronizer.seconds
             norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
+            self.speed.add_update(self.synchronizer.seconds - sync_seconds)
             if args.sync_stats and self.world.is_main:
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
@@ -256,7 +256,7 @@ class TrainingLoop:
     def _count(self, batch: Any, inputs: Any) -> None:
         """Count the samples, floating point operations and tokens of a micro-batch that this rank has trained on."""
         trainer, args = self.trainer, self.args
-        self.samples_seen += len(batch.indices)
+        self.speed.add_batch(len(batch.indices), batch, trainer.main_input)
         trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.loss_replication
         if args.include_num_input_tokens_seen or args.include_tokens_per_second:
             trainer.current_tokens += batch[trainer.main_input].size
@@ -284,19 +284,29 @@ class TrainingLoop:
             self._log_loss()
             # Callbacks that saw the log may have set flags.
             agreed = self.agree(trainer.control)
-        with self.timer.paused() if agreed["should_evaluate"] or agreed["should_save"] else contextlib.nullcontext():
-            if agreed["should_evaluate"]:
-                metrics = self.metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
-                trainer.on_metrics(metrics)
-                if isinstance(trainer.lr_scheduler, mindnlp_api().optim.lr_scheduler.ReduceLROnPlateau):
-                    trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
-                agreed = self.agree(trainer.control)
-            if agreed["should_save"]:
-                # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
-                self.synchronizer.reset_error_feedback()
-                trainer.write_checkpoint(self.metrics)
-                trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
-                self.agree(trainer.control)
+        if agreed["should_evaluate"]:
+            with self.speed.during(Activity.EVALUATION):
+                agreed = self._evaluate()
+        if agreed["should_save"]:
+            with self.speed.during(Activity.CHECKPOINT):
+                self._save()
+
+    def _evaluate(self) -> dict[str, bool]:
+        """Evaluate the model, and return the flags that all ranks agree on after it."""
+        trainer = self.trainer
+        metrics = self.metrics = trainer.evaluate(ignore_keys=self.ignore_keys_for_eval)
+        trainer.on_metrics(metrics)
+        if isinstance(trainer.lr_scheduler, mindnlp_api().optim.lr_scheduler.ReduceLROnPlateau):
+            trainer.lr_scheduler.step(self.args.metric_to_watch(metrics))
+        return self.agree(trainer.control)
+
+    def _save(self) -> None:
+        trainer = self.trainer
+        # Checkpoints do not hold the compression's error feedback: drop it, so that a resumed run is the same.
+        self.synchronizer.reset_error_feedback()
+        trainer.write_checkpoint(self.metrics)
+        trainer.control = trainer.callback_handler.on_save(self.args, trainer.state, trainer.control)
+        self.agree(trainer.control)
 
     def _handle_launcher_request(self) -> None:
         """Set ``should_save`` if the launcher asks rank 0 for a checkpoint, as it does before it adds ranks."""
@@ -313,7 +323,11 @@ class TrainingLoop:
         logs["learning_rate"] = trainer._get_learning_rate()
         trainer._globalstep_last_logged = trainer.state.global_step
         trainer.store_flos()
-        trainer.log(logs)
+        self.speed.set_flos(trainer.state.total_flos - self.flos_before)
+        speed = self.speed.since_log()
+        heartbeat.report_speed(speed)
+        show_in_progress_bars(trainer.callback_handler.callbacks, {"loss": logs["loss"], **speed})
+        trainer.log({**logs, **speed})
         # MindNLP resets it only on a rank that writes the log.
         trainer.control.should_log = False
 
@@ -324,7 +338,7 @@ class TrainingLoop:
         if self.is_set_up:
             self.train_step.updater.unshare()
 
-    def _finish(self, began: float, sync_seconds: float) -> TrainOutput:
+    def _finish(self, began: float) -> TrainOutput:
         trainer, args, state = self.trainer, self.args, self.trainer.state
         if args.past_index >= 0 and hasattr(trainer, "_past"):
             del trainer._past
@@ -337,16 +351,17 @@ class TrainingLoop:
 
         train_loss = self.losses.mean_of_run()
         trainer.store_flos()
-        tokens = state.num_input_tokens_seen - self.tokens_before if args.include_tokens_per_second else None
+        self.speed.set_flos(state.total_flos - self.flos_before)
         metrics = {
             "train_runtime": round(time.time() - began, 4),
-            **speed_metrics(
-                self.group, seconds=self.timer.seconds, sync_seconds=sync_seconds, num_samples=self.samples_seen,
-                num_updates=self.updates_done, num_tokens=tokens,
-            ),
+            **self.speed.of_run(),
             "total_flos": state.total_flos,
             "train_loss": train_loss,
-        }  # fmt: skip
+        }
+        if args.include_tokens_per_second:
+            # Transformers' metric, which counts padding too.
+            tokens = state.num_input_tokens_seen - self.tokens_before
+            metrics["train_tokens_per_second"] = round(tokens / max(metrics["train_seconds"], 1e-9), 3)
         trainer.is_in_train = False
         trainer.log(dict(metrics))
         if state.best_model_checkpoint is not None and args.save_total_limit == 1:

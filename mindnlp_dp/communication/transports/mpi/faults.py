@@ -15,8 +15,13 @@ that notices the loss revokes its communicators, so that ranks that wait for oth
 
 from __future__ import annotations
 
+import array
 import atexit
+import fcntl
+import os
+import stat
 import sys
+import termios
 import time
 import types
 from collections.abc import Sequence
@@ -55,6 +60,7 @@ def abort_job_on_failure(mpi: Any) -> None:
         previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
+        _wait_until_output_is_read()
         mpi.COMM_WORLD.Abort(1)
 
     def leave() -> None:
@@ -71,6 +77,24 @@ def abort_job_on_failure(mpi: Any) -> None:
     mpi._set_abort_status = note_abort_status
     # mpi4py finalizes MPI after all of Python's own handlers.
     atexit.register(leave)
+
+
+def _wait_until_output_is_read() -> None:
+    """Wait, at most a second, until mpirun has read what this rank wrote to its pipes.
+
+    On a busy host mpirun can handle MPI_Abort before it reads the last lines of a traceback, which are then lost.
+    """
+    deadline = time.monotonic() + 1.0
+    for descriptor in (1, 2):
+        unread = array.array("i", [1])
+        while unread[0] and time.monotonic() < deadline:
+            try:
+                if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                    break
+                fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+            except OSError:
+                break
+            time.sleep(POLL_SECONDS)
 
 
 def _wait_for_the_others(comm: Any) -> None:

@@ -1,0 +1,122 @@
+"""Test the metrics of a Trainer's log: samples and tokens of all ranks, the time of the slowest, what is excluded."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from library import TrainerCallback
+
+from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.training.metrics import Activity, SpeedMeter, count_input_tokens, count_label_tokens
+from models import Rows, tiny_roberta, train
+
+SPEED = ("step_seconds", "samples_per_second", "input_tokens_per_second", "gradient_sync_share", "peak_memory_gib")
+
+
+class Sleep(TrainerCallback):
+    """Sleeps in each update on one rank, in each evaluation and in each checkpoint on all."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if args.process_index == self.rank:
+            time.sleep(0.1)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        time.sleep(0.3)
+
+    def on_save(self, args, state, control, **kwargs):
+        time.sleep(0.2)
+
+
+def rows_of(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.core
+def test_a_log_line_has_the_speed_of_all_ranks(group, shared_tmp_path):
+    size, num_rows = group.world_size, 24
+    trainer = train(
+        tiny_roberta(), Rows(num_rows), shared_tmp_path, eval_dataset=Rows(4), callbacks=[Sleep(size - 1)],
+        per_device_train_batch_size=max(1, 4 // size), num_train_epochs=1, logging_steps=2, evaluation_strategy="epoch",
+        save_strategy="epoch", peak_teraflops=1e-3,
+    )  # fmt: skip
+    lines = rows_of(trainer)
+    updates = trainer.state.global_step
+    for line in lines:
+        assert all(line[name] >= 0 for name in SPEED)
+        # The rank that sleeps is the slowest, and the others wait for it.
+        assert line["step_seconds"] >= 0.1
+        samples = line["samples_per_second"] * line["step_seconds"]
+        assert samples == pytest.approx(num_rows / updates, rel=0.05)
+        # All rows have the same length, without padding.
+        length = len(Rows(1)[0]["input_ids"])
+        assert line["input_tokens_per_second"] == pytest.approx(length * line["samples_per_second"], rel=0.01)
+        assert line["mfu"] == pytest.approx(line["teraflops_per_second"] / (size * 1e-3), rel=0.01)
+        assert "label_tokens_per_second" not in line
+    metrics = trainer.output.metrics
+    assert metrics["evaluation_seconds"] >= 0.3
+    assert metrics["checkpoint_seconds"] >= 0.2
+    assert metrics["train_seconds"] >= 0.1 * updates
+    assert metrics["train_seconds"] < metrics["train_runtime"] - 0.5 + 0.01
+    assert metrics["train_samples_per_second"] == pytest.approx(num_rows / metrics["train_seconds"], rel=0.01)
+    assert metrics["train_steps_per_second"] == pytest.approx(updates / metrics["train_seconds"], rel=0.01)
+    same = group.all_gather_object([{k: v for k, v in line.items() if k != "epoch"} for line in lines])
+    assert all(other == same[0] for other in same)
+
+
+def test_the_status_and_the_progress_bar_get_them(group, tmp_path, monkeypatch):
+    reported, shown = [], []
+    monkeypatch.setattr(heartbeat, "report_speed", reported.append)
+
+    class Bar:
+        def set_postfix(self, values, refresh):
+            shown.append(values)
+
+    class Bars(TrainerCallback):
+        training_bar = Bar()
+
+    trainer = train(
+        tiny_roberta(), Rows(8), tmp_path, callbacks=[Bars()], logging_steps=1,
+        per_device_train_batch_size=max(1, 4 // group.world_size),
+    )  # fmt: skip
+    lines = rows_of(trainer)
+    assert len(lines) == len(reported) == len(shown)
+    for line, report, bar in zip(lines, reported, shown):
+        assert report["step_seconds"] == line["step_seconds"]
+        assert set(bar) == {"loss", "s/step", "samples/s", "tokens/s"}
+
+
+def test_an_interval_without_updates_and_a_rank_without_samples(group):
+    meter = SpeedMeter(group, group)
+    meter.start()
+    assert meter.since_log()["samples_per_second"] == 0
+    with meter.during(Activity.CHECKPOINT):
+        time.sleep(0.05)
+    meter.add_update(0.0)
+    if group.is_main:
+        meter.add_batch(3, {"input_ids": np.ones((3, 2), np.int32), "labels": np.array([[1, -100]] * 3)}, "input_ids")
+    line = meter.since_log()
+    meter.stop()
+    assert line["checkpoint_seconds"] >= 0.05
+    assert line["step_seconds"] < 0.05
+    # Both are rounded to thousandths.
+    assert line["input_tokens_per_second"] == pytest.approx(2 * line["samples_per_second"], rel=1e-2)
+    assert line["label_tokens_per_second"] == pytest.approx(line["samples_per_second"], rel=1e-2)
+    assert meter.of_run()["train_seconds"] < 0.05
+
+
+def test_what_counts_as_a_token():
+    ids = np.ones((2, 3), np.int64)
+    assert count_input_tokens({"input_ids": ids}, "input_ids") == 6
+    assert count_input_tokens({"input_ids": ids, "attention_mask": np.array([[1, 0, 0], [1, 1, 0]])}, "input_ids") == 3
+    # A mask of pairs of tokens, as packed rows have, says nothing about padding.
+    assert count_input_tokens({"input_ids": ids, "attention_mask": np.zeros((2, 1, 3, 3))}, "input_ids") == 6
+    assert count_input_tokens({"pixel_values": np.ones((2, 3), np.float32)}, "pixel_values") == 0
+    assert count_input_tokens({}, "input_ids") == 0
+    assert count_label_tokens({"labels": np.array([1, 0])}) == 0
+    assert count_label_tokens({"labels": np.array([[1, -100], [-100, -100]])}) == 1
+    assert count_label_tokens({"labels": np.ones((2, 2), np.float32)}) == 0
