@@ -83,6 +83,20 @@ def test_the_layers_are_those_that_are_checked():
     assert told.splitlines()[1:-1] == re.findall(r'"(.+)"', held)
 
 
+# --- Chinese pages ---
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.zh.md")), ids=lambda page: page.name)
+def test_a_chinese_page_has_the_headings_and_the_code_of_its_twin(page):
+    chinese, english = read(page), read(page.with_name(page.name.replace(".zh.md", ".md")))
+    blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    assert blocks.findall(chinese) == blocks.findall(english)
+    outlines = [re.findall(r"^#+ ", blocks.sub("", text), re.MULTILINE) for text in (chinese, english)]
+    assert outlines[0] == outlines[1]
+    links = [re.findall(r"\]\(([^)#]+)", text) for text in (chinese, english)]
+    assert sorted(links[0]) == sorted(links[1])
+
+
 # --- arguments.md and api.md ---
 
 

@@ -1,0 +1,53 @@
+"""Test the tutorials: every shell and Python block of a page, in its order, in one folder, as a reader would type it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT, TIMEOUT_SECONDS
+from mindnlp_dp.runtime.versions import mindnlp_series
+
+TUTORIALS = ROOT / "docs" / "tutorials"
+BLOCK = re.compile(r'^```(bash|python)(?: title="(.+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+# The environment of these tests is installed, and test_wheel.sh installs another. The page on two hosts needs two;
+# tests/two_hosts.sh, its last block, is a step of its own in scripts/test.sh.
+NOT_RUN = ("python -m venv",)
+PAGES = {
+    "first_run": r"(?s)rank 0 of 1: digest of the weights (?P<one>\w{16}).*of 2: digest of the weights \w{16}",
+    "your_data": r"(?s)accuracy (0\.9|1\.0).*replicas in sync  yes.*written to outputs/mine/report\.html",
+    "resuming": r"(?s)in sync  yes, digest (?P<digest>\w{16}).*in sync  yes, digest (?P=digest).*digest (?P=digest)",
+    "llm_lora": r"(?s)perplexity .*written to .*perplexity .*report\.html",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(mindnlp_series() != "0.4", reason="the recipes are for MindNLP 0.4")
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_tutorial_says_can_be_typed(tmp_path, page):
+    for name in ("scripts", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    bin_folder = Path(sys.executable).parent
+    environ = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    said = ""
+    for language, file, text in BLOCK.findall((TUTORIALS / f"{page}.md").read_text(encoding="utf-8")):
+        if file:
+            (tmp_path / file).write_text(text)
+            continue
+        if text.startswith(NOT_RUN):
+            continue
+        command = ["bash", "-ec", text] if language == "bash" else [sys.executable, "-c", text]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
+        # `wait` returns the exit code of the job that the tutorial kills.
+        assert done.returncode == (137 if "kill -9" in text else 0), f"{text}\n{done.stdout}"
+        said += done.stdout
+    assert re.search(PAGES[page], said), said
