@@ -12,8 +12,6 @@ line, then lines with a label (0 negative, 1 neutral, 2 positive), a tab and a t
 import sys
 from pathlib import Path
 
-from train_data_parallel import run
-
 FOLDER = Path("data/emotion")
 DEFAULTS = {
     "train_file": str(FOLDER / "train.tsv"), "test_file": str(FOLDER / "test.tsv"), "model": "bert-base-chinese",
@@ -25,4 +23,7 @@ if __name__ == "__main__":
     names_data = any(flag.partition("=")[0] in ("--train-file", "--dataset", "--config", "--help") for flag in sys.argv)
     if not names_data and not FOLDER.exists():
         sys.exit(f"error: there is no {FOLDER}; python homework/download_emotion.py fetches it, or pass --train-file")
+    # Not above: it imports MindSpore, which takes seconds.
+    from train_data_parallel import run
+
     run(description=__doc__, defaults=DEFAULTS, from_scratch=FROM_SCRATCH)

@@ -119,14 +119,21 @@ lint_and_types() {
 }
 
 # Files in tests/single/ that another version of MindSpore can hardly break.
-of_any_version=(algorithms batch_scaling bucket_layout docs doctor homework kubernetes launch layers lost_ranks output
-  planner planner_operators planner_programs planner_schedules readme rendezvous report restarts sharding
-  shared_memory_rows speed_up testing text_classification)
+of_any_version=(algorithms background_checkpoints batch_scaling bucket_layout docs doctests doctor evaluation homework
+  inspection kubernetes launch layers lost_ranks output planner planner_operators planner_programs planner_schedules
+  readme release rendezvous report restarts sharding shared_memory_rows speed_up testing text_classification trackers)
 of_any_version=("${of_any_version[@]/#/--ignore=tests/single/test_}")
 of_any_version=("${of_any_version[@]/%/.py}")
 
+# Files in tests/single/ that take about half of the rest's time.
+of_operators=(tests/single/test_kernels.py tests/single/test_patches.py tests/single/test_recompute.py)
+
 single() {
   step "single process" python -m pytest -m "$markers" tests/single --durations=25 "$@"
+}
+
+single_operators() {
+  step "single process: operators" python -m pytest -m "$markers" "${of_operators[@]}" --durations=25
 }
 
 failure() {
@@ -144,13 +151,10 @@ resumed=@resuming.py::test_another_number_of_ranks_keeps_the_global_batch_and_th
 
 if [ $tests = core ]; then
   static_and_single() {
-    if [ -z "${MINDSPORE:-}" ]; then
-      lint_and_types
-      single
-    else
-      single "${of_any_version[@]}"
-    fi
+    lint_and_types
+    single
   }
+  single_of_this_version() { single "${of_any_version[@]}" "${of_operators[@]/#/--ignore=}"; }
   several_ranks() {
     parallel core mpi 2 tests/parallel -m "$core"
     local meshes=(@model_parallel.py @stage_meshes.py @language_models.py)
@@ -158,11 +162,11 @@ if [ $tests = core ]; then
     parallel "its transport" msrun 2 "${smoke[@]}" @functional.py @device_update.py -m "$core"
   }
   core_failures() { failure "failure: core" tests/failure -m "$core"; }
+  # Ranks that wait for each other would take the core of the tests of one process; most jobs that fail sleep.
+  several_ranks
   if [ -n "${MINDSPORE:-}" ]; then
-    side_by_side static_and_single several_ranks
+    side_by_side single_of_this_version single_operators
   else
-    # Ranks that wait for each other would take the core of the tests of one process; most jobs that fail sleep.
-    several_ranks
     side_by_side static_and_single core_failures
   fi
 else

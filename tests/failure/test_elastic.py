@@ -113,8 +113,9 @@ Path(f"pid_{group.rank}").write_text(str(os.getpid()))
 # These ranks are forked by their job's own server. The other tests show the same for the shared server.
 @pytest.mark.parametrize(
     ("how", "code", "backend"),
-    [("os.kill(os.getpid(), 2)", 130, "mpi"), pytest.param("1 / 0", 1, "mindspore", marks=pytest.mark.slow)],
+    [("os.kill(os.getpid(), 2)", 130, "mpi"), ("1 / 0", 1, "mindspore")],
 )
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_imports")
 def test_ranks_that_were_forked_end_as_others_do(tmp_path, how, code, backend, request):
     # A shell script ignores SIGINT in its background processes, too.

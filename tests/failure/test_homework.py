@@ -110,6 +110,7 @@ def test_a_run_that_failed_gets_no_page_of_an_older_one(flags, tmp_path, venv):
     assert "report.json does not exist" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_courses_example_learns_emotions(flags, tmp_path):
     done = run(
         ["bash", "scripts/homework_emotion.sh", *flags],

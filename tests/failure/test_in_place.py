@@ -94,6 +94,7 @@ def test_what_is_divided_is_taken_up_from_the_newest_checkpoint(tmp_path, undist
     assert_same_model(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_the_job_begins_anew(tmp_path, undisturbed):
     exit_code, output = elastic(tmp_path, "--zero-stage", 1, "--fault", "kill@7:2", "--save-steps", 1000)
     assert exit_code == 0, output
@@ -103,6 +104,7 @@ def test_without_a_checkpoint_the_job_begins_anew(tmp_path, undisturbed):
     assert_same_model(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_one_that_mpi_does_not_tell_of_costs_a_restart(tmp_path, undisturbed):
     exit_code, output = elastic(tmp_path, "--fault", "exit@7:1")
     assert exit_code == 0, output
@@ -150,6 +152,7 @@ def test_it_grows_again(tmp_path, undisturbed):
     assert_same_model(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_restarts_are_counted_and_limited(tmp_path):
     # The faults are far enough apart for the launcher to see two separate losses.
     faults = ("--fault", "raise@5:2", "--fault", "raise@12:1", "--seconds", 0.2)

@@ -44,7 +44,9 @@ BARE_PMIX = ["env", "-u", "OMPI_COMM_WORLD_SIZE", "-u", "OMPI_COMM_WORLD_RANK"]
 
 
 @pytest.mark.parametrize(
-    "slurm", [[], [f"{name}={value}" for name, value in SLURM_STEP.items()]], ids=["alone", "srun"]
+    "slurm",
+    [[], pytest.param([f"{name}={value}" for name, value in SLURM_STEP.items()], marks=pytest.mark.slow)],
+    ids=["alone", "srun"],
 )
 def test_pmix_alone_is_served_by_mpi(start, slurm):
     job = start(MEET, *mpirun(*BARE_PMIX, *slurm))

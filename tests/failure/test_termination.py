@@ -34,7 +34,7 @@ def updates(folder):
         return 0
 
 
-@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.core), ("--async-save",)])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.core), pytest.param(("--async-save",), marks=pytest.mark.slow)])
 def test_a_job_that_is_asked_to_end_saves_first_and_goes_on_later_as_if_it_had_not_been(tmp_path, flags):
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     for folder in (whole, ended):
@@ -121,6 +121,7 @@ def test_a_job_that_fails_when_it_was_asked_to_end_is_not_started_again(tmp_path
     assert "of 2 failed with exit code 1" in said
 
 
+@pytest.mark.slow
 def test_nobody_is_left_to_save_when_rank_0_has_finished(tmp_path):
     script = NEVER_SAVES.replace("100", "200") + "    if group.rank == 0 and step == 50:\n        break\n"
     launcher = start_job(tmp_path, "--grace-period", 300, script, stdout=subprocess.DEVNULL)

@@ -78,7 +78,7 @@ HANGS = {
         *[("mpi", how) for how in HANGS if how != "in Python"],
         # The launcher decides; under MindSpore, only finding the ranks and their threads' stacks differs.
         pytest.param("mindspore", "in Python", marks=pytest.mark.slow),
-        ("mindspore", "stopped"),
+        pytest.param("mindspore", "stopped", marks=pytest.mark.slow),
     ],
 )
 def test_a_hang_is_named_and_ended(tmp_path, backend, how):
@@ -197,7 +197,7 @@ MPI.COMM_WORLD.barrier()
 """
 
 
-@pytest.mark.parametrize("tee", ["0", pytest.param("all", marks=core)])
+@pytest.mark.parametrize("tee", [pytest.param("0", marks=pytest.mark.slow), pytest.param("all", marks=core)])
 def test_who_does_not_read_keeps_no_failure_from_being_seen(tmp_path, tee):
     """Nothing reads the output, as after Ctrl-S in a terminal, or in a pager that shows its first page."""
     record = tmp_path / "logs/failures.jsonl"
@@ -237,7 +237,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize(("megabytes", "files"), [pytest.param(1, 2, marks=core), (0, 1)])
+@pytest.mark.parametrize(("megabytes", "files"), [pytest.param(1, 2, marks=core), pytest.param(0, 1, marks=pytest.mark.slow)])
 def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, megabytes, files):
     exit_code, output = run_job(tmp_path, "--log-mb", megabytes, LINES)
     assert exit_code == 0
