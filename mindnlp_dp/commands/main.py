@@ -71,7 +71,15 @@ def _parser() -> argparse.ArgumentParser:
         help="check this machine and environment, and print what to fix",
         description="Check versions, devices, ports and variables, try both backends with two processes, and print "
         "a fix for each problem. Works when MindSpore or MindNLP cannot be imported. "
-        "The exit code is 1 if something must be fixed.",
+        "The exit code is 1 if something must be fixed. With --devices, try instead what this package does on these "
+        "devices (collectives, equivalence, ZeRO, a killed run, tensor parallelism), and write a report to attach to an "
+        "issue.",
+    )
+    doctor.add_argument(
+        "--devices", type=_numbers, metavar="N,N...", help="numbers of two devices or more; on a CPU, as many ranks"
+    )
+    doctor.add_argument(
+        "--report", type=Path, metavar="FILE", help="where to write that report (default: device_report.md)"
     )
     doctor.set_defaults(run=_doctor)
     algorithms = commands.add_parser(
@@ -214,6 +222,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be numbers with commas, such as 0,1, got {text}")
+    return [int(part) for part in parts]
+
+
 def _run(args: argparse.Namespace) -> int:
     command = (["-m"] if args.module else []) + [args.script, *args.args]
     try:
@@ -244,9 +259,17 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from mindnlp_dp.commands.doctor.findings import run_doctor
+    if args.devices is None and args.report is None:
+        from mindnlp_dp.commands.doctor.findings import run_doctor
 
-    return run_doctor()
+        return run_doctor()
+    from mindnlp_dp.commands.doctor.device_report import run_device_report
+
+    try:
+        return run_device_report(args.devices or [0, 1], args.report or Path("device_report.md"))
+    except (ValueError, OSError) as error:
+        print(f"mindnlp-dp doctor: {error}", file=sys.stderr)
+        return 2
 
 
 def _algorithms(args: argparse.Namespace) -> int:

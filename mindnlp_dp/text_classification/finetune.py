@@ -80,3 +80,7 @@ def train(
     title = f"{report['num_labels']} labels"
     job.write(trainer, config, report, lambda folder: save_tokenizer(config, task, folder), title)
     return report
+
+
+if __name__ == "__main__":
+    main()
