@@ -8,9 +8,10 @@ the products, with its own threads.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Optional
+from typing import Optional, Union
 
 import numpy as np
 
@@ -121,13 +122,16 @@ def matmul(a: np.ndarray, b: np.ndarray, like: Optional[np.ndarray] = None) -> n
         raise ValueError(f"matmul: shapes {a.shape} and {b.shape} do not fit: {inner} columns, {b.shape[-2]} rows")
     if b.ndim == 2 and like is None:
         return product(a.reshape(math.prod(a.shape[:-1]), inner), b).reshape(*a.shape[:-1], columns)
-    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    of_a, of_b = a.shape[:-2], b.shape[:-2]
+    batch = of_a if of_a == of_b else np.broadcast_shapes(of_a, of_b)
     shape = (*batch, rows, columns)
     out = empty(*shape) if like is None else empty_like(shape, like)
     if not out.size or not inner:
         out[...] = 0
         return out
-    a, b = (np.broadcast_to(_for_blas(x), batch + x.shape[-2:]) for x in (a, b))
+    a, b = _for_blas(a), _for_blas(b)
+    if of_a != of_b:
+        a, b = (np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b))
     if not onednn.is_there():
         return np.matmul(a, b, out=out)
     if out.strides[-1] == ITEM_BYTES:
@@ -149,9 +153,9 @@ def column_sums(x: np.ndarray) -> np.ndarray:
 def _batched(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """Multiply each pair of matrices into ``out``, one by one or in one call; the batch dimensions are equal."""
     (rows, inner), columns = a.shape[-2:], b.shape[-1]
-    if onednn.has_primitives() and _is_for_one_call(a, b, out):
-        without_ones = tuple(slice(None) if length > 1 else 0 for length in out.shape[:-2])
-        _in_one_call(*(x[without_ones] for x in (a, b, out)))
+    axis = _axis_to_split(out.shape, inner, a.strides, b.strides, out.strides)
+    if axis is not None and onednn.has_primitives():
+        _in_one_call(a, b, out, axis)
         return
     addresses = list(zip(_addresses(a), _addresses(b), _addresses(out)))
     _, out_stride = _layout(out)
@@ -164,35 +168,42 @@ def _batched(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     parallel_for(part, len(addresses), 1, WORK_OF_A_PART // (rows * inner * columns) + 1)
 
 
-def _is_for_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> bool:
-    """Return whether a batch has a layout for which oneDNN's batched product is right (:func:`onednn.products`)."""
-    longer_than_1 = [axis for axis, length in enumerate(out.shape[:-2]) if length > 1]
-    return (
+# Cached, as small products take no longer than this would.
+@functools.lru_cache(maxsize=1024)
+def _axis_to_split(shape: tuple[int, ...], inner: int, *strides: tuple[int, ...]) -> Optional[int]:
+    """Return the batch dimension to distribute over the cores; None if oneDNN's batched product is wrong for this.
+
+    See :func:`onednn.products`; ``strides`` are those of the factors and the result, whose ``shape`` this is.
+    """
+    longer_than_1 = [axis for axis, length in enumerate(shape[:-2]) if length > 1]
+    is_right = (
         1 <= len(longer_than_1) <= 2
-        and min(*out.shape[-2:], a.shape[-1]) > 1
-        and min(*a.strides, *b.strides, *out.strides) >= 0
-        and _are_batches_in_order((a, b, out), longer_than_1)
+        and min(*shape[-2:], inner) > 1
+        and all(min(each) >= 0 for each in strides)
+        and _are_batches_in_order(strides, longer_than_1)
     )
+    return max(longer_than_1, key=shape.__getitem__) if is_right else None
 
 
-def _are_batches_in_order(arrays: Sequence[np.ndarray], axes: list[int]) -> bool:
+def _are_batches_in_order(strides: Sequence[tuple[int, ...]], axes: list[int]) -> bool:
     """Return whether oneDNN 3.10 takes these batch dimensions; with others it writes to other memory on some cores.
 
     It broadcasts one factor over one dimension. Two dimensions must be in their order in memory, and not broadcast.
     """
-    steps = [[x.strides[axis] for axis in axes] for x in arrays]
+    steps = [[each[axis] for axis in axes] for each in strides]
     if len(axes) == 1:
         return steps[0] != [0] or steps[1] != [0]
     return all(first >= second > 0 for first, second in steps)
 
 
-def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """Multiply as many matrices in one call as a core has to; all batch dimensions are longer than 1."""
-    axis = int(np.argmax(out.shape[:-2]))
+def _in_one_call(a: np.ndarray, b: np.ndarray, out: np.ndarray, axis: int) -> None:
+    """Multiply as many matrices in one call as a core has to; batch dimensions of length 1 are left out."""
+    index: list[Union[int, slice]] = [slice(None) if length > 1 else 0 for length in out.shape[:-2]]
     work = math.prod(out.shape) // out.shape[axis] * a.shape[-1]
 
     def part(first: int, last: int) -> None:
-        arrays = [x[(slice(None),) * axis + (slice(first, last),)] for x in (a, b, out)]
+        at = (*index[:axis], slice(first, last), *index[axis + 1 :])
+        arrays = [x[at] for x in (a, b, out)]
         # Always in float32: with AMX, oneDNN 3.10's batched products from bfloat16 leave out or overwrite memory.
         onednn.products(*map(onednn.strided, arrays))(*(x.ctypes.data for x in arrays))
 

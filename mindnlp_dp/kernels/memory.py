@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -70,19 +71,21 @@ def tensor_of(array: np.ndarray) -> Any:
         return mindspore.Tensor(array)
     if array.flags.c_contiguous:
         return mindspore.Tensor.from_numpy(array)
-    order = _memory_order(array)
-    return mindspore.Tensor.from_numpy(array.transpose(order)).permute(tuple(np.argsort(order).tolist()))
+    order, back = _memory_order(array.strides)
+    return mindspore.Tensor.from_numpy(array.transpose(order)).permute(back)
 
 
 def empty_like(shape: tuple[int, ...], other: np.ndarray) -> np.ndarray:
     """Return a new array with the memory order of ``other``, which has the same number of dimensions."""
-    order = _memory_order(other)
-    return empty(*(shape[axis] for axis in order)).transpose(np.argsort(order))
+    order, back = _memory_order(other.strides)
+    return empty(*(shape[axis] for axis in order)).transpose(back)
 
 
-def _memory_order(array: np.ndarray) -> list[int]:
-    """Return an array's dimensions, from the one with the largest stride to the one with the smallest."""
-    return sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+@functools.lru_cache(maxsize=1024)
+def _memory_order(strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return an array's dimensions from the one with the largest stride to that with the smallest, and the inverse."""
+    order = sorted(range(len(strides)), key=lambda axis: -abs(strides[axis]))
+    return tuple(order), tuple(np.argsort(order).tolist())
 
 
 def empty(*shape: int) -> np.ndarray:

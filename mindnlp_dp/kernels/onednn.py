@@ -185,19 +185,24 @@ def strided(array: Any) -> Strided:
     A batch dimension that is broadcast gets the length 1. All dimensions of length 1 get the strides of a row-major or
     column-major array: oneDNN 3.10 recognizes layouts by strides, and with others it reads wrong addresses.
     """
-    (*batch, rows, columns), (*steps, by_row, by_column) = array.shape, (n // array.itemsize for n in array.strides)
+    return _as_layout(array.shape, array.strides, array.itemsize)
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Strided:
+    (*batch, rows, columns), (*steps, by_row, by_column) = shape, (n // itemsize for n in strides)
     if by_column == 1 or columns == 1:
         matrix = (by_row if rows > 1 else columns, 1)
     else:
         matrix = (1, by_column if columns > 1 else rows)
     extent = max(rows * matrix[0], columns * matrix[1])
-    shape, strides = [rows, columns], list(matrix)
+    lengths, distances = [rows, columns], list(matrix)
     for length, step in zip(reversed(batch), reversed(steps)):
         is_one = length == 1 or not step
-        shape.insert(0, 1 if is_one else length)
-        strides.insert(0, extent if is_one else step)
-        extent = max(extent, shape[0] * strides[0])
-    return tuple(shape), tuple(strides)
+        lengths.insert(0, 1 if is_one else length)
+        distances.insert(0, extent if is_one else step)
+        extent = max(extent, lengths[0] * distances[0])
+    return tuple(lengths), tuple(distances)
 
 
 def _array(shape: tuple[int, ...]) -> ctypes.c_void_p:

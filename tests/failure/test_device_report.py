@@ -25,14 +25,14 @@ def all_reduce(self, x, op="sum", **options):
 ProcessGroup.all_reduce = all_reduce
 """
 WRONG_WEIGHT = """
-from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
+from mindnlp_dp.data_parallel.accumulation import BufferedAccumulator
 
-right = GradientAccumulator.accumulate
+right = BufferedAccumulator.accumulate
 
 def accumulate(self, gradients, weight=1.0, *rest, **options):
     return right(self, gradients, 3 * weight if self.group.rank == 1 else weight, *rest, **options)
 
-GradientAccumulator.accumulate = accumulate
+BufferedAccumulator.accumulate = accumulate
 """
 
 
@@ -56,7 +56,7 @@ def test_a_wrong_collective_is_found_on_the_rank_that_has_it(tmp_path, inject, m
     assert device_report.run_device_report([0, 1], tmp_path / "report.md") == 1
     said = "all_reduce, min of float32: rank 1: 12 of 12 elements differ; at (0, 0): 1.0 instead of 0.0"
     assert f"FAIL collectives: {said}" in capsys.readouterr().out
-    assert f"| collectives | **fails** | " in (tmp_path / "report.md").read_text()
+    assert "| collectives | **fails** | " in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.slow
