@@ -8,7 +8,6 @@ from typing import Any, Optional
 
 from mindnlp_dp.compat.import_hook import around
 from mindnlp_dp.runtime.override import override
-from mindnlp_dp.runtime.recompute import check_checkpointing_options, enable_recompute, has_recomputed_layers
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 _TRANSFORMERS = {"0.4": "mindnlp.transformers", "0.5": "transformers"}[mindnlp_series()]
@@ -20,6 +19,9 @@ _TRANSFORMERS = {"0.4": "mindnlp.transformers", "0.5": "transformers"}[mindnlp_s
 @around(f"{_TRANSFORMERS}.modeling_utils")
 def _gradient_checkpointing(module: types.ModuleType) -> Iterator[None]:
     yield
+    # Not above: it imports NumPy, and the launcher and the ranks' proxies start twice as fast without.
+    from mindnlp_dp.runtime.recompute import check_checkpointing_options, enable_recompute, has_recomputed_layers
+
     model_class = module.PreTrainedModel
 
     @override(model_class)

@@ -6,8 +6,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from mindnlp_dp.compat.import_hook import around
 from mindnlp_dp.runtime.override import override
 from mindnlp_dp.runtime.versions import mindnlp_series
@@ -20,6 +18,7 @@ _TRANSFORMERS = {"0.4": "mindnlp.transformers", "0.5": "transformers"}[mindnlp_s
 # Remove when: the libraries' functions take the sums over several ranks.
 def _router_loss(module: types.ModuleType) -> Iterator[None]:
     yield
+    import numpy as np
 
     @override(module)
     def load_balancing_loss_func(
