@@ -38,7 +38,17 @@ def losses(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=run.name)
     axes.set(ylim=(0, _end(1.06 * axes.dataLim.ymax)), xlim=(0, _end(1.04 * axes.dataLim.xmax)))
     axes.set(xlabel=unit, ylabel="cross entropy (thin: training)", title="loss" + _OVER[over])
-    axes.legend(frameon=False, loc="best")
+    _name_runs(axes, runs)
+
+
+def _name_runs(axes: Any, runs: Sequence[RecordedRun]) -> None:
+    """Add a legend; a single run's only label goes beside the title, where it hides no point."""
+    if len(runs) > 1:
+        axes.legend(frameon=False, loc="best")
+    else:
+        # matplotlib hides labels that begin with an underscore.
+        labels = axes.get_legend_handles_labels()[1] or [runs[0].name]
+        axes.set_title(labels[0], loc="right", fontweight="normal")
 
 
 def _end(value: float) -> Optional[float]:
@@ -56,7 +66,7 @@ def accuracies(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
         axes.plot([scale * x for x in at], values, "o", color=colour, linestyle=dashes, markersize=4, label=label)
     axes.set(ylim=(0, 1.02), xlim=(0, _end(1.04 * axes.dataLim.xmax)))
     axes.set(xlabel=unit, ylabel="share of the held-out samples", title="accuracy" + _OVER[over])
-    axes.legend(frameon=False, loc="best")
+    _name_runs(axes, runs)
 
 
 def perplexities(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
@@ -75,7 +85,7 @@ def perplexities(axes: Any, runs: Sequence[RecordedRun], over: str) -> None:
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set(xlabel=unit, ylabel="exponential of the held-out loss", title="perplexity" + _OVER[over])
-    axes.legend(frameon=False, loc="best")
+    _name_runs(axes, runs)
 
 
 def throughput(axes: Any, runs: Sequence[RecordedRun]) -> None:

@@ -118,6 +118,20 @@ def test_a_run_of_an_older_version_is_shown_without_what_it_lacks(tmp_path):
     assert "Most confused classes" not in page
 
 
+@pytest.mark.parametrize("name", ["one", "_hidden"])
+def test_a_single_run_has_no_legend_and_its_metrics(tmp_path, two, name):
+    metrics = {"train_input_tokens_per_second": 1234.5, "train_mfu": 0.4321, "evaluation_seconds": 2.5}
+    single = read_runs([write(tmp_path / name, report_of(metrics=metrics))])
+    page = render(single)
+    assert 'id="legend_1"' not in page
+    assert name in Text(page).words
+    for words in ("tokens per second, without padding1234", "model FLOPs utilization (MFU)0.432", "while training2.5"):
+        assert words in "".join(Text(page).words.split("\n"))
+    # A run of an older version has none.
+    page = render([*single, *read_runs(two)])
+    assert 'id="legend_1"' in page
+
+
 def test_a_label_cannot_write_into_the_page(tmp_path):
     report = report_of(confusions=[{"label": "<script>alert(1)</script>", "predicted": "b", "count": 1, "of": 2}])
     page = render(read_runs([write(tmp_path / "<b>run</b>", report)]))
