@@ -13,10 +13,7 @@ at once, as without this module.
 from __future__ import annotations
 
 import errno
-import os
-import re
 import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -25,9 +22,10 @@ from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.checkpoint.writer import publish_checkpoint, write_checkpoint, write_files
+from mindnlp_dp.runtime.scratch_dir import MEMORY, ScratchDir
 
-MEMORY = Path("/dev/shm")
-_PREFIX = "mindnlp-dp-checkpoint"
+# The files' folder in the scratch folder.
+_FILES = "files"
 
 
 class BackgroundWriter:
@@ -69,21 +67,23 @@ class BackgroundWriter:
             write_checkpoint(path, state, write_model, run)
             then()
             return
-        folder, outline = staged
+        scratch, outline = staged
         # Not a daemon: the interpreter waits for it at its end.
         self._thread = threading.Thread(
-            target=self._finish, args=(folder, path, outline, run, then), name="mindnlp_dp-checkpoint"
+            target=self._finish, args=(scratch, path, outline, run, then), name="mindnlp_dp-checkpoint"
         )
         self._thread.start()
 
-    def _finish(self, folder: Path, path: Path, outline: Any, run: Optional[RunId], then: Callable[[], None]) -> None:
+    def _finish(
+        self, scratch: ScratchDir, path: Path, outline: Any, run: Optional[RunId], then: Callable[[], None]
+    ) -> None:
         try:
-            publish_checkpoint(folder, path, outline, run)
+            publish_checkpoint(scratch.path / _FILES, path, outline, run)
             then()
         except BaseException as error:  # noqa: BLE001
             self._error = error
         finally:
-            shutil.rmtree(folder.parent, ignore_errors=True)
+            scratch.remove()
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; raise what went wrong with it."""
@@ -99,17 +99,17 @@ class BackgroundWriter:
             raise OSError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
 
 
-def _stage(state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> Optional[tuple[Path, Any]]:
+def _stage(
+    state: Optional[dict[str, Any]], write_model: Callable[[Path], None]
+) -> Optional[tuple[ScratchDir, Any]]:
     """Write a checkpoint's files to memory; return their folder and the state's outline; None if there is no room."""
     if not MEMORY.is_dir():
         return None
-    _remove_leftovers()
-    workspace = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-{_pid_namespace()}-", dir=MEMORY))
-    folder = workspace / "files"
+    scratch = ScratchDir("checkpoint")
     try:
-        return folder, write_files(folder, state, write_model)
+        return scratch, write_files(scratch.path / _FILES, state, write_model)
     except BaseException as error:
-        shutil.rmtree(workspace, ignore_errors=True)
+        scratch.remove()
         if _is_lack_of_space(error):
             free = shutil.disk_usage(MEMORY).free
             warnings.warn(
@@ -125,19 +125,3 @@ def _stage(state: Optional[dict[str, Any]], write_model: Callable[[Path], None])
 def _is_lack_of_space(error: BaseException) -> bool:
     # safetensors reports the system's error as text.
     return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
-
-
-def _pid_namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        # A sandbox may hide this file.
-        return 0
-
-
-def _remove_leftovers() -> None:
-    """Remove what processes that are gone have left in memory; other containers' process ids cannot be looked up."""
-    for folder in MEMORY.glob(f"{_PREFIX}-*"):
-        name = re.match(rf"{_PREFIX}-(\d+)-{_pid_namespace()}-", folder.name)
-        if name and not Path(f"/proc/{name[1]}").exists():
-            shutil.rmtree(folder, ignore_errors=True)

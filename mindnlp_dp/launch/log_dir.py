@@ -1,4 +1,4 @@
-"""Reserve a job's log folder, archive earlier logs in it, write rank output to it, and hold a folder in memory.
+"""Reserve a job's log folder, archive earlier logs in it, and write rank output to it.
 
 The launcher calls it, so that the log folder belongs to one job, and no status of an earlier attempt is read by
 mistake.
@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -222,64 +221,3 @@ class LogFile:
                     self._open()
                 except OSError:
                     earlier.replace(self._path)
-
-
-_IN_MEMORY = Path("/dev/shm")
-
-_PREFIX = "mindnlp-dp-job-"
-
-
-# A folder in memory holds a job's files on a host: sockets, and memory that ranks share under MPI.
-#
-# The launcher removes the folder with the job. OpenMPI removes its files itself when it ends normally; an mpirun that
-# was killed leaves them, megabytes in memory for each rank. If the launcher was killed, too, the next launcher
-# removes its folder: no process holds the lock of such a folder.
-
-
-class ScratchDir:
-    """A locked temporary folder of one job on one host; used by its launcher.
-
-    Attributes:
-        path: path of the folder.
-    """
-
-    def __init__(self) -> None:
-        folder = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        for stale in folder.glob(f"{_PREFIX}*"):
-            _remove_if_left(stale)
-        self._lock: Optional[int] = None
-        while self._lock is None:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.fstat(lock).st_nlink:
-                self._lock = lock
-            else:
-                # Before it was locked, another launcher took it for a stale folder and removed it.
-                os.close(lock)
-
-    def remove(self) -> None:
-        """Remove the folder and all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-
-def _remove_if_left(folder: Path) -> None:
-    try:
-        if folder.lstat().st_uid != os.geteuid():
-            # Another user's folder may be a link, or make this process wait.
-            return
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        # It is not a job's folder, or is just being created.
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        # Its launcher still runs.
-        pass
-    finally:
-        os.close(lock)

@@ -26,7 +26,7 @@ from conftest import (
     wait_for_files,
 )
 from mindnlp_dp.launch import run as launch
-from mindnlp_dp.launch.log_dir import ScratchDir
+from mindnlp_dp.runtime.scratch_dir import ScratchDir
 from mindnlp_dp.launch.monitor import attempt_monitor
 from mindnlp_dp.launch.processes import spawn
 
@@ -404,8 +404,8 @@ def test_what_mpi_keeps_in_memory_goes_with_the_job(tmp_path, victim):
         assert launcher.wait(TIMEOUT_SECONDS) == 137
         assert not folder.exists()
     # The next launcher removes the folder of a launcher that was killed, and keeps that of a running launcher.
-    lives = ScratchDir()
-    ScratchDir().remove()
+    lives = ScratchDir("job")
+    ScratchDir("job").remove()
     assert (folder.exists(), lives.path.exists()) == (False, True)
     lives.remove()
     assert not lives.path.exists()

@@ -13,7 +13,6 @@ import pytest
 
 import mindnlp_dp
 from mindnlp_dp.commands.main import main
-from mindnlp_dp.launch import log_dir
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.monitor.console import _Log
 from mindnlp_dp.launch.monitor.failure_attribution import Failure, find_failed_process, report_failure
@@ -23,7 +22,7 @@ from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import grace_seconds, terminate_ranks
 from mindnlp_dp.launch.processes.stack_dumps import describe_location, stacks_of
 from mindnlp_dp.launch.rendezvous.protocol import LONGEST_BYTES
-from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime import heartbeat, scratch_dir
 from mindnlp_dp.runtime.devices import default_device, set_device_from_env
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat, state_and_birth_of
 from mindnlp_dp.runtime.launch_env import launched_rank
@@ -320,20 +319,20 @@ def test_a_folder_in_memory_of_another_user_is_not_looked_into(monkeypatch, tmp_
     stale = tmp_path / "mindnlp-dp-job-x"
     stale.mkdir()
     os.mkfifo(stale / "lock")
-    monkeypatch.setattr(log_dir, "_IN_MEMORY", tmp_path)
+    monkeypatch.setattr(scratch_dir, "MEMORY", tmp_path)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    log_dir.ScratchDir().remove()
+    scratch_dir.ScratchDir("job").remove()
     assert stale.exists()
     monkeypatch.undo()
-    monkeypatch.setattr(log_dir, "_IN_MEMORY", tmp_path)
+    monkeypatch.setattr(scratch_dir, "MEMORY", tmp_path)
     (stale / "lock").unlink()
     (stale / "lock").symlink_to("/dev/full")
-    log_dir.ScratchDir().remove()
+    scratch_dir.ScratchDir("job").remove()
     assert stale.exists()
     (stale / "lock").unlink()
     (stale / "lock").touch()
-    log_dir.ScratchDir().remove()
+    scratch_dir.ScratchDir("job").remove()
     assert not stale.exists()
 
 

@@ -121,7 +121,7 @@ def test_a_run_of_an_older_version_is_shown_without_what_it_lacks(tmp_path):
 @pytest.mark.parametrize("name", ["one", "_hidden"])
 def test_a_single_run_has_no_legend_and_its_metrics(tmp_path, two, name):
     metrics = {"train_input_tokens_per_second": 1234.5, "train_mfu": 0.4321, "evaluation_seconds": 2.5}
-    single = read_runs([write(tmp_path / name, report_of(metrics=metrics))])
+    single = read_runs([write(tmp_path / "single" / name, report_of(metrics=metrics))])
     page = render(single)
     assert 'id="legend_1"' not in page
     assert name in Text(page).words

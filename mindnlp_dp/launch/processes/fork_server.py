@@ -29,7 +29,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.launch.log_dir import ScratchDir
 from mindnlp_dp.launch.processes.environment import CLUSTER_VARIABLES, clean_environment
 from mindnlp_dp.launch.processes.fork_client import (
     ENVIRON_CHANGES,
@@ -43,6 +42,7 @@ from mindnlp_dp.launch.processes.fork_client import (
 )
 from mindnlp_dp.launch.processes.run_module import command as module_command
 from mindnlp_dp.launch.processes.spawn import set_parent_death_signal
+from mindnlp_dp.runtime.scratch_dir import ScratchDir
 
 _MODULE = "mindnlp_dp.launch.processes.fork_server"
 
@@ -236,7 +236,7 @@ class ForkServer:
 
     def __init__(self, environ: Mapping[str, str], log_dir: Path) -> None:
         # If this launcher is killed, the next one removes the folder.
-        self._scratch = ScratchDir()
+        self._scratch = ScratchDir("job")
         self._socket = str(self._scratch.path / "fork_server")
         launcher = os.getpid()
         with open(log_dir / "fork_server.log", "wb") as log:

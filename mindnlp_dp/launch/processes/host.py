@@ -17,7 +17,6 @@ from typing import BinaryIO, Optional, Union
 from mindnlp_dp.launch.errors import TemporaryError
 from mindnlp_dp.launch.event_loop import EventLoop
 from mindnlp_dp.launch.log_dir import (
-    ScratchDir,
     archive_attempt_logs,
     archive_earlier_job,
     claim,
@@ -48,6 +47,7 @@ from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.devices import default_device
 from mindnlp_dp.runtime.heartbeat import RankHeartbeat
 from mindnlp_dp.runtime.job_context import host_environment
+from mindnlp_dp.runtime.scratch_dir import ScratchDir
 
 _LOOK_SECONDS = 0.5
 
@@ -159,7 +159,7 @@ class LocalHost:
         environ = self._environment(attempt)
         if attempt.backend == "mpi":
             counts = dict(zip(attempt.addresses or ["localhost"], attempt.counts))
-            self._scratch = self._scratch or ScratchDir()
+            self._scratch = self._scratch or ScratchDir("job")
             remote_shell = self._remote_shell(self._scratch.path) if self._remote_shell is not None else []
             self._processes = start_mpi(
                 counts, worker, environ, self._log,
