@@ -16,12 +16,22 @@ source "$ROOT/tests/two_namespaces.sh"
 open_two_hosts || exit 0
 export MINDNLP_DP_RDZV_TOKEN PYTHONPATH=$ROOT/tests:$ROOT
 MINDNLP_DP_RDZV_TOKEN=$(python -c 'import secrets; print(secrets.token_hex())')
+# A process on each host that has imported MindSpore, and forks its ranks; a kill of the host spares it.
+for host in "$first" "$second"; do
+  enter "$host" python -m mindnlp_dp.launch.processes.fork_server "$work/ranks-$host" >/dev/null 2>&1 &
+done
+until [ -S "$work/ranks-$first" ] && [ -S "$work/ranks-$second" ]; do sleep 0.2; done
+servers=$(ip netns pids "$first"; ip netns pids "$second")
+
+# processes_on HOST: print the ids of that host's processes, without the fork server's.
+processes_on() { ip netns pids "$1" | grep -vxF "$servers" || true; }
+
 port=29400 all=
 [ "${1:-}" != --all ] || all=1
 
 # start HOST: run the command on that host.
 start() {
-  enter "$1" python -m mindnlp_dp run --nnodes 1:2 --nproc-per-node 1 --backend "$backend" --log-dir "$run/logs" \
+  enter "$1" env MINDNLP_DP_FORK_SERVER="$work/ranks-$1" python -m mindnlp_dp run --nnodes 1:2 --nproc-per-node 1 --backend "$backend" --log-dir "$run/logs" \
     --rdzv-endpoint "$network.1:$port" --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=4 \
     "$ROOT/tests/failure/elastic.py" "$run" --updates "$updates" --seconds "$pause" --save-steps 10 >>"$run/$1.out" 2>&1
 }
@@ -39,7 +49,7 @@ until_updates() {
 
 nothing_left() {
   sleep 1
-  if ip netns pids "$first" | grep . || ip netns pids "$second" | grep .; then
+  if processes_on "$first" | grep . || processes_on "$second" | grep .; then
     echo "processes are left"
     exit 1
   fi
@@ -77,7 +87,7 @@ for backend in mpi ${all:+mindspore}; do
   echo "$backend: a host is killed, and comes back"
   job "killed_$backend" $backend 60 0.3
   until_updates 15
-  ip netns pids "$second" | xargs kill -9
+  processes_on "$second" | xargs kill -9
   wait $other || true
   until_updates 3 1
   start "$second" & other=$!
@@ -97,7 +107,7 @@ fi
 echo "the endpoint's host is killed"
 job head mpi 60 0.3
 until_updates 15
-ip netns pids "$first" | xargs kill -9
+processes_on "$first" | xargs kill -9
 wait $head || true
 code=0
 wait $other || code=$?

@@ -1,0 +1,109 @@
+"""Test that Transformers and PEFT on PyTorch open our checkpoints, and compute the same outputs.
+
+TORCH_PYTHON names a Python that has torch, transformers and peft; without it, these tests make an environment with them
+(3 GB, in .venv-transformers).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from library import is_0_5
+
+import mindnlp_dp as dp
+from mindnlp_dp.checkpoint.directory import checkpoints_in
+from models import train
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(is_0_5, reason="MindNLP 0.5 writes these files itself")]
+if not is_0_5:
+    import tiny_transformers
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# What the other Python runs: logits of a model, or of a model with adapters, for the same rows.
+BY_TORCH = """
+import sys
+import numpy as np, torch
+from transformers import AutoModelForCausalLM
+
+folder, adapters, rows, output = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+if adapters:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(model, adapters)
+model.eval()
+with torch.no_grad():
+    np.save(output, model(input_ids=torch.from_numpy(np.load(rows))).logits.numpy())
+"""
+
+
+@pytest.fixture(scope="session")
+def torch_python():
+    if "TORCH_PYTHON" in os.environ:
+        return os.environ["TORCH_PYTHON"]
+    folder = ROOT / ".venv-transformers"
+    python = folder / "bin/python"
+    if not (folder / ".installed").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "torch", "transformers", "peft"]
+        if subprocess.run(install, check=False).returncode:
+            pytest.skip("torch, transformers and peft cannot be installed here")
+        (folder / ".installed").touch()
+    return str(python)
+
+
+def logits_by_torch(python, folder, rows, tmp_path, adapters=""):
+    np.save(tmp_path / "rows.npy", rows)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, "-c", BY_TORCH, str(folder), str(adapters), str(tmp_path / "rows.npy"), str(tmp_path / "y.npy")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    return np.load(tmp_path / "y.npy")
+
+
+def logits_by_mindnlp(model, rows):
+    from mindspore import Tensor
+
+    model.set_train(False)
+    return model(input_ids=Tensor(rows)).logits.asnumpy()
+
+
+class Rows:
+    def __init__(self, kind):
+        self.batch = tiny_transformers.batch(kind, 8)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {name: column[index] for name, column in self.batch.items()}
+
+
+SETTINGS = {"per_device_train_batch_size": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "opt"])
+def test_a_checkpoint_opens_in_transformers(tmp_path, torch_python, kind):
+    dp.init_process_group()
+    trainer = train(tiny_transformers.build(kind), Rows(kind), tmp_path / "out", **SETTINGS)
+    (checkpoint,) = checkpoints_in(tmp_path / "out")
+    rows = Rows(kind).batch["input_ids"]
+    found = logits_by_torch(torch_python, checkpoint, rows, tmp_path)
+    np.testing.assert_allclose(found, logits_by_mindnlp(trainer.model, rows), atol=1e-4)
+
+
+def test_adapters_open_in_peft(tmp_path, torch_python):
+    dp.init_process_group()
+    kind = "llama" + tiny_transformers.LORA
+    base = tiny_transformers.build("llama")
+    base.save_pretrained(str(tmp_path / "base"))
+    model = tiny_transformers.build(kind)
+    trainer = train(model, Rows(kind), tmp_path / "out", **SETTINGS)
+    (checkpoint,) = checkpoints_in(tmp_path / "out")
+    rows = Rows(kind).batch["input_ids"]
+    found = logits_by_torch(torch_python, tmp_path / "base", rows, tmp_path, adapters=checkpoint)
+    np.testing.assert_allclose(found, logits_by_mindnlp(trainer.model, rows), atol=1e-4)
