@@ -27,7 +27,12 @@ EXTRAS = {
     # The benchmarks compare with it; mindnlp_dp does not import it.
     "compare": ["torch>=2.1"],
     # For mkdocs build --strict. MkDocs 2 does not support plug-ins.
-    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26,<2", "mkdocs-static-i18n>=1.3,<2"],
+    "docs": [
+        "mkdocs>=1.6,<2",
+        "mkdocs-material>=9.5,<10",
+        "mkdocstrings[python]>=0.26,<2",
+        "mkdocs-static-i18n>=1.3,<2",
+    ],
     # For report_to. SwanLab is not here: it needs protobuf before 7, and MindSpore 2.10 a later one.
     "trackers": ["tensorboardX>=2.6,<3", "mlflow-skinny>=2.10"],
     # MindNLP pins pytest 7.2.0.

@@ -99,9 +99,7 @@ class BackgroundWriter:
             raise OSError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
 
 
-def _stage(
-    state: Optional[dict[str, Any]], write_model: Callable[[Path], None]
-) -> Optional[tuple[ScratchDir, Any]]:
+def _stage(state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> Optional[tuple[ScratchDir, Any]]:
     """Write a checkpoint's files to memory; return their folder and the state's outline; None if there is no room."""
     if not MEMORY.is_dir():
         return None

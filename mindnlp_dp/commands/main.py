@@ -72,8 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check versions, devices, ports and variables, try both backends with two processes, and print "
         "a fix for each problem. Works when MindSpore or MindNLP cannot be imported. "
         "The exit code is 1 if something must be fixed. With --devices, try instead what this package does on these "
-        "devices (collectives, equivalence, ZeRO, a killed run, tensor parallelism), and write a report to attach to an "
-        "issue.",
+        "devices (collectives, equivalence, ZeRO, a killed run, tensor parallelism), and write a report for an issue.",
     )
     doctor.add_argument(
         "--devices", type=_numbers, metavar="N,N...", help="numbers of two devices or more; on a CPU, as many ranks"

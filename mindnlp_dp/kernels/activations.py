@@ -69,9 +69,7 @@ def backward(name: str, gradient: np.ndarray, x: np.ndarray, slope: Optional[np.
         def part(first: int, last: int) -> None:
             for begin in range(first, last, CHECKED_BLOCK):
                 end = min(begin + CHECKED_BLOCK, last)
-                onednn.activation_backward(name, end - begin)(
-                    *(at + begin * ITEM_BYTES for at in (at_x, at_g, at_out))
-                )
+                onednn.activation_backward(name, end - begin)(*(at + begin * ITEM_BYTES for at in (at_x, at_g, at_out)))
                 # Now, while the block is in the cache.
                 sums.append(float(np.dot(results[begin:end], results[begin:end])))
 

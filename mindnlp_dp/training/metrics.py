@@ -265,7 +265,7 @@ def count_input_tokens(batch: Mapping[str, Any], main_input: str) -> int:
     5
     """
     ids, mask = batch.get(main_input), batch.get("attention_mask")
-    if np.ndim(ids) != 2 or np.asarray(ids).dtype.kind not in "iu":  # noqa: PLR2004
+    if np.ndim(ids) != 2 or np.asarray(ids).dtype.kind not in "iu":
         return 0
     return int(np.count_nonzero(mask)) if np.shape(mask) == np.shape(ids) else int(np.size(ids))
 
@@ -273,6 +273,6 @@ def count_input_tokens(batch: Mapping[str, Any], main_input: str) -> int:
 def count_label_tokens(batch: Mapping[str, Any]) -> int:
     """Return the number of labels of tokens that the loss counts: ``labels`` of shape (rows, length), not -100."""
     labels = batch.get("labels")
-    if np.ndim(labels) != 2 or np.asarray(labels).dtype.kind not in "iu":  # noqa: PLR2004
+    if np.ndim(labels) != 2 or np.asarray(labels).dtype.kind not in "iu":
         return 0
     return int(np.count_nonzero(np.asarray(labels) != IGNORED))

@@ -97,7 +97,10 @@ def test_a_rank_that_leaves_past_python(launch, backend, code):
 
 @pytest.mark.parametrize(
     ("leave", "what"),
-    [pytest.param("sys.exit(0)", "reached its end, and rank 0 waited", marks=slow), ("time.sleep(60)", "was still busy elsewhere when rank 0")],
+    [
+        pytest.param("sys.exit(0)", "reached its end, and rank 0 waited", marks=slow),
+        ("time.sleep(60)", "was still busy elsewhere when rank 0"),
+    ],
     ids=["at its end", "late"],
 )
 def test_the_rank_that_did_not_come_is_named_and_not_the_one_that_waited(launch, leave, what):

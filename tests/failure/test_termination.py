@@ -34,7 +34,9 @@ def updates(folder):
         return 0
 
 
-@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.core), pytest.param(("--async-save",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), marks=pytest.mark.core), pytest.param(("--async-save",), marks=pytest.mark.slow)]
+)
 def test_a_job_that_is_asked_to_end_saves_first_and_goes_on_later_as_if_it_had_not_been(tmp_path, flags):
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     for folder in (whole, ended):

@@ -1,4 +1,4 @@
-"""Test the tutorials: every shell and Python block of a page, in its order, in one folder, as a reader would type it."""
+"""Test the tutorials: every shell and Python block of a page in turn, in one folder, as a reader would type it."""
 
 from __future__ import annotations
 

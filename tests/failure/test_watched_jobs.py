@@ -26,9 +26,9 @@ from conftest import (
     wait_for_files,
 )
 from mindnlp_dp.launch import run as launch
-from mindnlp_dp.runtime.scratch_dir import ScratchDir
 from mindnlp_dp.launch.monitor import attempt_monitor
 from mindnlp_dp.launch.processes import spawn
+from mindnlp_dp.runtime.scratch_dir import ScratchDir
 
 INTERRUPTIBLE = ROOT / "tests/failure/interruptible.py"
 HEAD = """
@@ -237,7 +237,9 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize(("megabytes", "files"), [pytest.param(1, 2, marks=core), pytest.param(0, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("megabytes", "files"), [pytest.param(1, 2, marks=core), pytest.param(0, 1, marks=pytest.mark.slow)]
+)
 def test_logs_begin_anew_and_nothing_is_lost_where_they_are_shown(tmp_path, megabytes, files):
     exit_code, output = run_job(tmp_path, "--log-mb", megabytes, LINES)
     assert exit_code == 0

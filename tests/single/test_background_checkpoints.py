@@ -114,4 +114,3 @@ def test_what_a_killed_process_left_in_memory_is_removed(tmp_path):
     assert not gone.exists()
     assert lives.path.exists()
     lives.remove()
-

@@ -72,6 +72,7 @@ def wrong_with(answers: Answers) -> str:
 
 
 def run() -> None:
+    """Make all calls on every rank, and print what was found on rank 0."""
     group = dp.init_process_group()
     if group.world_size > 1:
         # The first call of a device's library takes longer.

@@ -46,7 +46,7 @@ RECIPE = [
 
 @dataclass
 class Check:
-    """The result of one check: what was tried, whether it held, a number or a reason, and a failed job's last output."""
+    """The result of one check: what was tried, whether it held, why, and the end of a failed job's output."""
 
     what: str
     holds: bool
@@ -55,7 +55,7 @@ class Check:
     output: str = ""
 
 
-class JobFailed(Exception):
+class JobError(Exception):
     """A job of a check ended with an error; ``output`` is what it printed at the end."""
 
     def __init__(self, reason: str, output: str) -> None:
@@ -98,16 +98,16 @@ class Jobs:
         )  # fmt: skip
 
     def run(self, name: str, num_ranks: int, *arguments: str) -> str:
-        """Run a job and return its output; raise JobFailed if it fails, or does not end."""
+        """Run a job and return its output; raise JobError if it fails, or does not end."""
         with self.start(name, num_ranks, *arguments) as job:
             try:
                 output, _ = job.communicate(timeout=JOB_SECONDS)
             except subprocess.TimeoutExpired:
                 # The launcher ends its ranks.
                 job.terminate()
-                raise JobFailed(f"not done after {JOB_SECONDS} s", job.communicate()[0]) from None
+                raise JobError(f"not done after {JOB_SECONDS} s", job.communicate()[0]) from None
         if job.returncode:
-            raise JobFailed(f"ended with exit code {job.returncode}", output)
+            raise JobError(f"ended with exit code {job.returncode}", output)
         return output
 
     def recipe(self, name: str, *flags: str) -> list[str]:
@@ -147,10 +147,11 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-# The checks. Each returns what to say if it holds, and raises JobFailed or AssertionError otherwise.
+# The checks. Each returns what to say if it holds, and raises JobError or AssertionError otherwise.
 
 
 def check_collectives(jobs: Jobs) -> str:
+    """Compare the results of all collectives with NumPy's."""
     output = jobs.run("collectives", jobs.num_ranks, "mindnlp_dp.commands.doctor.collectives_job")
     found = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
     wrong = [f"{call['call']} of {call['dtype']}: {call['wrong']}" for call in found["calls"] if call["wrong"]]
@@ -160,11 +161,14 @@ def check_collectives(jobs: Jobs) -> str:
 
 
 def check_equivalence(jobs: Jobs) -> str:
+    """Compare the losses of all ranks with those of one process."""
     assert_same_weights(jobs.replicated())
     return f"losses of {UPDATES} updates within {loss_difference(jobs.replicated(), jobs.single()):.1e} of one process"
 
 
 def check_zero(stage: int) -> Callable[[Jobs], str]:
+    """Return a check that compares the weights after ZeRO's ``stage`` with those of stage 0."""
+
     def check(jobs: Jobs) -> str:
         sharded = jobs.train(f"zero_{stage}", jobs.num_ranks, "--zero-stage", str(stage))
         assert_same_weights(sharded)
@@ -176,7 +180,8 @@ def check_zero(stage: int) -> Callable[[Jobs], str]:
 
 
 def check_tensor_parallel(jobs: Jobs) -> str:
-    mesh = f"dp={jobs.num_ranks // 2},tp=2" if jobs.num_ranks > 2 else "tp=2"  # noqa: PLR2004
+    """Compare the losses of a model that is sharded over two ranks with those of one process."""
+    mesh = f"dp={jobs.num_ranks // 2},tp=2" if jobs.num_ranks > 2 else "tp=2"
     sharded = jobs.train("tp", jobs.num_ranks, "--mesh", mesh)
     return f"{mesh}: losses within {loss_difference(sharded, jobs.single()):.1e} of one process"
 
@@ -192,7 +197,7 @@ def check_resuming(jobs: Jobs) -> str:
         job.send_signal(signal.SIGKILL)
         output, _ = job.communicate()
     if not checkpoint.is_dir():
-        raise JobFailed("no checkpoint was written", output)
+        raise JobError("no checkpoint was written", output)
     resumed = jobs.train("killed", jobs.num_ranks, *flags, "--resume")
     ours, expected = resumed["replica_digest"], jobs.replicated()["replica_digest"]
     assert ours == expected, f"digest {ours}, and {expected} without a kill: the weights differ"
@@ -200,6 +205,7 @@ def check_resuming(jobs: Jobs) -> str:
 
 
 def assert_same_weights(report: Mapping[str, Any]) -> None:
+    """Raise AssertionError if the ranks of a run ended with different weights."""
     assert report["replicas_in_sync"], f"the ranks have different weights: {', '.join(report['replica_digests'])}"
 
 
@@ -213,6 +219,7 @@ def loss_difference(report: Mapping[str, Any], other: Mapping[str, Any]) -> floa
 
 
 def checks_for(num_ranks: int) -> Iterator[tuple[str, Callable[[Jobs], str]]]:
+    """Yield the name of each check and the check, in the order in which they run."""
     yield "collectives", check_collectives
     yield "equivalence with one process", check_equivalence
     for stage in (1, 2):
@@ -223,10 +230,11 @@ def checks_for(num_ranks: int) -> Iterator[tuple[str, Callable[[Jobs], str]]]:
 
 
 def try_check(what: str, check: Callable[[Jobs], str], jobs: Jobs) -> Check:
+    """Run a check; an error of its jobs is its result."""
     began = time.monotonic()
     try:
         result = Check(what, True, check(jobs))
-    except JobFailed as error:
+    except JobError as error:
         result = Check(what, False, str(error), output=error.output)
     except AssertionError as error:
         result = Check(what, False, str(error))
@@ -242,8 +250,9 @@ def run_device_report(devices: Sequence[int], path: Path) -> int:
     Raises:
         ValueError: there are fewer than two devices, or one is named twice.
     """
-    if len(devices) < 2 or len(set(devices)) != len(devices):  # noqa: PLR2004
-        raise ValueError(f"--devices takes two different numbers or more, such as 0,1; got {','.join(map(str, devices))}")
+    if len(devices) < 2 or len(set(devices)) != len(devices):
+        given = ",".join(map(str, devices))
+        raise ValueError(f"--devices takes two different numbers or more, such as 0,1; got {given}")
     # Before the checks: an hour's work must not end with a file that cannot be written.
     with atomic_write(path) as file:
         file.write_text("this report is being made\n", encoding="utf-8")
@@ -258,7 +267,7 @@ def run_device_report(devices: Sequence[int], path: Path) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         with atomic_write(path) as file:
-            file.write_text(render(devices, checks, None if len(checks) else "no check ended"), encoding="utf-8")
+            file.write_text(render(devices, checks, None if checks else "no check ended"), encoding="utf-8")
     print(f"written to {path}")
     return int(not all(check.holds for check in checks))
 
