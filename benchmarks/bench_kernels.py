@@ -139,7 +139,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.profile:
         profile()
         return {}
-    jobs = {"operators": operator_jobs(args.torch_python), "steps": step_jobs(args.steps, args.torch_python)}
+    steps = {} if args.operators else step_jobs(args.steps, args.torch_python)
+    jobs = {"operators": operator_jobs(args.torch_python), "steps": steps}
     done = in_turns({f"{kind}, {name}": job for kind, of in jobs.items() for name, job in of.items()}, args.repeats)
     table = operators_table({name: done[f"operators, {name}"] for name in jobs["operators"]})
     seconds = {name: list(map(step_seconds, done[f"steps, {name}"])) for name in jobs["steps"]}
@@ -150,9 +151,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name, row in table.items()
     ]
     print_table(["ms, forward + backward", *libraries], rows)
-    print_table(["", "s a step"], [[name, f"{statistics.median(taken):.3f}"] for name, taken in seconds.items()])
-    ratios = {**ratios_of(seconds), **kernel_ratios(table)}
-    ratios["global_over_per_rank"] = statistics.median(map(global_over_per_rank, done["steps, ours"]))
+    ratios = kernel_ratios(table)
+    if seconds:
+        print_table(["", "s a step"], [[name, f"{statistics.median(taken):.3f}"] for name, taken in seconds.items()])
+        ratios = {**ratios_of(seconds), **ratios}
+        ratios["global_over_per_rank"] = statistics.median(map(global_over_per_rank, done["steps, ours"]))
     print_table(["ratios", ""], [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()])
     return {"operators": table, "steps": seconds, "ratios": ratios}
 
@@ -161,5 +164,6 @@ if __name__ == "__main__":
     run_benchmark(
         __doc__, measure, {}, repeats=3, torch=True,
         steps={"type": int, "default": 8, "help": "measured steps of a job"},
+        operators={"action": "store_true", "help": "leave out the training steps, which take most of the time"},
         profile={"action": "store_true", "help": "print what a step of ours consists of"},
     )  # fmt: skip
