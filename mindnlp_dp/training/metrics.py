@@ -152,12 +152,15 @@ class _Amount:
     seconds: dict[Activity, float] = field(default_factory=lambda: dict.fromkeys(Activity, 0.0))
 
     def since(self, before: _Amount) -> _Amount:
-        seconds = {activity: self.seconds[activity] - before.seconds[activity] for activity in Activity}
-        numbers = (getattr(self, name) - getattr(before, name) for name in _NUMBERS)
-        return _Amount(*numbers, seconds=seconds)  # type: ignore[arg-type]
-
-
-_NUMBERS = ("updates", "samples", "input_tokens", "label_tokens", "sync_seconds", "flos")
+        return _Amount(
+            self.updates - before.updates,
+            self.samples - before.samples,
+            self.input_tokens - before.input_tokens,
+            self.label_tokens - before.label_tokens,
+            self.sync_seconds - before.sync_seconds,
+            self.flos - before.flos,
+            {activity: seconds - before.seconds[activity] for activity, seconds in self.seconds.items()},
+        )
 
 
 class SpeedMeter:
@@ -264,15 +267,19 @@ def count_input_tokens(batch: Mapping[str, Any], main_input: str) -> int:
     ...                    "input_ids")
     5
     """
-    ids, mask = batch.get(main_input), batch.get("attention_mask")
-    if np.ndim(ids) != 2 or np.asarray(ids).dtype.kind not in "iu":
+    ids, mask = _numbers_of_tokens(batch, main_input), _numbers_of_tokens(batch, "attention_mask")
+    if ids is None:
         return 0
-    return int(np.count_nonzero(mask)) if np.shape(mask) == np.shape(ids) else int(np.size(ids))
+    return ids.size if mask is None or mask.shape != ids.shape else int(np.count_nonzero(mask))
 
 
 def count_label_tokens(batch: Mapping[str, Any]) -> int:
     """Return the number of labels of tokens that the loss counts: ``labels`` of shape (rows, length), not -100."""
-    labels = batch.get("labels")
-    if np.ndim(labels) != 2 or np.asarray(labels).dtype.kind not in "iu":
-        return 0
-    return int(np.count_nonzero(np.asarray(labels) != IGNORED))
+    labels = _numbers_of_tokens(batch, "labels")
+    return 0 if labels is None else int(np.count_nonzero(labels != IGNORED))
+
+
+def _numbers_of_tokens(batch: Mapping[str, Any], name: str) -> Optional[np.ndarray]:
+    """Return a column of integers or booleans of shape (rows, length); None if it is another one, or absent."""
+    column = np.asarray(batch.get(name))
+    return column if column.ndim == 2 and column.dtype.kind in "iub" else None
