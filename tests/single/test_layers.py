@@ -24,6 +24,7 @@ NAMED_FROM_BELOW = {
     "mindnlp_dp.launch.processes.fork_server",
     "mindnlp_dp.launch.rendezvous.remote_shell",
     "mindnlp_dp.launch.processes.worker",
+    "mindnlp_dp.text_classification.finetune",
 }
 
 
