@@ -228,7 +228,7 @@ class SpeedMeter:
         """Return the metrics of the whole run; names begin with "train_" as Transformers' do. A collective."""
         self._switch(self._activity)
         metrics = self._metrics(self.total)
-        metrics["steps_per_second"] = round(self.total.updates / max(metrics["seconds"], 1e-9), 3)
+        metrics["steps_per_second"] = _rounded(self.total.updates / max(metrics["seconds"], 1e-9))
         own = ("gradient_sync_share", "peak_memory_gib", "evaluation_seconds", "checkpoint_seconds")
         return {name if name in own else f"train_{name}": value for name, value in metrics.items()}
 
@@ -240,24 +240,33 @@ class SpeedMeter:
         *seconds, peak = self.world.all_reduce(worst, op="max").tolist()
         slowest, evaluation, checkpoint = (max(each, 1e-9) for each in seconds)
         metrics = {
-            "seconds": round(slowest, 4),
-            "step_seconds": round(slowest / max(1, done.updates), 6),
-            "samples_per_second": round(samples / slowest, 3),
+            "seconds": _rounded(slowest),
+            "step_seconds": _rounded(slowest / max(1, done.updates)),
+            "samples_per_second": _rounded(samples / slowest),
         }
         for name, count in (("input", inputs), ("label", labels)):
             if count:
-                metrics[f"{name}_tokens_per_second"] = round(count / slowest, 3)
+                metrics[f"{name}_tokens_per_second"] = _rounded(count / slowest)
         if done.flos:
             teraflops = done.flos / slowest / 1e12
-            metrics["teraflops_per_second"] = round(teraflops, 6)
+            metrics["teraflops_per_second"] = _rounded(teraflops)
             if self._peak_teraflops:
-                metrics["mfu"] = round(teraflops / (self.world.world_size * self._peak_teraflops), 6)
-        metrics["gradient_sync_share"] = round(waited / max(all_seconds, 1e-9), 4)
-        metrics["peak_memory_gib"] = round(peak / 2**30, 3)
+                metrics["mfu"] = _rounded(teraflops / (self.world.world_size * self._peak_teraflops))
+        metrics["gradient_sync_share"] = _rounded(waited / max(all_seconds, 1e-9))
+        metrics["peak_memory_gib"] = _rounded(peak / 2**30)
         for activity, lost in ((Activity.EVALUATION, evaluation), (Activity.CHECKPOINT, checkpoint)):
             if done.seconds[activity]:
-                metrics[f"{activity.value}_seconds"] = round(lost, 3)
+                metrics[f"{activity.value}_seconds"] = _rounded(lost)
         return metrics
+
+
+def _rounded(value: float) -> float:
+    """Return a value with six significant digits.
+
+    >>> _rounded(1234.56789), _rounded(2.0345678e-6)
+    (1234.57, 2.03457e-06)
+    """
+    return float(f"{value:.6g}")
 
 
 def count_input_tokens(batch: Mapping[str, Any], main_input: str) -> int:
