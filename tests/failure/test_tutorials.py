@@ -14,7 +14,7 @@ from conftest import ROOT, TIMEOUT_SECONDS
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 TUTORIALS = ROOT / "docs" / "tutorials"
-BLOCK = re.compile(r'^```(bash|python)(?: title="(.+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r'^```(bash|python)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # The environment of these tests is installed, and test_wheel.sh installs another. The page on two hosts needs two;
 # tests/two_hosts.sh, its last block, is a step of its own in scripts/test.sh.
 NOT_RUN = ("python -m venv",)
