@@ -40,17 +40,17 @@ HERE = Path(__file__).parent
 
 
 def operator_jobs(torch_python: Optional[str]) -> dict[str, Job]:
-    """Return for each column of the table a command and its additional environment variables."""
+    """Return the commands that fill the table's columns, and their additional environment variables."""
 
-    def alone(library: str, python: str = sys.executable) -> list[str]:
-        return [*on_one_core(python), str(HERE / "operators.py"), "--library", library]
+    def alone(*libraries: str, python: str = sys.executable) -> list[str]:
+        return [*on_one_core(python), str(HERE / "operators.py"), "--library", *libraries]
 
     jobs: dict[str, Job] = {"MindSpore": (alone("mindspore"), MINDSPORES_KERNELS), "ours": (alone("mindspore"), {})}
     if torch_python:
-        jobs["PyTorch"] = (alone("torch", torch_python), {})
+        jobs["PyTorch"] = (alone("torch", python=torch_python), {})
     # NumPy's BLAS starts a thread for every core that it finds when it is loaded; taskset leaves it one core.
-    rest = {"NumPy": "numpy", "ours, on arrays": "kernels", "oneDNN": "onednn"}
-    return {**jobs, **{name: (alone(library), {}) for name, library in rest.items()}}
+    # Our kernels and the primitives that they call take turns in one process, because their ratio is wanted.
+    return {**jobs, "NumPy": (alone("numpy"), {}), "ours, on arrays": (alone("kernels", "onednn"), {})}
 
 
 def step_jobs(steps: int, torch_python: Optional[str]) -> dict[str, Job]:
@@ -74,12 +74,19 @@ def step_seconds(done: dict[str, Any]) -> float:
     return done["step"] if "step" in done else statistics.median(next(iter(done["measured"].values()))["step"])
 
 
-def operators_table(results: dict[str, list[dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
-    """Return the forward and backward times for each operator and library, as medians of all rounds."""
+Times = dict[str, list[float]]
+
+
+def operators_table(results: dict[str, list[dict[str, Times]]]) -> dict[str, Times]:
+    """Return the forward and backward times for each operator and column, as medians of all rounds."""
+    columns: dict[str, list[Times]] = {}
+    for job, rounds in results.items():
+        for library in rounds[0]:
+            columns["oneDNN" if library == "onednn" else job] = [done[library] for done in rounds]
     return {
         name: {
-            library: [statistics.median(times) for times in zip(*(done[name] for done in rounds))]
-            for library, rounds in results.items()
+            column: [statistics.median(times) for times in zip(*(done[name] for done in rounds))]
+            for column, rounds in columns.items()
             if name in rounds[0]
         }
         for name in OPERATORS
@@ -145,7 +152,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     table = operators_table({name: done[f"operators, {name}"] for name in jobs["operators"]})
     seconds = {name: list(map(step_seconds, done[f"steps, {name}"])) for name in jobs["steps"]}
     print(f"{machine()}; medians of {args.repeats} jobs, one core a process")
-    libraries = list(jobs["operators"])
+    libraries = [*jobs["operators"], "oneDNN"]
     rows = [
         [name, *(f"{row[each][0]:.2f} + {row[each][1]:.2f}" if each in row else "" for each in libraries)]
         for name, row in table.items()

@@ -1,10 +1,10 @@
-"""Time the operators of a BERT's step on one core in one library; bench_kernels.py runs it.
+"""Time the operators of a BERT's step on one core, in one library or in several in turns; bench_kernels.py runs it.
 
     python benchmarks/operators.py --library mindspore --write FILE     our kernels
     python benchmarks/operators.py --library torch --write FILE         with a Python that has PyTorch
     python benchmarks/operators.py --library numpy --write FILE
-    python benchmarks/operators.py --library kernels --write FILE       our kernels, without autograd
-    python benchmarks/operators.py --library onednn --write FILE        the primitives that our kernels call
+    python benchmarks/operators.py --library kernels onednn --write FILE
+                                             our kernels without autograd, and the primitives that they call
 
 MINDNLP_DP_KERNELS=mindspore selects MindSpore's own kernels. The results are median milliseconds per call: for forward
 alone, and the extra time of a backward pass to all inputs.
@@ -13,6 +13,7 @@ alone, and the extra time of a backward pass to all inputs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -190,17 +191,17 @@ def by_primitive(inputs: dict[str, list[np.ndarray]], ids: np.ndarray) -> dict[s
     }  # fmt: skip
 
 
-def milliseconds(calls: Calls, repeats: int) -> list[float]:
-    """Return the median times of forward and of what backward adds, measured in turns without the first two."""
-    taken: list[tuple[float, ...]] = []
+def milliseconds(libraries: Sequence[Calls], repeats: int) -> list[list[float]]:
+    """Return for each library the median times of forward and of what backward adds, without the first two rounds."""
+    taken: list[list[float]] = []
     for _ in range(repeats + 2):
         ends = [time.perf_counter()]
-        for call in calls:
+        for call in itertools.chain.from_iterable(libraries):
             call()
             ends.append(time.perf_counter())
-        taken.append(tuple(1e3 * (end - begin) for begin, end in zip(ends, ends[1:])))
-    forward, both = (statistics.median(times) for times in zip(*taken[2:]))
-    return [forward, both - forward]
+        taken.append([1e3 * (end - begin) for begin, end in zip(ends, ends[1:])])
+    medians = [statistics.median(times) for times in zip(*taken[2:])]
+    return [[forward, both - forward] for forward, both in zip(medians[::2], medians[1::2])]
 
 
 def main() -> None:
@@ -211,7 +212,7 @@ def main() -> None:
     }
     libraries |= {"kernels": by_kernels, "onednn": by_primitive}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", choices=libraries, required=True)
+    parser.add_argument("--library", choices=libraries, nargs="+", required=True)
     parser.add_argument("--calls", type=int, default=15, help="measured calls of an operator")
     parser.add_argument("--write", type=Path, required=True)
     args = parser.parse_args()
@@ -221,8 +222,12 @@ def main() -> None:
         name: [rng.standard_normal(shape, dtype=np.float32) for shape in shapes] for name, shapes in OPERATORS.items()
     }
     ids = rng.integers(0, SIZES["vocab_size"], (BATCH, LENGTH))
-    calls = libraries[args.library](inputs, ids)
-    args.write.write_text(json.dumps({name: milliseconds(both, args.calls) for name, both in calls.items()}))
+    calls = [libraries[library](inputs, ids) for library in args.library]
+    times: dict[str, dict[str, list[float]]] = {library: {} for library in args.library}
+    for name in calls[0]:
+        for library, taken in zip(args.library, milliseconds([each[name] for each in calls], args.calls)):
+            times[library][name] = taken
+    args.write.write_text(json.dumps(times))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ with the derivative, so that the backward pass is one multiplication.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Optional
 
@@ -28,9 +27,6 @@ TANH_SLOPE, TANH_CUBE = 0.7978845608, 0.044715
 
 # Parts of an array begin at multiples of a cache line, and so of a vector register.
 ALIGNED = 16
-
-# Elements of a gradient that are checked together: a block stays in the L2 cache, and calls cost little beside it.
-CHECKED_BLOCK = 1 << 17
 
 _Block = Callable[[np.ndarray, np.ndarray, Optional[np.ndarray], list[np.ndarray]], None]
 
@@ -64,18 +60,14 @@ def backward(name: str, gradient: np.ndarray, x: np.ndarray, slope: Optional[np.
     if slope is None:
         x = np.ascontiguousarray(x)
         at_x, at_g, at_out = x.ctypes.data, g.ctypes.data, out.ctypes.data
-        results, sums = out.reshape(-1), list[float]()
 
         def part(first: int, last: int) -> None:
-            for begin in range(first, last, CHECKED_BLOCK):
-                end = min(begin + CHECKED_BLOCK, last)
-                onednn.activation_backward(name, end - begin)(*(at + begin * ITEM_BYTES for at in (at_x, at_g, at_out)))
-                # Now, while the block is in the cache.
-                sums.append(float(np.dot(results[begin:end], results[begin:end])))
+            run = onednn.activation_backward(name, last - first)
+            run(*(at + first * ITEM_BYTES for at in (at_x, at_g, at_out)))
 
         parallel_for(part, x.size, ALIGNED, SMALLEST_PART)
-        # A sum is also infinite for large finite gradients; NumPy then computes them again.
-        if all(map(math.isfinite, sums)):
+        # This is also infinite for large finite gradients; NumPy then computes them again.
+        if np.isfinite(np.dot(out.reshape(-1), out.reshape(-1))):
             return out
         # Where the input is infinite, oneDNN returns NaN instead of the limit, 0 or 1 times the gradient.
         _, slope = _computed(name, x, True)
