@@ -20,7 +20,10 @@ MINDNLP_DP_RDZV_TOKEN=$(python -c 'import secrets; print(secrets.token_hex())')
 for host in "$first" "$second"; do
   enter "$host" python -m mindnlp_dp.launch.processes.fork_server "$work/ranks-$host" >/dev/null 2>&1 &
 done
-until [ -S "$work/ranks-$first" ] && [ -S "$work/ranks-$second" ]; do sleep 0.2; done
+until [ -S "$work/ranks-$first" ] && [ -S "$work/ranks-$second" ]; do
+  kill -0 $! || { echo "no fork server"; exit 1; }
+  sleep 0.2
+done
 servers=$(ip netns pids "$first"; ip netns pids "$second")
 
 # processes_on HOST: print the ids of that host's processes, without the fork server's.

@@ -13,6 +13,7 @@ at once, as without this module.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 import warnings
@@ -101,7 +102,7 @@ class BackgroundWriter:
 
 def _stage(state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> Optional[tuple[ScratchDir, Any]]:
     """Write a checkpoint's files to memory; return their folder and the state's outline; None if there is no room."""
-    if not MEMORY.is_dir():
+    if not os.access(MEMORY, os.W_OK):
         return None
     scratch = ScratchDir("checkpoint")
     try:

@@ -22,6 +22,9 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data.loss_weight import IGNORED
 from mindnlp_dp.runtime.devices import peak_memory
 
+# Less lost time is not shown.
+_LEAST_SECONDS = 1e-3
+
 # The number of sample indices that a message shows.
 _SHOWN = 8
 
@@ -205,14 +208,14 @@ class SpeedMeter:
         self.total.updates += 1
         self.total.sync_seconds += sync_seconds
 
-    def add_batch(self, num_samples: int, batch: Mapping[str, Any], main_input: str) -> None:
+    def add_batch(self, num_samples: int, input_tokens: int, label_tokens: int) -> None:
         """Count the samples and tokens of a micro-batch of this rank."""
         self.total.samples += num_samples
-        self.total.input_tokens += count_input_tokens(batch, main_input)
-        self.total.label_tokens += count_label_tokens(batch)
+        self.total.input_tokens += input_tokens
+        self.total.label_tokens += label_tokens
 
     def set_flos(self, flos: float) -> None:
-        """Set the number of floating point operations of all ranks in this run so far."""
+        """Set the number of floating point operations of all ranks in this run so far; 0 if they are not known."""
         self.total.flos = flos
 
     def since_log(self) -> dict[str, float]:
@@ -221,13 +224,15 @@ class SpeedMeter:
         now = copy.deepcopy(self.total)
         done, self._logged = now.since(self._logged), now
         metrics = self._metrics(done)
-        del metrics["seconds"]
+        metrics.pop("seconds", None)
         return metrics
 
     def of_run(self) -> dict[str, float]:
         """Return the metrics of the whole run; names begin with "train_" as Transformers' do. A collective."""
         self._switch(self._activity)
         metrics = self._metrics(self.total)
+        metrics.setdefault("seconds", 0.0)
+        metrics.setdefault("samples_per_second", 0.0)
         metrics["steps_per_second"] = _rounded(self.total.updates / max(metrics["seconds"], 1e-9))
         own = ("gradient_sync_share", "peak_memory_gib", "evaluation_seconds", "checkpoint_seconds")
         return {name if name in own else f"train_{name}": value for name, value in metrics.items()}
@@ -236,26 +241,28 @@ class SpeedMeter:
         training = done.seconds[Activity.TRAINING]
         mine = [done.samples, done.input_tokens, done.label_tokens, training, done.sync_seconds]
         samples, inputs, labels, all_seconds, waited = self.group.all_reduce(np.array(mine, np.float64)).tolist()
+        tokens = {"input": inputs, "label": labels}
         worst = np.array([*done.seconds.values(), peak_memory()], np.float64)
         *seconds, peak = self.world.all_reduce(worst, op="max").tolist()
         slowest, evaluation, checkpoint = (max(each, 1e-9) for each in seconds)
-        metrics = {
-            "seconds": _rounded(slowest),
-            "step_seconds": _rounded(slowest / max(1, done.updates)),
-            "samples_per_second": _rounded(samples / slowest),
-        }
-        for name, count in (("input", inputs), ("label", labels)):
-            if count:
-                metrics[f"{name}_tokens_per_second"] = _rounded(count / slowest)
-        if done.flos:
-            teraflops = done.flos / slowest / 1e12
-            metrics["teraflops_per_second"] = _rounded(teraflops)
-            if self._peak_teraflops:
-                metrics["mfu"] = _rounded(teraflops / (self.world.world_size * self._peak_teraflops))
-        metrics["gradient_sync_share"] = _rounded(waited / max(all_seconds, 1e-9))
+        metrics = {}
+        if done.updates:
+            metrics = {
+                "seconds": _rounded(slowest),
+                "step_seconds": _rounded(slowest / done.updates),
+                "samples_per_second": _rounded(samples / slowest),
+                **{f"{name}_tokens_per_second": _rounded(count / slowest) for name, count in tokens.items() if count},
+            }
+            # A model of images or sound has no tokens in its input, and an estimate that takes its numbers for tokens.
+            if done.flos and tokens["input"]:
+                teraflops = done.flos / slowest / 1e12
+                metrics["teraflops_per_second"] = _rounded(teraflops)
+                if self._peak_teraflops:
+                    metrics["mfu"] = _rounded(teraflops / (self.world.world_size * self._peak_teraflops))
+            metrics["gradient_sync_share"] = _rounded(waited / max(all_seconds, 1e-9))
         metrics["peak_memory_gib"] = _rounded(peak / 2**30)
         for activity, lost in ((Activity.EVALUATION, evaluation), (Activity.CHECKPOINT, checkpoint)):
-            if done.seconds[activity]:
+            if lost >= _LEAST_SECONDS:
                 metrics[f"{activity.value}_seconds"] = _rounded(lost)
         return metrics
 
@@ -282,10 +289,13 @@ def count_input_tokens(batch: Mapping[str, Any], main_input: str) -> int:
     return ids.size if mask is None or mask.shape != ids.shape else int(np.count_nonzero(mask))
 
 
-def count_label_tokens(batch: Mapping[str, Any]) -> int:
-    """Return the number of labels of tokens that the loss counts: ``labels`` of shape (rows, length), not -100."""
+def count_label_tokens(batch: Mapping[str, Any], *, shifted: bool = False) -> int:
+    """Return the number of labels of tokens that the loss counts: ``labels`` of shape (rows, length), not -100.
+
+    With ``shifted``, the first column is not used, as by causal language models.
+    """
     labels = _numbers_of_tokens(batch, "labels")
-    return 0 if labels is None else int(np.count_nonzero(labels != IGNORED))
+    return 0 if labels is None else int(np.count_nonzero(labels[:, int(shifted) :] != IGNORED))
 
 
 def _numbers_of_tokens(batch: Mapping[str, Any], name: str) -> Optional[np.ndarray]:

@@ -17,7 +17,7 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 BLOCK = re.compile(r'^```(bash|python)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # The environment of these tests is installed, and test_wheel.sh installs another. The page on two hosts needs two;
 # tests/two_hosts.sh, its last block, is a step of its own in scripts/test.sh.
-NOT_RUN = ("python -m venv",)
+NOT_RUN = ("git clone",)
 PAGES = {
     "first_run": r"(?s)rank 0 of 1: digest of the weights (?P<one>\w{16}).*of 2: digest of the weights \w{16}",
     "your_data": r"(?s)accuracy (0\.9|1\.0).*replicas in sync  yes.*written to outputs/mine/report\.html",

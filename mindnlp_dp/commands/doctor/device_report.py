@@ -63,6 +63,10 @@ class JobError(Exception):
         self.output = "\n".join(output.splitlines()[-_SHOWN_LINES:])
 
 
+class CheckError(Exception):
+    """A check's jobs ended well, with a wrong result."""
+
+
 @dataclass
 class Jobs:
     """Starts this report's jobs, in a scratch folder, on devices of this host.
@@ -147,7 +151,7 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-# The checks. Each returns what to say if it holds, and raises JobError or AssertionError otherwise.
+# The checks. Each returns what to say if it holds, and raises JobError or CheckError otherwise.
 
 
 def check_collectives(jobs: Jobs) -> str:
@@ -155,14 +159,14 @@ def check_collectives(jobs: Jobs) -> str:
     output = jobs.run("collectives", jobs.num_ranks, "mindnlp_dp.commands.doctor.collectives_job")
     found = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
     wrong = [f"{call['call']} of {call['dtype']}: {call['wrong']}" for call in found["calls"] if call["wrong"]]
-    assert not wrong, "; ".join(wrong)
+    require(not wrong, "; ".join(wrong))
     times = ", ".join(f"{size} MiB in {taken:.1f} ms" for size, taken in found["milliseconds"].items())
     return f"{len(found['calls'])} calls over {found['backend']} as NumPy computes them; sums of {times}"
 
 
 def check_equivalence(jobs: Jobs) -> str:
     """Compare the losses of all ranks with those of one process."""
-    assert_same_weights(jobs.replicated())
+    require_same_weights(jobs.replicated())
     return f"losses of {UPDATES} updates within {loss_difference(jobs.replicated(), jobs.single()):.1e} of one process"
 
 
@@ -171,9 +175,9 @@ def check_zero(stage: int) -> Callable[[Jobs], str]:
 
     def check(jobs: Jobs) -> str:
         sharded = jobs.train(f"zero_{stage}", jobs.num_ranks, "--zero-stage", str(stage))
-        assert_same_weights(sharded)
+        require_same_weights(sharded)
         ours, expected = sharded["replica_digest"], jobs.replicated()["replica_digest"]
-        assert ours == expected, f"digest {ours}, and {expected} with stage 0: the weights differ"
+        require(ours == expected, f"digest {ours}, and {expected} with stage 0: the weights differ")
         return f"digest {ours}, as with stage 0"
 
     return check
@@ -200,21 +204,27 @@ def check_resuming(jobs: Jobs) -> str:
         raise JobError("no checkpoint was written", output)
     resumed = jobs.train("killed", jobs.num_ranks, *flags, "--resume")
     ours, expected = resumed["replica_digest"], jobs.replicated()["replica_digest"]
-    assert ours == expected, f"digest {ours}, and {expected} without a kill: the weights differ"
+    require(ours == expected, f"digest {ours}, and {expected} without a kill: the weights differ")
     return f"digest {ours}, as without a kill"
 
 
-def assert_same_weights(report: Mapping[str, Any]) -> None:
-    """Raise AssertionError if the ranks of a run ended with different weights."""
-    assert report["replicas_in_sync"], f"the ranks have different weights: {', '.join(report['replica_digests'])}"
+def require(holds: bool, otherwise: str) -> None:
+    """Raise CheckError if something does not hold; not an assertion, which Python may be told to skip."""
+    if not holds:
+        raise CheckError(otherwise)
+
+
+def require_same_weights(report: Mapping[str, Any]) -> None:
+    """Raise CheckError if the ranks of a run ended with different weights."""
+    require(report["replicas_in_sync"], f"the ranks have different weights: {', '.join(report['replica_digests'])}")
 
 
 def loss_difference(report: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Return the largest difference of two runs' logged losses; raise AssertionError if it is too large."""
+    """Return the largest difference of two runs' logged losses; raise CheckError if it is too large."""
     ours, theirs = ([row["loss"] for row in each["history"] if "loss" in row] for each in (report, other))
-    assert len(ours) == len(theirs) == UPDATES, f"{len(ours)} and {len(theirs)} losses were logged, not {UPDATES}"
+    require(len(ours) == len(theirs) == UPDATES, f"{len(ours)} and {len(theirs)} losses were logged, not {UPDATES}")
     worst = max(abs(mine - other) for mine, other in zip(ours, theirs))
-    assert worst <= MOST_LOSS_DIFFERENCE, f"the losses differ by {worst:.2e}, by more than {MOST_LOSS_DIFFERENCE}"
+    require(worst <= MOST_LOSS_DIFFERENCE, f"the losses differ by {worst:.2e}, by more than {MOST_LOSS_DIFFERENCE}")
     return worst
 
 
@@ -236,7 +246,7 @@ def try_check(what: str, check: Callable[[Jobs], str], jobs: Jobs) -> Check:
         result = Check(what, True, check(jobs))
     except JobError as error:
         result = Check(what, False, str(error), output=error.output)
-    except AssertionError as error:
+    except CheckError as error:
         result = Check(what, False, str(error))
     except (OSError, ValueError, KeyError, StopIteration) as error:
         result = Check(what, False, f"its result cannot be read: {type(error).__name__}: {error}")

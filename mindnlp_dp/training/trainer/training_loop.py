@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.directory import remove_old_checkpoints
+from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.accumulation import MicroStep
 from mindnlp_dp.optim.factory import make_updater
@@ -36,7 +37,7 @@ from mindnlp_dp.runtime.recompute import enable_recompute
 from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
 from mindnlp_dp.training.fused_cross_entropy import fuse_cross_entropy
-from mindnlp_dp.training.metrics import Activity, LossMeter, SpeedMeter
+from mindnlp_dp.training.metrics import Activity, LossMeter, SpeedMeter, count_input_tokens, count_label_tokens
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
 from mindnlp_dp.training.train_step import TrainStep
@@ -127,6 +128,8 @@ class TrainingLoop:
         handler.train_dataset = handler.train_dataloader = self.loader
 
         began = time.time()
+        # What an interrupted loop has counted is not this one's.
+        trainer.store_flos()
         self.tokens_before, self.flos_before = state.num_input_tokens_seen, state.total_flos
         self.speed.start()
         trainer.control = handler.on_train_begin(args, state, trainer.control)
@@ -256,7 +259,13 @@ class TrainingLoop:
     def _count(self, batch: Any, inputs: Any) -> None:
         """Count the samples, floating point operations and tokens of a micro-batch that this rank has trained on."""
         trainer, args = self.trainer, self.args
-        self.speed.add_batch(len(batch.indices), batch, trainer.main_input)
+        mean = loss_mean(trainer.model)
+        is_shifted = mean is not None and mean.is_shifted
+        self.speed.add_batch(
+            len(batch.indices),
+            count_input_tokens(batch, trainer.main_input),
+            count_label_tokens(batch, shifted=is_shifted),
+        )
         trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.loss_replication
         if args.include_num_input_tokens_seen or args.include_tokens_per_second:
             trainer.current_tokens += batch[trainer.main_input].size
@@ -323,13 +332,19 @@ class TrainingLoop:
         logs["learning_rate"] = trainer._get_learning_rate()
         trainer._globalstep_last_logged = trainer.state.global_step
         trainer.store_flos()
-        self.speed.set_flos(trainer.state.total_flos - self.flos_before)
+        self._set_flos()
         speed = self.speed.since_log()
-        heartbeat.report_speed(speed)
+        if "step_seconds" in speed:
+            heartbeat.report_speed(speed)
         show_in_progress_bars(trainer.callback_handler.callbacks, {"loss": logs["loss"], **speed})
         trainer.log({**logs, **speed})
         # MindNLP resets it only on a rank that writes the log.
         trainer.control.should_log = False
+
+    def _set_flos(self) -> None:
+        """Tell the meter the operations so far; ranks that hold shards count replicated parts several times."""
+        if not self.trainer.whole.is_sharded:
+            self.speed.set_flos(self.trainer.state.total_flos - self.flos_before)
 
     # End of training.
 
@@ -344,14 +359,15 @@ class TrainingLoop:
             del trainer._past
         trainer.whole.broadcast_buffers()
         digest = trainer.whole.assert_in_sync()
-        self.world.run_on(args.should_save, trainer.checkpoint_writer.wait, "writing a checkpoint")
+        with self.speed.during(Activity.CHECKPOINT):
+            self.world.run_on(args.should_save, trainer.checkpoint_writer.wait, "writing a checkpoint")
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             trainer._load_best_model()
             digest = trainer.whole.assert_in_sync()
 
         train_loss = self.losses.mean_of_run()
         trainer.store_flos()
-        self.speed.set_flos(state.total_flos - self.flos_before)
+        self._set_flos()
         metrics = {
             "train_runtime": round(time.time() - began, 4),
             **self.speed.of_run(),
