@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Run the tests in .venv, which is created or reused. Times are for two cores, without the installation.
 #
-#   bash scripts/test.sh            in 11 to 15 minutes: lint, types, layers, the tests of one process, and those
+#   bash scripts/test.sh            in 9 to 15 minutes: lint, types, layers, the tests of one process, and those
 #                                   others that show a promise (marker `core`; docs/testing.md lists them)
-#   bash scripts/test.sh --ci       about forty minutes, what must pass before a change lands: the tests of every
+#   bash scripts/test.sh --ci       25 to 40 minutes, what must pass before a change lands: the tests of every
 #                                   suite that do not have the marker `slow`
 #   bash scripts/test.sh --all      more than an hour, before a release: every test
 #   bash scripts/test.sh [--ci | --all] --mindspore 2.7.0
