@@ -168,7 +168,7 @@ def _batched(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     parallel_for(part, len(addresses), 1, WORK_OF_A_PART // (rows * inner * columns) + 1)
 
 
-# Cached, as small products take no longer than this would.
+# Cached: it takes as long as a small product.
 @functools.lru_cache(maxsize=1024)
 def _axis_to_split(shape: tuple[int, ...], inner: int, *strides: tuple[int, ...]) -> Optional[int]:
     """Return the batch dimension to distribute over the cores; None if oneDNN's batched product is wrong for this.

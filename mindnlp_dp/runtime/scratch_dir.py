@@ -20,7 +20,7 @@ MEMORY = Path("/dev/shm")
 class ScratchDir:
     """A locked temporary folder of one process, in memory if possible.
 
-    Folders of the same ``kind`` that nobody has locked are removed first.
+    Folders of the same ``kind`` that no process has locked are removed first.
 
     Attributes:
         path: path of the folder.
@@ -56,7 +56,7 @@ def _remove_if_left(folder: Path) -> None:
             return
         lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        # It is no such folder, or is just being created.
+        # Another kind of folder, or one that is just being created.
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

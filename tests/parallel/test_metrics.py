@@ -6,8 +6,9 @@ import time
 
 import numpy as np
 import pytest
-from library import TrainerCallback, is_0_5
+from library import TrainerCallback, is_0_5, settings_here
 
+import mindnlp_dp as dp
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.training.metrics import Activity, SpeedMeter, count_input_tokens, count_label_tokens
 from models import Rows, tiny_roberta, train
@@ -66,6 +67,41 @@ def test_a_log_line_has_the_speed_of_all_ranks(group, shared_tmp_path):
     assert metrics["train_steps_per_second"] == pytest.approx(updates / metrics["train_seconds"], rel=0.01)
     same = group.all_gather_object([{k: v for k, v in line.items() if k != "epoch"} for line in lines])
     assert all(other == same[0] for other in same)
+
+
+def test_a_second_try_in_the_same_process_counts_its_own_operations_only(group, tmp_path):
+    """The first call trains five updates, without a log line, before it fails."""
+
+    class Fails(TrainerCallback):
+        calls = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.calls += 1
+            if self.calls == 5:
+                raise InterruptedError
+
+    rows = Rows(32)
+    settings = {
+        "per_device_train_batch_size": max(1, 4 // group.world_size), "logging_steps": 8, "num_train_epochs": 1,
+        "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    seen = []
+
+    class Watch(dp.DataParallelTrainer):
+        def log(self, logs, *rest, **more):
+            seen.append((logs, self.training_loop.speed.total.flos, self.training_loop.speed.total.updates))
+            super().log(logs, *rest, **more)
+
+    args = dp.DataParallelArguments(str(tmp_path), **settings_here(**settings))
+    trainer = Watch(tiny_roberta(), args, train_dataset=rows, callbacks=[Fails()])
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    trainer.train()
+    whole = train(tiny_roberta(), rows, tmp_path / "whole", trainer_class=Watch, **settings)
+    (again, flos, updates), *_ = seen
+    assert updates == 8
+    assert flos == pytest.approx(whole.state.total_flos, rel=1e-6)
+    assert again["teraflops_per_second"] * again["step_seconds"] * 8e12 == pytest.approx(flos, rel=1e-3)
 
 
 def test_the_status_and_the_progress_bar_get_them(group, tmp_path, monkeypatch):

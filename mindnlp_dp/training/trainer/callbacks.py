@@ -64,7 +64,7 @@ _SHOWN = {
 
 
 def show_in_progress_bars(callbacks: Iterable[Any], metrics: Mapping[str, float]) -> None:
-    """Show the metrics of a log line behind the training progress bar, on the rank that has one."""
+    """Show the metrics of a log line after the training progress bar, on the rank that has one."""
     shown = {name: f"{metrics[key]:.4g}" for key, name in _SHOWN.items() if key in metrics}
     for callback in callbacks:
         if (bar := getattr(callback, "training_bar", None)) is not None:

@@ -80,6 +80,8 @@ class TrainingLoop:
         self.timeline = StepTimeline(self.world, self.args.trace)
         self.losses = LossMeter(self.group)
         self.across_ranks = across_ranks(self.group, self.args.router_loss, trainer.model)
+        mean = loss_mean(trainer.model)
+        self.is_shifted = mean is not None and mean.is_shifted
         self.updates_done = 0
         self.grad_norm: Optional[float] = None
         # The metrics of an evaluation since the last update.
@@ -259,12 +261,10 @@ class TrainingLoop:
     def _count(self, batch: Any, inputs: Any) -> None:
         """Count the samples, floating point operations and tokens of a micro-batch that this rank has trained on."""
         trainer, args = self.trainer, self.args
-        mean = loss_mean(trainer.model)
-        is_shifted = mean is not None and mean.is_shifted
         self.speed.add_batch(
             len(batch.indices),
             count_input_tokens(batch, trainer.main_input),
-            count_label_tokens(batch, shifted=is_shifted),
+            count_label_tokens(batch, shifted=self.is_shifted),
         )
         trainer.current_flos += float(trainer.floating_point_ops(inputs)) / trainer.whole.loss_replication
         if args.include_num_input_tokens_seen or args.include_tokens_per_second:
