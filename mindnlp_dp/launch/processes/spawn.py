@@ -83,7 +83,7 @@ def start_mpi(
         options.append("--oversubscribe")
         environment.setdefault("OMPI_MCA_btl_sm_backing_directory", str(scratch))
     # Otherwise OpenMPI 5 searches for other transports, and sleeps a second in MPI_Init meanwhile. Ranks of one host do
-    # not listen on a network, because MPI does not authenticate its connections (docs/launching.md).
+    # not listen on a network, because MPI does not authenticate its connections (docs/clusters.md).
     environment.setdefault("OMPI_MCA_btl", "self,sm,tcp" if len(counts) > 1 else "self,sm")
     return [Process(_popen([mpirun, *options, *worker], environment, log), None)]
 
