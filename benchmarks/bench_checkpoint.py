@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Time for which a checkpoint of RoBERTa-base stops training: written at once, and by a thread (async_save).
+"""Time for which a checkpoint of RoBERTa-base stops training: by rank 0, by a thread of it, and by every rank.
 
     python benchmarks/bench_checkpoint.py --json outputs/bench_checkpoint.json
 
-A checkpoint holds 125 million weights and AdamW's state, 1.5 GB. Training is one row of 8 tokens an update, in one
-process; after each checkpoint the benchmark waits until it is on the disk. The first checkpoint of a job does not
-count; medians are printed.
+A checkpoint holds 125 million weights and AdamW's state, 1.5 GB. Training is one row of 8 tokens on each rank; two
+ranks shard the state (ZeRO). After each checkpoint the benchmark waits until it is on the disk. The first checkpoint
+of a job does not count; medians are printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -26,12 +27,13 @@ def save(args: argparse.Namespace) -> dict[str, list[float]]:
     """Train with checkpoints; return the seconds for which each one stopped training, and until it was on the disk."""
     import mindnlp_dp as dp
 
-    dp.init_process_group()
+    group = dp.init_process_group()
     from bench_memory import make_roberta
 
     model = make_roberta(12, 768)
     rng = np.random.default_rng(0)
-    rows = [{"input_ids": rng.integers(5, 1000, 8), "labels": 0} for _ in range(CHECKPOINTS + 1)]
+    num_rows = (CHECKPOINTS + 1) * group.world_size
+    rows = [{"input_ids": rng.integers(5, 1000, 8), "labels": 0} for _ in range(num_rows)]
     stalls: list[float] = []
     complete: list[float] = []
 
@@ -43,20 +45,24 @@ def save(args: argparse.Namespace) -> dict[str, list[float]]:
             self.checkpoint_writer.wait()
             complete.append(time.perf_counter() - began)
 
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = group.run_on_rank0(lambda: stack.enter_context(tempfile.TemporaryDirectory(dir=".")), "a folder")
         settings = dp.DataParallelArguments(
             folder, per_device_train_batch_size=1, max_steps=CHECKPOINTS + 1, save_strategy="steps", save_steps=1,
-            save_total_limit=1, async_save=args.asynchronous, disable_tqdm=True,
+            save_total_limit=1, async_save=args.asynchronous, sharded_checkpoints=args.sharded, disable_tqdm=True,
         )  # fmt: skip
         Timed(model, settings, train_dataset=rows).train()
     return {"stalls": stalls[1:], "complete": complete[1:]}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run both kinds of jobs, and print a table."""
+    """Run all kinds of jobs, and print a table."""
     jobs: dict[str, Job] = {
-        "at once": (job_of(__file__, "save", 1), {}),
-        "by a thread": (job_of(__file__, "save", 1, "--asynchronous"), {}),
+        "one rank": (job_of(__file__, "save", 1), {}),
+        "one rank, async_save": (job_of(__file__, "save", 1, "--asynchronous"), {}),
+        "two ranks": (job_of(__file__, "save", 2), {}),
+        "two ranks, async_save": (job_of(__file__, "save", 2, "--asynchronous"), {}),
+        "two ranks, sharded_checkpoints": (job_of(__file__, "save", 2, "--sharded"), {}),
     }
     found = {
         name: {key: [value for run in runs for value in run[key]] for key in ("stalls", "complete")}
@@ -70,10 +76,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, of in found.items()
         ],
     )
-    ratio = median_ratio(found["by a thread"]["stalls"], found["at once"]["stalls"])
-    print(f"stall by a thread, over that at once: {ratio:.2f}")
-    return {"runs": found, "ratios": {"stall": ratio}}
+    ratios = {
+        name: median_ratio(found[name]["stalls"], found[name.split(",")[0]]["stalls"]) for name in found if "," in name
+    }
+    for name, ratio in ratios.items():
+        print(f"{name}: training stops for {ratio:.2f} of the time without it")
+    return {"runs": found, "ratios": ratios}
 
 
 if __name__ == "__main__":
-    run_benchmark(__doc__, measure, {"save": save}, repeats=2, asynchronous={"action": "store_true"})
+    flag = {"action": "store_true"}
+    run_benchmark(__doc__, measure, {"save": save}, repeats=2, asynchronous=flag, sharded=flag)

@@ -83,10 +83,11 @@ def trained_by_trainer(group, mesh, folder, resume=None, **settings):
     )  # fmt: skip
 
 
-def assert_taken_up(group, first, second, folder, whole):
+def assert_taken_up(group, first, second, folder, whole, **settings):
     """Check that a run that crashes on one mesh and resumes on another ends like ``whole``, an undisturbed run."""
-    crashed(group, first, folder, save_strategy="steps", save_steps=1)
-    resumed = trained_by_trainer(group, second, folder, resume=True, save_strategy="steps", save_steps=1)
+    settings = {"save_strategy": "steps", "save_steps": 1, **settings}
+    crashed(group, first, folder, **settings)
+    resumed = trained_by_trainer(group, second, folder, resume=True, **settings)
     assert resumed.state.global_step == 3
     found, expected = whole_weights(resumed.model), whole_weights(whole.model)
     for name, weight in expected.items():

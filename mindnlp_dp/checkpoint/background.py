@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.manifest import RunId
-from mindnlp_dp.checkpoint.writer import publish_checkpoint, write_checkpoint, write_files
+from mindnlp_dp.checkpoint.writer import State, publish_checkpoint, write_checkpoint, write_files
 from mindnlp_dp.runtime.scratch_dir import MEMORY, ScratchDir
 
 # The files' folder in the scratch folder.
@@ -50,7 +50,7 @@ class BackgroundWriter:
     def write(
         self,
         path: Path,
-        state: Optional[dict[str, Any]],
+        state: Optional[State],
         write_model: Callable[[Path], None],
         run: Optional[RunId],
         then: Callable[[], None],
@@ -100,7 +100,7 @@ class BackgroundWriter:
             raise OSError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
 
 
-def _stage(state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> Optional[tuple[ScratchDir, Any]]:
+def _stage(state: Optional[State], write_model: Callable[[Path], None]) -> Optional[tuple[ScratchDir, Any]]:
     """Write a checkpoint's files to memory; return their folder and the state's outline; None if there is no room."""
     if not os.access(MEMORY, os.W_OK):
         return None

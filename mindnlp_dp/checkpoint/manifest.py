@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 from safetensors import SafetensorError, safe_open
 
+from mindnlp_dp.checkpoint.shards import open_sharded_arrays
 from mindnlp_dp.checkpoint.state_tree import array_names
 from mindnlp_dp.runtime.job_context import job_id
 
@@ -113,9 +114,10 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} is damaged: {file.name} was not written with it, and would be read as well")
     try:
         with safe_open(path / STATE, "np") as file:
-            missing = sorted(set(array_names(manifest["state"])) - set(file.keys()))
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {STATE}: {error}") from None
+            sharded = open_sharded_arrays(path, manifest["state"], manifest["files"])
+            missing = sorted(set(array_names(manifest["state"])) - set(file.keys()) - set(sharded))
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: its state: {type(error).__name__}: {error}") from None
     if missing:
         raise CheckpointError(f"{path} is damaged: {STATE} lacks {missing[0]!r}, which {MANIFEST} names")
     return manifest

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES, STATE, CheckpointError, check_checkpoint
+from mindnlp_dp.checkpoint.shards import open_sharded_arrays
 from mindnlp_dp.checkpoint.state_tree import PackedState
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import all_names, transient_buffers
@@ -21,7 +22,8 @@ from mindnlp_dp.runtime.named_weights import all_names, transient_buffers
 def read_state(path: Path) -> PackedState:
     """Return a checkpoint's state; raise CheckpointError if anything in the folder is not as it was written."""
     manifest = check_checkpoint(path)
-    return PackedState(manifest["state"], load_file(path / STATE))
+    sharded = open_sharded_arrays(path, manifest["state"], manifest["files"])
+    return PackedState(manifest["state"], {**load_file(path / STATE), **sharded})
 
 
 def read_weights(model: Any, folder: Path) -> None:

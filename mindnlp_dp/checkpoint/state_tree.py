@@ -16,18 +16,23 @@ import numpy as np
 from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, to_host
+from mindnlp_dp.runtime.sharded_array import FlatLayout, Shard, ShardedArray
 
 # Keys that mark values in the outline for which JSON has no type.
-ARRAY, TENSOR, TUPLE, ITEMS = "$array", "$tensor", "$tuple", "$items"
-_MARKS = (ARRAY, TENSOR, TUPLE, ITEMS)
+ARRAY, TENSOR, TUPLE, ITEMS, SHARDED = "$array", "$tensor", "$tuple", "$items", "$sharded"
+_MARKS = (ARRAY, TENSOR, TUPLE, ITEMS, SHARDED)
 
 
 @dataclass
 class PackedState:
-    """A packed tree: ``outline`` is valid JSON, ``arrays`` maps the array names in it to NumPy arrays."""
+    """A packed tree: ``outline`` is valid JSON, ``arrays`` maps the array names in it to NumPy arrays.
+
+    Arrays of which this rank has only pieces are in ``sharded``.
+    """
 
     outline: Any
-    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    arrays: dict[str, Any] = field(default_factory=dict)
+    sharded: dict[str, ShardedArray] = field(default_factory=dict)
 
 
 def array_names(outline: Any) -> Iterator[str]:
@@ -43,34 +48,55 @@ def array_names(outline: Any) -> Iterator[str]:
                 yield from array_names(item)
 
 
+def sharded_layouts(outline: Any) -> dict[str, FlatLayout]:
+    """Return the layouts of the sharded arrays in an outline, by name."""
+    if isinstance(outline, list):
+        return {name: layout for item in outline for name, layout in sharded_layouts(item).items()}
+    if not isinstance(outline, dict):
+        return {}
+    if SHARDED in outline:
+        told = outline[SHARDED]
+        cut = Shard(*told["cut"]) if told["cut"] else None
+        return {outline[TENSOR]: FlatLayout(tuple(told["shape"]), cut, told["num_parts"])}
+    return sharded_layouts(list(outline.values()))
+
+
 def pack_state(tree: Any) -> PackedState:
-    """Pack a tree into an outline and arrays.
+    """Pack a tree into an outline and arrays; a packed one is returned as it is.
 
     Raises:
         TypeError: a value in the tree is of an unsupported type; the message says where.
     """
+    if isinstance(tree, PackedState):
+        return tree
     packed = PackedState(None)
-    packed.outline = _pack(tree, "", packed.arrays)
+    packed.outline = _pack(tree, "", packed)
     return packed
 
 
-def _pack(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+def _pack(value: Any, path: str, packed: PackedState) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
         if all(isinstance(key, str) and key not in _MARKS for key in value):
-            return {key: _pack(item, f"{path}/{key}", arrays) for key, item in value.items()}
-        items = [[_pack(key, path, arrays), _pack(item, f"{path}/{key}", arrays)] for key, item in value.items()]
+            return {key: _pack(item, f"{path}/{key}", packed) for key, item in value.items()}
+        items = [[_pack(key, path, packed), _pack(item, f"{path}/{key}", packed)] for key, item in value.items()]
         return {ITEMS: items}
     if isinstance(value, (list, tuple)):
-        packed = [_pack(item, f"{path}/{index}", arrays) for index, item in enumerate(value)]
-        return {TUPLE: packed} if isinstance(value, tuple) else packed
+        listed = [_pack(item, f"{path}/{index}", packed) for index, item in enumerate(value)]
+        return {TUPLE: listed} if isinstance(value, tuple) else listed
     name = path.strip("/") or "value"
-    if name in arrays:
+    arrays = packed.arrays
+    if name in arrays or name in packed.sharded:
         # Different keys may give the same path: "a/b" and nested "a", "b", or 0 and "0".
-        name = f"{name}~{len(arrays)}"
+        name = f"{name}~{len(arrays) + len(packed.sharded)}"
+    if isinstance(value, ShardedArray):
+        packed.sharded[name], layout = value, value.layout
+        cut = None if layout.cut is None else [layout.cut.dim, layout.cut.num_blocks]
+        told = {"shape": list(layout.shape), "cut": cut, "num_parts": layout.num_parts}
+        return {TENSOR: name, "dtype": value.dtype, SHARDED: told}
     if isinstance(value, np.ndarray) and value.dtype != object:
         arrays[name] = value
         return {ARRAY: name}
@@ -97,7 +123,9 @@ def _unpack(value: Any, arrays: dict[str, Any]) -> Any:
         return arrays[value[ARRAY]]
     if TENSOR in value:
         array = arrays[value[TENSOR]]
-        return LazyTensor(array, value["dtype"]) if isinstance(array, LazyArray) else from_host(array, value["dtype"])
+        if isinstance(array, LazyArray):
+            return LazyTensor(array, value["dtype"])
+        return from_host(np.asarray(array), value["dtype"])
     if TUPLE in value:
         return tuple(_unpack(item, arrays) for item in value[TUPLE])
     if ITEMS in value:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from mindnlp_dp.checkpoint.manifest import MODEL, STATE, RunId, write_manifest
-from mindnlp_dp.checkpoint.state_tree import pack_state
+from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.arrays import from_host, to_host
 from mindnlp_dp.runtime.atomic_write import atomic_write
 from mindnlp_dp.runtime.named_weights import named_weights
 
+# The state of a run, packed or not.
+State = Union[dict[str, Any], PackedState]
+
 
 def write_checkpoint(
-    path: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None], run: Optional[RunId] = None
+    path: Path, state: Optional[State], write_model: Callable[[Path], None], run: Optional[RunId] = None
 ) -> None:
     """Write a checkpoint of ``run`` to ``path``, replacing one that exists there.
 
@@ -31,7 +34,7 @@ def write_checkpoint(
         write_manifest(folder, outline, run)
 
 
-def write_files(folder: Path, state: Optional[dict[str, Any]], write_model: Callable[[Path], None]) -> Any:
+def write_files(folder: Path, state: Optional[State], write_model: Callable[[Path], None]) -> Any:
     """Write a checkpoint's files, except the manifest, into a new folder; return the outline of the state."""
     packed = None if state is None else pack_state(state)
     folder.mkdir()

@@ -16,16 +16,19 @@ from mindnlp_dp.runtime.arrays import from_host
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array that every rank can fetch from rank 0; ``here`` is the array on rank 0, and None on the other ranks."""
+    """An array that every rank can fetch from rank 0.
+
+    ``here`` is the array on rank 0, or an object that NumPy reads it from; None on the other ranks.
+    """
 
     group: ProcessGroup
-    here: Optional[np.ndarray]
+    here: Optional[Any]
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def fetch(self) -> np.ndarray:
         """Return the array on every rank. A collective: all ranks call it for the same arrays in the same order."""
-        mine = np.zeros(self.shape, self.dtype) if self.here is None else self.here
+        mine = np.zeros(self.shape, self.dtype) if self.here is None else np.asarray(self.here)
         return self.group.broadcast(mine)
 
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Optional
 
 import numpy as np
@@ -30,9 +33,18 @@ def replica_digest(model: Any) -> str:
     """Return a hash of every weight's name, type, shape and bits, as 16 hexadecimal digits."""
     total = hashlib.blake2b(digest_size=DIGEST_BYTES)
     skips_copies = has_adapters(model)
-    for name, weight in named_weights(model):
-        if not (skips_copies and is_unused_copy(name)):
-            total.update(weight_digest(name, weight))
+    num_threads = len(os.sched_getaffinity(0))
+    pending: deque[Future[bytes]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for name, weight in named_weights(model):
+            if skips_copies and is_unused_copy(name):
+                continue
+            # The values are fetched from a device by this thread, and only a few arrays at a time.
+            pending.append(pool.submit(_hash, name, dtype_name(weight), to_host(weight)))
+            if len(pending) > num_threads:
+                total.update(pending.popleft().result())
+        for digest in pending:
+            total.update(digest.result())
     return total.hexdigest()
 
 
@@ -44,7 +56,10 @@ def is_unused_copy(name: str) -> bool:
 def weight_digest(name: str, weight: Any) -> bytes:
     """Return a hash of one weight's name, type, shape and bits."""
     # bfloat16 is hashed as float32, which keeps every difference.
-    dtype, array = dtype_name(weight), to_host(weight)
+    return _hash(name, dtype_name(weight), to_host(weight))
+
+
+def _hash(name: str, dtype: str, array: np.ndarray) -> bytes:
     digest = hashlib.blake2b(f"{name}:{dtype}:{array.shape}".encode(), digest_size=DIGEST_BYTES)
     digest.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
     return digest.digest()
@@ -64,9 +79,9 @@ def assert_replicas_in_sync(model: Any, group: Optional[ProcessGroup] = None) ->
             0's, the rank, and the largest difference.
     """
     group = group or get_data_group()
-    digest = replica_digest(model)
-    if replicas_in_sync(model, group):
-        return digest
+    everyone = group.all_gather_object(replica_digest(model))
+    if len(set(everyone)) == 1:
+        return everyone[0]
     weights = named_weights(model)
     check_same_structure(weights, group)
     digests = group.all_gather_object([weight_digest(name, weight) for name, weight in weights])

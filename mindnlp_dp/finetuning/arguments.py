@@ -43,6 +43,7 @@ def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any)
             save_steps=config.save_steps or None,
             save_total_limit=2,
             async_save=config.async_save,
+            sharded_checkpoints=config.sharded_checkpoints,
             seed=config.seed,
             bucket_cap_mb=config.bucket_cap_mb,
             overlap=config.overlap if config.overlap == "auto" else config.overlap == "true",

@@ -81,6 +81,9 @@ class ParallelConfig(RunConfig):
     optimizer: str = setting("adamw", "adamw; or lamb or lars, for large batches")
     save_steps: int = setting(0, "number of updates between two checkpoints, of which the last two are kept; 0: none")
     async_save: bool = setting(False, "write checkpoints while training continues; needs their size in memory")
+    sharded_checkpoints: bool = setting(
+        False, "every rank writes its part of the optimizer state; needs a shared folder"
+    )
     resume: bool = setting(False, "resume from the newest checkpoint in output_dir, if it has one")
     bucket_cap_mb: float = setting(2.0, "maximum size of a gradient bucket, in MiB")
     overlap: str = setting("auto", "exchange gradients during the backward pass: true, false, or auto to find out")
@@ -107,6 +110,8 @@ class ParallelConfig(RunConfig):
             if getattr(self, name) not in choices:
                 shown = ", ".join(choice or "nothing" for choice in choices)
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
+        if self.async_save and self.sharded_checkpoints:
+            raise InputError("async_save and sharded_checkpoints cannot be combined yet: choose one of them")
         if self.recompute_layers and not self.gradient_checkpointing:
             raise InputError("recompute_layers is given, and gradient_checkpointing is not")
         self.check_at_least(1, "powersgd_rank")

@@ -33,6 +33,7 @@ from mindnlp_dp.optim.updater import MindNLPUpdater, Updater
 from mindnlp_dp.optim.zero.state_registry import gather_array
 from mindnlp_dp.runtime.arrays import copy_of, dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
+from mindnlp_dp.runtime.sharded_array import FlatLayout, ShardedArray
 
 
 @dataclass(frozen=True)
@@ -234,8 +235,11 @@ class DeviceUpdater(MindNLPUpdater):
     def _own(self, index: int) -> list[_OwnPiece]:
         return [piece for pieces in self._pieces for piece in pieces if piece.where.index == index]
 
-    def _whole_state(self, index: int, *, keep: bool = True) -> dict[str, Any]:
-        """Return the full state of a parameter, from all ranks' pieces; a collective of all ranks."""
+    def _whole_state(self, index: int, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
+        """Return the full state of a parameter, from all ranks' pieces; a collective of all ranks.
+
+        With ``sharded``, the arrays are not gathered.
+        """
         whole: dict[str, Any] = {}
         own, numel = self._own(index), math.prod(self._shapes[index])
         for name, dtype in (self._types[index] or {}).items():
@@ -244,6 +248,10 @@ class DeviceUpdater(MindNLPUpdater):
                 whole[name] = next(value for theirs in values for value in theirs)
                 continue
             parts = [(piece.where, to_host(self._state[piece.weight][name])) for piece in own]
+            if sharded:
+                pieces = [(where.start, part) for where, part in parts]
+                whole[name] = ShardedArray(FlatLayout(self._shapes[index]), dtype, pieces)
+                continue
             array = gather_array(parts, numel, _host_type(dtype), self._group)
             if keep:
                 whole[name] = from_host(array.reshape(self._shapes[index]), dtype)
@@ -264,12 +272,16 @@ class DeviceUpdater(MindNLPUpdater):
                     value = from_host(flat.copy(), dtype)
                 mine[name] = value
 
-    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+    def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         self._adopt_state()
         places = {id(p): index for index, p in enumerate(self.parameters)}
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         indices = {number: places.get(id(p)) for number, p in enumerate(everything)}
-        state = {n: self._whole_state(i, keep=keep) for n, i in indices.items() if i is not None and self._types[i]}
+        state = {
+            n: self._whole_state(i, keep=keep, sharded=sharded)
+            for n, i in indices.items()
+            if i is not None and self._types[i]
+        }
         return {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:

@@ -244,7 +244,7 @@ class FlatUpdater(MindNLPUpdater):
         # Optimizers of MindNLP 0.5 increment the step in place.
         return mindnlp_api().tensor(float(steps)) if mindnlp_series() == "0.5" else steps
 
-    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+    def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         self._take_back()
         state: dict[int, dict[str, Any]] = {}
         places = {id(p): index for index, p in enumerate(self.parameters)}
@@ -255,6 +255,9 @@ class FlatUpdater(MindNLPUpdater):
                 continue
             state[number] = {"step": self._state.steps[index]} if self._rule.counts_steps else {}
             for name in self._state.arrays:
+                if sharded and self.is_sharded:
+                    state[number][name] = self._state.pieces(index, name)
+                    continue
                 whole = self._state.whole(index, name)
                 if keep:
                     state[number][name] = from_host(whole, "float32")

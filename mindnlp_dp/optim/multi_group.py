@@ -58,8 +58,8 @@ class MultiGroupUpdater(Updater):
     def parameter_names(self, model: Any) -> list[list[str]]:
         return self._updaters[0].parameter_names(model)
 
-    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
-        states = [updater.optimizer_state(keep=keep) for updater in self._updaters]
+    def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
+        states = [updater.optimizer_state(keep=keep, sharded=sharded) for updater in self._updaters]
         return {**states[0], "state": {number: s for state in states for number, s in state["state"].items()}}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:

@@ -160,10 +160,11 @@ class Updater(abc.ABC):
         """Return the names in ``model`` of the parameters that the optimizer updates, by group."""
 
     @abc.abstractmethod
-    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+    def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         """Return the full optimizer state, the same on every rank; a rank without ``keep`` may get it without arrays.
 
-        A collective if the ranks shard the update.
+        With ``sharded``, arrays that the ranks shard are not gathered: each is a
+        :class:`~mindnlp_dp.runtime.sharded_array.ShardedArray`. A collective if the ranks shard the update.
         """
 
     @abc.abstractmethod
@@ -231,7 +232,7 @@ class MindNLPUpdater(Updater):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return [[names.get(id(p), "?") for p in group["params"]] for group in self.optimizer.param_groups]
 
-    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+    def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
@@ -283,7 +284,7 @@ class MindSporeUpdater(Updater):
         weights = set(map(id, self.parameters))
         return {name: p for name, p in self.optimizer.parameters_dict().items() if id(p) not in weights}
 
-    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+    def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         return {name: p.asnumpy().copy() for name, p in self._own_parameters().items()}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
-import tempfile
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, TypeVar, Union
@@ -18,8 +17,8 @@ from typing import Any, Optional, TypeVar, Union
 import numpy as np
 from safetensors.numpy import load_file
 
-from mindnlp_dp.checkpoint.directory import PREFIX
 from mindnlp_dp.checkpoint.manifest import MODEL
+from mindnlp_dp.checkpoint.shards import make_workspace
 from mindnlp_dp.checkpoint.writer import write_adapters
 from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
 from mindnlp_dp.communication.replicas import (
@@ -41,6 +40,7 @@ from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of,
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.arrays import from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import named_weights
+from mindnlp_dp.runtime.sharded_array import ShardedArray, as_sharded, without_pieces
 
 T = TypeVar("T")
 
@@ -244,13 +244,14 @@ class ParallelModel(ReplicatedModel):
         """Write the weights to a temporary folder in ``folder``; return a function that moves them to a checkpoint."""
         # If the writer is killed, the next run removes the temporary folder by its name.
         workspace = self.world.run_on(
-            self.world.is_main, functools.partial(_make_workspace, folder), "writing the model"
+            self.world.is_main, functools.partial(make_workspace, folder, "weights"), "writing the model"
         )
         self.write_weights(None if workspace is None else workspace / MODEL)
 
         def write(checkpoint: Path) -> None:
             assert workspace is not None, "one rank writes"
-            os.replace(workspace / MODEL, checkpoint / MODEL)
+            # With async_save, the checkpoint is written to memory first, which is another file system.
+            shutil.move(workspace / MODEL, checkpoint / MODEL)
             workspace.rmdir()
             if has_adapters(self.model):
                 write_adapters(self.model, load_file(checkpoint / MODEL), checkpoint)
@@ -297,16 +298,18 @@ class ParallelModel(ReplicatedModel):
 
     # The optimizer state.
 
-    def full_optimizer_state(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
+    def full_optimizer_state(self, own: dict[str, Any], *, keep: bool, sharded: bool = False) -> dict[str, Any]:
         names = [[self.placements[name].name for name in names] for names in own["parameters"]]
         everyone = self.mesh.model_parallel_group.all_gather_object(names)
         order = list(self.placements)
         groups = [sorted(set().union(*(theirs[g] for theirs in everyone)), key=order.index) for g in range(len(names))]
         numbers = [number for group in own["param_groups"] for number in group["params"]]
         mine = dict(zip((name for group in names for name in group), (own["state"].get(n) for n in numbers)))
+        if sharded:
+            mine = {name: state and self._in_full_arrays(name, state) for name, state in mine.items()}
         # Scalars, such as the step, and the names of the arrays come from the rank that counts the parameter.
         told = {
-            name: {key: None if _is_array(value) else value for key, value in state.items()}
+            name: {key: None if _is_array(value) else without_pieces(value) for key, value in state.items()}
             for name, state in mine.items()
             if state and self.placements.owns(self.placements[name])
         }
@@ -318,10 +321,15 @@ class ParallelModel(ReplicatedModel):
             placement = self.placements[name]
             for key, value in outline.get(name, {}).items():
                 entry = state.setdefault(number, {})
+                part = mine.get(name)
+                if isinstance(value, ShardedArray):
+                    # A tied weight may be sharded differently on its last stage: its first stage writes it.
+                    is_first = self.mesh.index("pp") == min(placement.stages) and self.placements.is_here(placement)
+                    entry[key] = part[key] if part and is_first else value
+                    continue
                 if value is not None:
                     entry[key] = value
                     continue
-                part = mine.get(name)
                 array = to_host(part[key]) if part else None
                 whole = self.placements.whole(placement, array, "float32")
                 if keep:
@@ -332,6 +340,14 @@ class ParallelModel(ReplicatedModel):
             for group, begin, end in zip(own["param_groups"], begins, begins[1:])
         ]
         return {"parameters": groups, "state": state, "param_groups": param_groups}
+
+    def _in_full_arrays(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter with this rank's arrays as pieces of the full ones."""
+        values = {key: as_sharded(value) for key, value in state.items()}
+        return {
+            key: self.placements.sharded(self.placements[name], value) if isinstance(value, ShardedArray) else value
+            for key, value in values.items()
+        }
 
     def local_optimizer_state(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
         own = self._own()
@@ -360,11 +376,6 @@ class ParallelModel(ReplicatedModel):
             for group, begin, end in zip(whole["param_groups"], ends, ends[1:])
         ]
         return {"parameters": shown, "state": state, "param_groups": param_groups}
-
-
-def _make_workspace(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f".{PREFIX}-weights-", dir=folder))
 
 
 def _is_array(value: Any) -> bool:

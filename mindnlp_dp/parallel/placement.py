@@ -18,40 +18,7 @@ from mindnlp_dp.parallel.device_mesh import DeviceMesh
 from mindnlp_dp.runtime.adapters import base_model
 from mindnlp_dp.runtime.arrays import dtype_name, from_host
 from mindnlp_dp.runtime.named_weights import all_names
-from mindnlp_dp.runtime.partition import shard_bounds
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Describes how a weight is sharded: dimension ``dim`` has ``num_blocks`` equal blocks, each split over the ranks.
-
-    >>> [part.tolist() for part in (Shard(0, 2).part(np.arange(8), rank, 2) for rank in (0, 1))]
-    [[0, 1, 4, 5], [2, 3, 6, 7]]
-    """
-
-    dim: int
-    num_blocks: int = 1
-
-    def part(self, whole: np.ndarray, index: int, num_parts: int) -> np.ndarray:
-        return np.concatenate([whole[place] for place in self._places(whole.shape, index, num_parts)], axis=self.dim)
-
-    def put(self, part: np.ndarray, whole: np.ndarray, index: int, num_parts: int) -> None:
-        """Write a rank's part into the full array."""
-        places = self._places(whole.shape, index, num_parts)
-        for place, piece in zip(places, np.split(part, self.num_blocks, axis=self.dim)):
-            whole[place] = piece
-
-    def shape(self, whole: Sequence[int], index: int, num_parts: int) -> tuple[int, ...]:
-        bounds = shard_bounds(whole[self.dim] // self.num_blocks, num_parts)
-        size = self.num_blocks * (bounds[index + 1] - bounds[index])
-        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
-
-    def _places(self, shape: Sequence[int], index: int, num_parts: int) -> list[tuple[slice, ...]]:
-        block = shape[self.dim] // self.num_blocks
-        bounds = shard_bounds(block, num_parts)
-        before = (slice(None),) * self.dim
-        begins = range(0, shape[self.dim], block) if block else ()
-        return [(*before, slice(begin + bounds[index], begin + bounds[index + 1])) for begin in begins]
+from mindnlp_dp.runtime.sharded_array import FlatLayout, Shard, ShardedArray
 
 
 @dataclass(frozen=True)
@@ -130,6 +97,12 @@ class Placements(Mapping[str, Placement]):
     def shape_here(self, placement: Placement) -> tuple[int, ...]:
         cut, mesh = placement.cut, self.mesh
         return placement.shape if cut is None else cut.shape(placement.shape, mesh.index("tp"), mesh.sizes["tp"])
+
+    def sharded(self, placement: Placement, mine: ShardedArray) -> ShardedArray:
+        """Return the full array of which ``mine`` is this rank's shard, or has this rank's pieces of the shard."""
+        cut, mesh = placement.cut, self.mesh
+        layout = FlatLayout(placement.shape, cut, 1 if cut is None else mesh.sizes["tp"])
+        return mine.within(layout, 0 if cut is None else mesh.index("tp"))
 
     def owns(self, placement: Placement) -> bool:
         """Return whether this rank, of the model-parallel ranks with the same data, adds it to a sum over the model."""

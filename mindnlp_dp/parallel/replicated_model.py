@@ -119,7 +119,7 @@ class ReplicatedModel:
 
     # The conversion between the optimizer state of one process and that of this rank.
 
-    def full_optimizer_state(self, own: dict[str, Any], *, keep: bool) -> dict[str, Any]:
+    def full_optimizer_state(self, own: dict[str, Any], *, keep: bool, sharded: bool = False) -> dict[str, Any]:
         return own
 
     def local_optimizer_state(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:

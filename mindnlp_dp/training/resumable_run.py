@@ -29,6 +29,7 @@ from mindnlp_dp.checkpoint.directory import (
 )
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId, run_of
+from mindnlp_dp.checkpoint.shards import no_shards, write_shards
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.parallel.replicated_model import as_replicated, load_checkpoint
@@ -46,19 +47,28 @@ class FunctionalRun:
         step: the train step that :func:`~mindnlp_dp.make_train_step` returned for the model.
         loader: the loader that :func:`~mindnlp_dp.make_loader` returned, made with the step's ``accumulation_steps``.
         keep: number of newest checkpoints to keep; None keeps all.
+        sharded: every rank writes its part of the optimizer state; all hosts must share ``folder``.
 
     Attributes:
         epoch: number of the current epoch.
     """
 
     def __init__(
-        self, folder: Union[str, Path], model: Any, step: FunctionalStep, loader: Loader, *, keep: Optional[int] = 2
+        self,
+        folder: Union[str, Path],
+        model: Any,
+        step: FunctionalStep,
+        loader: Loader,
+        *,
+        keep: Optional[int] = 2,
+        sharded: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.model = model
         self.step = step
         self.loader = loader
         self.keep = keep
+        self.sharded = sharded
         self._whole = as_replicated(model, step.synchronizer.group)
         self.group = self._whole.world
         self.epoch = 0
@@ -111,8 +121,8 @@ class FunctionalRun:
         self.step.synchronizer.reset_error_feedback()
         run_id = self.group.run_on(self.group.is_main, self._become_writer, "preparing the folder of checkpoints")
         path = checkpoint_path(self.folder, self.step.num_updates)
-        state = {
-            **self._run_state.state(keep=self.group.is_main),
+        state: Any = {
+            **self._run_state.state(keep=self.group.is_main, sharded=self.sharded),
             "data": self._data,
             "global_batch_size": self.loader.global_batch_size,
             "position": asdict(self.position),
@@ -120,7 +130,12 @@ class FunctionalRun:
             "grad_norm": self.step.grad_norm,
         }
 
-        write_model = self._whole.model_writer(self.folder, lambda folder: write_weights(self.model, folder))
+        state, move_shards = write_shards(self.folder, state, self.group) if self.sharded else (state, no_shards)
+        write_weights_of_all = self._whole.model_writer(self.folder, lambda folder: write_weights(self.model, folder))
+
+        def write_model(checkpoint: Path) -> None:
+            write_weights_of_all(checkpoint)
+            move_shards(checkpoint)
 
         def write() -> None:
             assert run_id is not None, "this rank writes"

@@ -52,11 +52,11 @@ class Run:
     def group(self) -> ProcessGroup:
         return self.model.world
 
-    def state(self, *, keep: bool = True) -> dict[str, Any]:
+    def state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         """Return the run's state, the same on every rank, after broadcasting rank 0's buffers. A collective.
 
         A rank that does not write the checkpoint need not ``keep`` the optimizer's arrays, which may be sharded, but it
-        takes part in gathering them.
+        takes part in gathering them. With ``sharded``, such arrays are not gathered, and every rank writes its pieces.
 
         Raises:
             ReplicaMismatchError: the ranks' weights differ, so no checkpoint can hold them.
@@ -67,12 +67,12 @@ class Run:
         keeps_order = not self.model.is_sharded
         own = {
             "parameters": step.updater.parameter_names(self.model.model),
-            **step.updater.optimizer_state(keep=keep or self.model.is_sharded),
+            **step.updater.optimizer_state(keep=keep or self.model.is_sharded, sharded=sharded),
         }
         return {
             "world_size": self.group.world_size,
             "digest": self.model.assert_in_sync(),
-            "optimizer": self.model.full_optimizer_state(own, keep=keep),
+            "optimizer": self.model.full_optimizer_state(own, keep=keep, sharded=sharded),
             "scheduler": None if step.updater.scheduler is None else step.updater.scheduler.state_dict(),
             "bucket_order": step.synchronizer.order if keeps_order else None,
             "ranks": self.group.all_gather_object({"random": random_state()}),

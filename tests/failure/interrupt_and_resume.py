@@ -119,7 +119,7 @@ def check_newest(folder: Path) -> None:
 
 
 def any_settings(rng: random.Random) -> tuple[str, ...]:
-    return "--zero-stage", str(rng.randrange(3)), *rng.choice(((), ("--async-save",)))
+    return "--zero-stage", str(rng.randrange(3)), *rng.choice(((), ("--async-save",), ("--sharded-checkpoints",)))
 
 
 def stop_at_random(

@@ -1,7 +1,7 @@
 """Train with dropout, gradient accumulation, evaluations and checkpoints; stop where told, and resume.
 
     mindnlp-dp run --nproc 2 tests/failure/interruptible.py FOLDER [--stop-at STEP [--at-line N]] [--on-rank R]
-        [--hidden-size N] [--zero-stage S] [--async-save] [--once]
+        [--hidden-size N] [--zero-stage S] [--async-save | --sharded-checkpoints] [--once]
 
 With ``--at-line`` rank R dies within update STEP, before the N-th Python line of the code that updates and exchanges.
 Every rank writes its process id to FOLDER/pid_R when training begins; at the end rank 0 writes the digest of the
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=16)
     parser.add_argument("--zero-stage", type=int, default=0)
     parser.add_argument("--async-save", action="store_true")
+    parser.add_argument("--sharded-checkpoints", action="store_true")
     parser.add_argument("--once", action="store_true")
     options = parser.parse_args()
     group = dp.init_process_group()
@@ -84,6 +85,7 @@ def main() -> None:
         learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=4, logging_steps=2, evaluation_strategy="steps",
         eval_steps=5, save_strategy="steps", save_steps=1 if options.hidden_size > 16 else 3, save_total_limit=2,
         disable_tqdm=True, zero_stage=options.zero_stage, async_save=options.async_save,
+        sharded_checkpoints=options.sharded_checkpoints,
     )  # fmt: skip
     trainer = dp.DataParallelTrainer(
         RobertaForSequenceClassification(config), args, train_dataset=Rows(51), eval_dataset=Rows(9, seed=1),

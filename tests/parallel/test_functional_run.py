@@ -74,11 +74,11 @@ def loader_of(dataset, group, accumulation_steps=1, **options):
     return dp.make_loader(dataset, size, accumulation_steps, shuffle=True, seed=1, **options)
 
 
-def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False, **options):
+def go(make, folder, group, *, seed=3, stop_at=None, save_every=2, resume=False, sharded=False, **options):
     """Train to the end or for ``stop_at`` updates, and return weights, losses by update, and the run."""
     model, step, loader = make(group, seed, **options)
     dp.broadcast_parameters(model)
-    run = dp.FunctionalRun(folder, model, step, loader)
+    run = dp.FunctionalRun(folder, model, step, loader, sharded=sharded)
     assert run.resume() == resume
     losses = {}
     for window in run.windows(NUM_EPOCHS):
@@ -98,7 +98,7 @@ def test_stopped_and_taken_up_it_ends_as_if_it_had_not(group, shared_tmp_path, m
     """The run stops within an epoch, at the end of one, and directly after a checkpoint."""
     expected, all_losses, _ = go(make, shared_tmp_path / "whole", group)
     assert len(all_losses) == 15
-    go(make, shared_tmp_path / "stopped", group, stop_at=stop_at)
+    go(make, shared_tmp_path / "stopped", group, stop_at=stop_at, sharded=stop_at == 5)
     # The resumed run has different initial weights, so all weights must come from the checkpoint.
     mine, losses, run = go(make, shared_tmp_path / "stopped", group, seed=4, resume=True)
     for one, other in zip(mine, expected):

@@ -16,8 +16,10 @@ from library import EarlyStoppingCallback, TrainerCallback, is_0_5, optim
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint import background
+from mindnlp_dp.checkpoint import background, shards
 from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.checkpoint.reader import read_state
+from mindnlp_dp.checkpoint.state_tree import unpack_state
 from mindnlp_dp.data.batches import default_collate
 from mindnlp_dp.training.trainer import training_loop
 from models import LENGTH, Rows, alone, tiny_roberta, train, weights
@@ -343,7 +345,7 @@ def test_another_number_of_ranks_keeps_the_global_batch_and_the_order(group, sha
     rows = Rows(NUM_SAMPLES)
     whole = run(shared_tmp_path / "whole", group, rows, dropout=0.0, optim="sgd")
     with pytest.raises(KeyboardInterrupt):
-        run(shared_tmp_path / "stopped", group, rows, dropout=0.0, optim="sgd", stop_at=8)
+        run(shared_tmp_path / "stopped", group, rows, dropout=0.0, optim="sgd", stop_at=8, sharded_checkpoints=True)
     group.barrier()
     with alone() as single:
         mine = shared_tmp_path / f"alone_{group.rank}"
@@ -383,6 +385,43 @@ def test_a_run_that_cannot_be_taken_up_exactly_says_why(group, shared_tmp_path, 
 @pytest.mark.parametrize("stop_at", [pytest.param(5, marks=pytest.mark.core), 12])
 def test_checkpoints_that_a_thread_writes(group, shared_tmp_path, whole, stop_at):
     assert_same_run(stopped_and_resumed(shared_tmp_path, group, stop_at, async_save=True), whole)
+
+
+@pytest.mark.core
+def test_checkpoints_that_every_rank_writes(group, shared_tmp_path, whole):
+    resumed = stopped_and_resumed(shared_tmp_path / "sharded", group, 5, sharded_checkpoints=True)
+    assert_same_run(resumed, whole)
+    run(shared_tmp_path / "one", group, max_steps=2)
+    folders = [shared_tmp_path / name / "checkpoint-2" for name in ("sharded", "one")]
+    one, other = (unpack_state(read_state(folder)) for folder in folders)
+    for number, state in other["optimizer"]["state"].items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            mine = one["optimizer"]["state"][number][name]
+            np.testing.assert_array_equal(mine.asnumpy(), state[name].asnumpy(), err_msg=f"{name} of {number}")
+    # Each rank has written its own moments, and rank 0 alone the rest.
+    files = [sorted(folder.glob("state-*.safetensors")) for folder in folders]
+    assert list(map(len, files)) == [group.world_size if group.world_size > 1 else 0, 0]
+    if group.world_size > 1:
+        sizes = [file.stat().st_size for file in files[0]]
+        assert max(sizes) < 2 * min(sizes)
+        assert sum(sizes) > (folders[0] / "state.safetensors").stat().st_size
+    assert not list((shared_tmp_path / "sharded").glob(".*-*"))
+
+
+@pytest.mark.core
+def test_a_rank_that_cannot_write_its_shard_fails_on_every_rank(group, shared_tmp_path, monkeypatch):
+    if group.world_size == 1:
+        pytest.skip("one rank shards nothing")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if group.rank == group.world_size - 1:
+        monkeypatch.setattr(shards, "save_file", fail)
+    with pytest.raises((OSError, RuntimeError), match="No space left on device"):
+        run(shared_tmp_path, group, sharded_checkpoints=True)
+    group.barrier()
+    assert not list(shared_tmp_path.glob("*checkpoint-*"))
 
 
 @pytest.mark.core

@@ -31,9 +31,12 @@ from mindnlp_dp.checkpoint.directory import (
 from mindnlp_dp.checkpoint.folder_lock import lock_folder
 from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpoint, run_of
 from mindnlp_dp.checkpoint.reader import read_state, read_weights
+from mindnlp_dp.checkpoint.shards import write_shards
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.runtime.named_weights import named_weights
+from mindnlp_dp.runtime.partition import split_evenly
+from mindnlp_dp.runtime.sharded_array import FlatLayout, Shard, ShardedArray
 from mindnlp_dp.training.run_state import random_state, set_random_state
 from models import Rows, tiny_config, tiny_roberta, train, weights
 
@@ -102,6 +105,54 @@ def test_keys_that_lead_to_the_same_path_keep_their_arrays(tmp_path, first, seco
     tree = {first: one, "a": {"b": two}} if second is None else {first: one, second: two}
     write(tmp_path / "checkpoint-1", {"tree": tree})
     assert_equal(unpack_state(read_state(tmp_path / "checkpoint-1"))["tree"], tree)
+
+
+def in_pieces(array, layout, num_pieces):
+    """Return the array as ``num_pieces`` pieces that one rank has, some of them empty or twice."""
+    parts = (
+        [array]
+        if layout.cut is None
+        else [layout.cut.part(array, i, layout.num_parts) for i in range(layout.num_parts)]
+    )
+    flat = np.concatenate([part.reshape(-1) for part in parts])
+    ends = [split_evenly(len(flat), num_pieces, part) for part in range(num_pieces)]
+    pieces = [(start, flat[start:stop]) for start, stop in ends]
+    return ShardedArray(layout, "float32", [*pieces, (0, flat[:1]), (len(flat), flat[:0])])
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 5])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        FlatLayout((3, 5)), FlatLayout(()), FlatLayout((0, 4)), FlatLayout((7, 2), Shard(0), 3),
+        FlatLayout((4, 6), Shard(1, 2), 2), FlatLayout((2, 3), Shard(1), 4), FlatLayout((9,), Shard(0, 3), 2),
+    ],
+)  # fmt: skip
+def test_sharded_arrays_are_read_as_they_were(group, tmp_path, layout, num_pieces):
+    array = np.random.default_rng(0).normal(size=layout.shape).astype(np.float32)
+    packed, move = write_shards(tmp_path, {"a": [in_pieces(array, layout, num_pieces)], "n": 3}, group)
+    write_checkpoint(tmp_path / "checkpoint-1", packed, move)
+    back = unpack_state(read_state(tmp_path / "checkpoint-1"))
+    np.testing.assert_array_equal(back["a"][0].asnumpy(), array)
+    assert back["n"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_shard_that_is_missing_damages_a_checkpoint(group, tmp_path):
+    layout = FlatLayout((3, 5))
+    whole = in_pieces(np.ones((3, 5), np.float32), layout, 5)
+    for gone in range(5):
+        some = ShardedArray(layout, "float32", [piece for number, piece in enumerate(whole.pieces) if number != gone])
+        packed, move = write_shards(tmp_path, {"a": some}, group)
+        write_checkpoint(tmp_path / "checkpoint-1", packed, lambda folder, move=move: move(folder))
+        with pytest.raises(CheckpointError, match="damaged: its state: ValueError: no file holds element"):
+            check_checkpoint(tmp_path / "checkpoint-1")
+    packed, move = write_shards(tmp_path, {"a": whole}, group)
+    write_checkpoint(tmp_path / "checkpoint-1", packed, move)
+    check_checkpoint(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / "state-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="state-00001-of-00001.safetensors is missing"):
+        check_checkpoint(tmp_path / "checkpoint-1")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool_"])

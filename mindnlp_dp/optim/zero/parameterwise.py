@@ -17,6 +17,7 @@ from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.optim.updater import MindNLPUpdater
 from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
+from mindnlp_dp.runtime.sharded_array import as_sharded, without_pieces
 
 
 def assign_parameters(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -69,7 +70,7 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
                 for (parameter, host), part in zip(pairs, parts):
                     set_weight(parameter, from_host(part.reshape(host.shape), dtype_name(parameter)))
 
-    def optimizer_state(self, *, keep: bool = True) -> dict[str, Any]:
+    def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         mine = self.optimizer.state_dict()
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         state: dict[int, Any] = {}
@@ -77,7 +78,15 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
             owner = self._owners.get(id(parameter))
             if owner is None:
                 continue
-            theirs = self._group.broadcast_object(_as_data(mine["state"].get(number)), src=owner)
+            own = mine["state"].get(number)
+            if sharded:
+                own = own and {name: as_sharded(value) for name, value in own.items()}
+                told = own and {name: without_pieces(value) for name, value in own.items()}
+                theirs = self._group.broadcast_object(told, src=owner)
+                if theirs is not None:
+                    state[number] = own if self._group.rank == owner else theirs
+                continue
+            theirs = self._group.broadcast_object(_as_data(own), src=owner)
             if theirs is not None:
                 state[number] = {name: _as_tensor(value) for name, value in theirs.items()} if keep else {}
         return {"state": state, "param_groups": mine["param_groups"]}

@@ -15,21 +15,20 @@ from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.buckets.layout import ParameterSlice
 from mindnlp_dp.runtime.arrays import aligned_zeros, number_of, to_host
+from mindnlp_dp.runtime.sharded_array import FlatLayout, ShardedArray
 
 # Ranks gather a parameter's state in messages of this many elements: larger ones need more memory and are not faster.
 MESSAGE_NUMEL = 1 << 20
 
 
 def gather_array(
-    parts: Sequence[tuple[ParameterSlice, np.ndarray]], numel: int, dtype: Any, group: Optional[ProcessGroup]
+    parts: Sequence[tuple[ParameterSlice, np.ndarray]], numel: int, dtype: Any, group: ProcessGroup
 ) -> np.ndarray:
-    """Gather a flat array from all ranks' pieces of it. A collective of ``group``; None if this rank has all pieces."""
+    """Gather a flat array from all ranks' pieces of it. A collective of ``group``."""
     kind = np.dtype(f"u{np.dtype(dtype).itemsize}")
     whole = np.zeros(numel, kind)
     for piece, array in parts:
         whole[piece.start : piece.stop] = array.astype(dtype, copy=False).view(kind)
-    if group is None:
-        return whole.view(dtype)
     for start in range(0, numel, MESSAGE_NUMEL):
         # The maximum of the bits as integers is the value of the rank that has the element, even for a negative zero;
         # the other ranks have 0.
@@ -80,18 +79,33 @@ class StateShards:
             self.arrays[name][piece.flat] = flat[piece.start : piece.stop]
 
     def whole(self, index: int, name: str) -> np.ndarray:
-        """Gather a parameter's full state, in its shape, from all ranks' pieces. A collective of all ranks."""
-        parts = [(piece, self.arrays[name][piece.flat]) for piece in self._pieces.get(index, ())]
-        group = None if self._is_whole else self._group
-        return gather_array(parts, math.prod(self.shapes[index]), np.float32, group).reshape(self.shapes[index])
+        """Return a parameter's full state, in its shape. A collective of all ranks if they have pieces of it.
+
+        If this rank has all of it, the array is a view: the next update changes it.
+        """
+        if self._is_whole:
+            return self._flat(index, name).reshape(self.shapes[index])
+        numel = math.prod(self.shapes[index])
+        return gather_array(self._parts(index, name), numel, np.float32, self._group).reshape(self.shapes[index])
+
+    def _flat(self, index: int, name: str) -> np.ndarray:
+        pieces = self._pieces.get(index, [])
+        begin = pieces[0].offset if pieces else 0
+        return self.arrays[name][begin : begin + math.prod(self.shapes[index])]
+
+    def pieces(self, index: int, name: str) -> ShardedArray:
+        """Return this rank's pieces of a parameter's state; they are views, valid until the next update."""
+        pieces = [(piece.start, array) for piece, array in self._parts(index, name)]
+        return ShardedArray(FlatLayout(tuple(self.shapes[index])), "float32", pieces)
+
+    def _parts(self, index: int, name: str) -> list[tuple[ParameterSlice, np.ndarray]]:
+        return [(piece, self.arrays[name][piece.flat]) for piece in self._pieces.get(index, ())]
 
     def view(self, index: int, name: str) -> Any:
         """Return a parameter's full state as a tensor in the array's memory; valid if this rank has all of it."""
         import mindspore
 
-        pieces = self._pieces.get(index, [])
-        begin = pieces[0].offset if pieces else 0
-        flat = self.arrays[name][begin : begin + math.prod(self.shapes[index])]
+        flat = self._flat(index, name)
         if not len(flat):
             return mindspore.Tensor(flat)
         if shape := self.shapes[index]:

@@ -17,7 +17,7 @@ from mindnlp_dp.communication.autograd_ops import gather_from
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.model_edits import Edit, ModelIndex
 from mindnlp_dp.parallel.parallel_plan import STYLES, TensorPlan, check_patterns, first_match, num_packed
-from mindnlp_dp.parallel.placement import Placements, Shard
+from mindnlp_dp.parallel.placement import Placements
 from mindnlp_dp.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RankLocalDropout,
@@ -29,6 +29,7 @@ from mindnlp_dp.parallel.tensor_parallel.layers import (
     is_conv1d,
 )
 from mindnlp_dp.runtime.adapters import base_model, is_lora
+from mindnlp_dp.runtime.sharded_array import Shard
 
 
 class GatheredHead(ColumnParallelLinear):

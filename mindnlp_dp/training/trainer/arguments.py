@@ -104,6 +104,10 @@ class DataParallelArgumentsBase(TrainingArguments):
             "help": "Write checkpoints while training continues: a copy in memory, then a thread; one at a time."
         },
     )
+    sharded_checkpoints: bool = field(
+        default=False,
+        metadata={"help": "Every rank writes its part of the optimizer state; all hosts must share output_dir."},
+    )
     peak_teraflops: Optional[float] = field(
         default=None,
         metadata={"help": "What one device can do, in TFLOP/s, to log the model FLOPs utilization (MFU)."},
@@ -208,6 +212,8 @@ class DataParallelArgumentsBase(TrainingArguments):
             raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
         if self.peak_teraflops is not None and not self.peak_teraflops > 0:
             raise ValueError(f"peak_teraflops must be positive, got {self.peak_teraflops}")
+        if self.async_save and self.sharded_checkpoints:
+            raise ValueError("async_save and sharded_checkpoints cannot be combined yet: choose one of them")
         check_zero_stage(self.zero_stage)
         check_dropout(self.dropout)
         if self.auto_find_batch_size and self.world_size > 1:

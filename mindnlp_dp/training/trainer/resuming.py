@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
+from mindnlp_dp.checkpoint.shards import no_shards, write_shards
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_module, write_weights
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
 from mindnlp_dp.runtime import heartbeat
@@ -77,7 +78,9 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     path = checkpoint_path(folder, state.global_step)
     trainer.on_checkpoint(path, metrics)
     trainer.store_flos()
-    run = None if args.save_only_model else trainer.training_loop.state()
+    run = None if args.save_only_model else trainer.training_loop.state(sharded=args.sharded_checkpoints)
+    is_sharded = run is not None and args.sharded_checkpoints
+    run, move_shards = write_shards(folder, run, trainer.world) if is_sharded else (run, no_shards)
 
     def write_whole(folder: Path) -> None:
         trainer.save_model(str(folder), _internal_call=True)
@@ -88,6 +91,7 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
 
     def write_model(folder: Path) -> None:
         write_weights_of_all(folder)
+        move_shards(folder)
         state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]

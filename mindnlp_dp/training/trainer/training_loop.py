@@ -413,14 +413,15 @@ class TrainingLoop:
         """Mark this loop's state as invalid: another rank's weights are about to replace its own."""
         self.resumed_from, self.is_set_up = None, False
 
-    def state(self, *, keep: Optional[bool] = None) -> dict[str, Any]:
+    def state(self, *, keep: Optional[bool] = None, sharded: bool = False) -> dict[str, Any]:
         """Return the full state of this run, except the model's weights; the same on every rank.
 
-        ``keep`` says whether this rank needs the optimizer's arrays; by default only ranks that save do.
+        ``keep`` says whether this rank needs the optimizer's arrays; by default only ranks that save do. With
+        ``sharded``, every rank has its pieces of those arrays that the ranks shard.
         """
         trainer = self.trainer
         return {
-            **self.run_state.state(keep=self.args.should_save if keep is None else keep),
+            **self.run_state.state(keep=self.args.should_save if keep is None else keep, sharded=sharded),
             "callbacks": callback_states(trainer.callback_handler.callbacks),
             "data": self.args.data_order(self.loader),
             "settings": self.args.result_settings(),

@@ -1,0 +1,143 @@
+"""This module writes the sharded arrays of a checkpoint's state by the ranks that have them, and reads them again.
+
+Each rank writes one file with its pieces, named by the array and the bounds of their elements; the outline in
+checkpoint.json has the arrays' shapes. So any number of ranks can read them::
+
+    state.safetensors                   rank 0: all that is not sharded
+    state-00001-of-00002.safetensors    rank 0: "optimizer/state/0/exp_avg@0:768", ...
+    state-00002-of-00002.safetensors    rank 1: "optimizer/state/0/exp_avg@768:1536", ...
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state, sharded_layouts
+from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.runtime.sharded_array import FlatLayout
+
+_FILES = "state-*-of-*.safetensors"
+
+
+def make_workspace(folder: Path, content: str) -> Path:
+    """Make a folder in ``folder`` for files that a checkpoint will get; if it is left over, the next run removes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".checkpoint-{content}-", dir=folder))
+
+
+def write_shards(folder: Path, state: Any, group: ProcessGroup) -> tuple[PackedState, Callable[[Path], None]]:
+    """Write every rank's pieces of the sharded arrays in ``state`` to a temporary folder in ``folder``.
+
+    Returns the packed state, and a function that moves the files into a checkpoint; one rank calls it. A collective.
+
+    Raises:
+        OSError: on every rank, if a rank cannot write, for instance because its host does not have the folder.
+    """
+    doing = "writing a checkpoint's shards"
+    packed = group.run_on(True, lambda: pack_state(state), doing)
+    assert packed is not None, "packed on every rank"
+    workspace = group.run_on_rank0(functools.partial(make_workspace, folder, "shards"), doing)
+    pieces = {
+        f"{name}@{start}:{start + len(piece)}": piece
+        for name, array in packed.sharded.items()
+        for start, piece in array.pieces
+        if len(piece)
+    }
+    # Replicas have the same pieces: the first rank that has one writes it.
+    writers: dict[str, int] = {}
+    for rank, theirs in enumerate(group.all_gather_object(list(pieces))):
+        for piece in theirs:
+            writers.setdefault(piece, rank)
+    files = {rank: f"state-{rank + 1:05}-of-{group.world_size:05}.safetensors" for rank in set(writers.values())}
+
+    def write() -> None:
+        if not workspace.is_dir():
+            raise OSError(f"{folder} is not the same folder on all hosts, which sharded checkpoints need")
+        mine = {name: piece for name, piece in pieces.items() if writers[name] == group.rank}
+        if mine:
+            save_file(mine, workspace / files[group.rank])
+
+    def move(checkpoint: Path) -> None:
+        for name in files.values():
+            os.replace(workspace / name, checkpoint / name)
+        workspace.rmdir()
+
+    try:
+        group.run_on(True, write, doing)
+    except BaseException:
+        if group.is_main:
+            shutil.rmtree(workspace, ignore_errors=True)
+        raise
+    return packed, move
+
+
+def no_shards(checkpoint: Path) -> None:
+    """Move nothing, for a checkpoint of which one rank writes all."""
+
+
+@dataclass
+class ArrayInFiles:
+    """An array whose pieces are in several files; they are read when NumPy asks for the array.
+
+    Attributes:
+        pieces: the bounds of each piece's elements, an open file, and the piece's name there.
+    """
+
+    layout: FlatLayout
+    pieces: list[tuple[int, int, Any, str]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._read(0).dtype if self.pieces else np.dtype(np.float32)
+
+    def _read(self, number: int) -> np.ndarray:
+        _, _, file, name = self.pieces[number]
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        flat = np.empty(self.layout.numel, self.dtype)
+        for number, (start, stop, _, _) in enumerate(self.pieces):
+            flat[start:stop] = self._read(number)
+        return self.layout.whole(flat).astype(dtype or flat.dtype, copy=False)
+
+
+def open_sharded_arrays(path: Path, outline: Any, files: Iterable[str]) -> dict[str, ArrayInFiles]:
+    """Return the sharded arrays of a checkpoint, by name; ``files`` are the names of those in its manifest.
+
+    Raises:
+        ValueError: a file is damaged, or elements of an array are in none.
+    """
+    arrays = {name: ArrayInFiles(layout) for name, layout in sharded_layouts(outline).items()}
+    for file in (file for file in files if fnmatchcase(file, _FILES)):
+        opened = safe_open(path / file, "np")
+        for key in opened.keys():  # noqa: SIM118 -- not a dict
+            name, _, bounds = key.rpartition("@")
+            start, stop = map(int, bounds.split(":"))
+            if name not in arrays or opened.get_slice(key).get_shape() != [stop - start]:
+                raise ValueError(f"{file} holds {key!r}, which the outline does not have")
+            arrays[name].pieces.append((start, stop, opened, key))
+    for name, array in arrays.items():
+        end = 0
+        for start, stop, _, _ in sorted(array.pieces, key=lambda piece: piece[:2]):
+            if start > end:
+                break
+            end = max(end, stop)
+        if end != array.layout.numel:
+            raise ValueError(f"no file holds element {end} of {name!r}, which has {array.layout.numel}")
+    return arrays
