@@ -53,6 +53,7 @@ def training_arguments(config: ParallelConfig, mesh: dp.DeviceMesh, **more: Any)
             recompute_layers=_layers(config.recompute_layers),
             zero_stage="auto" if config.zero_stage == "auto" else int(config.zero_stage),
             trace=config.trace or None,
+            profile=config.profile or None,
             sync_stats=config.stats,
             **more,
         )

@@ -91,6 +91,7 @@ class ParallelConfig(RunConfig):
     powersgd_rank: int = setting(4, "the rank of PowerSGD's approximation")
     zero_stage: str = setting("auto", "ZeRO stage 0, 1 or 2; auto: the fastest")
     trace: str = setting("", "a file for the timeline of all ranks, for chrome://tracing or ui.perfetto.dev")
+    profile: str = setting("", "FROM:TO: write a trace of these updates, with operators, to profile.json in output_dir")
     stats: bool = setting(False, "print the time of the gradient exchange for each update")
     tune_runtime: bool = setting(True, "on CPU, fit MindSpore's threads to the cores of each rank")
     kernels: str = setting("auto", "on CPU: auto, the fast kernels of this package; mindspore, its slower ones")
@@ -110,6 +111,16 @@ class ParallelConfig(RunConfig):
             if getattr(self, name) not in choices:
                 shown = ", ".join(choice or "nothing" for choice in choices)
                 raise InputError(f"{name} must be one of {shown}, got {getattr(self, name)!r}")
+        if self.profile:
+            # Imported here because it imports NumPy, which is slow.
+            from mindnlp_dp.training.timeline import updates_of
+
+            try:
+                updates_of(self.profile)
+            except ValueError as error:
+                raise InputError(str(error)) from None
+            if self.trace:
+                raise InputError("trace and profile write the same timeline: give one of them")
         if self.async_save and self.sharded_checkpoints:
             raise InputError("async_save and sharded_checkpoints cannot be combined yet: choose one of them")
         if self.recompute_layers and not self.gradient_checkpointing:

@@ -2,10 +2,13 @@
 
 The train step and the Trainer add spans (name, lane, begin and end time). The result is one JSON file for
 chrome://tracing or https://ui.perfetto.dev. It shows two lanes for each rank: "compute" with forward, backward, wait
-and update, and "exchange" with the buckets that are being reduced::
+and update, and "exchange" with the buckets that are being reduced. A profile of some updates also has MindSpore's
+operators, and this package's kernels::
 
-    rank 0  compute   │ forward │      backward      │ wait │ clip │ update │
-            exchange            │   bucket 0 │ bucket 1 │ bucket 2 │
+    rank 0  compute    │ forward │      backward      │ wait │ clip │ update │
+            exchange             │   bucket 0 │ bucket 1 │ bucket 2 │
+            operators  ││ │││ │  │ │ ││ │ │ │││ │ │ │
+            kernels    │ │ ││    ││ │ │ │ ││ │ │ ││
 
 The format is described in "Trace Event Format" (Google, the Chromium project).
 """
@@ -13,7 +16,9 @@ The format is described in "Trace Event Format" (Google, the Chromium project).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,21 +27,40 @@ from typing import Any, Optional
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.atomic_write import atomic_write
 
-LANES = ("compute", "exchange")
+LANES = ("compute", "exchange", "operators", "kernels")
+# Those that every timeline has.
+_ALWAYS = LANES[:2]
 
 # The maximum per rank: more spans would fill the memory to no use. 100,000 spans are several thousand steps.
 MAX_SPANS = 100_000
 
 
+def updates_of(text: str) -> range:
+    """Return the updates from "FROM:TO", both included and counted from 1, as a range that begins at 0.
+
+    Raises ValueError for anything else.
+
+    >>> updates_of("10:12")
+    range(9, 12)
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"profile must be FROM:TO, the first and the last update, such as 10:12; got {text!r}")
+    return range(int(found[1]) - 1, int(found[2]))
+
+
 class StepTimeline:
     """Records the spans of this rank, or nothing without a ``path``. Constructor and :meth:`write` are collectives.
+
+    With ``updates``, only the spans of these updates are recorded, which begin at 0; and also their operators.
 
     Raises:
         OSError: the file cannot be written; raised on every rank, at the beginning and not after the run.
     """
 
-    def __init__(self, group: ProcessGroup, path: Optional[str] = None) -> None:
+    def __init__(self, group: ProcessGroup, path: Optional[str] = None, updates: Optional[range] = None) -> None:
         self._group = group
+        self._updates = updates
         self._path = Path(path) if path else None
         self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
         self._num_dropped = 0
@@ -48,7 +72,7 @@ class StepTimeline:
 
     def add(self, name: str, began: float, ended: float, lane: str = "compute", **details: Any) -> None:
         """Record a span; times are values of ``time.perf_counter()``."""
-        if self._path is None:
+        if self._path is None or (self._updates is not None and details.get("step") not in self._updates):
             return
         if len(self._spans) < MAX_SPANS:
             self._spans.append((name, lane, began - self._zero, ended - self._zero, details))
@@ -60,6 +84,19 @@ class StepTimeline:
         began = time.perf_counter()
         yield
         self.add(name, began, time.perf_counter(), **details)
+
+    @contextlib.contextmanager
+    def operators(self, step: int) -> Iterator[None]:
+        """Record the operators of an update if it is one of ``updates``."""
+        if self._path is None or self._updates is None or step not in self._updates:
+            yield
+            return
+        # MindSpore's profiler is imported only if it is used.
+        from mindnlp_dp.training.operator_times import recorded_operators
+
+        lanes = [functools.partial(self.add, lane=lane, step=step) for lane in ("operators", "kernels")]
+        with recorded_operators(*lanes):
+            yield
 
     @contextlib.contextmanager
     def forward_and_backward(self, model: Any, **details: Any) -> Iterator[None]:
@@ -82,11 +119,17 @@ class StepTimeline:
         if self._path is None:
             return
         everyone = self._group.all_gather_object((self._spans, self._num_dropped))
+        if self._updates is not None and self._group.is_main and not self._spans:
+            first, last = self._updates.start + 1, self._updates.stop
+            print(f"nothing was profiled: the run made none of the updates {first} to {last}", flush=True)
         events: list[dict[str, Any]] = []
         for rank, (spans, num_dropped) in enumerate(everyone):
             name = f"rank {rank}" + (f" ({num_dropped} later spans were not kept)" if num_dropped else "")
             events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+            used = {lane for _, lane, *_ in spans}
             for number, lane in enumerate(LANES):
+                if lane not in _ALWAYS and lane not in used:
+                    continue
                 events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
             events += [
                 {

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
+from library import TrainerCallback
 
+import mindnlp_dp as dp
+from mindnlp_dp.kernels import functions
 from mindnlp_dp.training import timeline as timelines
-from mindnlp_dp.training.timeline import StepTimeline
+from mindnlp_dp.training.timeline import LANES, StepTimeline
 from models import Rows, tiny_roberta, train
 
 NUM_UPDATES = 4
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, *args, **kwargs):
+        raise KeyboardInterrupt
 
 
 def run(group, folder, **settings):
@@ -51,6 +59,50 @@ def test_every_rank_every_step_every_stage(group, shared_tmp_path, overlap):
                 assert wait["ts"] <= exchange[0]["ts"] + 0.2
     # A span that waits for a slower rank must not end before it begins.
     assert all(event["dur"] >= 0 for event in spans)
+
+
+@pytest.mark.core
+def test_a_profile_has_the_operators_of_the_updates_that_were_asked_for(group, shared_tmp_path):
+    run(group, shared_tmp_path, profile="2:3")
+    group.barrier()
+    events = json.loads((shared_tmp_path / "profile.json").read_text())["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["args"]["step"] for event in spans} == {1, 2}
+    for rank in range(group.world_size):
+        for step in (1, 2):
+            mine = [e for e in spans if e["pid"] == rank and e["args"]["step"] == step]
+            by_lane = {name: [e for e in mine if lanes[rank, e["tid"]] == name] for name in LANES}
+            compute = by_lane["compute"]
+            begin, end = compute[0]["ts"], compute[-1]["ts"] + compute[-1]["dur"]
+            for lane in ("operators", "kernels"):
+                # MindSpore's times have the wall clock, which may be adjusted meanwhile.
+                assert all(begin - 1e4 <= e["ts"] <= e["ts"] + e["dur"] <= end + 1e4 for e in by_lane[lane])
+            assert {"Linear forward", "Linear backward"} <= {e["name"] for e in by_lane["kernels"]}
+            assert by_lane["operators"]
+
+
+def test_kernels_are_as_they_were_after_a_profile(group, shared_tmp_path):
+    before = [vars(functions._Linear)[way] for way in ("forward", "backward")]
+    with pytest.raises(KeyboardInterrupt):
+        run(group, shared_tmp_path, profile="1:2", callbacks=[Stop()])
+    assert [vars(functions._Linear)[way] for way in ("forward", "backward")] == before
+    # A second profile in the same process.
+    test_a_profile_has_the_operators_of_the_updates_that_were_asked_for(group, shared_tmp_path)
+
+
+def test_a_profile_of_updates_that_were_not_made_says_so(group, shared_tmp_path, capsys):
+    run(group, shared_tmp_path, profile="50:60")
+    said = "nothing was profiled: the run made none of the updates 50 to 60"
+    assert (said in capsys.readouterr().out) == group.is_main
+
+
+@pytest.mark.parametrize("wrong", ["", "3", "3:", "0:2", "4:3", "-1:2", "1:2:3", "a:b"])
+def test_a_profile_that_is_not_a_range_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="profile must be FROM:TO, the first and the last update, such as 10:12"):
+        dp.DataParallelArguments(str(tmp_path), profile=wrong)
+    with pytest.raises(ValueError, match="trace and profile"):
+        dp.DataParallelArguments(str(tmp_path), profile="1:2", trace="t.json")
 
 
 def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_trained(group, shared_tmp_path):

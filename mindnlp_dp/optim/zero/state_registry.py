@@ -30,10 +30,9 @@ def gather_array(
     for piece, array in parts:
         whole[piece.start : piece.stop] = array.astype(dtype, copy=False).view(kind)
     for start in range(0, numel, MESSAGE_NUMEL):
-        # The maximum of the bits as integers is the value of the rank that has the element, even for a negative zero;
-        # the other ranks have 0.
-        bits = group.all_reduce(whole[start : start + MESSAGE_NUMEL].astype(np.int64), op="max")
-        whole[start : start + MESSAGE_NUMEL] = bits
+        # The maximum of the bits as unsigned integers is the value of the rank that has the element, even for a negative
+        # zero; the other ranks have 0.
+        whole[start : start + MESSAGE_NUMEL] = group.all_reduce(whole[start : start + MESSAGE_NUMEL], op="max")
     return whole.view(dtype)
 
 

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional, Union
@@ -22,6 +23,7 @@ from mindnlp_dp.kernels.dispatch import current_precision
 from mindnlp_dp.optim.factory import check_zero_stage
 from mindnlp_dp.runtime.recompute import RecomputeLayers, check_checkpointing_options, check_recompute
 from mindnlp_dp.training.forward_backward import GLOBAL, check_dropout
+from mindnlp_dp.training.timeline import updates_of
 from mindnlp_dp.training.trainer.mindnlp_trainer import TrainingArguments
 
 _RESULT_SETTINGS = (
@@ -115,6 +117,12 @@ class DataParallelArgumentsBase(TrainingArguments):
     trace: Optional[str] = field(
         default=None, metadata={"help": "A file for the timeline of all ranks, as a Chrome trace (JSON)."}
     )
+    profile: Optional[str] = field(
+        default=None,
+        metadata={
+            "help": "FROM:TO: write a trace of these updates, with operators on CPU, to profile.json in output_dir."
+        },
+    )
     sync_stats: bool = field(
         default=False, metadata={"help": "Print the time of the gradient exchange for each update."}
     )
@@ -148,6 +156,12 @@ class DataParallelArgumentsBase(TrainingArguments):
     def recomputed(self) -> RecomputeLayers:
         """The layers whose activations are recomputed; False: none."""
         return self.recompute_layers if self.gradient_checkpointing else False
+
+    def timeline(self) -> tuple[Optional[str], Optional[range]]:
+        """Return the file of the timeline, and the updates that it is of, which begin at 0; None: all of them."""
+        if self.profile is None:
+            return self.trace, None
+        return os.path.join(self.output_dir, "profile.json"), updates_of(self.profile)
 
     @property
     def shuffle_seed(self) -> int:
@@ -212,6 +226,10 @@ class DataParallelArgumentsBase(TrainingArguments):
             raise ValueError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
         if self.peak_teraflops is not None and not self.peak_teraflops > 0:
             raise ValueError(f"peak_teraflops must be positive, got {self.peak_teraflops}")
+        if self.profile is not None:
+            updates_of(self.profile)
+            if self.trace is not None:
+                raise ValueError("trace and profile write the same timeline: give one of them")
         if self.async_save and self.sharded_checkpoints:
             raise ValueError("async_save and sharded_checkpoints cannot be combined yet: choose one of them")
         check_zero_stage(self.zero_stage)

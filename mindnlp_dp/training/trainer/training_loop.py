@@ -77,7 +77,7 @@ class TrainingLoop:
         self.position = Position()
         self.agree = ControlAgreement(self.world)
         self.speed = SpeedMeter(self.world, self.group, self.args.peak_teraflops)
-        self.timeline = StepTimeline(self.world, self.args.trace)
+        self.timeline = StepTimeline(self.world, *self.args.timeline())
         self.losses = LossMeter(self.group)
         self.across_ranks = across_ranks(self.group, self.args.router_loss, trainer.model)
         mean = loss_mean(trainer.model)
@@ -195,7 +195,8 @@ class TrainingLoop:
                 break
             trainer.control = trainer.callback_handler.on_step_begin(args, trainer.state, trainer.control)
             sync_seconds = self.synchronizer.seconds
-            norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
+            with self.timeline.operators(trainer.state.global_step):
+                norm = self.train_step(self._micro_steps(window), trainer.state.global_step)
             self.speed.add_update(self.synchronizer.seconds - sync_seconds)
             if args.sync_stats and self.world.is_main:
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
