@@ -30,7 +30,7 @@ def gather_array(
     for piece, array in parts:
         whole[piece.start : piece.stop] = array.astype(dtype, copy=False).view(kind)
     for start in range(0, numel, MESSAGE_NUMEL):
-        # The other ranks have 0, so the maximum of the bits, as unsigned integers, is the value of the rank that has the
+        # The other ranks have 0, so the maximum of the bits as unsigned integers is the value of the rank that has the
         # element, even if it is a negative zero.
         whole[start : start + MESSAGE_NUMEL] = group.all_reduce(whole[start : start + MESSAGE_NUMEL], op="max")
     return whole.view(dtype)
