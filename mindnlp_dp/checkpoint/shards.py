@@ -10,11 +10,11 @@ checkpoint.json has the arrays' shapes. So any number of ranks can read them::
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -31,16 +31,44 @@ from mindnlp_dp.runtime.sharded_array import FlatLayout
 _FILES = "state-*-of-*.safetensors"
 
 
-def make_workspace(folder: Path, content: str) -> Path:
-    """Make a folder in ``folder`` for files that a checkpoint will get; if it is left over, the next run removes it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f".checkpoint-{content}-", dir=folder))
+@contextlib.contextmanager
+def workspace_in(folder: Path, group: ProcessGroup, is_needed: bool = True) -> Iterator[Path]:
+    """Make a folder for this block in ``folder``, where ranks write files for a checkpoint. A collective.
+
+    Yields its path on every rank, or ``folder`` itself if it is not needed. If rank 0 is killed, the next run removes
+    it by its name.
+    """
+    if not is_needed:
+        yield folder
+        return
+
+    def make() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".checkpoint-files-", dir=folder))
+
+    path = group.run_on_rank0(make, "preparing a checkpoint")
+    try:
+        yield path
+    finally:
+        if group.is_main:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def write_shards(folder: Path, state: Any, group: ProcessGroup) -> tuple[PackedState, Callable[[Path], None]]:
-    """Write every rank's pieces of the sharded arrays in ``state`` to a temporary folder in ``folder``.
+def take(file: Path, checkpoint: Path) -> None:
+    """Put a file of a workspace into a checkpoint, which may be written twice: with ``async_save``, first in memory."""
+    new = checkpoint / f".{file.name}"
+    try:
+        os.link(file, new)
+    except OSError:
+        # Another file system, or one without links.
+        shutil.copyfile(file, new)
+    new.replace(checkpoint / file.name)
 
-    Returns the packed state, and a function that moves the files into a checkpoint; one rank calls it. A collective.
+
+def write_shards(workspace: Path, state: Any, group: ProcessGroup) -> tuple[PackedState, Callable[[Path], None]]:
+    """Write every rank's pieces of the sharded arrays in ``state`` to files in ``workspace``.
+
+    Returns the packed state, and a function that puts the files into a checkpoint; one rank calls it. A collective.
 
     Raises:
         OSError: on every rank, if a rank cannot write, for instance because its host does not have the folder.
@@ -48,7 +76,6 @@ def write_shards(folder: Path, state: Any, group: ProcessGroup) -> tuple[PackedS
     doing = "writing a checkpoint's shards"
     packed = group.run_on(True, lambda: pack_state(state), doing)
     assert packed is not None, "packed on every rank"
-    workspace = group.run_on_rank0(functools.partial(make_workspace, folder, "shards"), doing)
     pieces = {
         f"{name}@{start}:{start + len(piece)}": piece
         for name, array in packed.sharded.items()
@@ -64,27 +91,21 @@ def write_shards(folder: Path, state: Any, group: ProcessGroup) -> tuple[PackedS
 
     def write() -> None:
         if not workspace.is_dir():
-            raise OSError(f"{folder} is not the same folder on all hosts, which sharded checkpoints need")
+            raise OSError(f"{workspace.parent} is not the same folder on all hosts, which sharded checkpoints need")
         mine = {name: piece for name, piece in pieces.items() if writers[name] == group.rank}
         if mine:
             save_file(mine, workspace / files[group.rank])
 
-    def move(checkpoint: Path) -> None:
+    def put_in(checkpoint: Path) -> None:
         for name in files.values():
-            os.replace(workspace / name, checkpoint / name)
-        workspace.rmdir()
+            take(workspace / name, checkpoint)
 
-    try:
-        group.run_on(True, write, doing)
-    except BaseException:
-        if group.is_main:
-            shutil.rmtree(workspace, ignore_errors=True)
-        raise
-    return packed, move
+    group.run_on(True, write, doing)
+    return packed, put_in
 
 
 def no_shards(checkpoint: Path) -> None:
-    """Move nothing, for a checkpoint of which one rank writes all."""
+    """Put nothing into a checkpoint of which one rank writes all."""
 
 
 @dataclass
@@ -104,16 +125,15 @@ class ArrayInFiles:
 
     @property
     def dtype(self) -> np.dtype:
-        return self._read(0).dtype if self.pieces else np.dtype(np.float32)
-
-    def _read(self, number: int) -> np.ndarray:
-        _, _, file, name = self.pieces[number]
-        return file.get_tensor(name)  # type: ignore[no-any-return]
+        if not self.pieces:
+            return np.dtype(np.float32)
+        _, _, file, name = self.pieces[0]
+        return file.get_slice(name)[0:1].dtype  # type: ignore[no-any-return]
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         flat = np.empty(self.layout.numel, self.dtype)
-        for number, (start, stop, _, _) in enumerate(self.pieces):
-            flat[start:stop] = self._read(number)
+        for start, stop, file, name in self.pieces:
+            flat[start:stop] = file.get_tensor(name)
         return self.layout.whole(flat).astype(dtype or flat.dtype, copy=False)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint.directory import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.checkpoint.shards import workspace_in
 from mindnlp_dp.finetuning.results import write_results
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error
 from mindnlp_dp.report.runs import RunReport
@@ -70,11 +71,12 @@ def write(
 ) -> None:
     """Write the model with its tokenizer, the plot and the report, on rank 0. A collective."""
     output_dir = Path(config.output_dir)
-    write_model = trainer.whole.model_writer(output_dir, lambda folder: trainer.save_model(str(folder)))
+    with workspace_in(output_dir, trainer.world, trainer.whole.is_sharded) as workspace:
+        write_model = trainer.whole.model_writer(workspace, lambda folder: trainer.save_model(str(folder)))
 
-    def save_model(folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_model(Path(folder))
-        save_tokenizer(folder)
+        def save_model(folder: str) -> None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_model(Path(folder))
+            save_tokenizer(folder)
 
-    trainer.world.run_on_rank0(lambda: write_results(output_dir, report, save_model, title), "writing the results")
+        trainer.world.run_on_rank0(lambda: write_results(output_dir, report, save_model, title), "writing the results")

@@ -163,6 +163,8 @@ class Updater(abc.ABC):
     def optimizer_state(self, *, keep: bool = True, sharded: bool = False) -> dict[str, Any]:
         """Return the full optimizer state, the same on every rank; a rank without ``keep`` may get it without arrays.
 
+        The arrays are valid until the next update, which may change them.
+
         With ``sharded``, arrays that the ranks shard are not gathered: each is a
         :class:`~mindnlp_dp.runtime.sharded_array.ShardedArray`. A collective if the ranks shard the update.
         """

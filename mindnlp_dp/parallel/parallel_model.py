@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, TypeVar, Union
@@ -18,7 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from mindnlp_dp.checkpoint.manifest import MODEL
-from mindnlp_dp.checkpoint.shards import make_workspace
+from mindnlp_dp.checkpoint.shards import take
 from mindnlp_dp.checkpoint.writer import write_adapters
 from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
 from mindnlp_dp.communication.replicas import (
@@ -38,7 +37,7 @@ from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeights, ExpertLoad, ExpertParallelBlock
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of, file_header, host_type
 from mindnlp_dp.runtime.adapters import has_adapters
-from mindnlp_dp.runtime.arrays import from_host, set_weight, to_host
+from mindnlp_dp.runtime.arrays import HostTensor, from_host, set_weight, to_host
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.sharded_array import ShardedArray, as_sharded, without_pieces
 
@@ -239,20 +238,13 @@ class ParallelModel(ReplicatedModel):
         self.scatter(lambda placement: files.get(placement) if files else None, names)
 
     def model_writer(
-        self, folder: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
+        self, workspace: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
     ) -> Callable[[Path], None]:
-        """Write the weights to a temporary folder in ``folder``; return a function that moves them to a checkpoint."""
-        # If the writer is killed, the next run removes the temporary folder by its name.
-        workspace = self.world.run_on(
-            self.world.is_main, functools.partial(make_workspace, folder, "weights"), "writing the model"
-        )
-        self.write_weights(None if workspace is None else workspace / MODEL)
+        """Write the weights to ``workspace``; return a function that puts them into a checkpoint, on one rank."""
+        self.write_weights(workspace / MODEL if self.world.is_main else None)
 
         def write(checkpoint: Path) -> None:
-            assert workspace is not None, "one rank writes"
-            # With async_save, the checkpoint is written to memory first, which is another file system.
-            shutil.move(workspace / MODEL, checkpoint / MODEL)
-            workspace.rmdir()
+            take(workspace / MODEL, checkpoint)
             if has_adapters(self.model):
                 write_adapters(self.model, load_file(checkpoint / MODEL), checkpoint)
             for part in (None if has_adapters(self.model) else getattr(self.model, "config", None), *beside):
@@ -309,9 +301,9 @@ class ParallelModel(ReplicatedModel):
             mine = {name: state and self._in_full_arrays(name, state) for name, state in mine.items()}
         # Scalars, such as the step, and the names of the arrays come from the rank that counts the parameter.
         told = {
-            name: {key: None if _is_array(value) else without_pieces(value) for key, value in state.items()}
+            name: {key: self._told(placement, value) for key, value in state.items()}
             for name, state in mine.items()
-            if state and self.placements.owns(self.placements[name])
+            if state and self.placements.owns(placement := self.placements[name])
         }
         outline = {
             name: s for theirs in self.mesh.model_parallel_group.all_gather_object(told) for name, s in theirs.items()
@@ -328,7 +320,7 @@ class ParallelModel(ReplicatedModel):
                     entry[key] = part[key] if part and is_first else value
                     continue
                 if value is not None:
-                    entry[key] = value
+                    entry[key] = HostTensor.back(value)
                     continue
                 array = to_host(part[key]) if part else None
                 whole = self.placements.whole(placement, array, "float32")
@@ -343,11 +335,25 @@ class ParallelModel(ReplicatedModel):
 
     def _in_full_arrays(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter with this rank's arrays as pieces of the full ones."""
-        values = {key: as_sharded(value) for key, value in state.items()}
-        return {
-            key: self.placements.sharded(self.placements[name], value) if isinstance(value, ShardedArray) else value
-            for key, value in values.items()
+        placement = self.placements[name]
+        arrays = {
+            key: self.placements.sharded(placement, as_sharded(value))
+            for key, value in state.items()
+            if self._is_elementwise(placement, value)
         }
+        return {**state, **arrays}
+
+    def _is_elementwise(self, placement: Placement, value: Any) -> bool:
+        """Return whether a state has one value for each element of this rank's part of the parameter."""
+        if isinstance(value, ShardedArray):
+            return True
+        return _is_array(value) and tuple(value.shape) == self.placements.shape_here(placement)
+
+    def _told(self, placement: Placement, value: Any) -> Any:
+        """Return what the other ranks need to know of a state; None if it is an array, which is gathered."""
+        if isinstance(value, ShardedArray):
+            return without_pieces(value)
+        return None if self._is_elementwise(placement, value) else HostTensor.of(value)
 
     def local_optimizer_state(self, whole: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
         own = self._own()
@@ -365,7 +371,7 @@ class ParallelModel(ReplicatedModel):
                 if name not in number_of:
                     continue
                 entry = state.setdefault(number_of[name], {})
-                if _is_array(array):
+                if _is_array(array) and tuple(array.shape) == self.placements[name].shape:
                     part = self.placements.part(self.placements[name], to_host(array))
                     entry[key] = from_host(np.ascontiguousarray(part), "float32")
                 else:

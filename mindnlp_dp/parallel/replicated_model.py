@@ -107,12 +107,12 @@ class ReplicatedModel:
         self.broadcast_weights()
 
     def model_writer(
-        self, folder: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
+        self, workspace: Path, write_whole: Callable[[Path], None], beside: Sequence[Any] = ()
     ) -> Callable[[Path], None]:
         """Return a function that writes the model into a folder; only the ranks that write call it.
 
         For a replicated model it is ``write_whole``, which writes all files. For a sharded model it writes the weights,
-        which this call has gathered into a file in ``folder``, and calls ``save_pretrained`` of the objects in
+        which this call has gathered into a file in ``workspace``, and calls ``save_pretrained`` of the objects in
         ``beside``.
         """
         return write_whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,23 @@ def from_host(x: np.ndarray, dtype: str) -> Any:
 
     tensor = mindspore.Tensor.from_numpy(np.ascontiguousarray(x)) if x.ndim and x.size else mindspore.Tensor(x)
     return tensor if dtype_name(tensor) == dtype else tensor.astype(getattr(mindspore, dtype))
+
+
+class HostTensor(NamedTuple):
+    """A tensor in the form in which it is sent as an object."""
+
+    array: np.ndarray
+    dtype: str
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Return a tensor in this form, and other values as they are."""
+        return cls(to_host(value), dtype_name(value)) if hasattr(value, "asnumpy") else value
+
+    @staticmethod
+    def back(value: Any) -> Any:
+        """Return what :meth:`of` was called with."""
+        return from_host(*value) if isinstance(value, HostTensor) else value
 
 
 def number_of(x: Any) -> float:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Optional, TypeVar
 
 import mindspore
 from mindspore import profiler as mindspore_profiler
@@ -24,26 +27,25 @@ _TIMES = "*/FRAMEWORK/cpu_op_execute_timestamp_*.txt"
 
 @contextlib.contextmanager
 def recorded_operators(operator: Record, kernel: Record) -> Iterator[None]:
-    """Call ``operator`` for MindSpore's operators in this block, and ``kernel`` for this package's kernels."""
+    """Call ``operator`` for MindSpore's operators in this block, and ``kernel`` for this package's kernels.
+
+    If MindSpore's profiler fails, or is already in use, there is a warning and no operator.
+    """
     if mindspore.get_context("device_target") != "CPU":
         yield
         return
-    # The clock of MindSpore's times to that of the spans.
-    shift = time.perf_counter() - time.time()
-    with tempfile.TemporaryDirectory(prefix="mindnlp-dp-profile-") as folder:
-        with _profiled(folder), timed_passes(kernel):
+    started = _attempt(_start)
+    try:
+        with timed_passes(kernel):
             yield
-        for file in Path(folder).glob(_TIMES):
-            for line in file.read_text().splitlines():
-                name, _, times = line.split(";", 2)
-                for entry in times.split():
-                    began, milliseconds, _ = entry.split(",")
-                    begin = 1e-9 * int(began) + shift
-                    operator(name, begin, begin + 1e-3 * float(milliseconds))
+    finally:
+        if started is not None:
+            _attempt(lambda: _stop(*started, operator))
 
 
-@contextlib.contextmanager
-def _profiled(folder: str) -> Iterator[None]:
+def _start() -> tuple[Any, str]:
+    """Return MindSpore's profiler, which has started, and the folder that it writes to."""
+    folder = tempfile.mkdtemp(prefix="mindnlp-dp-profile-")
     # Without analysis, for which MindSpore would fork this process. Its warnings are about the missing schedule.
     with _no_warnings():
         profile = mindspore_profiler.profile(
@@ -51,11 +53,43 @@ def _profiled(folder: str) -> Iterator[None]:
             on_trace_ready=mindspore_profiler.tensorboard_trace_handler(folder, analyse_flag=False),
         )  # fmt: skip
         profile.start()
+    return profile, folder
+
+
+def _stop(profile: Any, folder: str, operator: Record) -> None:
     try:
-        yield
-    finally:
         with _no_warnings():
             profile.stop()
+        _read(Path(folder), operator)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read(folder: Path, operator: Record) -> None:
+    # From the clock of MindSpore's times to that of the spans.
+    shift = time.perf_counter() - time.time()
+    files = list(folder.glob(_TIMES))
+    if not files:
+        raise RuntimeError("it has written no times, which is so if another profile is active")
+    for line in (line for file in files for line in file.read_text().splitlines()):
+        name, _, times = line.split(";", 2)
+        for entry in times.split():
+            began, milliseconds, _ = entry.split(",")
+            begin = 1e-9 * int(began) + shift
+            operator(name, begin, begin + 1e-3 * float(milliseconds))
+
+
+T = TypeVar("T")
+
+
+def _attempt(action: Callable[[], T]) -> Optional[T]:
+    """Return the result of a part of the recording, which must not end a run: None, and a warning, if it fails."""
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001
+        message = f"the profile lacks MindSpore's operators: {type(error).__name__}: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        return None
 
 
 @contextlib.contextmanager

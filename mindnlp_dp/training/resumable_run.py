@@ -29,7 +29,7 @@ from mindnlp_dp.checkpoint.directory import (
 )
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId, run_of
-from mindnlp_dp.checkpoint.shards import no_shards, write_shards
+from mindnlp_dp.checkpoint.shards import no_shards, workspace_in, write_shards
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.parallel.replicated_model import as_replicated, load_checkpoint
@@ -130,20 +130,21 @@ class FunctionalRun:
             "grad_norm": self.step.grad_norm,
         }
 
-        state, move_shards = write_shards(self.folder, state, self.group) if self.sharded else (state, no_shards)
-        write_weights_of_all = self._whole.model_writer(self.folder, lambda folder: write_weights(self.model, folder))
-
-        def write_model(checkpoint: Path) -> None:
-            write_weights_of_all(checkpoint)
-            move_shards(checkpoint)
-
-        def write() -> None:
-            assert run_id is not None, "this rank writes"
-            write_checkpoint(path, state, write_model, run_id)
-            remove_old_checkpoints(self.folder, self.keep, [path], run_id)
-
         request = heartbeat.checkpoint_request()
-        self.group.run_on(self.group.is_main, write, "saving a checkpoint")
+        with workspace_in(self.folder, self.group, self.sharded or self._whole.is_sharded) as workspace:
+            state, put_shards = write_shards(workspace, state, self.group) if self.sharded else (state, no_shards)
+            put_weights = self._whole.model_writer(workspace, lambda folder: write_weights(self.model, folder))
+
+            def write_model(checkpoint: Path) -> None:
+                put_weights(checkpoint)
+                put_shards(checkpoint)
+
+            def write() -> None:
+                assert run_id is not None, "this rank writes"
+                write_checkpoint(path, state, write_model, run_id)
+                remove_old_checkpoints(self.folder, self.keep, [path], run_id)
+
+            self.group.run_on(self.group.is_main, write, "saving a checkpoint")
         heartbeat.has_saved(request)
         return path
 

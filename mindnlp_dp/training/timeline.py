@@ -19,6 +19,7 @@ import contextlib
 import functools
 import json
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +65,10 @@ class StepTimeline:
         self._path = Path(path) if path else None
         self._spans: list[tuple[str, str, float, float, dict[str, Any]]] = []
         self._num_dropped = 0
+        # Whether a profile is in its file.
+        self._is_written = False
         if self._path is not None:
-            self._write([])
+            group.run_on(group.is_main, self._prepare, "preparing the trace")
             # Times are relative to this barrier, because the clocks of hosts differ.
             group.barrier()
         self._zero = time.perf_counter()
@@ -114,14 +117,29 @@ class StepTimeline:
         self.add("forward", began, between, **details)
         self.add("backward", between, time.perf_counter(), **details)
 
+    def _prepare(self) -> None:
+        """Check that the file can be written; a profile that an interrupted run has written stays there."""
+        assert self._path is not None, "called with a path only"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._path.parent):
+            pass
+
+    def end_update(self, num_updates: int) -> None:
+        """Write a profile as soon as the last of its updates is done. A collective of that update."""
+        if self._updates is not None and num_updates == self._updates.stop:
+            self.write()
+
     def write(self) -> None:
-        """Write the spans of all ranks to the file. A collective."""
-        if self._path is None:
+        """Write the spans of all ranks to the file, a profile only once. A collective."""
+        if self._path is None or self._is_written:
             return
         everyone = self._group.all_gather_object((self._spans, self._num_dropped))
-        if self._updates is not None and self._group.is_main and not self._spans:
-            first, last = self._updates.start + 1, self._updates.stop
-            print(f"nothing was profiled: the run made none of the updates {first} to {last}", flush=True)
+        if self._updates is not None and not any(spans for spans, _ in everyone):
+            if self._group.is_main:
+                first, last = self._updates.start + 1, self._updates.stop
+                print(f"nothing was profiled: this run made none of the updates {first} to {last}", flush=True)
+            return
+        self._is_written = self._updates is not None
         events: list[dict[str, Any]] = []
         for rank, (spans, num_dropped) in enumerate(everyone):
             name = f"rank {rank}" + (f" ({num_dropped} later spans were not kept)" if num_dropped else "")

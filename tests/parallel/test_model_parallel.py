@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import warnings
 
@@ -27,6 +28,8 @@ from mindnlp.core import optim
 from tiny_transformers import batch, build, rows, train, whole_weights
 
 import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import writer
+from mindnlp_dp.checkpoint.manifest import check_checkpoint
 from mindnlp_dp.parallel.parallel_plan import ExpertPlan, PipelinePlan, ShardingPlan, TensorPlan, plan_for
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import Rows, alone
@@ -682,6 +685,71 @@ def test_a_loop_of_ones_own_is_taken_up_on_another_mesh_and_evaluated(group, sha
             np.testing.assert_allclose(found[name], weight, rtol=0, atol=5e-6, err_msg=f"{first} to {second}: {name}")
         np.testing.assert_allclose(again.outputs, evaluated.outputs, atol=2e-5)
         np.testing.assert_allclose(again.loss, evaluated.loss, atol=1e-5)
+
+
+class Counting(optim.AdamW):
+    """Has a state without a dimension beside its moments, and one of another shape than its parameter."""
+
+    def step(self):
+        super().step()
+        for parameter, state in self.state.items():
+            state["count"] = mindspore.Tensor(float(state["step"]))
+            state["row"] = mindspore.Tensor(np.arange(3, dtype=np.float32) + parameter.ndim)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("sharded", [False, True])
+def test_state_of_other_shapes_than_the_parameters(group, shared_tmp_path, sharded):
+    meshes = {2: ["tp=2", "pp=2"], 4: ["dp=2,tp=2"]}.get(group.world_size)
+    if meshes is None:
+        pytest.skip("needs meshes")
+    for text in meshes if IS_MPI else meshes[:1]:
+        mesh = dp.init_device_mesh(parse_mesh(text))
+
+        def make(mesh=mesh, folder=shared_tmp_path / text):
+            model = dp.parallelize(build("gpt2"), mesh)
+            model.set_train(True)
+            parameters = list(model.parameters())
+            optimizer = Counting(parameters, lr=5e-4)
+            step = dp.make_train_step(lambda **inputs: model(**inputs)[0], optimizer, parameters, accumulation_steps=2)
+            loader = dp.make_loader(Sentences(), 4 // mesh.dp_group.world_size, 2, shuffle=True, seed=1)
+            return dp.FunctionalRun(folder, model, step, loader, sharded=sharded), optimizer
+
+        run, first = make()
+        for window in run.windows(num_epochs=1):
+            run.step(window)
+        run.save()
+        again, second = make()
+        assert again.resume()
+        # The order of an optimizer's own state is another one after it was loaded.
+        states = [[o.state[p] for group in o.param_groups for p in group["params"]] for o in (first, second)]
+        assert len(states[0]) == len(states[1]) > 0
+        for one, other in zip(*states):
+            for name in ("count", "row", "exp_avg", "exp_avg_sq"):
+                np.testing.assert_array_equal(one[name].asnumpy(), other[name].asnumpy(), err_msg=f"{text}: {name}")
+
+
+@pytest.mark.core
+def test_memory_that_ends_while_a_sharded_model_is_copied(group, shared_tmp_path, monkeypatch):
+    """The weights are in memory already, and the state does not fit: the checkpoint is written at once."""
+    mesh = {2: "tp=2", 4: "dp=2,tp=2"}.get(group.world_size)
+    if mesh is None:
+        pytest.skip("nothing is cut")
+    save_file = writer.save_file
+
+    def fails_in_memory(arrays, path, **options):
+        if path.is_relative_to("/dev/shm"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(arrays, path, **options)
+
+    monkeypatch.setattr(writer, "save_file", fails_in_memory)
+    settings = {"save_strategy": "steps", "save_steps": 1, "async_save": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        trained_by_trainer(group, mesh, shared_tmp_path, **settings)
+    group.barrier()
+    check_checkpoint(shared_tmp_path / "checkpoint-3")
+    assert not list(shared_tmp_path.glob(".*-*"))
 
 
 @needs_mpi

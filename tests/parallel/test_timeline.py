@@ -9,6 +9,7 @@ from library import TrainerCallback
 
 import mindnlp_dp as dp
 from mindnlp_dp.kernels import functions
+from mindnlp_dp.training import operator_times
 from mindnlp_dp.training import timeline as timelines
 from mindnlp_dp.training.timeline import LANES, StepTimeline
 from models import Rows, tiny_roberta, train
@@ -17,8 +18,12 @@ NUM_UPDATES = 4
 
 
 class Stop(TrainerCallback):
-    def on_step_end(self, *args, **kwargs):
-        raise KeyboardInterrupt
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
 
 
 def run(group, folder, **settings):
@@ -85,15 +90,38 @@ def test_a_profile_has_the_operators_of_the_updates_that_were_asked_for(group, s
 def test_kernels_are_as_they_were_after_a_profile(group, shared_tmp_path):
     before = [vars(functions._Linear)[way] for way in ("forward", "backward")]
     with pytest.raises(KeyboardInterrupt):
-        run(group, shared_tmp_path, profile="1:2", callbacks=[Stop()])
+        run(group, shared_tmp_path, profile="1:2", callbacks=[Stop(1)])
     assert [vars(functions._Linear)[way] for way in ("forward", "backward")] == before
     # A second profile in the same process.
     test_a_profile_has_the_operators_of_the_updates_that_were_asked_for(group, shared_tmp_path)
 
 
+def test_a_profile_stays_there_when_its_run_fails_later_and_is_resumed(group, shared_tmp_path):
+    settings = {"profile": "1:2", "save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        run(group, shared_tmp_path, callbacks=[Stop(3)], **settings)
+    group.barrier()
+    before = (shared_tmp_path / "profile.json").read_bytes()
+    assert b"Linear backward" in before
+    run(group, shared_tmp_path, resume=True, **settings)
+    assert (shared_tmp_path / "profile.json").read_bytes() == before
+
+
+def test_a_profiler_that_fails_does_not_end_the_run(group, shared_tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("in use")
+
+    monkeypatch.setattr(operator_times.mindspore_profiler, "profile", fail)
+    with pytest.warns(RuntimeWarning, match="the profile lacks MindSpore's operators: RuntimeError: in use"):
+        trainer = run(group, shared_tmp_path, profile="1:2")
+    assert trainer.state.global_step == NUM_UPDATES
+    group.barrier()
+    assert "Linear backward" in (shared_tmp_path / "profile.json").read_text()
+
+
 def test_a_profile_of_updates_that_were_not_made_says_so(group, shared_tmp_path, capsys):
     run(group, shared_tmp_path, profile="50:60")
-    said = "nothing was profiled: the run made none of the updates 50 to 60"
+    said = "nothing was profiled: this run made none of the updates 50 to 60"
     assert (said in capsys.readouterr().out) == group.is_main
 
 

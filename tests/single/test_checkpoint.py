@@ -31,7 +31,7 @@ from mindnlp_dp.checkpoint.directory import (
 from mindnlp_dp.checkpoint.folder_lock import lock_folder
 from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpoint, run_of
 from mindnlp_dp.checkpoint.reader import read_state, read_weights
-from mindnlp_dp.checkpoint.shards import write_shards
+from mindnlp_dp.checkpoint.shards import workspace_in, write_shards
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.runtime.named_weights import named_weights
@@ -130,8 +130,9 @@ def in_pieces(array, layout, num_pieces):
 )  # fmt: skip
 def test_sharded_arrays_are_read_as_they_were(group, tmp_path, layout, num_pieces):
     array = np.random.default_rng(0).normal(size=layout.shape).astype(np.float32)
-    packed, move = write_shards(tmp_path, {"a": [in_pieces(array, layout, num_pieces)], "n": 3}, group)
-    write_checkpoint(tmp_path / "checkpoint-1", packed, move)
+    with workspace_in(tmp_path, group) as workspace:
+        packed, put = write_shards(workspace, {"a": [in_pieces(array, layout, num_pieces)], "n": 3}, group)
+        write_checkpoint(tmp_path / "checkpoint-1", packed, put)
     back = unpack_state(read_state(tmp_path / "checkpoint-1"))
     np.testing.assert_array_equal(back["a"][0].asnumpy(), array)
     assert back["n"] == 3
@@ -143,16 +144,31 @@ def test_a_shard_that_is_missing_damages_a_checkpoint(group, tmp_path):
     whole = in_pieces(np.ones((3, 5), np.float32), layout, 5)
     for gone in range(5):
         some = ShardedArray(layout, "float32", [piece for number, piece in enumerate(whole.pieces) if number != gone])
-        packed, move = write_shards(tmp_path, {"a": some}, group)
-        write_checkpoint(tmp_path / "checkpoint-1", packed, lambda folder, move=move: move(folder))
+        with workspace_in(tmp_path, group) as workspace:
+            packed, put = write_shards(workspace, {"a": some}, group)
+            write_checkpoint(tmp_path / "checkpoint-1", packed, put)
         with pytest.raises(CheckpointError, match="damaged: its state: ValueError: no file holds element"):
             check_checkpoint(tmp_path / "checkpoint-1")
-    packed, move = write_shards(tmp_path, {"a": whole}, group)
-    write_checkpoint(tmp_path / "checkpoint-1", packed, move)
+    with workspace_in(tmp_path, group) as workspace:
+        packed, put = write_shards(workspace, {"a": whole}, group)
+        write_checkpoint(tmp_path / "checkpoint-1", packed, put)
     check_checkpoint(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-1" / "state-00001-of-00001.safetensors").unlink()
     with pytest.raises(CheckpointError, match="state-00001-of-00001.safetensors is missing"):
         check_checkpoint(tmp_path / "checkpoint-1")
+
+
+def test_a_save_that_fails_leaves_no_shards(group, tmp_path):
+    state = {"a": in_pieces(np.ones((3, 5), np.float32), FlatLayout((3, 5)), 2)}
+
+    def fail(folder):
+        raise OSError("No space left on device")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"), workspace_in(tmp_path, group) as workspace:
+            packed, _ = write_shards(workspace, state, group)
+            write_checkpoint(tmp_path / "checkpoint-1", packed, fail)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool_"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from mindnlp_dp.communication.lazy_arrays import materialize
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.data_parallel.model_scope import ModelScope
 from mindnlp_dp.optim.updater import MindNLPUpdater
-from mindnlp_dp.runtime.arrays import dtype_name, from_host, set_weight, to_host
+from mindnlp_dp.runtime.arrays import HostTensor, dtype_name, from_host, set_weight, to_host
 from mindnlp_dp.runtime.sharded_array import as_sharded, without_pieces
 
 
@@ -86,9 +86,10 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
                 if theirs is not None:
                     state[number] = own if self._group.rank == owner else theirs
                 continue
-            theirs = self._group.broadcast_object(_as_data(own), src=owner)
+            sent = own and {name: HostTensor.of(value) for name, value in own.items()}
+            theirs = self._group.broadcast_object(sent, src=owner)
             if theirs is not None:
-                state[number] = {name: _as_tensor(value) for name, value in theirs.items()} if keep else {}
+                state[number] = {name: HostTensor.back(value) for name, value in theirs.items()} if keep else {}
         return {"state": state, "param_groups": mine["param_groups"]}
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
@@ -100,24 +101,3 @@ class ParameterwiseZeroUpdater(MindNLPUpdater):
             if self._owners.get(id(everything[int(number)])) in (self._group.rank, None):
                 mine[number] = whole
         self.optimizer.load_state_dict({"state": mine, "param_groups": saved["param_groups"]})
-
-
-class _HostTensor(NamedTuple):
-    """A tensor of an optimizer's state in the form that is sent; the type tells it from a plain tuple in the state."""
-
-    array: np.ndarray
-    dtype: str
-
-
-def _as_data(state: Optional[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
-    """Replace the tensors of a state by arrays, which can be sent."""
-    if state is None:
-        return None
-    return {
-        name: _HostTensor(to_host(value), dtype_name(value)) if hasattr(value, "asnumpy") else value
-        for name, value in state.items()
-    }
-
-
-def _as_tensor(value: Any) -> Any:
-    return from_host(*value) if isinstance(value, _HostTensor) else value

@@ -32,7 +32,9 @@ def gather_array(
     for start in range(0, numel, MESSAGE_NUMEL):
         # The other ranks have 0, so the maximum of the bits as unsigned integers is the value of the rank that has the
         # element, even if it is a negative zero.
-        whole[start : start + MESSAGE_NUMEL] = group.all_reduce(whole[start : start + MESSAGE_NUMEL], op="max")
+        message = whole[start : start + MESSAGE_NUMEL]
+        # HCCL and NCCL have no unsigned types.
+        message[:] = group.all_reduce(message.astype(np.int64) if group.on_device else message, op="max")
     return whole.view(dtype)
 
 

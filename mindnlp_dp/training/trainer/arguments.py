@@ -232,6 +232,8 @@ class DataParallelArgumentsBase(TrainingArguments):
                 raise ValueError("trace and profile write the same timeline: give one of them")
         if self.async_save and self.sharded_checkpoints:
             raise ValueError("async_save and sharded_checkpoints cannot be combined yet: choose one of them")
+        if self.sharded_checkpoints and getattr(self, "save_on_each_node", False):
+            raise ValueError("sharded_checkpoints needs one folder for all hosts; save_on_each_node has one for each")
         check_zero_stage(self.zero_stage)
         check_dropout(self.dropout)
         if self.auto_find_batch_size and self.world_size > 1:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
-from mindnlp_dp.checkpoint.shards import no_shards, write_shards
+from mindnlp_dp.checkpoint.shards import no_shards, workspace_in, write_shards
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_module, write_weights
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
 from mindnlp_dp.runtime import heartbeat
@@ -80,19 +80,11 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     trainer.store_flos()
     run = None if args.save_only_model else trainer.training_loop.state(sharded=args.sharded_checkpoints)
     is_sharded = run is not None and args.sharded_checkpoints
-    run, move_shards = write_shards(folder, run, trainer.world) if is_sharded else (run, no_shards)
 
     def write_whole(folder: Path) -> None:
         trainer.save_model(str(folder), _internal_call=True)
         if not any(folder.glob(MODEL_FILES)):
             write_weights(model, folder)
-
-    write_weights_of_all = trainer.whole.model_writer(folder, write_whole, [trainer.processor])
-
-    def write_model(folder: Path) -> None:
-        write_weights_of_all(folder)
-        move_shards(folder)
-        state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
     request = heartbeat.checkpoint_request()
@@ -101,20 +93,30 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id)
         heartbeat.has_saved(request)
 
-    def write() -> None:
-        if args.async_save:
-            trainer.checkpoint_writer.write(path, run, write_model, trainer.run_id, then)
-        else:
-            write_checkpoint(path, run, write_model, trainer.run_id)
-            then()
+    with workspace_in(folder, trainer.world, is_sharded or trainer.whole.is_sharded) as workspace:
+        run, put_shards = write_shards(workspace, run, trainer.world) if is_sharded else (run, no_shards)
+        put_weights = trainer.whole.model_writer(workspace, write_whole, [trainer.processor])
 
-    trainer.world.run_on(args.should_save, write, "saving a checkpoint")
+        def write_model(folder: Path) -> None:
+            put_weights(folder)
+            put_shards(folder)
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+        def write() -> None:
+            if args.async_save:
+                trainer.checkpoint_writer.write(path, run, write_model, trainer.run_id, then)
+            else:
+                write_checkpoint(path, run, write_model, trainer.run_id)
+                then()
+
+        trainer.world.run_on(args.should_save, write, "saving a checkpoint")
 
 
 def save_parts(trainer: Any, folder: Path) -> None:
     """Write a sharded model as one process would. A collective."""
-    write = trainer.whole.model_writer(folder, lambda folder: None, [trainer.processor])
-    trainer.world.run_on(trainer.world.is_main, lambda: write(folder), "writing the model")
+    with workspace_in(folder, trainer.world) as workspace:
+        write = trainer.whole.model_writer(workspace, lambda folder: None, [trainer.processor])
+        trainer.world.run_on(trainer.world.is_main, lambda: write(folder), "writing the model")
 
 
 def save_module(trainer: Any, folder: Path) -> None:

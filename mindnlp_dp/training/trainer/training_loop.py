@@ -202,6 +202,7 @@ class TrainingLoop:
                 print(f"update {trainer.state.global_step}: {self.synchronizer.last_window}", flush=True)
             self.grad_norm = self.grad_norm if norm is None else norm
             self.count_update()
+            self.timeline.end_update(trainer.state.global_step)
             self._log_evaluate_save()
         if position.epoch_done and position.update == 0:
             if self.world.is_main:
