@@ -117,6 +117,7 @@ class ArrayInFiles:
     """
 
     layout: FlatLayout
+    tensor_type: str
     pieces: list[tuple[int, int, Any, str]] = field(default_factory=list)
 
     @property
@@ -125,10 +126,8 @@ class ArrayInFiles:
 
     @property
     def dtype(self) -> np.dtype:
-        if not self.pieces:
-            return np.dtype(np.float32)
-        _, _, file, name = self.pieces[0]
-        return file.get_slice(name)[0:1].dtype  # type: ignore[no-any-return]
+        # Files hold bfloat16 as float32.
+        return np.dtype("float32" if self.tensor_type == "bfloat16" else self.tensor_type)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         flat = np.empty(self.layout.numel, self.dtype)
@@ -143,7 +142,7 @@ def open_sharded_arrays(path: Path, outline: Any, files: Iterable[str]) -> dict[
     Raises:
         ValueError: a file is damaged, or elements of an array are in none.
     """
-    arrays = {name: ArrayInFiles(layout) for name, layout in sharded_layouts(outline).items()}
+    arrays = {name: ArrayInFiles(*told) for name, told in sharded_layouts(outline).items()}
     for file in (file for file in files if fnmatchcase(file, _FILES)):
         opened = safe_open(path / file, "np")
         for key in opened.keys():  # noqa: SIM118 -- not a dict

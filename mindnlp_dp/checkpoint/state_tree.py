@@ -48,16 +48,16 @@ def array_names(outline: Any) -> Iterator[str]:
                 yield from array_names(item)
 
 
-def sharded_layouts(outline: Any) -> dict[str, FlatLayout]:
-    """Return the layouts of the sharded arrays in an outline, by name."""
+def sharded_layouts(outline: Any) -> dict[str, tuple[FlatLayout, str]]:
+    """Return the layouts and the types of the sharded arrays in an outline, by name."""
     if isinstance(outline, list):
-        return {name: layout for item in outline for name, layout in sharded_layouts(item).items()}
+        return {name: told for item in outline for name, told in sharded_layouts(item).items()}
     if not isinstance(outline, dict):
         return {}
     if SHARDED in outline:
         told = outline[SHARDED]
         cut = Shard(*told["cut"]) if told["cut"] else None
-        return {outline[TENSOR]: FlatLayout(tuple(told["shape"]), cut, told["num_parts"])}
+        return {outline[TENSOR]: (FlatLayout(tuple(told["shape"]), cut, told["num_parts"]), outline["dtype"])}
     return sharded_layouts(list(outline.values()))
 
 
