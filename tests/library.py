@@ -9,6 +9,7 @@ from mindnlp_dp.runtime.versions import mindnlp_series
 
 __all__ = [
     "EarlyStoppingCallback",
+    "Stop",
     "Trainer",
     "TrainerCallback",
     "TrainingArguments",
@@ -31,6 +32,17 @@ else:
 # Names in MindNLP 0.4, and the different names in Transformers.
 _NAMES = {"evaluation_strategy": "eval_strategy", "dataset_drop_last": "dataloader_drop_last"}
 _VALUES = {("optim", "adamw"): "adamw_torch"}
+
+
+class Stop(TrainerCallback):
+    """Simulates a crash: raises an exception on every rank at the end of update ``step``."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
 
 
 def settings_here(**settings: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import warnings
 
 import numpy as np
 import pytest
-from library import EarlyStoppingCallback, TrainerCallback, is_0_5, optim
+from library import EarlyStoppingCallback, Stop, TrainerCallback, is_0_5, optim
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
@@ -36,17 +36,6 @@ EVALUATING = {
     "eval_dataset": Rows(8, seed=1), "load_best_model_at_end": True, "metric_for_best_model": "loss",
     "evaluation_strategy": "steps", "eval_steps": 100, "save_steps": 100,
 }  # fmt: skip
-
-
-class Stop(TrainerCallback):
-    """Simulates a crash: raises an exception on every rank at the end of update ``step``."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 def settings_for(group, **more):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from library import TrainerCallback
+from library import Stop
 
 import mindnlp_dp as dp
 from mindnlp_dp.kernels import functions
@@ -15,15 +15,6 @@ from mindnlp_dp.training.timeline import LANES, StepTimeline
 from models import Rows, tiny_roberta, train
 
 NUM_UPDATES = 4
-
-
-class Stop(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 def run(group, folder, **settings):
