@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time for which a checkpoint of RoBERTa-base stops training: by rank 0, by a thread of it, and by every rank.
+"""Time for which a checkpoint of RoBERTa-base stops training: by rank 0, by every rank, and by their threads.
 
     python benchmarks/bench_checkpoint.py --json outputs/bench_checkpoint.json
 
@@ -63,6 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "two ranks": (job_of(__file__, "save", 2), {}),
         "two ranks, async_save": (job_of(__file__, "save", 2, "--asynchronous"), {}),
         "two ranks, sharded_checkpoints": (job_of(__file__, "save", 2, "--sharded"), {}),
+        "two ranks, both": (job_of(__file__, "save", 2, "--sharded", "--asynchronous"), {}),
     }
     found = {
         name: {key: [value for run in runs for value in run[key]] for key in ("stalls", "complete")}

@@ -1,93 +1,146 @@
 """This module writes checkpoints while training continues (``async_save``): a copy in memory, then a thread.
 
-A checkpoint's files are written to a folder in memory, which takes as long as copying them; a thread moves them to the
-disk, hashes them, and renames the folder when it is complete::
+A rank's files are written to a folder in memory, which takes as long as copying them; a thread moves them to the disk::
 
-    train ── stage(): files in /dev/shm ── train ────────────────── train
+    train ── start(): files in /dev/shm ── train ────────────────── train
                             └ thread: to the disk ── manifest ── rename
 
-One checkpoint is written at a time: the next one waits for it. If the memory does not suffice, a checkpoint is written
-at once, as without this module.
+With ``sharded_checkpoints``, every rank has such a thread. When the ranks agree, between two updates, that all of them
+are done, rank 0's thread puts the checkpoint together.
+
+One checkpoint is written at a time: the next one waits for it. If the memory does not suffice, training waits until the
+files are on the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import errno
 import os
 import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
-from mindnlp_dp.checkpoint.manifest import RunId
-from mindnlp_dp.checkpoint.writer import State, publish_checkpoint, write_checkpoint, write_files
+from mindnlp_dp.checkpoint.directory import WORKSPACE
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.runtime.scratch_dir import MEMORY, ScratchDir
 
 # The files' folder in the scratch folder.
 _FILES = "files"
+# Called with the folder of the files.
+Step = Callable[[Path], None]
+
+
+class WriterStatus(enum.IntEnum):
+    """What the threads of the ranks do: the largest value of all ranks is that of the job."""
+
+    IDLE = 0
+    WRITING = 1
+    FAILED = 2
+
+
+@dataclass
+class _Job:
+    """A checkpoint that is being written: its ``files``, and the step that is ``last``, if other ranks come first."""
+
+    files: Path
+    cleanup: Callable[[], None]
+    last: Optional[Step]
 
 
 class BackgroundWriter:
-    """Writes the checkpoints of one process by a thread, one after the other.
+    """Writes this rank's files of checkpoints by a thread, one checkpoint after the other.
 
-    Its owner calls :meth:`check` between updates, and :meth:`wait` before it reads a checkpoint and at its end.
+    Between updates its owner compares the :attr:`status` of all ranks, and calls :meth:`check` if one has failed, and
+    :meth:`complete` if none is writing. It calls :meth:`wait` before the next checkpoint and at its end, or
+    :meth:`stop` after an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
         self._thread: Optional[threading.Thread] = None
+        self._job: Optional[_Job] = None
         self._error: Optional[BaseException] = None
 
     @property
-    def has_failed(self) -> bool:
-        return self._error is not None
+    def status(self) -> WriterStatus:
+        is_writing = self._thread is not None and self._thread.is_alive()
+        # Looked at last: a thread that has ended has told its error before.
+        if self._error is not None:
+            return WriterStatus.FAILED
+        return WriterStatus.WRITING if is_writing else WriterStatus.IDLE
 
     @property
-    def is_writing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is not complete yet."""
+        return self._job is not None
 
-    def write(
+    def start(
         self,
-        path: Path,
-        state: Optional[State],
-        write_model: Callable[[Path], None],
-        run: Optional[RunId],
-        then: Callable[[], None],
+        copy: Step,
+        write: Step,
+        last: Optional[Step] = None,
+        *,
+        spare: Path,
+        cleanup: Optional[Callable[[], None]] = None,
     ) -> None:
-        """Copy a checkpoint, and let a thread write it to ``path`` and call ``then``; wait for an earlier one.
+        """Call ``copy`` with a new folder in memory, and let a thread call ``write`` with it.
 
-        The arguments are those of :func:`~.writer.write_checkpoint`.
-
-        Raises:
-            OSError: an earlier checkpoint could not be written.
+        ``last`` is called by a thread, too, after :meth:`complete`. If the memory does not suffice, ``copy`` is called
+        again, with a folder on the disk, in ``spare``. After the last step, or an error, the folder is removed, and
+        ``cleanup`` is called. Call :meth:`wait` before.
         """
-        self.wait()
-        staged = _stage(state, write_model)
-        if staged is None:
-            write_checkpoint(path, state, write_model, run)
-            then()
-            return
-        scratch, outline = staged
+        resources = contextlib.ExitStack()
+        if cleanup is not None:
+            resources.callback(cleanup)
+        with resources:
+            files = _stage(copy, spare, resources)
+            self._job = _Job(files, resources.pop_all().close, last)
+        self._run(self._job, write, is_last=last is None)
+
+    def complete(self) -> None:
+        """Let a thread take the last step of a checkpoint, for which all ranks have taken the first."""
+        job = self._job
+        if job is not None and job.last is not None:
+            last, job.last = job.last, None
+            self._run(job, last, is_last=True)
+
+    def _run(self, job: _Job, step: Step, *, is_last: bool) -> None:
         # Not a daemon: the interpreter waits for it at its end.
-        self._thread = threading.Thread(
-            target=self._finish, args=(scratch, path, outline, run, then), name="mindnlp_dp-checkpoint"
-        )
+        self._thread = threading.Thread(target=self._take, args=(job, step, is_last), name="mindnlp_dp-checkpoint")
         self._thread.start()
 
-    def _finish(
-        self, scratch: ScratchDir, path: Path, outline: Any, run: Optional[RunId], then: Callable[[], None]
-    ) -> None:
+    def _take(self, job: _Job, step: Step, is_last: bool) -> None:
         try:
-            publish_checkpoint(scratch.path / _FILES, path, outline, run)
-            then()
+            step(job.files)
         except BaseException as error:  # noqa: BLE001
-            self._error = error
-        finally:
-            scratch.remove()
+            self._error, is_last = error, True
+        if is_last:
+            self._remove(job)
+
+    def _remove(self, job: _Job) -> None:
+        job.last = None
+        job.cleanup()
+        self._job = None
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written; raise what went wrong with it."""
+        """Wait until the checkpoint that is being written is complete. A collective.
+
+        Raises:
+            OSError: on every rank, if a rank could not write.
+        """
+        doing = "writing a checkpoint"
+        self._group.run_on(True, self._join, doing)
+        self.complete()
+        self._group.run_on(True, self._join, doing)
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -99,26 +152,53 @@ class BackgroundWriter:
         if error is not None:
             raise OSError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
 
+    def stop(self) -> None:
+        """Wait for the thread, and drop a checkpoint of which other ranks' files may be missing: training has failed.
 
-def _stage(state: Optional[State], write_model: Callable[[Path], None]) -> Optional[tuple[ScratchDir, Any]]:
-    """Write a checkpoint's files to memory; return their folder and the state's outline; None if there is no room."""
-    if not os.access(MEMORY, os.W_OK):
-        return None
-    scratch = ScratchDir("checkpoint")
-    try:
-        return scratch, write_files(scratch.path / _FILES, state, write_model)
-    except BaseException as error:
-        scratch.remove()
-        if _is_lack_of_space(error):
-            free = shutil.disk_usage(MEMORY).free
+        An error of the thread is dropped, too.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self._error = None
+        if self._job is not None:
             warnings.warn(
-                f"async_save: {MEMORY} has {free / 1e9:.1f} GB free, too little for a checkpoint; it is written while "
-                "training waits",
+                "training has failed before all ranks said that their files of the last checkpoint are written: it is "
+                "dropped",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
-            return None
-        raise
+            self._remove(self._job)
+
+
+def _stage(copy: Step, spare: Path, resources: contextlib.ExitStack) -> Path:
+    """Call ``copy`` with a folder in memory, or on the disk if there is no room; return the folder.
+
+    ``resources`` will remove it.
+    """
+    if os.access(MEMORY, os.W_OK):
+        with contextlib.ExitStack() as staged:
+            scratch = ScratchDir("checkpoint")
+            staged.callback(scratch.remove)
+            try:
+                copy(scratch.path / _FILES)
+            except Exception as error:
+                if not _is_lack_of_space(error):
+                    raise
+            else:
+                resources.push(staged.pop_all())
+                return scratch.path / _FILES
+        free = shutil.disk_usage(MEMORY).free
+        warnings.warn(
+            f"async_save: {MEMORY} has {free / 1e9:.1f} GB free, too little for a checkpoint; training waits until it "
+            "is on the disk",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    spare.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=WORKSPACE, dir=spare))
+    resources.callback(shutil.rmtree, folder, ignore_errors=True)
+    copy(folder / _FILES)
+    return folder / _FILES
 
 
 def _is_lack_of_space(error: BaseException) -> bool:

@@ -18,6 +18,8 @@ from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpo
 from mindnlp_dp.runtime.atomic_write import remove_stale_temporaries
 
 PREFIX = "checkpoint"
+# The beginning of the names of folders in which ranks write files for a checkpoint.
+WORKSPACE = f".{PREFIX}-files-"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

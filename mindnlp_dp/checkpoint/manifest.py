@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from mindnlp_dp.checkpoint.shards import open_sharded_arrays
@@ -19,7 +19,9 @@ from mindnlp_dp.runtime.job_context import job_id
 
 MANIFEST, STATE, MODEL = "checkpoint.json", "state.safetensors", "model.safetensors"
 MODEL_FILES = "model*.safetensors"
-FORMAT = 2
+HASH = "xxh3_128"
+# Format 2 had other hashes.
+FORMAT = 3
 
 
 class CheckpointError(ValueError):
@@ -50,7 +52,7 @@ def write_manifest(folder: Path, outline: Any, run: Optional[RunId] = None) -> N
     Call it after all other files of the folder are written. Without an outline the folder holds the model alone.
     """
     files = {
-        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "blake2b": _hash(file)}
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, HASH: _hash(file)}
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
@@ -85,7 +87,8 @@ def _entry(path: Path, name: str) -> Any:
 
 
 def _hash(file: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    # The hash reveals a disk that loses or changes data; nobody is kept from changing a checkpoint.
+    digest = xxhash.xxh3_128()
     with file.open("rb") as opened:
         while block := opened.read(1 << 20):
             digest.update(block)
@@ -107,7 +110,7 @@ def check_checkpoint(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} is damaged: {name} has {file.stat().st_size} bytes, {expected['bytes']} were written"
             )
-        if _hash(file) != expected["blake2b"]:
+        if _hash(file) != expected[HASH]:
             raise CheckpointError(f"{path} is damaged: {name} is not what was written, its hash differs")
     for file in sorted(path.glob(MODEL_FILES)):
         if file.name not in manifest["files"]:
@@ -156,6 +159,6 @@ def _wrong_with(manifest: dict[str, Any]) -> Optional[str]:
     for name, entry in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             return f"{name!r} is not a file in the folder"
-        if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "blake2b"}:
-            return f"expected bytes and blake2b of {name!r}, got {entry!r}"
+        if not isinstance(entry, dict) or not entry.keys() >= {"bytes", HASH}:
+            return f"expected bytes and {HASH} of {name!r}, got {entry!r}"
     return None if STATE in files else f"files lacks {STATE}"

@@ -10,11 +10,7 @@ checkpoint.json has the arrays' shapes. So any number of ranks can read them::
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,88 +20,55 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state, sharded_layouts
+from mindnlp_dp.checkpoint.state_tree import PackedState, sharded_layouts
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.runtime.atomic_write import link_or_copy
 from mindnlp_dp.runtime.sharded_array import FlatLayout
 
 _FILES = "state-*-of-*.safetensors"
 
 
-@contextlib.contextmanager
-def workspace_in(folder: Path, group: ProcessGroup, is_needed: bool = True) -> Iterator[Path]:
-    """Make a folder for this block in ``folder``, where ranks write files for a checkpoint. A collective.
+@dataclass(frozen=True)
+class ShardFiles:
+    """The files of one checkpoint in which the ranks write their pieces of its sharded arrays.
 
-    Yields its path on every rank, or ``folder`` itself if it is not needed. If rank 0 is killed, the next run removes
-    it by its name.
+    Attributes:
+        names: the names of the files, by the ranks that write them.
+        rank: this rank.
+        pieces: what this rank writes.
     """
-    if not is_needed:
-        yield folder
-        return
 
-    def make() -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".checkpoint-files-", dir=folder))
+    names: dict[int, str]
+    rank: int
+    pieces: dict[str, np.ndarray]
 
-    path = group.run_on_rank0(make, "preparing a checkpoint")
-    try:
-        yield path
-    finally:
-        if group.is_main:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def take(file: Path, checkpoint: Path) -> None:
-    """Put a file of a workspace into a checkpoint, which may be written twice: with ``async_save``, first in memory."""
-    new = checkpoint / f".{file.name}"
-    try:
-        os.link(file, new)
-    except OSError:
-        # Another file system, or one without links.
-        shutil.copyfile(file, new)
-    new.replace(checkpoint / file.name)
-
-
-def write_shards(workspace: Path, state: Any, group: ProcessGroup) -> tuple[PackedState, Callable[[Path], None]]:
-    """Write every rank's pieces of the sharded arrays in ``state`` to files in ``workspace``.
-
-    Returns the packed state, and a function that puts the files into a checkpoint; one rank calls it. A collective.
-
-    Raises:
-        OSError: on every rank, if a rank cannot write, for instance because its host does not have the folder.
-    """
-    doing = "writing a checkpoint's shards"
-    packed = group.run_on(True, lambda: pack_state(state), doing)
-    assert packed is not None, "packed on every rank"
-    pieces = {
-        f"{name}@{start}:{start + len(piece)}": piece
-        for name, array in packed.sharded.items()
-        for start, piece in array.pieces
-        if len(piece)
-    }
-    # Replicas have the same pieces: the first rank that has one writes it.
-    writers: dict[str, int] = {}
-    for rank, theirs in enumerate(group.all_gather_object(list(pieces))):
-        for piece in theirs:
-            writers.setdefault(piece, rank)
-    files = {rank: f"state-{rank + 1:05}-of-{group.world_size:05}.safetensors" for rank in set(writers.values())}
-
-    def write() -> None:
-        if not workspace.is_dir():
-            raise OSError(f"{workspace.parent} is not the same folder on all hosts, which sharded checkpoints need")
+    @classmethod
+    def of(cls, packed: PackedState, group: ProcessGroup) -> ShardFiles:
+        """Return the files for a state; ranks that have the same pieces agree on the one that writes. A collective."""
+        pieces = {
+            f"{name}@{start}:{start + len(piece)}": piece
+            for name, array in packed.sharded.items()
+            for start, piece in array.pieces
+            if len(piece)
+        }
+        writers: dict[str, int] = {}
+        for rank, theirs in enumerate(group.all_gather_object(list(pieces))):
+            for piece in theirs:
+                writers.setdefault(piece, rank)
+        names = {rank: f"state-{rank + 1:05}-of-{group.world_size:05}.safetensors" for rank in set(writers.values())}
         mine = {name: piece for name, piece in pieces.items() if writers[name] == group.rank}
-        if mine:
-            save_file(mine, workspace / files[group.rank])
+        return cls(names, group.rank, mine)
 
-    def put_in(checkpoint: Path) -> None:
-        for name in files.values():
-            take(workspace / name, checkpoint)
+    def write(self, folder: Path) -> None:
+        """Write this rank's file, if it has one, into ``folder``."""
+        if self.pieces:
+            save_file(self.pieces, folder / self.names[self.rank])
 
-    group.run_on(True, write, doing)
-    return packed, put_in
-
-
-def no_shards(checkpoint: Path) -> None:
-    """Put nothing into a checkpoint of which one rank writes all."""
+    def put(self, source: Path, target: Path, *, ranks: Iterable[int]) -> None:
+        """Put the files of these ranks from one folder into another."""
+        for rank in ranks:
+            if rank in self.names:
+                link_or_copy(source / self.names[rank], target / self.names[rank])
 
 
 @dataclass

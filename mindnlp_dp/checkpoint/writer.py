@@ -14,7 +14,7 @@ from mindnlp_dp.checkpoint.manifest import MODEL, STATE, RunId, write_manifest
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.arrays import from_host, to_host
-from mindnlp_dp.runtime.atomic_write import atomic_write
+from mindnlp_dp.runtime.atomic_write import atomic_write, link_or_copy
 from mindnlp_dp.runtime.named_weights import named_weights
 
 # The state of a run, packed or not.
@@ -45,10 +45,20 @@ def write_files(folder: Path, state: Optional[State], write_model: Callable[[Pat
     return packed.outline
 
 
-def publish_checkpoint(files: Path, path: Path, outline: Any, run: Optional[RunId] = None) -> None:
-    """Write a checkpoint to ``path`` from the folder and the outline of :func:`write_files`."""
+def publish_checkpoint(
+    files: Path,
+    path: Path,
+    outline: Any,
+    run: Optional[RunId] = None,
+    put_others: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write a checkpoint to ``path`` from the folder and the outline of :func:`write_files`.
+
+    ``put_others`` puts other ranks' files into the folder that it is called with.
+    """
     with atomic_write(path) as folder:
-        shutil.copytree(files, folder)
+        shutil.copytree(files, folder, copy_function=link_or_copy)
+        put_others(folder)
         write_manifest(folder, outline, run)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import mindnlp_dp as dp
+from mindnlp_dp.checkpoint.collective_save import workspace_in
 from mindnlp_dp.checkpoint.directory import has_checkpoints
 from mindnlp_dp.checkpoint.manifest import CheckpointError
-from mindnlp_dp.checkpoint.shards import workspace_in
 from mindnlp_dp.finetuning.results import write_results
 from mindnlp_dp.finetuning.settings import InputError, ParallelConfig, as_input_error
 from mindnlp_dp.report.runs import RunReport

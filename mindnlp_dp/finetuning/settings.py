@@ -121,8 +121,6 @@ class ParallelConfig(RunConfig):
                 raise InputError(str(error)) from None
             if self.trace:
                 raise InputError("trace and profile write the same timeline: give one of them")
-        if self.async_save and self.sharded_checkpoints:
-            raise InputError("async_save and sharded_checkpoints cannot be combined yet: choose one of them")
         if self.recompute_layers and not self.gradient_checkpointing:
             raise InputError("recompute_layers is given, and gradient_checkpointing is not")
         self.check_at_least(1, "powersgd_rank")

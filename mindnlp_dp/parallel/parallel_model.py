@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, TypeVar, Union
@@ -17,14 +16,13 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from mindnlp_dp.checkpoint.manifest import MODEL
-from mindnlp_dp.checkpoint.shards import take
 from mindnlp_dp.checkpoint.writer import write_adapters
 from mindnlp_dp.communication.lazy_arrays import LazyArray, LazyTensor
 from mindnlp_dp.communication.replicas import (
-    DIGEST_BYTES,
     ReplicaMismatchError,
     broadcast_buffers,
     broadcast_parameters,
+    digest_of,
     is_unused_copy,
     weight_digest,
 )
@@ -38,6 +36,7 @@ from mindnlp_dp.parallel.tensor_parallel.expert_parallel import ExpertBatchWeigh
 from mindnlp_dp.parallel.weights.safetensors_files import WeightFiles, bytes_of, file_header, host_type
 from mindnlp_dp.runtime.adapters import has_adapters
 from mindnlp_dp.runtime.arrays import HostTensor, from_host, set_weight, to_host
+from mindnlp_dp.runtime.atomic_write import link_or_copy
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.sharded_array import ShardedArray, as_sharded, without_pieces
 
@@ -208,11 +207,8 @@ class ParallelModel(ReplicatedModel):
 
     def digest(self) -> str:
         """Return the digest that one process with the same weights would compute."""
-        total = hashlib.blake2b(digest_size=DIGEST_BYTES)
         used = [p for p in self.placements.values() if not (has_adapters(self.model) and is_unused_copy(p.name))]
-        for placement, whole in self.full_arrays(used):
-            total.update(weight_digest(placement.name, from_host(whole, placement.dtype)))
-        return total.hexdigest()
+        return digest_of((p.name, from_host(whole, p.dtype)) for p, whole in self.full_arrays(used))
 
     def scatter(self, source: Source, names: Optional[Iterable[str]] = None) -> None:
         """Scatter full arrays from rank 0 of the job to the ranks' shards: all arrays, or those with these names."""
@@ -244,7 +240,7 @@ class ParallelModel(ReplicatedModel):
         self.write_weights(workspace / MODEL if self.world.is_main else None)
 
         def write(checkpoint: Path) -> None:
-            take(workspace / MODEL, checkpoint)
+            link_or_copy(workspace / MODEL, checkpoint / MODEL)
             if has_adapters(self.model):
                 write_adapters(self.model, load_file(checkpoint / MODEL), checkpoint)
             for part in (None if has_adapters(self.model) else getattr(self.model, "config", None), *beside):

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Union
 
 _OLD = "old"
 
@@ -53,6 +54,14 @@ def remove_stale_temporaries(folder: Path, pattern: str) -> None:
         if (workspace / _OLD).exists() and not path.exists():
             (workspace / _OLD).rename(path)
         shutil.rmtree(workspace, ignore_errors=True)
+
+
+def link_or_copy(source: Union[str, Path], target: Union[str, Path]) -> None:
+    """Give a file a second name, or copy it to another file system, or to one without links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _flush(path: Path) -> None:

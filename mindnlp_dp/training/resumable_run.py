@@ -14,11 +14,12 @@ the Trainer's format::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from mindnlp_dp.checkpoint.collective_save import NewCheckpoint, write_together
 from mindnlp_dp.checkpoint.directory import (
     checkpoint_path,
     checkpoints_in,
@@ -29,8 +30,7 @@ from mindnlp_dp.checkpoint.directory import (
 )
 from mindnlp_dp.checkpoint.folder_lock import FolderLock, lock_folder
 from mindnlp_dp.checkpoint.manifest import RunId, run_of
-from mindnlp_dp.checkpoint.shards import no_shards, workspace_in, write_shards
-from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
+from mindnlp_dp.checkpoint.writer import write_weights
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.parallel.replicated_model import as_replicated, load_checkpoint
 from mindnlp_dp.runtime import heartbeat
@@ -131,20 +131,20 @@ class FunctionalRun:
         }
 
         request = heartbeat.checkpoint_request()
-        with workspace_in(self.folder, self.group, self.sharded or self._whole.is_sharded) as workspace:
-            state, put_shards = write_shards(workspace, state, self.group) if self.sharded else (state, no_shards)
-            put_weights = self._whole.model_writer(workspace, lambda folder: write_weights(self.model, folder))
 
-            def write_model(checkpoint: Path) -> None:
-                put_weights(checkpoint)
-                put_shards(checkpoint)
+        def then() -> None:
+            assert run_id is not None, "this rank writes"
+            remove_old_checkpoints(self.folder, self.keep, [path], run_id)
 
-            def write() -> None:
-                assert run_id is not None, "this rank writes"
-                write_checkpoint(path, state, write_model, run_id)
-                remove_old_checkpoints(self.folder, self.keep, [path], run_id)
+        def model_writer(workspace: Path) -> Callable[[Path], None]:
+            return self._whole.model_writer(workspace, lambda folder: write_weights(self.model, folder))
 
-            self.group.run_on(self.group.is_main, write, "saving a checkpoint")
+        write_together(
+            NewCheckpoint(path, state, model_writer, run_id, then, gathers_model=self._whole.is_sharded),
+            self.group,
+            saves=self.group.is_main,
+            sharded=self.sharded,
+        )
         heartbeat.has_saved(request)
         return path
 

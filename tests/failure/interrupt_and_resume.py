@@ -6,7 +6,8 @@
 ``--kills``: a rank gets SIGKILL at a random moment, while training, evaluating or saving (the model is larger then, and
 saved after every update). After each stop, the newest checkpoint must be complete. At the end of every run, weights and
 losses must equal those of the run without stops, to the bit. The run without stops does not shard its updates; every
-process lifetime of the others uses another ``zero_stage``, and writes checkpoints at once or by a thread.
+process lifetime of the others uses another ``zero_stage``, and writes checkpoints at once or by a thread, by rank 0
+or by all ranks.
 """
 
 from __future__ import annotations

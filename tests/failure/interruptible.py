@@ -1,7 +1,7 @@
 """Train with dropout, gradient accumulation, evaluations and checkpoints; stop where told, and resume.
 
     mindnlp-dp run --nproc 2 tests/failure/interruptible.py FOLDER [--stop-at STEP [--at-line N]] [--on-rank R]
-        [--hidden-size N] [--zero-stage S] [--async-save | --sharded-checkpoints] [--once]
+        [--hidden-size N] [--zero-stage S] [--async-save] [--sharded-checkpoints] [--once]
 
 With ``--at-line`` rank R dies within update STEP, before the N-th Python line of the code that updates and exchanges.
 Every rank writes its process id to FOLDER/pid_R when training begins; at the end rank 0 writes the digest of the

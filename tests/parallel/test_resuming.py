@@ -16,8 +16,9 @@ from library import EarlyStoppingCallback, Stop, TrainerCallback, is_0_5, optim
 from mindspore.dataset import NumpySlicesDataset
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint import background, shards
-from mindnlp_dp.checkpoint.manifest import CheckpointError
+from mindnlp_dp.checkpoint import collective_save, shards
+from mindnlp_dp.checkpoint.directory import checkpoints_in
+from mindnlp_dp.checkpoint.manifest import CheckpointError, check_checkpoint
 from mindnlp_dp.checkpoint.reader import read_state
 from mindnlp_dp.checkpoint.state_tree import unpack_state
 from mindnlp_dp.data.batches import default_collate
@@ -371,9 +372,14 @@ def test_a_run_that_cannot_be_taken_up_exactly_says_why(group, shared_tmp_path, 
         run(shared_tmp_path, group, max_steps=4, resume=True, ignore_data_skip=True, **change)
 
 
+@pytest.mark.parametrize("sharded_checkpoints", [False, True])
 @pytest.mark.parametrize("stop_at", [pytest.param(5, marks=pytest.mark.core), 12])
-def test_checkpoints_that_a_thread_writes(group, shared_tmp_path, whole, stop_at):
-    assert_same_run(stopped_and_resumed(shared_tmp_path, group, stop_at, async_save=True), whole)
+def test_checkpoints_that_a_thread_writes(group, shared_tmp_path, whole, stop_at, sharded_checkpoints):
+    resumed = stopped_and_resumed(
+        shared_tmp_path, group, stop_at, async_save=True, sharded_checkpoints=sharded_checkpoints
+    )
+    assert_same_run(resumed, whole)
+    assert not list(shared_tmp_path.glob(".*-*"))
 
 
 @pytest.mark.core
@@ -398,7 +404,8 @@ def test_checkpoints_that_every_rank_writes(group, shared_tmp_path, whole):
 
 
 @pytest.mark.core
-def test_a_rank_that_cannot_write_its_shard_fails_on_every_rank(group, shared_tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_rank_that_cannot_write_its_shard_fails_on_every_rank(group, shared_tmp_path, monkeypatch, is_async):
     if group.world_size == 1:
         pytest.skip("one rank shards nothing")
 
@@ -408,7 +415,7 @@ def test_a_rank_that_cannot_write_its_shard_fails_on_every_rank(group, shared_tm
     if group.rank == group.world_size - 1:
         monkeypatch.setattr(shards, "save_file", fail)
     with pytest.raises((OSError, RuntimeError), match="No space left on device"):
-        run(shared_tmp_path, group, sharded_checkpoints=True)
+        run(shared_tmp_path, group, sharded_checkpoints=True, async_save=is_async)
     group.barrier()
     assert not list(shared_tmp_path.glob("*checkpoint-*"))
 
@@ -428,12 +435,86 @@ def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, s
             if group.is_main and state.global_step > 2:
                 assert failed.wait(60)
 
-    monkeypatch.setattr(background, "publish_checkpoint", fail)
+    monkeypatch.setattr(collective_save, "publish_checkpoint", fail)
     with pytest.raises((OSError, RuntimeError), match="the disk is broken"):
         run(shared_tmp_path, group, async_save=True, callbacks=[Watch()])
     group.barrier()
     assert updates == [1, 2, 3]
     assert not list(shared_tmp_path.glob("*checkpoint-*"))
+
+
+def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group, shared_tmp_path, monkeypatch):
+    """The last rank's thread writes when three more updates are done; training continues meanwhile."""
+    may_write, seen, put = threading.Event(), {}, shards.ShardFiles.put
+
+    def wait_and_put(*arguments, **named):
+        assert may_write.wait(60)
+        put(*arguments, **named)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            group.barrier()
+            seen[state.global_step] = [path.name for path in checkpoints_in(shared_tmp_path)]
+            if state.global_step == 5:
+                may_write.set()
+
+    if group.rank == group.world_size - 1 > 0:
+        monkeypatch.setattr(shards.ShardFiles, "put", wait_and_put)
+    settings = {"max_steps": 9, "save_steps": 4, "async_save": True, "sharded_checkpoints": True}
+    run(shared_tmp_path, group, callbacks=[Watch()], **settings)
+    group.barrier()
+    if group.world_size > 1:
+        assert seen[5] == []
+    last = checkpoints_in(shared_tmp_path)[-1]
+    assert last.name == "checkpoint-8"
+    check_checkpoint(last)
+    assert not list(shared_tmp_path.glob(".*-*"))
+
+
+@pytest.mark.core
+def test_a_thread_that_cannot_write_its_shard_stops_every_rank(group, shared_tmp_path, monkeypatch):
+    if group.world_size == 1:
+        pytest.skip("one rank shards nothing")
+    updates, failed = [], threading.Event()
+
+    def fail(*_, **__):
+        failed.set()
+        raise OSError(errno.EIO, "the disk is broken")
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            updates.append(state.global_step)
+            if group.rank == group.world_size - 1 and state.global_step > 2:
+                assert failed.wait(60)
+
+    if group.rank == group.world_size - 1:
+        monkeypatch.setattr(shards.ShardFiles, "put", fail)
+    with pytest.raises((OSError, RuntimeError), match="the disk is broken"):
+        run(shared_tmp_path, group, async_save=True, sharded_checkpoints=True, callbacks=[Watch()])
+    group.barrier()
+    assert updates == [1, 2, 3]
+    # The checkpoint lacks a file, and is dropped.
+    assert not list(shared_tmp_path.glob("*checkpoint-*"))
+
+
+@pytest.mark.core
+def test_an_error_drops_a_checkpoint_that_may_lack_files(group, shared_tmp_path):
+    """All ranks fail in the update after a save, and none waits for another rank's files."""
+
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise ValueError("a callback has failed")
+
+    settings = {"async_save": True, "sharded_checkpoints": True}
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(ValueError, match="a callback has failed"):
+        warnings.simplefilter("always")
+        run(shared_tmp_path, group, callbacks=[Fail()], **settings)
+    assert group.is_main == any("it is dropped" in str(warning.message) for warning in caught)
+    group.barrier()
+    assert not list(shared_tmp_path.glob(".*-*"))
+    again = run(shared_tmp_path / "again", group, max_steps=4, **settings)
+    assert again.state.global_step == 4
 
 
 @pytest.mark.core

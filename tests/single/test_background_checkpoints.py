@@ -12,7 +12,7 @@ import pytest
 from library import is_0_5
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint import background
+from mindnlp_dp.checkpoint import collective_save
 from mindnlp_dp.checkpoint.directory import checkpoints_in
 from mindnlp_dp.checkpoint.manifest import check_checkpoint
 from mindnlp_dp.runtime.scratch_dir import MEMORY, ScratchDir
@@ -52,7 +52,7 @@ def test_training_continues_and_the_next_checkpoint_waits(tmp_path, monkeypatch)
     from mindnlp.engine import TrainerCallback
 
     may_write, begun, updates = threading.Event(), [], []
-    publish = background.publish_checkpoint
+    publish = collective_save.publish_checkpoint
 
     def slowly(files, path, *rest):
         begun.append(path.name)
@@ -65,7 +65,7 @@ def test_training_continues_and_the_next_checkpoint_waits(tmp_path, monkeypatch)
             if state.global_step == 4:
                 may_write.set()
 
-    monkeypatch.setattr(background, "publish_checkpoint", slowly)
+    monkeypatch.setattr(collective_save, "publish_checkpoint", slowly)
     run(tmp_path, async_save=True, callbacks=[Watch()])
     # Updates 3 and 4 are done while the first checkpoint is not there.
     assert updates[2:4] == [(3, 1, 0), (4, 1, 0)]
@@ -88,7 +88,7 @@ def test_a_writer_that_fails_stops_the_run_at_the_next_update(tmp_path, monkeypa
                 assert failed.wait(60)
             seen.append(state.global_step)
 
-    monkeypatch.setattr(background, "publish_checkpoint", fail)
+    monkeypatch.setattr(collective_save, "publish_checkpoint", fail)
     with pytest.raises(OSError, match="a checkpoint could not be written: OSError: .*no space left on device"):
         run(tmp_path, async_save=True, callbacks=[Watch()])
     assert seen == [0, 1, 2]
@@ -96,12 +96,19 @@ def test_a_writer_that_fails_stops_the_run_at_the_next_update(tmp_path, monkeypa
 
 
 def test_without_room_in_memory_training_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        background, "write_files", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space left"))
-    )
-    with pytest.warns(RuntimeWarning, match="too little for a checkpoint; it is written while training waits"):
+    write_files = collective_save.write_files
+
+    def write_some(folder, *rest):
+        outline = write_files(folder, *rest)
+        if MEMORY in folder.parents:
+            raise OSError(errno.ENOSPC, "no space left")
+        return outline
+
+    monkeypatch.setattr(collective_save, "write_files", write_some)
+    with pytest.warns(RuntimeWarning, match="too little for a checkpoint; training waits until it is on the disk"):
         run(tmp_path, async_save=True)
     assert len(checkpoints_in(tmp_path)) == 4
+    assert not list(tmp_path.glob(".*"))
     assert not left_in_memory()
 
 

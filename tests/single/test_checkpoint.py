@@ -20,6 +20,8 @@ from hypothesis.extra import numpy as hnp
 
 import mindnlp_dp as dp
 from mindnlp_dp.checkpoint import folder_lock
+from mindnlp_dp.checkpoint.background import BackgroundWriter
+from mindnlp_dp.checkpoint.collective_save import NewCheckpoint, write_together
 from mindnlp_dp.checkpoint.directory import (
     checkpoint_path,
     checkpoints_in,
@@ -31,7 +33,6 @@ from mindnlp_dp.checkpoint.directory import (
 from mindnlp_dp.checkpoint.folder_lock import lock_folder
 from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpoint, run_of
 from mindnlp_dp.checkpoint.reader import read_state, read_weights
-from mindnlp_dp.checkpoint.shards import workspace_in, write_shards
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
 from mindnlp_dp.runtime.named_weights import named_weights
@@ -120,6 +121,13 @@ def in_pieces(array, layout, num_pieces):
     return ShardedArray(layout, "float32", [*pieces, (0, flat[:1]), (len(flat), flat[:0])])
 
 
+def save_shards(path, state, group, background=None, write_model=lambda folder: None):
+    new = NewCheckpoint(path, state, lambda workspace: write_model, RUN, lambda: None)
+    write_together(new, group, saves=True, sharded=True, background=background)
+    if background is not None:
+        background.wait()
+
+
 @pytest.mark.parametrize("num_pieces", [1, 2, 5])
 @pytest.mark.parametrize(
     "layout",
@@ -130,13 +138,13 @@ def in_pieces(array, layout, num_pieces):
 )  # fmt: skip
 def test_sharded_arrays_are_read_as_they_were(group, tmp_path, layout, num_pieces):
     array = np.random.default_rng(0).normal(size=layout.shape).astype(np.float32)
-    with workspace_in(tmp_path, group) as workspace:
-        packed, put = write_shards(workspace, {"a": [in_pieces(array, layout, num_pieces)], "n": 3}, group)
-        write_checkpoint(tmp_path / "checkpoint-1", packed, put)
-    back = unpack_state(read_state(tmp_path / "checkpoint-1"))
-    np.testing.assert_array_equal(back["a"][0].asnumpy(), array)
-    assert back["n"] == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    state = {"a": [in_pieces(array, layout, num_pieces)], "n": 3}
+    for number, background in enumerate((None, BackgroundWriter(group))):
+        save_shards(tmp_path / f"checkpoint-{number}", state, group, background)
+        back = unpack_state(read_state(tmp_path / f"checkpoint-{number}"))
+        np.testing.assert_array_equal(back["a"][0].asnumpy(), array)
+        assert back["n"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-0", "checkpoint-1"]
 
 
 def test_a_shard_that_is_missing_damages_a_checkpoint(group, tmp_path):
@@ -144,31 +152,30 @@ def test_a_shard_that_is_missing_damages_a_checkpoint(group, tmp_path):
     whole = in_pieces(np.ones((3, 5), np.float32), layout, 5)
     for gone in range(5):
         some = ShardedArray(layout, "float32", [piece for number, piece in enumerate(whole.pieces) if number != gone])
-        with workspace_in(tmp_path, group) as workspace:
-            packed, put = write_shards(workspace, {"a": some}, group)
-            write_checkpoint(tmp_path / "checkpoint-1", packed, put)
+        save_shards(tmp_path / "checkpoint-1", {"a": some}, group)
         with pytest.raises(CheckpointError, match="damaged: its state: ValueError: no file holds element"):
             check_checkpoint(tmp_path / "checkpoint-1")
-    with workspace_in(tmp_path, group) as workspace:
-        packed, put = write_shards(workspace, {"a": whole}, group)
-        write_checkpoint(tmp_path / "checkpoint-1", packed, put)
+    save_shards(tmp_path / "checkpoint-1", {"a": whole}, group)
     check_checkpoint(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-1" / "state-00001-of-00001.safetensors").unlink()
     with pytest.raises(CheckpointError, match="state-00001-of-00001.safetensors is missing"):
         check_checkpoint(tmp_path / "checkpoint-1")
 
 
-def test_a_save_that_fails_leaves_no_shards(group, tmp_path):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_that_fails_leaves_no_shards(group, tmp_path, is_async):
     state = {"a": in_pieces(np.ones((3, 5), np.float32), FlatLayout((3, 5)), 2)}
+    background = BackgroundWriter(group) if is_async else None
 
     def fail(folder):
-        raise OSError("No space left on device")
+        raise OSError("the model cannot be written")
 
     for _ in range(2):
-        with pytest.raises(OSError, match="No space"), workspace_in(tmp_path, group) as workspace:
-            packed, _ = write_shards(workspace, state, group)
-            write_checkpoint(tmp_path / "checkpoint-1", packed, fail)
+        with pytest.raises(OSError, match="the model cannot"):
+            save_shards(tmp_path / "checkpoint-1", state, group, background, fail)
     assert list(tmp_path.iterdir()) == []
+    save_shards(tmp_path / "checkpoint-1", state, group, background)
+    check_checkpoint(tmp_path / "checkpoint-1")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool_"])
@@ -330,22 +337,22 @@ def rewrite(checkpoint, change):
         (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"]["model.safetensors"].pop("bytes")),
-            "checkpoint.json is damaged: expected bytes and blake2b of 'model.safetensors', got {'blake2b': ",
+            "checkpoint.json is damaged: expected bytes and xxh3_128 of 'model.safetensors', got {'xxh3_128': ",
         ),
         (
             lambda c: rewrite(c, lambda manifest: manifest["files"].update({"model.safetensors": 7})),
-            "checkpoint.json is damaged: expected bytes and blake2b of 'model.safetensors', got 7",
+            "checkpoint.json is damaged: expected bytes and xxh3_128 of 'model.safetensors', got 7",
         ),
         (
             lambda c: rewrite(c, lambda manifest: manifest.update(files=[])),
             "checkpoint.json is damaged: files is a list, expected the names of files",
         ),
         (
-            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"../x": {"bytes": 1, "blake2b": ""}})),
+            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"../x": {"bytes": 1, "xxh3_128": ""}})),
             "checkpoint.json is damaged: '../x' is not a file in the folder",
         ),
         (
-            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"/x": {"bytes": 1, "blake2b": ""}})),
+            lambda c: rewrite(c, lambda manifest: manifest["files"].update({"/x": {"bytes": 1, "xxh3_128": ""}})),
             "checkpoint.json is damaged: '/x' is not a file in the folder",
         ),
         (

@@ -230,8 +230,6 @@ class DataParallelArgumentsBase(TrainingArguments):
             updates_of(self.profile)
             if self.trace is not None:
                 raise ValueError("trace and profile write the same timeline: give one of them")
-        if self.async_save and self.sharded_checkpoints:
-            raise ValueError("async_save and sharded_checkpoints cannot be combined yet: choose one of them")
         if self.sharded_checkpoints and getattr(self, "save_on_each_node", False):
             raise ValueError("sharded_checkpoints needs one folder for all hosts; save_on_each_node has one for each")
         check_zero_stage(self.zero_stage)

@@ -7,7 +7,6 @@ data, gradient exchange and evaluation are in other packages; what differs betwe
 from __future__ import annotations
 
 import abc
-import contextlib
 import os
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -59,7 +58,7 @@ class DataParallelTrainerBase(abc.ABC):
         self.group, self.world = get_data_group(), get_process_group()
         self._synchronizer: Optional[GradientAccumulator] = None
         self._folder_lock: Optional[FolderLock] = None
-        self.checkpoint_writer = BackgroundWriter()
+        self.checkpoint_writer = BackgroundWriter(self.world)
         self.resumed_from: Optional[Path] = None
         self.trainer_loss = TrainerLoss(self)
         self.current_tokens = 0
@@ -200,9 +199,8 @@ class DataParallelTrainerBase(abc.ABC):
         try:
             return self._run_training_loop(ignore_keys_for_eval)
         finally:
-            with contextlib.suppress(OSError):
-                # An error of the training itself is raised already; without one, the loop has waited.
-                self.checkpoint_writer.wait()
+            # After an error; without one, the loop has waited.
+            self.checkpoint_writer.stop()
             self._release_output_dir()
             # After training, scripts may change the weights in place, independently on each rank.
             if "training_loop" in vars(self):

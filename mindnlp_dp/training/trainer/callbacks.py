@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mindnlp_dp.checkpoint.background import WriterStatus
 from mindnlp_dp.communication.process_group import ProcessGroup
 
 # MindNLP's EarlyStoppingCallback keeps its state in this attribute only, without a state_dict().
@@ -90,7 +91,7 @@ class ControlAgreement:
     """Agrees on the flags with one small all-reduce; every rank calls it between two updates.
 
     Attributes:
-        has_failed: whether any rank said in the last call that something has failed.
+        writer: the status that the last call agreed on of all ranks' threads that write checkpoints.
         agreed: the flags that all ranks agreed on in the last call. Ranks act on these: a rank's own ``control`` may
             be set at any moment, by a signal handler for instance, and counts at the next call.
     """
@@ -99,12 +100,12 @@ class ControlAgreement:
         self._group = group
         self._has_warned = False
         self.agreed = dict.fromkeys(FLAGS, False)
-        self.has_failed = False
+        self.writer = WriterStatus.IDLE
 
-    def __call__(self, control: Any, *, has_failed: bool = False) -> dict[str, bool]:
+    def __call__(self, control: Any, *, writer: WriterStatus = WriterStatus.IDLE) -> dict[str, bool]:
         """Agree on the flags, and write them to ``control``, except where it was changed meanwhile.
 
-        ``has_failed`` says that something failed on this rank between two updates; the attribute, on any rank.
+        ``writer`` is the status of this rank's thread; the attribute, the largest of all ranks'.
         """
         group = self._group
         seen = {flag: bool(getattr(control, flag)) for flag in FLAGS}
@@ -112,8 +113,8 @@ class ControlAgreement:
         # Ranks count from 1 here: 0 means that no rank has set a flag, and the maximum names a rank that has.
         set_by = mine * (group.rank + 1)
         of_rank_0 = mine[len(STOPS) :] * group.is_main
-        result = group.all_reduce(np.concatenate([set_by, of_rank_0, [has_failed]]), op="max", every_step=True)
-        anybody, actions, self.has_failed = result[: len(FLAGS)], result[len(FLAGS) : -1], bool(result[-1])
+        result = group.all_reduce(np.concatenate([set_by, of_rank_0, [writer]]), op="max", every_step=True)
+        anybody, actions, self.writer = result[: len(FLAGS)], result[len(FLAGS) : -1], WriterStatus(result[-1])
         self.agreed = {flag: bool(value) for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions])}
         for flag, value in self.agreed.items():
             if value != seen[flag]:

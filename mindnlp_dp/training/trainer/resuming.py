@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
+from mindnlp_dp.checkpoint.collective_save import NewCheckpoint, workspace_in, write_together
 from mindnlp_dp.checkpoint.directory import checkpoint_path, remove_old_checkpoints
 from mindnlp_dp.checkpoint.manifest import MODEL_FILES
-from mindnlp_dp.checkpoint.shards import no_shards, workspace_in, write_shards
-from mindnlp_dp.checkpoint.writer import write_checkpoint, write_module, write_weights
+from mindnlp_dp.checkpoint.writer import write_module, write_weights
 from mindnlp_dp.data.dataset_adapter import is_batched_pipeline
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import max_world_size
@@ -78,13 +79,20 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     path = checkpoint_path(folder, state.global_step)
     trainer.on_checkpoint(path, metrics)
     trainer.store_flos()
-    run = None if args.save_only_model else trainer.training_loop.state(sharded=args.sharded_checkpoints)
-    is_sharded = run is not None and args.sharded_checkpoints
 
     def write_whole(folder: Path) -> None:
         trainer.save_model(str(folder), _internal_call=True)
         if not any(folder.glob(MODEL_FILES)):
             write_weights(model, folder)
+
+    def model_writer(workspace: Path) -> Callable[[Path], None]:
+        write_model = trainer.whole.model_writer(workspace, write_whole, [trainer.processor])
+
+        def write(folder: Path) -> None:
+            write_model(folder)
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+        return write
 
     keep = [path, *([Path(state.best_model_checkpoint)] if state.best_model_checkpoint else [])]
     request = heartbeat.checkpoint_request()
@@ -93,23 +101,14 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
         remove_old_checkpoints(folder, args.save_total_limit, keep, trainer.run_id)
         heartbeat.has_saved(request)
 
-    with workspace_in(folder, trainer.world, is_sharded or trainer.whole.is_sharded) as workspace:
-        run, put_shards = write_shards(workspace, run, trainer.world) if is_sharded else (run, no_shards)
-        put_weights = trainer.whole.model_writer(workspace, write_whole, [trainer.processor])
-
-        def write_model(folder: Path) -> None:
-            put_weights(folder)
-            put_shards(folder)
-            state.save_to_json(str(folder / TRAINER_STATE_NAME))
-
-        def write() -> None:
-            if args.async_save:
-                trainer.checkpoint_writer.write(path, run, write_model, trainer.run_id, then)
-            else:
-                write_checkpoint(path, run, write_model, trainer.run_id)
-                then()
-
-        trainer.world.run_on(args.should_save, write, "saving a checkpoint")
+    run = None if args.save_only_model else trainer.training_loop.state(sharded=args.sharded_checkpoints)
+    write_together(
+        NewCheckpoint(path, run, model_writer, trainer.run_id, then, gathers_model=trainer.whole.is_sharded),
+        trainer.world,
+        saves=args.should_save,
+        sharded=args.sharded_checkpoints,
+        background=trainer.checkpoint_writer if args.async_save else None,
+    )
 
 
 def save_parts(trainer: Any, folder: Path) -> None:

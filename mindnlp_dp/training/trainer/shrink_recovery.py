@@ -8,7 +8,6 @@ the newest checkpoint's.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any
 
@@ -36,9 +35,8 @@ def state_of_survivors(trainer: Any) -> dict[str, Any]:
     Raises:
         RuntimeError: too few ranks are left, or no state exists to continue with.
     """
-    with contextlib.suppress(OSError):
-        # If a checkpoint could not be written, an earlier one counts.
-        trainer.checkpoint_writer.wait()
+    # If a checkpoint could not be written, an earlier one counts.
+    trainer.checkpoint_writer.stop()
     world = trainer.world
     before = world.world_size
     world.shrink()

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Optional
 
+from mindnlp_dp.checkpoint.background import WriterStatus
 from mindnlp_dp.checkpoint.directory import remove_old_checkpoints
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
@@ -288,9 +289,12 @@ class TrainingLoop:
     def _log_evaluate_save(self) -> None:
         trainer = self.trainer
         self._handle_launcher_request()
-        agreed = self.agree(trainer.control, has_failed=trainer.checkpoint_writer.has_failed)
-        if self.agree.has_failed:
-            self.world.run_on(self.args.should_save, trainer.checkpoint_writer.check, "writing a checkpoint")
+        writer = trainer.checkpoint_writer
+        agreed = self.agree(trainer.control, writer=writer.status)
+        if self.agree.writer is WriterStatus.FAILED:
+            self.world.run_on(True, writer.check, "writing a checkpoint")
+        elif self.agree.writer is WriterStatus.IDLE:
+            writer.complete()
         if agreed["should_log"] and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log_loss()
             # Callbacks that saw the log may have set flags.
@@ -321,7 +325,7 @@ class TrainingLoop:
 
     def _handle_launcher_request(self) -> None:
         """Set ``should_save`` if the launcher asks rank 0 for a checkpoint, as it does before it adds ranks."""
-        if not self.world.is_main or not heartbeat.wants_checkpoint() or self.trainer.checkpoint_writer.is_writing:
+        if not self.world.is_main or not heartbeat.wants_checkpoint() or self.trainer.checkpoint_writer.is_busy:
             return
         if self.args.save_strategy != "no" and not self.args.save_only_model:
             self.trainer.control.should_save = True
@@ -362,7 +366,7 @@ class TrainingLoop:
         trainer.whole.broadcast_buffers()
         digest = trainer.whole.assert_in_sync()
         with self.speed.during(Activity.CHECKPOINT):
-            self.world.run_on(args.should_save, trainer.checkpoint_writer.wait, "writing a checkpoint")
+            trainer.checkpoint_writer.wait()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             trainer._load_best_model()
             digest = trainer.whole.assert_in_sync()
