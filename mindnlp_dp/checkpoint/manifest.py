@@ -138,7 +138,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
     if version != FORMAT:
-        raise CheckpointError(f"{path} is of format {version}; this mindnlp_dp reads format {FORMAT}")
+        raise CheckpointError(
+            f"{path} is of format {version}; this mindnlp_dp resumes runs from format {FORMAT}; from_pretrained may "
+            "load its weights"
+        )
     if manifest.get("state", ...) is None:
         raise CheckpointError(
             f"{path} holds the model alone, so no run can be resumed from it: it was saved with save_only_model; "
