@@ -50,6 +50,11 @@ def updates_of(text: str) -> range:
     return range(int(found[1]) - 1, int(found[2]))
 
 
+def _microseconds(seconds: float) -> int:
+    """Return whole microseconds: Perfetto drops a span that begins before the one before it ends, by any fraction."""
+    return round(1e6 * seconds)
+
+
 class StepTimeline:
     """Records the spans of this rank, or nothing without a ``path``. Constructor and :meth:`write` are collectives.
 
@@ -143,16 +148,19 @@ class StepTimeline:
         events: list[dict[str, Any]] = []
         for rank, (spans, num_dropped) in enumerate(everyone):
             name = f"rank {rank}" + (f" ({num_dropped} later spans were not kept)" if num_dropped else "")
-            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+            # Perfetto takes a thread with the number of its process for its main thread, and 0 for no thread at all.
+            pid, tids = rank + 1, {lane: 10_000 * (rank + 1) + number for number, lane in enumerate(LANES)}
+            events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
             used = {lane for _, lane, *_ in spans}
-            for number, lane in enumerate(LANES):
-                if lane not in _ALWAYS and lane not in used:
-                    continue
-                events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
+            events += [
+                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tids[lane], "args": {"name": lane}}
+                for lane in LANES
+                if lane in _ALWAYS or lane in used
+            ]
             events += [
                 {
-                    "ph": "X", "name": name, "pid": rank, "tid": LANES.index(lane),
-                    "ts": round(1e6 * began, 1), "dur": round(1e6 * (ended - began), 1), "args": details,
+                    "ph": "X", "name": name, "pid": pid, "tid": tids[lane],
+                    "ts": _microseconds(began), "dur": _microseconds(ended) - _microseconds(began), "args": details,
                 }
                 for name, lane, began, ended, details in spans
             ]  # fmt: skip
