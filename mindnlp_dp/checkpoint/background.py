@@ -84,7 +84,7 @@ class BackgroundWriter:
     def start(
         self,
         copy: Step,
-        write: Step,
+        write: Optional[Step] = None,
         last: Optional[Step] = None,
         *,
         spare: Path,
@@ -93,8 +93,8 @@ class BackgroundWriter:
         """Call ``copy`` with a new folder in memory, and let a thread call ``write`` with it.
 
         ``last`` is called by a thread, too, after :meth:`complete`. If the memory does not suffice, ``copy`` is called
-        again, with a folder on the disk, in ``spare``. After the last step, or an error, the folder is removed, and
-        ``cleanup`` is called. Call :meth:`wait` before.
+        with a folder on the disk, in ``spare``. After the last step, or an error, the folder is removed and ``cleanup``
+        is called. Call :meth:`wait` before.
         """
         resources = contextlib.ExitStack()
         if cleanup is not None:
@@ -102,7 +102,8 @@ class BackgroundWriter:
         with resources:
             files = _stage(copy, spare, resources)
             self._job = _Job(files, resources.pop_all().close, last)
-        self._run(self._job, write, is_last=last is None)
+        if write is not None:
+            self._run(self._job, write, is_last=last is None)
 
     def complete(self) -> None:
         """Let a thread take the last step of a checkpoint, for which all ranks have taken the first."""
@@ -113,8 +114,14 @@ class BackgroundWriter:
 
     def _run(self, job: _Job, step: Step, *, is_last: bool) -> None:
         # Not a daemon: the interpreter waits for it at its end.
-        self._thread = threading.Thread(target=self._take, args=(job, step, is_last), name="mindnlp_dp-checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=self._take, args=(job, step, is_last), name="mindnlp_dp-checkpoint")
+        try:
+            thread.start()
+        except RuntimeError:
+            # The process may have no more threads.
+            self._take(job, step, is_last)
+        else:
+            self._thread = thread
 
     def _take(self, job: _Job, step: Step, is_last: bool) -> None:
         try:
@@ -141,9 +148,7 @@ class BackgroundWriter:
         self._group.run_on(True, self._join, doing)
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._end_thread()
         self.check()
 
     def check(self) -> None:
@@ -153,21 +158,34 @@ class BackgroundWriter:
             raise OSError(f"a checkpoint could not be written: {type(error).__name__}: {error}") from error
 
     def stop(self) -> None:
-        """Wait for the thread, and drop a checkpoint of which other ranks' files may be missing: training has failed.
+        """End after an error of the training, without the other ranks.
 
-        An error of the thread is dropped, too.
+        A checkpoint is completed if all ranks' files are there, and dropped with a warning otherwise.
         """
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = self._error = None
-        if self._job is not None:
+        self._end_thread()
+        if self._error is None:
+            self.complete()
+            self._end_thread()
+        error = self._error
+        self.drop()
+        if error is not None:
             warnings.warn(
-                "training has failed before all ranks said that their files of the last checkpoint are written: it is "
-                "dropped",
+                f"the last checkpoint is not complete, and dropped: {type(error).__name__}: {error}",
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def drop(self) -> None:
+        """Wait for the thread, and remove the files of a checkpoint that is not complete."""
+        self._end_thread()
+        self._error = None
+        if self._job is not None:
             self._remove(self._job)
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
 
 def _stage(copy: Step, spare: Path, resources: contextlib.ExitStack) -> Path:
@@ -176,6 +194,7 @@ def _stage(copy: Step, spare: Path, resources: contextlib.ExitStack) -> Path:
     ``resources`` will remove it.
     """
     if os.access(MEMORY, os.W_OK):
+        free = shutil.disk_usage(MEMORY).free
         with contextlib.ExitStack() as staged:
             scratch = ScratchDir("checkpoint")
             staged.callback(scratch.remove)
@@ -187,7 +206,6 @@ def _stage(copy: Step, spare: Path, resources: contextlib.ExitStack) -> Path:
             else:
                 resources.push(staged.pop_all())
                 return scratch.path / _FILES
-        free = shutil.disk_usage(MEMORY).free
         warnings.warn(
             f"async_save: {MEMORY} has {free / 1e9:.1f} GB free, too little for a checkpoint; training waits until it "
             "is on the disk",

@@ -13,20 +13,22 @@ threads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from mindnlp_dp.checkpoint.background import BackgroundWriter
+from mindnlp_dp.checkpoint.background import BackgroundWriter, Step
 from mindnlp_dp.checkpoint.directory import WORKSPACE
 from mindnlp_dp.checkpoint.manifest import RunId
 from mindnlp_dp.checkpoint.shards import ShardFiles
 from mindnlp_dp.checkpoint.state_tree import PackedState, pack_state
 from mindnlp_dp.checkpoint.writer import publish_checkpoint, write_checkpoint, write_files
 from mindnlp_dp.communication.process_group import ProcessGroup
+from mindnlp_dp.runtime.atomic_write import link_or_copy
 
 _DOING = "saving a checkpoint"
 
@@ -61,15 +63,13 @@ def write_together(
     sharded: bool = False,
     background: Optional[BackgroundWriter] = None,
 ) -> None:
-    """Write a checkpoint, or let ``background`` write it. A collective.
+    """Write a checkpoint, or let ``background`` write it, which must have completed the one before. A collective.
 
     ``saves`` says whether this rank writes all that is not sharded; with ``sharded``, rank 0 alone does.
 
     Raises:
-        OSError: on every rank, if a rank cannot write, or an earlier checkpoint could not be written.
+        OSError: on every rank, if a rank cannot write.
     """
-    if background is not None:
-        background.wait()
     folder = checkpoint.path.parent
     if not sharded or checkpoint.state is None:
         with workspace_in(folder, group, checkpoint.gathers_model) as workspace:
@@ -85,16 +85,18 @@ def write_together(
 def _save_whole(
     checkpoint: NewCheckpoint, write_model: Callable[[Path], None], background: Optional[BackgroundWriter]
 ) -> None:
-    path, run = checkpoint.path, checkpoint.run
+    path, run, then = checkpoint.path, checkpoint.run, checkpoint.then
     if background is None:
         write_checkpoint(path, checkpoint.state, write_model, run)
-        checkpoint.then()
+        then()
         return
     state = None if checkpoint.state is None else pack_state(checkpoint.state)
+    # The thread must not keep the state, which is copied, in memory.
+    outline = None if state is None else state.outline
 
     def write(files: Path) -> None:
-        publish_checkpoint(files, path, None if state is None else state.outline, run)
-        checkpoint.then()
+        publish_checkpoint(files, path, outline, run)
+        then()
 
     background.start(lambda files: write_files(files, state, write_model), write, spare=path.parent)
 
@@ -106,7 +108,7 @@ def _save_shards(checkpoint: NewCheckpoint, group: ProcessGroup, workspace: Path
 
     def write(files: Path) -> None:
         write_model(files)
-        shards.put(workspace, files, ranks=shards.names)
+        _put(shards.names, files, workspace)
 
     def save() -> None:
         write_checkpoint(checkpoint.path, state, write, checkpoint.run)
@@ -129,24 +131,36 @@ def _start_saving_shards(checkpoint: NewCheckpoint, group: ProcessGroup, backgro
                 files.mkdir()
             shards.write(files)
 
-        def write(files: Path) -> None:
-            if not group.is_main:
-                shards.put(files, workspace, ranks=[group.rank])
+        def start() -> None:
+            if group.is_main:
+                last = _last_step(checkpoint, state.outline, shards, workspace)
+                background.start(copy, last=last, spare=workspace, cleanup=lambda: remove_workspace(workspace))
+            elif shards.own_name is not None:
+                background.start(copy, functools.partial(_put, [shards.own_name], workspace), spare=workspace)
 
-        def put_together(files: Path) -> None:
-            others = [rank for rank in shards.names if rank != group.rank]
-            publish_checkpoint(
-                files, checkpoint.path, state.outline, checkpoint.run,
-                lambda folder: shards.put(workspace, folder, ranks=others),
-            )  # fmt: skip
-            checkpoint.then()
-
-        last, cleanup = (put_together, lambda: remove_workspace(workspace)) if group.is_main else (None, None)
-        group.run_on(True, lambda: background.start(copy, write, last, spare=workspace, cleanup=cleanup), _DOING)
+        group.run_on(True, start, _DOING)
     except BaseException:
+        background.drop()
         if group.is_main:
             remove_workspace(workspace)
         raise
+
+
+def _last_step(checkpoint: NewCheckpoint, outline: Any, shards: ShardFiles, workspace: Path) -> Step:
+    # As above, what it returns has no reference to the state.
+    path, run, then = checkpoint.path, checkpoint.run, checkpoint.then
+    put_others = functools.partial(_put, [name for name in shards.names if name != shards.own_name])
+
+    def put_together(files: Path) -> None:
+        publish_checkpoint(files, path, outline, run, lambda folder: put_others(folder, workspace))
+        then()
+
+    return put_together
+
+
+def _put(names: Iterable[str], target: Path, source: Path) -> None:
+    for name in names:
+        link_or_copy(source / name, target / name)
 
 
 def _shards_of(checkpoint: NewCheckpoint, group: ProcessGroup, workspace: Path) -> tuple[PackedState, ShardFiles]:

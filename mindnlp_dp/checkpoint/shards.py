@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from safetensors import safe_open
@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 
 from mindnlp_dp.checkpoint.state_tree import PackedState, sharded_layouts
 from mindnlp_dp.communication.process_group import ProcessGroup
-from mindnlp_dp.runtime.atomic_write import link_or_copy
 from mindnlp_dp.runtime.sharded_array import FlatLayout
 
 _FILES = "state-*-of-*.safetensors"
@@ -33,13 +32,13 @@ class ShardFiles:
     """The files of one checkpoint in which the ranks write their pieces of its sharded arrays.
 
     Attributes:
-        names: the names of the files, by the ranks that write them.
-        rank: this rank.
+        names: the names of all ranks' files.
+        own_name: the name of this rank's file; None if it writes none.
         pieces: what this rank writes.
     """
 
-    names: dict[int, str]
-    rank: int
+    names: list[str]
+    own_name: Optional[str]
     pieces: dict[str, np.ndarray]
 
     @classmethod
@@ -57,18 +56,12 @@ class ShardFiles:
                 writers.setdefault(piece, rank)
         names = {rank: f"state-{rank + 1:05}-of-{group.world_size:05}.safetensors" for rank in set(writers.values())}
         mine = {name: piece for name, piece in pieces.items() if writers[name] == group.rank}
-        return cls(names, group.rank, mine)
+        return cls(list(names.values()), names.get(group.rank), mine)
 
     def write(self, folder: Path) -> None:
         """Write this rank's file, if it has one, into ``folder``."""
-        if self.pieces:
-            save_file(self.pieces, folder / self.names[self.rank])
-
-    def put(self, source: Path, target: Path, *, ranks: Iterable[int]) -> None:
-        """Put the files of these ranks from one folder into another."""
-        for rank in ranks:
-            if rank in self.names:
-                link_or_copy(source / self.names[rank], target / self.names[rank])
+        if self.own_name is not None:
+            save_file(self.pieces, folder / self.own_name)
 
 
 @dataclass

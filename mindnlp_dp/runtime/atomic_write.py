@@ -57,11 +57,21 @@ def remove_stale_temporaries(folder: Path, pattern: str) -> None:
 
 
 def link_or_copy(source: Union[str, Path], target: Union[str, Path]) -> None:
-    """Give a file a second name, or copy it to another file system, or to one without links."""
+    """Give a file a second name, or copy it to another file system, or to one without links.
+
+    The file appears under ``target`` in one rename, and replaces a file there, whose other names and readers keep it.
+    """
+    target = Path(target)
+    new = target.with_name(f".{target.name}-new")
     try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+        try:
+            os.link(source, new)
+        except OSError:
+            shutil.copyfile(source, new)
+        new.replace(target)
+    finally:
+        # It is still there after an error, or if both are names of one file.
+        new.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

@@ -29,6 +29,39 @@ Path("done").touch()
 """
 
 
+# Rank 0 is killed while its thread writes the best checkpoint, which the first evaluation has chosen.
+BEST = """
+import os, signal, sys, threading
+from pathlib import Path
+import mindnlp_dp as dp
+from mindnlp_dp.checkpoint import collective_save
+folder, group = sys.argv[1], dp.init_process_group()
+from library import TrainerCallback, settings_here
+from models import Rows, tiny_roberta
+if group.world_size == 2:
+    collective_save.publish_checkpoint = lambda *arguments: threading.Event().wait()
+class Die(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and group.world_size == 2:
+            group.barrier()
+            if group.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            collective_save.publish_checkpoint = publish
+from mindnlp_dp.checkpoint.writer import publish_checkpoint as publish
+args = dp.DataParallelArguments(folder, **settings_here(
+    per_device_train_batch_size=2, max_steps=8, evaluation_strategy="steps", eval_steps=2, save_strategy="steps",
+    save_steps=2, disable_tqdm=True, zero_stage=0, async_save=True, load_best_model_at_end=True,
+    metric_for_best_model="score", greater_is_better=True,
+))
+trainer = dp.DataParallelTrainer(
+    tiny_roberta(), args, train_dataset=Rows(40), eval_dataset=Rows(8), callbacks=[Die()],
+    compute_metrics=lambda _: {"score": {2: 9, 4: 3, 6: 5, 8: 2}[trainer.state.global_step]},
+)
+trainer.train()
+print("the best is", Path(trainer.state.best_model_checkpoint).name, flush=True)
+"""
+
+
 def failures(folder):
     return [json.loads(line) for line in (folder / "logs/failures.jsonl").read_text().splitlines()]
 
@@ -92,6 +125,14 @@ def test_what_is_divided_is_taken_up_from_the_newest_checkpoint(tmp_path, undist
     assert not (tmp_path / "logs/try_1").exists()
     assert steps(tmp_path) == [*range(1, 13), *range(11, UPDATES + 1)]
     assert_same_model(tmp_path, undisturbed)
+
+
+def test_a_best_checkpoint_that_was_being_written_is_forgotten(tmp_path):
+    (tmp_path / "best.py").write_text(BEST)
+    exit_code, output = run_job(tmp_path, *IN_PLACE, tmp_path / "best.py", tmp_path / "out", nproc="1:2")
+    assert exit_code == 0, output
+    assert "checkpoint-2, the best checkpoint so far, was lost with a rank" in output
+    assert "the best is checkpoint-6" in output
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -443,13 +444,22 @@ def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, s
     assert not list(shared_tmp_path.glob("*checkpoint-*"))
 
 
-def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group, shared_tmp_path, monkeypatch):
-    """The last rank's thread writes when three more updates are done; training continues meanwhile."""
-    may_write, seen, put = threading.Event(), {}, shards.ShardFiles.put
+SHARDED_IN_BACKGROUND = {"async_save": True, "sharded_checkpoints": True}
 
-    def wait_and_put(*arguments, **named):
+
+def of_last_rank(group, monkeypatch, put):
+    """Let the last rank's thread call ``put`` where it puts its file into the workspace."""
+    if group.rank == group.world_size - 1 > 0:
+        monkeypatch.setattr(collective_save, "_put", put)
+
+
+def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group, shared_tmp_path, monkeypatch):
+    """The last rank's thread writes after update 5; training continues meanwhile."""
+    may_write, seen, put = threading.Event(), {}, collective_save._put
+
+    def wait_and_put(*arguments):
         assert may_write.wait(60)
-        put(*arguments, **named)
+        put(*arguments)
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -458,10 +468,8 @@ def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group
             if state.global_step == 5:
                 may_write.set()
 
-    if group.rank == group.world_size - 1 > 0:
-        monkeypatch.setattr(shards.ShardFiles, "put", wait_and_put)
-    settings = {"max_steps": 9, "save_steps": 4, "async_save": True, "sharded_checkpoints": True}
-    run(shared_tmp_path, group, callbacks=[Watch()], **settings)
+    of_last_rank(group, monkeypatch, wait_and_put)
+    run(shared_tmp_path, group, max_steps=9, save_steps=4, callbacks=[Watch()], **SHARDED_IN_BACKGROUND)
     group.barrier()
     if group.world_size > 1:
         assert seen[5] == []
@@ -477,7 +485,7 @@ def test_a_thread_that_cannot_write_its_shard_stops_every_rank(group, shared_tmp
         pytest.skip("one rank shards nothing")
     updates, failed = [], threading.Event()
 
-    def fail(*_, **__):
+    def fail(*_):
         failed.set()
         raise OSError(errno.EIO, "the disk is broken")
 
@@ -487,34 +495,53 @@ def test_a_thread_that_cannot_write_its_shard_stops_every_rank(group, shared_tmp
             if group.rank == group.world_size - 1 and state.global_step > 2:
                 assert failed.wait(60)
 
-    if group.rank == group.world_size - 1:
-        monkeypatch.setattr(shards.ShardFiles, "put", fail)
-    with pytest.raises((OSError, RuntimeError), match="the disk is broken"):
-        run(shared_tmp_path, group, async_save=True, sharded_checkpoints=True, callbacks=[Watch()])
+    of_last_rank(group, monkeypatch, fail)
+    with warnings.catch_warnings(record=True), pytest.raises((OSError, RuntimeError), match="the disk is broken"):
+        warnings.simplefilter("always")
+        run(shared_tmp_path, group, callbacks=[Watch()], **SHARDED_IN_BACKGROUND)
     group.barrier()
     assert updates == [1, 2, 3]
-    # The checkpoint lacks a file, and is dropped.
     assert not list(shared_tmp_path.glob("*checkpoint-*"))
 
 
 @pytest.mark.core
-def test_an_error_drops_a_checkpoint_that_may_lack_files(group, shared_tmp_path):
-    """All ranks fail in the update after a save, and none waits for another rank's files."""
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_error_drops_a_checkpoint_that_lacks_a_file(group, shared_tmp_path, monkeypatch, is_there):
+    """All ranks fail in the update after a save; rank 0 completes the checkpoint if the last rank's file is there."""
+    if group.world_size == 1:
+        pytest.skip("one rank shards nothing")
+    dropped, put = threading.Event(), collective_save._put
+
+    def put_late(*arguments):
+        assert is_there or dropped.wait(60)
+        put(*arguments)
+
+    def is_time_to_fail():
+        if is_there:
+            return len(list(shared_tmp_path.glob(".checkpoint-files-*/state-*"))) == group.world_size - 1
+        return group.rank < group.world_size - 1 or not list(shared_tmp_path.glob(".checkpoint-files-*"))
 
     class Fail(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                raise ValueError("a callback has failed")
+            if state.global_step < 3:
+                return
+            while not is_time_to_fail():
+                time.sleep(0.01)
+            dropped.set()
+            raise ValueError("a callback has failed")
 
-    settings = {"async_save": True, "sharded_checkpoints": True}
+    of_last_rank(group, monkeypatch, put_late)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(ValueError, match="a callback has failed"):
         warnings.simplefilter("always")
-        run(shared_tmp_path, group, callbacks=[Fail()], **settings)
-    assert group.is_main == any("it is dropped" in str(warning.message) for warning in caught)
+        run(shared_tmp_path, group, callbacks=[Fail()], **SHARDED_IN_BACKGROUND)
+    is_told = any("is not complete, and dropped: FileNotFoundError" in str(warning.message) for warning in caught)
+    assert is_told == (not is_there and (group.is_main or group.rank == group.world_size - 1))
     group.barrier()
+    assert [path.name for path in checkpoints_in(shared_tmp_path)] == (["checkpoint-2"] if is_there else [])
     assert not list(shared_tmp_path.glob(".*-*"))
-    again = run(shared_tmp_path / "again", group, max_steps=4, **settings)
+    again = run(shared_tmp_path, group, resume=is_there, max_steps=4, **SHARDED_IN_BACKGROUND)
     assert again.state.global_step == 4
+    check_checkpoint(shared_tmp_path / "checkpoint-4")
 
 
 @pytest.mark.core

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 import pickle
@@ -10,6 +12,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mindnlp_dp as dp
-from mindnlp_dp.checkpoint import folder_lock
+from mindnlp_dp.checkpoint import collective_save, folder_lock
 from mindnlp_dp.checkpoint.background import BackgroundWriter
 from mindnlp_dp.checkpoint.collective_save import NewCheckpoint, write_together
 from mindnlp_dp.checkpoint.directory import (
@@ -35,6 +39,7 @@ from mindnlp_dp.checkpoint.manifest import CheckpointError, RunId, check_checkpo
 from mindnlp_dp.checkpoint.reader import read_state, read_weights
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.checkpoint.writer import write_checkpoint, write_weights
+from mindnlp_dp.runtime.atomic_write import link_or_copy
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.partition import split_evenly
 from mindnlp_dp.runtime.sharded_array import FlatLayout, Shard, ShardedArray
@@ -176,6 +181,56 @@ def test_a_save_that_fails_leaves_no_shards(group, tmp_path, is_async):
     assert list(tmp_path.iterdir()) == []
     save_shards(tmp_path / "checkpoint-1", state, group, background)
     check_checkpoint(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_thread_keeps_no_state_in_memory(group, tmp_path, monkeypatch, sharded):
+    """The copy is enough: a thread that had the arrays as well would double the memory."""
+    may_write, publish = threading.Event(), collective_save.publish_checkpoint
+
+    def slowly(*arguments):
+        assert may_write.wait(60)
+        publish(*arguments)
+
+    monkeypatch.setattr(collective_save, "publish_checkpoint", slowly)
+    array = np.ones((3, 5), np.float32)
+    kept = weakref.ref(array)
+    state = {"a": in_pieces(array, FlatLayout((3, 5)), 2) if sharded else array}
+    background = BackgroundWriter(group)
+    new = NewCheckpoint(tmp_path / "checkpoint-1", state, lambda workspace: lambda folder: None, RUN, lambda: None)
+    write_together(new, group, saves=True, sharded=sharded, background=background)
+    background.complete()
+    del array, state, new
+    gc.collect()
+    assert kept() is None
+    assert background.is_busy
+    may_write.set()
+    background.wait()
+    check_checkpoint(tmp_path / "checkpoint-1")
+
+
+def test_a_process_without_more_threads_writes_at_once(group, tmp_path, monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    state = {"a": in_pieces(np.ones((3, 5), np.float32), FlatLayout((3, 5)), 2)}
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    save_shards(tmp_path / "checkpoint-1", state, group, BackgroundWriter(group))
+    check_checkpoint(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_is_replaced_keeps_its_other_names(tmp_path, monkeypatch, has_links):
+    old, backup, new = (tmp_path / name for name in ("old", "backup", "new"))
+    old.write_text("old")
+    os.link(old, backup)
+    new.write_text("new")
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no links here")))
+    for _ in range(2):
+        link_or_copy(new, old)
+    assert (old.read_text(), backup.read_text(), new.read_text()) == ("new", "old", "new")
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool_"])

@@ -7,6 +7,7 @@ data, gradient exchange and evaluation are in other packages; what differs betwe
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -196,15 +197,17 @@ class DataParallelTrainerBase(abc.ABC):
     ) -> Any:
         if batch_size is not None:
             self._train_batch_size = batch_size
-        try:
-            return self._run_training_loop(ignore_keys_for_eval)
-        finally:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self._unshare_weights)
+            at_end.callback(self._release_output_dir)
             # After an error; without one, the loop has waited.
-            self.checkpoint_writer.stop()
-            self._release_output_dir()
-            # After training, scripts may change the weights in place, independently on each rank.
-            if "training_loop" in vars(self):
-                self.training_loop.unshare_weights()
+            at_end.callback(self.checkpoint_writer.stop)
+            return self._run_training_loop(ignore_keys_for_eval)
+
+    def _unshare_weights(self) -> None:
+        # After training, scripts may change the weights in place, independently on each rank.
+        if "training_loop" in vars(self):
+            self.training_loop.unshare_weights()
 
     def _run_training_loop(self, ignore_keys_for_eval: Optional[list[str]]) -> Any:
         checkpoint = None

@@ -113,7 +113,9 @@ class ControlAgreement:
         # Ranks count from 1 here: 0 means that no rank has set a flag, and the maximum names a rank that has.
         set_by = mine * (group.rank + 1)
         of_rank_0 = mine[len(STOPS) :] * group.is_main
-        result = group.all_reduce(np.concatenate([set_by, of_rank_0, [writer]]), op="max", every_step=True)
+        result = group.all_reduce(
+            np.concatenate([set_by, of_rank_0, np.array([writer], np.int32)]), op="max", every_step=True
+        )
         anybody, actions, self.writer = result[: len(FLAGS)], result[len(FLAGS) : -1], WriterStatus(result[-1])
         self.agreed = {flag: bool(value) for flag, value in zip(FLAGS, [*anybody[: len(STOPS)], *actions])}
         for flag, value in self.agreed.items():

@@ -79,6 +79,9 @@ def save_checkpoint(trainer: Any, model: Any, metrics: Optional[dict[str, float]
     path = checkpoint_path(folder, state.global_step)
     trainer.on_checkpoint(path, metrics)
     trainer.store_flos()
+    if args.async_save:
+        # The state of one checkpoint is in memory at a time.
+        trainer.checkpoint_writer.wait()
 
     def write_whole(folder: Path) -> None:
         trainer.save_model(str(folder), _internal_call=True)

@@ -9,6 +9,7 @@ the newest checkpoint's.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
@@ -90,7 +91,19 @@ def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[st
             state["flags"][flag] |= state["pending"][flag]
     kept = (*_OWN, "optimizer") if all_have_it else _OWN
     sent = pack_state({name: value for name, value in state.items() if name not in kept})
-    return {**unpack_state(world.broadcast_object(sent, source)), **{name: state[name] for name in kept}}
+    state = {**unpack_state(world.broadcast_object(sent, source)), **{name: state[name] for name in kept}}
+    _forget_lost_best_model(trainer, state["trainer_state"])
+    return state
+
+
+def _forget_lost_best_model(trainer: Any, state: dict[str, Any]) -> None:
+    """Forget the best checkpoint if it was still being written when a rank was lost. A collective."""
+    best = state["best_model_checkpoint"]
+    if best is None or trainer.world.run_on_rank0(Path(best).is_dir, "looking for the best checkpoint"):
+        return
+    if trainer.world.is_main:
+        print(f"{best}, the best checkpoint so far, was lost with a rank: the best of the next ones counts", flush=True)
+    state["best_model_checkpoint"] = state["best_metric"] = None
 
 
 def _newest_checkpoint(trainer: Any) -> dict[str, Any]:
