@@ -753,6 +753,13 @@ def test_memory_that_ends_while_a_sharded_model_is_copied(group, shared_tmp_path
     assert not list(shared_tmp_path.glob(".*-*"))
 
 
+def test_a_sharded_model_is_written_by_one_rank(group, shared_tmp_path):
+    if group.world_size != 2:
+        pytest.skip("needs a mesh")
+    with pytest.raises(ValueError, match="save_on_each_node with a sharded model: rank 0 gathers and writes it"):
+        trained_by_trainer(group, "tp=2", shared_tmp_path, save_on_each_node=True)
+
+
 @needs_mpi
 def test_experts_are_evaluated_by_ranks_that_have_no_rows_left(group):
     if group.world_size not in (2, 4):

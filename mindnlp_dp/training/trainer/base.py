@@ -146,6 +146,8 @@ class DataParallelTrainerBase(abc.ABC):
                 f"loss_weight of this Trainer is {self.loss_weight!r}, and has to be a method: what a micro-batch "
                 "weighs in the mean over ranks; give your own attribute another name"
             )
+        if self.whole.is_sharded and getattr(self.args, "save_on_each_node", False):
+            raise ValueError("save_on_each_node with a sharded model: rank 0 gathers and writes it, and no other rank")
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
         self._synchronizer = None
         self.prepare_output_dir()
