@@ -87,7 +87,7 @@ def _entry(path: Path, name: str) -> Any:
 
 
 def _hash(file: Path) -> str:
-    # The hash reveals a disk that loses or changes data; nobody is kept from changing a checkpoint.
+    # A hash that is fast, not one that is safe against a person who changes a checkpoint: it reveals a faulty disk.
     digest = xxhash.xxh3_128()
     with file.open("rb") as opened:
         while block := opened.read(1 << 20):
