@@ -189,7 +189,7 @@ class BackgroundWriter:
 
 
 def _stage(copy: Step, spare: Path, resources: contextlib.ExitStack) -> Path:
-    """Call ``copy`` with a folder in memory, or on the disk if there is no room; return the folder.
+    """Call ``copy`` with a folder in memory, or on the disk if memory has too little room; return it.
 
     ``resources`` will remove it.
     """

@@ -421,29 +421,6 @@ def test_a_rank_that_cannot_write_its_shard_fails_on_every_rank(group, shared_tm
     assert not list(shared_tmp_path.glob("*checkpoint-*"))
 
 
-@pytest.mark.core
-def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, shared_tmp_path, monkeypatch):
-    """Rank 0 has written ``checkpoint-2`` before the third update ends, and none after it."""
-    updates, failed = [], threading.Event()
-
-    def fail(*_):
-        failed.set()
-        raise OSError(errno.EIO, "the disk is broken")
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            updates.append(state.global_step)
-            if group.is_main and state.global_step > 2:
-                assert failed.wait(60)
-
-    monkeypatch.setattr(collective_save, "publish_checkpoint", fail)
-    with pytest.raises((OSError, RuntimeError), match="the disk is broken"):
-        run(shared_tmp_path, group, async_save=True, callbacks=[Watch()])
-    group.barrier()
-    assert updates == [1, 2, 3]
-    assert not list(shared_tmp_path.glob("*checkpoint-*"))
-
-
 SHARDED_IN_BACKGROUND = {"async_save": True, "sharded_checkpoints": True}
 
 
@@ -454,7 +431,7 @@ def of_last_rank(group, monkeypatch, put):
 
 
 def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group, shared_tmp_path, monkeypatch):
-    """The last rank's thread writes after update 5; training continues meanwhile."""
+    """The last rank's thread writes after update 7, and training continues meanwhile; the ranks agree after each."""
     may_write, seen, put = threading.Event(), {}, collective_save._put
 
     def wait_and_put(*arguments):
@@ -465,14 +442,14 @@ def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group
         def on_step_end(self, args, state, control, **kwargs):
             group.barrier()
             seen[state.global_step] = [path.name for path in checkpoints_in(shared_tmp_path)]
-            if state.global_step == 5:
+            if state.global_step == 7:
                 may_write.set()
 
     of_last_rank(group, monkeypatch, wait_and_put)
     run(shared_tmp_path, group, max_steps=9, save_steps=4, callbacks=[Watch()], **SHARDED_IN_BACKGROUND)
     group.barrier()
     if group.world_size > 1:
-        assert seen[5] == []
+        assert seen[7] == []
     last = checkpoints_in(shared_tmp_path)[-1]
     assert last.name == "checkpoint-8"
     check_checkpoint(last)
@@ -480,8 +457,13 @@ def test_a_checkpoint_is_complete_when_the_last_rank_has_written_its_shard(group
 
 
 @pytest.mark.core
-def test_a_thread_that_cannot_write_its_shard_stops_every_rank(group, shared_tmp_path, monkeypatch):
-    if group.world_size == 1:
+@pytest.mark.parametrize("what", ["checkpoint", "shard"])
+def test_a_thread_that_cannot_write_stops_every_rank_at_the_same_update(group, shared_tmp_path, monkeypatch, what):
+    """Rank 0 cannot put ``checkpoint-2`` together, or the last rank cannot put its shard there, before update 3 ends.
+
+    An incomplete checkpoint is dropped, and none is written after it.
+    """
+    if what == "shard" and group.world_size == 1:
         pytest.skip("one rank shards nothing")
     updates, failed = [], threading.Event()
 
@@ -492,13 +474,18 @@ def test_a_thread_that_cannot_write_its_shard_stops_every_rank(group, shared_tmp
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             updates.append(state.global_step)
-            if group.rank == group.world_size - 1 and state.global_step > 2:
+            if state.global_step > 2 and fails_here:
                 assert failed.wait(60)
 
-    of_last_rank(group, monkeypatch, fail)
-    with warnings.catch_warnings(record=True), pytest.raises((OSError, RuntimeError), match="the disk is broken"):
-        warnings.simplefilter("always")
-        run(shared_tmp_path, group, callbacks=[Watch()], **SHARDED_IN_BACKGROUND)
+    if what == "shard":
+        fails_here, settings = group.rank == group.world_size - 1, SHARDED_IN_BACKGROUND
+        of_last_rank(group, monkeypatch, fail)
+    else:
+        fails_here, settings = group.is_main, {"async_save": True}
+        monkeypatch.setattr(collective_save, "publish_checkpoint", fail)
+    with warnings.catch_warnings(), pytest.raises((OSError, RuntimeError), match="the disk is broken"):
+        warnings.filterwarnings("ignore", "the last checkpoint is not complete", RuntimeWarning)
+        run(shared_tmp_path, group, callbacks=[Watch()], **settings)
     group.barrier()
     assert updates == [1, 2, 3]
     assert not list(shared_tmp_path.glob("*checkpoint-*"))
