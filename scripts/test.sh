@@ -142,6 +142,15 @@ failure() {
 
 some_models() { step "models: four families" python tests/models_matrix.py --core; }
 
+# oneDNN selects its instructions by the core: the kernels' tests run again as cores with fewer instructions run them.
+kernels_on_other_cores() {
+  local isa
+  for isa in $(python tests/smaller_instruction_sets.py); do
+    step "single process: kernels, $isa" env ONEDNN_MAX_CPU_ISA="$isa" \
+      python -m pytest -m "$markers" tests/single/test_kernels.py
+  done
+}
+
 # All kinds of collectives, the gradients of a step, and a training that must equal that of one process.
 smoke=(@collectives.py @gradient_sync.py @equivalence.py)
 updates=@zero.py::test_fifty_updates_are_those_of_one_rank_to_the_bit
@@ -188,6 +197,7 @@ else
     else
       parallel "smoke and Trainer" mpi 1 "${smoke[@]}" @trainer.py
     fi
+    kernels_on_other_cores
     # The matrix of all families follows the failure tests.
     [ $tests = all ] || some_models
     export MINDNLP_DP_KERNELS=mindspore

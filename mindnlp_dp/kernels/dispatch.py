@@ -64,7 +64,7 @@ def choose_precision(matmul_precision: str) -> None:
     is_medium = matmul_precision == "medium"
     if use_bfloat16(is_medium and _are_on) != is_medium:
         reason = (
-            "this core has no bfloat16 products (AVX512-BF16, AMX), or MindSpore's oneDNN is not version 3"
+            "this core has no AMX, or MindSpore's oneDNN is not version 3"
             if _are_on
             else "only this package's CPU kernels have bfloat16 products, and they are not in use"
         )

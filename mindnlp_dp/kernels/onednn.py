@@ -39,9 +39,10 @@ _OF_SOURCE, _OF_RESULT, _OF_SCALES, _OF_SHIFTS = 129, 145, 255, 256
 # The activations that oneDNN computes, and the values of their first parameter.
 ACTIVATIONS = {"gelu": (0x31, 0.0), "gelu_tanh": (0x2B, 0.0), "gelu_quick": (0x2C, 1.702), "silu": (0x2C, 1.0)}
 
-# The bits of AVX-512 and of its bfloat16 products in dnnl_cpu_isa_t. Without AVX-512 oneDNN computes tanh and the
-# gradient of a softmax element by element.
-_AVX512, _AVX512_BFLOAT16 = 0x20, 0x80
+# The bits of AVX-512 and of AMX's bfloat16 products in dnnl_cpu_isa_t. Without AVX-512 oneDNN computes tanh and the
+# gradient of a softmax element by element. Without AMX it ignores its bfloat16 mode for float32 arrays, also on a core
+# with AVX512-BF16.
+_AVX512, _AMX_BFLOAT16 = 0x20, 0x800
 
 # Primitives that a thread keeps; the batches of a data set with rows of many lengths have many shapes.
 _MOST_KEPT = 256
@@ -81,19 +82,20 @@ def has_primitives() -> bool:
 
 
 @functools.cache
-def _core_has(bit: int) -> bool:
+def effective_isa() -> int:
+    """Return the instructions that oneDNN uses on this core, as bits of dnnl_cpu_isa_t; 0 if it is not oneDNN 3."""
     library: Any = _library()
-    return has_primitives() and bool(library.dnnl_get_effective_cpu_isa() & bit)
+    return int(library.dnnl_get_effective_cpu_isa()) if has_primitives() else 0
 
 
 def has_fast_exponentials() -> bool:
     """Return whether oneDNN computes tanh, and the gradient of a softmax, in vectors on this core."""
-    return _core_has(_AVX512)
+    return bool(effective_isa() & _AVX512)
 
 
 def has_bfloat16() -> bool:
-    """Return whether this core multiplies bfloat16 numbers, by AVX512-BF16 or AMX, and oneDNN uses it."""
-    return _core_has(_AVX512_BFLOAT16)
+    """Return whether oneDNN can round the factors of float32 products to bfloat16 on this core, which needs AMX."""
+    return bool(effective_isa() & _AMX_BFLOAT16)
 
 
 def multiplication(sizes: tuple[int, int, int], a: Layout, b: Layout, out_stride: int, *, add: bool) -> Multiply:

@@ -1103,7 +1103,7 @@ class TestPrecision:
 
     def test_a_core_that_cannot_says_so_and_changes_nothing(self, monkeypatch):
         monkeypatch.setattr(onednn, "has_bfloat16", lambda: False)
-        with pytest.warns(RuntimeWarning, match="changes nothing here: this core has no bfloat16 products"):
+        with pytest.warns(RuntimeWarning, match="changes nothing here: this core has no AMX"):
             dp.init_process_group(matmul_precision="medium")
         assert not matmul.uses_bfloat16()
 
