@@ -114,7 +114,7 @@ class Step:
             alone = dp.ProcessGroup(SingleProcessTransport())
             options = dict(VARIANTS[name] or {})
             positions = np.arange(group.rank * batch, (group.rank + 1) * batch)
-            self.streams: Any = SampleStreams(0, positions)
+            self.streams: Any = SampleStreams(0, positions, frozenset([LENGTH]))
             self.skip_zeros = options.pop("skip_zeros", True)
             zero_stage = options.pop("zero_stage", "auto")
             self.sync = dp.GradientSynchronizer(named, alone if VARIANTS[name] is None else group, **options)

@@ -245,7 +245,7 @@ else
   parallel "what depends on their number" mpi 4 "${at_four[@]}"
   # A number of ranks that is not a power of two.
   parallel "types, orders, dropout" mpi 3 @types.py @orders.py @token_losses.py::test_adamw \
-    @dropout.py::test_any_number_of_ranks_and_micro_steps_trains_the_same_model
+    @dropout.py::test_micro_batches_padded_to_their_own_longest_row
 
   # These jobs mostly start, wait for each other and end, so two functions can share the cores. With three of them at the
   # same time each takes twice as long.

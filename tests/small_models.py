@@ -143,8 +143,10 @@ def small_config(config_class: Any, dropout: float = 0.0, **settings: Any) -> An
     return config_class(**{**small, **settings})
 
 
-def build(model_class: ModelClass, seed: int = 1, dropout: float = 0.0, num_labels: int = NUM_LABELS) -> Any:
-    """Build a small model of a class, with weights drawn from ``seed``."""
+def build(
+    model_class: ModelClass, seed: int = 1, dropout: float = 0.0, num_labels: int = NUM_LABELS, **more: Any
+) -> Any:
+    """Build a small model of a class, with weights drawn from ``seed``; ``more`` are settings of its configuration."""
     from mindnlp_dp.training.trainer.mindnlp_trainer import set_seed
 
     loaded = model_class.load()
@@ -154,7 +156,7 @@ def build(model_class: ModelClass, seed: int = 1, dropout: float = 0.0, num_labe
     given = names["pad_token_id"].default if "pad_token_id" in names else None
     if given is None or not 0 <= given < VOCAB_SIZE:
         settings["pad_token_id"] = 0
-    settings.update(_OF_FAMILY.get(model_class.family, {}))
+    settings.update({**_OF_FAMILY.get(model_class.family, {}), **more})
     if model_class.name.endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead")):
         settings.setdefault("is_decoder", True)
     if HEADS[model_class.head] == "spans":

@@ -84,6 +84,30 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
         return NotImplemented
 
 
+# Versions: all. Cause: a table of relative positions, which is dropped, has a shape that rows of samples may have.
+# Remove when: a model says which tensors all samples share.
+@around(f"{_TRANSFORMERS}.models.deberta.modeling_deberta")
+@around(f"{_TRANSFORMERS}.models.deberta_v2.modeling_deberta_v2")
+def _dropout_of_tables(module: types.ModuleType) -> Iterator[None]:
+    yield
+    from mindnlp_dp.runtime.random_state import shared_by_samples
+
+    stock = module.DisentangledSelfAttention.__init__
+
+    class TableDropout(module.nn.Dropout):  # type: ignore[misc, name-defined]
+        def forward(self, input: Any) -> Any:
+            with shared_by_samples():
+                return super().forward(input)
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        if hasattr(self, "pos_dropout"):
+            self.pos_dropout = TableDropout(self.pos_dropout.p)
+
+    module.DisentangledSelfAttention.__init__ = init
+
+
 @around(f"{_PYTORCH}.ops.pointwise")
 def _pointwise(module: types.ModuleType) -> Iterator[None]:
     yield

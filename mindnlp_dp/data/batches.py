@@ -10,7 +10,7 @@ from typing import Any, Callable, Optional
 
 import numpy as np
 
-from mindnlp_dp.runtime.random_state import SampleStreams
+from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams
 
 Columns = dict[str, np.ndarray]
 Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -74,11 +74,30 @@ def as_arrays(batch: Mapping[str, Any]) -> Columns:
     return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
 
 
-def streams_of(batch: Any, key: int) -> SampleStreams:
-    """Return the random streams of a batch's samples; ``key`` is that of the update."""
-    columns = batch.values() if isinstance(batch, Mapping) else ()
-    lengths = frozenset(int(x.shape[1]) for x in columns if getattr(x, "ndim", 0) == 2)
-    return SampleStreams(key, getattr(batch, "positions", None), lengths)
+def streams_of(batch: Any, key: int, record: MaskRecord) -> SampleStreams:
+    """Return the random streams of a batch's samples; ``key`` is that of the update, ``record`` is the run's."""
+    columns = batch if isinstance(batch, Mapping) else {}
+    texts = {name: x for name, x in columns.items() if getattr(x, "ndim", 0) in (2, 3)}
+    return SampleStreams(
+        key,
+        getattr(batch, "positions", None),
+        lengths=frozenset(int(x.shape[-1]) for x in texts.values()),
+        choices=frozenset(int(x.shape[1]) for x in texts.values() if x.ndim == 3),
+        starts=_starts_of(texts),
+        record=record,
+    )
+
+
+def _starts_of(texts: Mapping[str, Any]) -> dict[int, np.ndarray]:
+    """Return by length the index of each text's first token, (rows, choices or 1), if one is padded on the left."""
+    starts = {}
+    for name, mask in texts.items():
+        # A mask of one more dimension, (rows, tokens, tokens), says which token sees which.
+        if name.endswith("attention_mask") and mask.shape[1:-1] != mask.shape[-1:]:
+            counts = np.asarray(mask.asnumpy() if hasattr(mask, "asnumpy") else mask) != 0
+            if not counts[..., :1].all():
+                starts[int(counts.shape[-1])] = counts.argmax(-1).reshape(len(counts), -1)
+    return starts
 
 
 def num_rows_of(batch: Any) -> int:

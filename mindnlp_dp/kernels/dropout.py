@@ -2,7 +2,8 @@
 
 The generator is Philox (Salmon and others, Parallel Random Numbers: As Easy as 1, 2, 3, 2011). It keeps no state
 between calls, so the same key and counter always give the same mask. In a training step each sample has a counter of
-its own, so its mask does not depend on which rank or micro-step computes it.
+its own, and its elements have numbers (sample_layout.py), so its mask depends neither on which rank or micro-step
+computes it, nor on the length to which it is padded.
 """
 
 from __future__ import annotations
@@ -10,20 +11,30 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Container, Sequence
-from typing import Any, Optional
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from mindnlp_dp.kernels.memory import empty
+from mindnlp_dp.kernels.sample_layout import (
+    SampleLayout,
+    is_known_number_of_rows,
+    layout_of,
+    num_elements,
+    tile_number,
+)
 from mindnlp_dp.kernels.workers import parallel_for_blocks
-from mindnlp_dp.runtime.random_state import Shard, sample_streams
+from mindnlp_dp.runtime.random_state import SampleStreams, sample_streams
 
 _MASK = (1 << 64) - 1
 _ENTROPY = int.from_bytes(os.urandom(8), "little")
 
 # The position of a row that all samples share: no sample's.
 _SHARED = np.array([_MASK], np.uint64)
+
+# The side of the tiles in which attention's elements are numbered.
+TILE = 32
 
 
 def dropout_mask(shape: Sequence[int], drop: float, key: tuple[int, int]) -> np.ndarray:
@@ -37,98 +48,145 @@ def dropout_mask(shape: Sequence[int], drop: float, key: tuple[int, int]) -> np.
     if streams is None:
         return keep_mask(math.prod(shape), drop, key)
     if streams.positions is None:
-        streams.fallback = "the batches do not say where in the global batch their rows are"
+        streams.record.doubt = "the batches do not say where in the global batch their rows are"
         return keep_mask(math.prod(shape), drop, key)
-    num_samples, key_of_call = len(streams.positions), (streams.key, key[1])
     if not math.prod(shape):
         return np.empty(0, bool)
-    axis = _axis_of_samples(shape, num_samples, streams.lengths)
-    if axis is not None:
-        order = (axis, *(each for each in range(len(shape)) if each != axis))
-        moved = tuple(shape[each] for each in order)
-        keep = keep_mask_of_samples(moved, drop, key_of_call, streams.positions, streams.shard)
-        return keep if not axis else np.moveaxis(keep.reshape(moved), 0, axis).reshape(-1)
-    if shape and (shape[0] == 1 or shape[0] in streams.lengths):
-        # All samples share it, such as embeddings of positions: all ranks drop the same elements.
-        return keep_mask_of_samples(shape, drop, key_of_call, _SHARED, streams.shard)
-    streams.fallback = f"a tensor of shape {tuple(shape)} does not have rows for {num_samples} samples"
-    return keep_mask(math.prod(shape), drop, key)
+    num_samples, call = len(streams.positions), key[1]
+    layout = layout_of(shape, num_samples, streams)
+    if layout is None:
+        streams.record.doubt = (
+            f"a tensor of shape {tuple(shape)} does not have rows for {num_samples} samples, and each micro-step draws "
+            "its own mask for it"
+        )
+        return keep_mask(math.prod(shape), drop, key)
+    if not streams.record.doubt:
+        streams.record.doubt = _doubt(shape, layout, streams, call)
+    return keep_mask_of_samples(shape, layout, drop, (streams.key, call), streams)
 
 
-def _axis_of_samples(shape: Sequence[int], num_samples: int, lengths: Container[int]) -> Optional[int]:
-    """Return the dimension of a tensor that has a row, or several rows, for each sample; None if there is none.
-
-    It is the first dimension, or it follows dimensions of a batch's ``lengths`` in models that compute with the length
-    first, such as XLNet.
-    """
-    for axis, size in enumerate(shape):
-        if size == num_samples:
-            return axis
-        if size not in lengths:
-            break
-    is_table = len(shape) == 2 and shape[0] in lengths and num_samples > 1
-    return 0 if shape and shape[0] % num_samples == 0 and not is_table else None
+def _doubt(shape: Sequence[int], layout: SampleLayout, streams: SampleStreams, call: int) -> str:
+    """Return why another number of ranks may draw other masks for this tensor; empty if it does not."""
+    if layout.axis == 0 and len(shape) == 2 and not is_known_number_of_rows(layout.dims[0], streams):
+        return (
+            f"a tensor of shape {tuple(shape)} may have {layout.dims[0]} rows for each of {layout.num_owners} samples, "
+            "or be a table that they share"
+        )
+    if streams.record.layouts.setdefault(call, layout.fixed) != layout.fixed:
+        return (
+            f"dropout call {call} had a tensor of another layout before, and has one of shape {tuple(shape)} now, in "
+            "which the mask of a sample depends on the padded length or on other samples"
+        )
+    return ""
 
 
 def keep_mask(size: int, drop: float, key: tuple[int, int]) -> np.ndarray:
     """Return ``size`` booleans, each False with probability ``drop``, that depend on ``key`` (2 x 64 bits) only."""
-    return _draw(_generator(key), size, drop)
+    keep = np.empty(size, bool)
+    _draw(_generator(key), drop, keep)
+    return keep
 
 
 def keep_mask_of_samples(
-    shape: Sequence[int], drop: float, key: tuple[int, int], positions: np.ndarray, shard: Optional[Shard] = None
+    shape: Sequence[int], layout: SampleLayout, drop: float, key: tuple[int, int], streams: SampleStreams
 ) -> np.ndarray:
-    """Return the flat mask of a tensor whose rows belong to samples, equally many to each, in the samples' order.
+    """Return the flat mask of a tensor of ``shape`` whose elements belong to samples as ``layout`` says.
 
-    The mask of a sample is a function of ``key`` (2 x 64 bits), its number in ``positions``, and its size. With a
-    ``shard`` it is that part of the mask of the whole sample.
+    The mask of a sample's element is a function of ``key`` (2 x 64 bits), the sample's position and the element's
+    number, which depends neither on the padded length nor on the side of the padding. With a shard it is that part of
+    the mask of the whole sample.
     """
-    generator, per_sample = _generator(key), math.prod(shape) // len(positions)
+    dims, full, mine = layout.dims, list(layout.dims), [slice(None)] * len(layout.dims)
+    if (shard := streams.shard) is not None:
+        sharded = layout.shard_dim(shard)
+        per_block = dims[sharded] // (shard.last - shard.first)
+        full[sharded] = shard.total * per_block
+        mine[sharded] = slice(shard.first * per_block, shard.last * per_block)
+    positions = _SHARED if layout.axis is None or streams.positions is None else streams.positions
+    keep = np.empty((len(positions), *dims), bool)
+    # Elements are numbered by token first: two dimensions of tokens by tiles, which follow the others.
+    numbered = (*layout.inner, *layout.tokens) if len(layout.tokens) == 2 else (*layout.tokens, *layout.inner)
+    of_others = tuple(mine[number] for number in numbered if len(layout.tokens) < 2 or number in layout.inner)
+    sizes = [full[number] for number in numbered]
+    is_in_order = shard is None and numbered == tuple(range(len(dims))) and len(layout.tokens) < 2
+    drawn = np.empty(0 if is_in_order else num_elements(layout, full, TILE), bool)
+    generator = _generator(key)
     # Assigning the state takes a tenth of the time of making a generator.
     state = generator.bit_generator.state
-    keep = np.empty((len(positions), per_sample), bool)
-    for row, position in zip(keep, positions.tolist()):
+    for own, position in zip(keep, positions.tolist()):
         state["state"]["counter"][:] = 0, position, 0, 0
         generator.bit_generator.state = state
-        if shard is None:
-            row[:] = _draw(generator, per_sample, drop)
+        if is_in_order:
+            _draw(generator, drop, own.reshape(-1))
             continue
-        outer, size = _around(shape, len(positions), shard)
-        whole = _draw(generator, outer * shard.total * size, drop).reshape(outer, shard.total, size)
-        row.reshape(outer, -1, size)[:] = whole[:, shard.first : shard.last]
-    return keep.reshape(-1)
+        _draw(generator, drop, drawn)
+        by_number = own.transpose(numbered)
+        if len(layout.tokens) == 2:
+            tiles = drawn.reshape(-1, *sizes[:-2], TILE, TILE)
+            _untile(tiles[(slice(None),) + of_others], by_number)
+        else:
+            by_number[...] = drawn.reshape(sizes)[of_others]
+    if streams.starts and layout.axis is not None:
+        _shift(keep, layout, streams.starts)
+    if not layout.axis:
+        return keep.reshape(-1)
+    # The dimensions before the samples' come last in ``dims``.
+    keep = keep.reshape(len(positions), *dims[1:])
+    return np.moveaxis(keep, range(-layout.axis, 0), range(layout.axis)).reshape(-1)
 
 
-def _around(shape: Sequence[int], num_samples: int, shard: Shard) -> tuple[int, int]:
-    """Return into how many parts the sharded blocks split a sample before them, and the number of elements of a block.
+def _untile(tiles: np.ndarray, out: np.ndarray) -> None:
+    """Write tiles (number, ..., TILE, TILE) to matrices (..., height, width)."""
+    for row, top in enumerate(range(0, out.shape[-2], TILE)):
+        for column, left in enumerate(range(0, out.shape[-1], TILE)):
+            part = out[..., top : top + TILE, left : left + TILE]
+            part[...] = tiles[tile_number(row, column), ..., : part.shape[-2], : part.shape[-1]]
 
-    Attention heads are dimension 1 of four, or flattened into the rows.
-    """
-    if shard.is_last_dim:
-        return math.prod(shape[:-1]) // num_samples, 1
-    outer = shape[0] // num_samples if len(shape) == 4 else 1
-    return outer, math.prod(shape) // num_samples // outer // (shard.last - shard.first)
+
+def _shift(keep: np.ndarray, layout: SampleLayout, starts: Mapping[int, np.ndarray]) -> None:
+    """Move the masks (owners, rows, ...) of texts that are padded on the left to where their first tokens are."""
+    owners, rows = keep.shape[:2]
+    for token in layout.tokens:
+        first = starts.get(layout.dims[token])
+        if first is None:
+            continue
+        if token == 0:
+            for owner in np.flatnonzero(first[:, 0]):
+                keep[owner] = np.roll(keep[owner], first[owner, 0], 0)
+            continue
+        of_rows = np.repeat(first, max(1, rows // first.shape[1]), axis=1)[:, :rows]
+        for owner, row in np.argwhere(np.broadcast_to(of_rows, (owners, rows))):
+            keep[owner, row] = np.roll(keep[owner, row], of_rows[owner, row], token - 1)
 
 
 def _generator(key: tuple[int, int]) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
 
 
-def _draw(generator: np.random.Generator, size: int, drop: float) -> np.ndarray:
-    """Return the generator's next ``size`` booleans, each False with probability ``drop``.
+def _draw(generator: np.random.Generator, drop: float, keep: np.ndarray) -> None:
+    """Set each element of ``keep`` to False with probability ``drop``; it depends on its index, but not on the size.
 
     An element is dropped where a uniformly distributed number is less than ``drop``. The number's first byte decides in
-    255 of 256 cases; the rest is drawn only where this byte equals the first byte of ``drop``.
+    255 of 256 cases; where this byte equals the first byte of ``drop``, a hash of the index decides.
     """
     first, others = divmod(drop * 256, 1.0)
-    drawn = generator.bit_generator.random_raw(-(-size // 8)).view(np.uint8)[:size]
+    words = generator.bit_generator.random_raw(1 + -(-keep.size // 8))
+    drawn = words[1:].view(np.uint8)[: keep.size]
     if first > 255:
-        return np.zeros(size, bool)
-    keep = drawn > np.uint8(first)
+        keep[:] = False
+        return
+    np.greater(drawn, np.uint8(first), out=keep)
     undecided = np.flatnonzero(drawn == np.uint8(first))
     if len(undecided):
-        keep[undecided] = generator.random(len(undecided)) >= others
-    return keep
+        keep[undecided] = _hashed(undecided, int(words[0])) >= others
+
+
+def _hashed(numbers: np.ndarray, salt: int) -> np.ndarray:
+    """Return a number in [0, 1) for each of some integers (SplitMix64; Steele and others, 2014)."""
+    z = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (z ^ z >> np.uint64(31)).astype(np.float64) / 2**64
 
 
 def masked(x: np.ndarray, keep: np.ndarray, scale: float) -> np.ndarray:

@@ -11,8 +11,8 @@ import contextlib
 import importlib
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import numpy as np
@@ -45,6 +45,21 @@ class Shard:
 
 
 @dataclass
+class MaskRecord:
+    """What the dropout masks of a run were drawn for, from update to update.
+
+    Attributes:
+        layouts: by the number of the dropout call, the sizes that must not change.
+        doubt: why another number of ranks or micro-steps would draw other masks; empty if none would.
+        has_warned: whether the user knows it.
+    """
+
+    layouts: dict[int, tuple[Optional[int], ...]] = field(default_factory=dict)
+    doubt: str = ""
+    has_warned: bool = False
+
+
+@dataclass
 class SampleStreams:
     """Gives each sample of an update its own stream of random numbers; dropout draws from them.
 
@@ -54,15 +69,35 @@ class SampleStreams:
         key: the key of the update's streams, 64 bits, equal on all ranks.
         positions: the position in the global batch of each of this micro-batch's rows; None if unknown.
         lengths: the lengths of this micro-batch's rows, such as the number of tokens.
+        choices: the numbers of texts that a row may have, as in multiple choice.
+        starts: by length, the index of the first token of each text, of shape (rows, choices or 1), where texts are
+            padded on the left.
+        record: what masks were drawn for, in all updates of the run.
         shard: the part of each sample that this rank has; None if it has all.
-        fallback: why a mask was drawn by rank and micro-step instead; empty if none was.
+        is_shared: whether all samples share the tensors that are dropped now.
     """
 
     key: int
     positions: Optional[np.ndarray]
     lengths: frozenset[int] = frozenset()
+    choices: frozenset[int] = frozenset()
+    starts: Mapping[int, np.ndarray] = field(default_factory=dict)
+    record: MaskRecord = field(default_factory=MaskRecord)
     shard: Optional[Shard] = None
-    fallback: str = ""
+    is_shared: bool = False
+
+
+@contextlib.contextmanager
+def shared_by_samples() -> Iterator[None]:
+    """Take the tensors that are dropped in this block for tables that all samples share: all ranks drop the same."""
+    if _streams is None:
+        yield
+        return
+    _streams.is_shared = True
+    try:
+        yield
+    finally:
+        _streams.is_shared = False
 
 
 def sample_streams() -> Optional[SampleStreams]:

@@ -25,7 +25,7 @@ from mindnlp_dp.data_parallel.sync_batchnorm import has_synchronized_layers
 from mindnlp_dp.kernels.dispatch import are_on
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
-from mindnlp_dp.runtime.random_state import seeded, step_seed, update_key
+from mindnlp_dp.runtime.random_state import MaskRecord, seeded, step_seed, update_key
 from mindnlp_dp.training.timeline import StepTimeline
 
 # How dropout masks are drawn, and over which tokens the router losses of mixtures of experts are.
@@ -54,6 +54,7 @@ class ForwardBackward:
         after_micro_step: called between two micro-batches.
         dropout: "global": the masks of an update are those that one process with the whole batch would draw;
             "per-rank": each rank and micro-step draws its own.
+        masks: what dropout masks were drawn for, in all updates of the run.
     """
 
     model: ReplicatedModel
@@ -67,6 +68,7 @@ class ForwardBackward:
     after_batch: Callable[[Any, Any], None] = _nothing
     after_micro_step: Callable[[], None] = _nothing
     dropout: str = GLOBAL
+    masks: MaskRecord = field(default_factory=MaskRecord)
 
     def micro_steps(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         """Yield the result of each micro-batch of update ``step``; one of weight 0 is not computed.
@@ -90,7 +92,7 @@ class ForwardBackward:
                 inputs = inputs if batch is mine else self.inputs_of(batch)
                 sending = self.exchange.backward(weight) if is_last else contextlib.nullcontext()
                 timed = self.timeline.forward_and_backward(self.model.model, step=step, micro_step=number)
-                streams = None if key is None else streams_of(batch, key)
+                streams = None if key is None else streams_of(batch, key, self.masks)
                 with (
                     seeded(step_seed(seed, self.model.seed_rank, step, number), streams),
                     sending,
@@ -99,7 +101,7 @@ class ForwardBackward:
                     self.across_ranks.micro_step(weight),
                 ):
                     loss, gradients = self.gradients_of(inputs)
-                self._report("" if streams is None else streams.fallback, leaves_out=mine is not None and weight == 0)
+                self._warn(leaves_out=mine is not None and weight == 0)
                 # The loss of a dummy batch belongs to another rank.
                 loss = loss if weight > 0 else 0.0
                 has_bad_peer = self.model.has_nonfinite_peer(loss) | self.across_ranks.has_nonfinite_peer(loss)
@@ -125,6 +127,7 @@ class ForwardBackward:
                         seed=own_seed,
                         key=key,
                         indices=_indices(mine),
+                        masks=self.masks,
                     )
                 )
                 self.after_batch(mine, inputs)
@@ -136,8 +139,7 @@ class ForwardBackward:
 
         with self.across_ranks.refused("a pipeline, whose stages run the micro-batches at different times"):
             yield from self.model.pipeline.run(batches, self.exchange.parameters, span)
-        for batch in batches:
-            self._report(batch.dropout_fallback)
+        self._warn()
         for _ in window[1:]:
             self.after_micro_step()
 
@@ -146,13 +148,20 @@ class ForwardBackward:
         if self.dropout != GLOBAL:
             return None
         if not are_on() and has_dropout(self.model.model):
-            self._report("MindSpore's kernels draw them")
+            self.masks.doubt = "MindSpore's kernels draw them"
+            self._warn()
         return update_key(seed, step)
 
-    def _report(self, dropout_fallback: str, *, leaves_out: bool = False) -> None:
-        """Say once if dropout masks depend on the rank, or if rows are left out where the model looks at all ranks'."""
-        if dropout_fallback:
-            _report_per_rank_dropout(dropout_fallback, self.model.world.label())
+    def _warn(self, *, leaves_out: bool = False) -> None:
+        """Warn once if masks depend on the ranks, or if rows are left out of what the model sees of all ranks."""
+        if self.masks.doubt and not self.masks.has_warned:
+            self.masks.has_warned = True
+            warnings.warn(
+                "dropout: another number of ranks or micro-steps would draw other masks than those of rank "
+                f"{self.model.world.label()}, because {self.masks.doubt}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if leaves_out and self.across_ranks.is_used:
             _warn_of_rows_left_out(self.model.world.label())
 
@@ -193,11 +202,6 @@ def _warn_of_rows_left_out(rank: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-@functools.cache
-def _report_per_rank_dropout(reason: str, rank: str) -> None:
-    print(f"dropout: rank {rank} draws masks of its own in each micro-step, because {reason}", flush=True)
 
 
 def _indices(batch: Any) -> Optional[np.ndarray]:

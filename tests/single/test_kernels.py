@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import signal
 import subprocess
@@ -29,7 +28,6 @@ from mindnlp_dp.kernels.embedding import scatter_rows
 from mindnlp_dp.kernels.normalization import normalize, normalize_backward
 from mindnlp_dp.kernels.softmax import softmax_backward, softmax_of_rows
 from mindnlp_dp.parallel.tensor_parallel.layers import add_bias
-from mindnlp_dp.runtime.random_state import SampleStreams, Shard, seeded
 
 
 @pytest.fixture(autouse=True)
@@ -716,75 +714,6 @@ class TestDropout:
         assert not F.dropout(x, 1.0).asnumpy().any()
         assert F.dropout(x, 0.0) is x
         assert F.dropout(x, 0.5, training=False) is x
-
-    @pytest.mark.parametrize("p", [0.001, 0.1, 0.5])
-    def test_masks_of_samples_drop_the_share_and_are_independent(self, p):
-        shape, positions = (400, 10_001), np.arange(400)
-        keep = dropout.keep_mask_of_samples(shape, p, (3, 4), positions).reshape(shape) - (1 - p)
-        assert abs(keep.sum()) < 5 * np.sqrt(keep.size * p * (1 - p))
-        for one, other in ((keep[1:], keep[:-1]), (keep[:, 1:], keep[:, :-1])):
-            assert abs(np.mean(one * other) / (p * (1 - p))) < 5 / np.sqrt(one.size)
-
-    @given(num_rows=st.integers(1, 12), per_row=st.integers(1, 70), seed=st.integers(0, 99))
-    @settings(max_examples=30)
-    def test_a_sample_has_its_mask_in_any_batch(self, num_rows, per_row, seed):
-        """Compare the rows of one batch with batches of single rows in another order."""
-        positions = np.random.default_rng(seed).permutation(num_rows)
-        whole = dropout.keep_mask_of_samples((num_rows, per_row), 0.3, (seed, 7), np.arange(num_rows))
-        for position in positions:
-            mine = dropout.keep_mask_of_samples((1, per_row), 0.3, (seed, 7), np.array([position]))
-            np.testing.assert_array_equal(mine, whole.reshape(num_rows, -1)[position])
-
-    @pytest.mark.parametrize("is_last_dim", [False, True])
-    def test_shards_are_parts_of_the_whole(self, is_last_dim):
-        """Shard 3 samples of (6 heads, 5, 7), and of (6, 5, 7 columns) in parts of 3 and 4."""
-        positions, bounds = np.array([4, 0, 9]), (0, 3, 7) if is_last_dim else (0, 1, 2)
-        whole = dropout.keep_mask_of_samples((3, 6, 5, 7), 0.3, (1, 2), positions).reshape(3, 6, 5, 7)
-        parts = []
-        for first, last in zip(bounds, bounds[1:]):
-            shape = (3, 6, 5, last - first) if is_last_dim else (3, 3, 5, 7)
-            shard = Shard(first, last, bounds[-1], is_last_dim)
-            parts.append(dropout.keep_mask_of_samples(shape, 0.3, (1, 2), positions, shard).reshape(shape))
-        np.testing.assert_array_equal(np.concatenate(parts, -1 if is_last_dim else 1), whole)
-
-    def test_shards_of_rows_that_are_several_to_a_sample(self):
-        """Shard heads that are a dimension of each of a sample's two rows, and heads that are its rows."""
-        positions, key = np.array([3, 1]), (1, 2)
-        whole = dropout.keep_mask_of_samples((4, 6, 5, 7), 0.3, key, positions).reshape(2, 2, 6, 5, 7)
-        mine = dropout.keep_mask_of_samples((4, 2, 5, 7), 0.3, key, positions, Shard(1, 2, 3))
-        np.testing.assert_array_equal(mine.reshape(2, 2, 2, 5, 7), whole[:, :, 2:4])
-        flat = dropout.keep_mask_of_samples((12, 5, 7), 0.3, key, positions).reshape(2, 6, 5, 7)
-        mine = dropout.keep_mask_of_samples((4, 5, 7), 0.3, key, positions, Shard(1, 2, 3))
-        np.testing.assert_array_equal(mine.reshape(2, 2, 5, 7), flat[:, 2:4])
-
-    def test_in_a_step_the_mask_is_the_samples(self):
-        """Several rows per sample belong to it, one row is for all, and other numbers of rows fall back."""
-        streams = SampleStreams(5, np.array([2, 0]))
-        with seeded(1, streams):
-            several, shared = (dropout.dropout_mask(shape, 0.5, (9, 3)) for shape in ((6, 40), (1, 40)))
-            assert not streams.fallback
-            other = dropout.dropout_mask((3, 40), 0.5, (9, 3))
-        with seeded(1, SampleStreams(5, np.array([2, 0]), frozenset([6]))):
-            length_first = dropout.dropout_mask((6, 2, 40), 0.5, (9, 3)).reshape(6, 2, 40)
-            batch_first = dropout.dropout_mask((2, 6, 40), 0.5, (9, 3)).reshape(2, 6, 40)
-            table = dropout.dropout_mask((6, 40), 0.5, (9, 3))
-        np.testing.assert_array_equal(length_first.swapaxes(0, 1), batch_first)
-        with seeded(1, SampleStreams(5, np.array([0, 1, 2]), frozenset([6]))):
-            np.testing.assert_array_equal(dropout.dropout_mask((6, 40), 0.5, (9, 3)), table)
-        assert streams.fallback == "a tensor of shape (3, 40) does not have rows for 2 samples"
-        np.testing.assert_array_equal(other, dropout.keep_mask(120, 0.5, (9, 3)))
-        with seeded(2, SampleStreams(5, np.array([0, 1, 2]))):
-            whole = dropout.dropout_mask((9, 40), 0.5, (8, 3)).reshape(3, -1)
-            np.testing.assert_array_equal(dropout.dropout_mask((1, 40), 0.5, (8, 3)), shared)
-        np.testing.assert_array_equal(several.reshape(2, -1), whole[[2, 0]])
-        for shape in ((), (0, 40), (2, 0)):
-            with seeded(1, SampleStreams(5, np.array([2, 0]))):
-                assert dropout.dropout_mask(shape, 0.5, (9, 3)).size == math.prod(shape)
-
-    def test_masks_never_change(self):
-        """A resumed run needs the masks of the program that began it."""
-        keep = dropout.keep_mask_of_samples((2, 16), 0.5, (1, 2), np.array([0, 5]))
-        assert np.packbits(keep).tobytes().hex() == "10682c50"
 
     def test_what_is_kept_is_scaled_and_so_is_its_gradient(self):
         x = numbers(64, 300)

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import numpy as np
 
 from mindnlp_dp.data.batches import num_rows_of, rows_of, streams_of
+from mindnlp_dp.runtime.random_state import MaskRecord
 
 
 class MicroBatch:
@@ -27,11 +28,11 @@ class MicroBatch:
         key: key of the samples' random streams (:class:`~mindnlp_dp.runtime.random_state.SampleStreams`); None if each
             rank draws its own dropout masks.
         indices: indices of the samples, if known.
+        masks: what dropout masks were drawn for, in all updates of the run.
 
     Attributes:
         weight: weight of the loss.
         num_rows: number of samples.
-        dropout_fallback: why dropout masks were drawn by rank and micro-batch; empty if none were.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class MicroBatch:
         seed: int,
         key: Optional[int] = None,
         indices: Optional[np.ndarray] = None,
+        masks: Optional[MaskRecord] = None,
     ) -> None:
-        self.batch, self.forward, self.weight_of = batch, forward, weight_of
+        self.batch, self.forward, self.weight_of, self.masks = batch, forward, weight_of, masks or MaskRecord()
         self.seed, self.key, self.indices = seed, key, indices
         self.weight, self.num_rows = weight_of(batch), num_rows_of(batch)
-        self.dropout_fallback = ""
 
 
 class MicroBatchShard:
@@ -75,4 +76,4 @@ class MicroBatchShard:
                 # These weights only compare micro-batches; within the micro-batch, every row counts the same.
                 weights = [float(end - begin) for begin, end in rows_of_each]
             self.batch, self.part = parts[place], weights[place] / (sum(weights) or 1.0)
-        self.streams = None if micro.key is None else streams_of(self.batch, micro.key)
+        self.streams = None if micro.key is None else streams_of(self.batch, micro.key, micro.masks)

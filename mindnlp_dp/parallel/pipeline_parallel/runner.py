@@ -234,8 +234,6 @@ class Pipeline:
             self._is_training = False
             # The backward pass is not differentiated.
             pynative_executor.set_grad_flag(False)
-        if share.streams is not None:
-            share.micro.dropout_fallback = share.streams.fallback
         return received, output
 
     def _tells_losses(self, batch: MicroBatch) -> bool:

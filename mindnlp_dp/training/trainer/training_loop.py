@@ -33,7 +33,7 @@ from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
-from mindnlp_dp.runtime.random_state import READING, seeded, step_seed
+from mindnlp_dp.runtime.random_state import READING, MaskRecord, seeded, step_seed
 from mindnlp_dp.runtime.recompute import enable_recompute
 from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
@@ -81,6 +81,7 @@ class TrainingLoop:
         self.timeline = StepTimeline(self.world, *self.args.timeline())
         self.losses = LossMeter(self.group)
         self.across_ranks = across_ranks(self.group, self.args.router_loss, trainer.model)
+        self.masks = MaskRecord()
         mean = loss_mean(trainer.model)
         self.is_shifted = mean is not None and mean.is_shifted
         self.updates_done = 0
@@ -237,7 +238,7 @@ class TrainingLoop:
         forward_backward = ForwardBackward(
             trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, self.timeline,
             self.across_ranks, inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
-            dropout=trainer.args.dropout,
+            dropout=trainer.args.dropout, masks=self.masks,
         )  # fmt: skip
         with trainer.trainer_loss.span_loss().window(window):
             yield from forward_backward.micro_steps(window, trainer.state.global_step, trainer.args.seed)

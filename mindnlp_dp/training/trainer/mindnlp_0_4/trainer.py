@@ -37,7 +37,7 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     * Loss, gradient norm, throughput and tokens in the log are those of all ranks (test_trainer, test_decisions).
     * All ranks follow rank 0's decisions: flags, best model, early stop, learning rate (test_decisions).
     * A run that is killed and resumed ends with the same weights, to the bit, and the same log (test_resuming,
-      failure/test_interruptions); with another number of ranks, global batches and their order stay, but not dropout.
+      failure/test_interruptions); with another number of ranks they are equal to rounding (test_dropout).
     * A loss that is NaN or infinite on any rank is reported on all, and left out or ends training (test_bad_losses).
     * What MindNLP 0.4.1 does wrong with several processes is right here (test_against_upstream).
     """

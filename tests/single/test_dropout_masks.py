@@ -1,0 +1,172 @@
+"""Test the numbers of the elements that dropout drops: a sample has its mask on any rank, at any padded length."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindnlp_dp.kernels import dropout
+from mindnlp_dp.runtime.random_state import MaskRecord, SampleStreams, Shard, seeded, shared_by_samples
+
+# Samples, tokens, features, heads and choices; letters without a space between them are one dimension.
+LAYOUTS = ["B D", "BL D", "B L D", "BR L D", "B D L", "L B D", "B N L L", "BR N L L", "BN L L", "L L B N"]
+
+
+def sample_masks(shape, positions, *, lengths=(), choices=(), starts=None, shard=None, key=(5, 3), p=0.5):
+    """Return the masks of a tensor of ``shape`` whose samples have these positions in the global batch."""
+    streams = SampleStreams(
+        key[0], np.array(positions), frozenset(lengths), frozenset(choices), starts or {}, shard=shard
+    )
+    with seeded(1, streams):
+        return dropout.dropout_mask(shape, p, (0, key[1])).reshape(shape)
+
+
+def masks_by_sample(layout, positions, length, starts=None):
+    """Return masks with the samples first, and the dimensions of a sample's mask that count tokens."""
+    sizes = {"B": len(positions), "L": length, "D": 7, "N": 3, "R": 2}
+    shape = [math.prod(sizes[letter] for letter in word) for word in layout.split()]
+    masks = sample_masks(shape, positions, lengths=[length], choices=[2], starts=starts)
+    letters = layout.replace(" ", "")
+    masks = np.moveaxis(masks.reshape([sizes[letter] for letter in letters]), letters.index("B"), 0)
+    return masks, [at for at, letter in enumerate(letters.replace("B", "")) if letter == "L"]
+
+
+def first_tokens(mask, tokens, size):
+    for each in tokens:
+        mask = mask.take(range(size), each)
+    return mask
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5])
+@pytest.mark.parametrize("shape", [(400, 10_001), (40, 4, 160, 150)])
+def test_masks_of_samples_drop_the_share_and_are_independent(p, shape):
+    keep = sample_masks(shape, range(shape[0]), lengths=[160, 150], p=p).reshape(shape[0], -1) - (1 - p)
+    assert abs(keep.sum()) < 5 * np.sqrt(keep.size * p * (1 - p))
+    for one, other in ((keep[1:], keep[:-1]), (keep[:, 1:], keep[:, :-1])):
+        assert abs(np.mean(one * other) / (p * (1 - p))) < 5 / np.sqrt(one.size)
+
+
+@given(num_rows=st.integers(1, 12), per_row=st.integers(1, 70), seed=st.integers(0, 99))
+@settings(max_examples=30)
+def test_a_sample_has_its_mask_in_any_batch(num_rows, per_row, seed):
+    """Compare the rows of one batch with batches of single rows in another order."""
+    positions = np.random.default_rng(seed).permutation(num_rows)
+    expected = sample_masks((num_rows, per_row), range(num_rows), p=0.3)
+    for position in positions:
+        np.testing.assert_array_equal(sample_masks((1, per_row), [position], p=0.3)[0], expected[position])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("length", [5, 31, 33, 64])
+def test_the_padded_length_does_not_change_a_mask(layout, length):
+    """Compare a sample of 5 tokens that is padded beside others with the same sample alone, without padding."""
+    padded, tokens = masks_by_sample(layout, [4, 0, 9], length)
+    alone, _ = masks_by_sample(layout, [9], 5)
+    np.testing.assert_array_equal(first_tokens(padded[2], tokens, 5), alone[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_side_of_the_padding_does_not_change_a_mask(layout):
+    """Texts of 5, 12 and 9 tokens are padded to 12 on the left, and on the right."""
+    starts = {12: np.array([[7], [0], [3]]).repeat(2 if "R" in layout else 1, 1)}
+    left, tokens = masks_by_sample(layout, [4, 0, 9], 12, starts=starts)
+    right, _ = masks_by_sample(layout, [4, 0, 9], 12)
+    for number, size in enumerate((5, 12, 9)):
+        flipped = np.flip(left[number], tokens)
+        mine = np.flip(first_tokens(flipped, tokens, size), tokens)
+        np.testing.assert_array_equal(mine, first_tokens(right[number], tokens, size))
+
+
+def test_attention_between_two_lengths():
+    """Cross-attention of 7 tokens of the decoder to 40 of the encoder, padded to 33 and 64."""
+    padded = sample_masks((2, 4, 33, 64), [1, 2], lengths=[33, 64])
+    np.testing.assert_array_equal(padded[1:, :, :7, :40], sample_masks((1, 4, 7, 40), [2], lengths=[7, 40]))
+
+
+@pytest.mark.parametrize("is_last_dim", [False, True])
+def test_shards_are_parts_of_the_whole(is_last_dim):
+    """Shard 3 samples of (6 heads, 40, 40), and of (40 tokens, 7 columns) in parts of 3 and 4."""
+    positions, bounds = np.array([4, 0, 9]), (0, 3, 7) if is_last_dim else (0, 1, 2)
+    shape = (3, 40, 7) if is_last_dim else (3, 6, 40, 40)
+    expected = sample_masks(shape, positions, lengths=[40])
+    parts = []
+    for first, last in zip(bounds, bounds[1:]):
+        shard = Shard(first, last, bounds[-1], is_last_dim)
+        own = (3, 40, last - first) if is_last_dim else (3, 3, 40, 40)
+        parts.append(sample_masks(own, positions, lengths=[40], shard=shard))
+    np.testing.assert_array_equal(np.concatenate(parts, -1 if is_last_dim else 1), expected)
+
+
+def test_shards_of_rows_that_are_several_to_a_sample():
+    """Shard heads that are a dimension of each of a sample's two rows, and heads that are its rows."""
+    positions, shard, lengths = np.array([3, 1]), Shard(1, 2, 3), [40, 36]
+    whole = sample_masks((4, 6, 40, 36), positions, lengths=lengths).reshape(2, 2, 6, 40, 36)
+    mine = sample_masks((4, 2, 40, 36), positions, lengths=lengths, shard=shard)
+    np.testing.assert_array_equal(mine.reshape(2, 2, 2, 40, 36), whole[:, :, 2:4])
+    flat = sample_masks((12, 40, 36), positions, lengths=lengths).reshape(2, 6, 40, 36)
+    for shard, of_six in ((Shard(1, 2, 3), slice(2, 4)), (Shard(2, 3, 6), slice(2, 3))):
+        own = (2 * (of_six.stop - of_six.start), 40, 36)
+        mine = sample_masks(own, positions, lengths=lengths, shard=shard)
+        np.testing.assert_array_equal(mine.reshape(2, -1, 40, 36), flat[:, of_six])
+
+
+def test_in_a_step_the_mask_is_the_samples():
+    """Several rows per sample belong to it, one row is for all, and other numbers of rows are drawn per rank."""
+    streams = SampleStreams(5, np.array([2, 0]), frozenset([3]))
+    with seeded(1, streams):
+        several, shared = (dropout.dropout_mask(shape, 0.5, (9, call)) for call, shape in ((3, (6, 40)), (4, (1, 40))))
+        assert not streams.record.doubt
+        other = dropout.dropout_mask((5, 40), 0.5, (9, 3))
+    assert streams.record.doubt.startswith("a tensor of shape (5, 40) does not have rows for 2 samples")
+    np.testing.assert_array_equal(other, dropout.keep_mask(200, 0.5, (9, 3)))
+    with seeded(2, SampleStreams(5, np.array([0, 1, 2]), frozenset([3]))):
+        whole = dropout.dropout_mask((9, 40), 0.5, (8, 3)).reshape(3, -1)
+        np.testing.assert_array_equal(dropout.dropout_mask((1, 40), 0.5, (8, 4)), shared)
+    np.testing.assert_array_equal(several.reshape(2, -1), whole[[2, 0]])
+    for shape in ((), (0, 40), (2, 0)):
+        with seeded(1, SampleStreams(5, np.array([2, 0]))):
+            assert dropout.dropout_mask(shape, 0.5, (9, 3)).size == math.prod(shape)
+
+
+def test_a_table_has_one_mask_for_all_samples():
+    """Tables with a row per token by their shape; others, such as DeBERTa's, in a block that says so."""
+    with seeded(1, SampleStreams(5, np.array([2, 0]), frozenset([6]))):
+        table = dropout.dropout_mask((6, 40), 0.5, (9, 3))
+    for positions in ([0, 1, 2], [4]):
+        with seeded(1, SampleStreams(5, np.array(positions), frozenset([6]))), shared_by_samples():
+            np.testing.assert_array_equal(dropout.dropout_mask((6, 40), 0.5, (9, 3)), table)
+    with shared_by_samples():
+        assert dropout.dropout_mask((6, 40), 0.5, (9, 3)).size == 240
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "doubt"),
+    [
+        ((4, 8, 6), (4, 9, 6), ""),
+        ((4, 6), (4, 6), ""),
+        ((4, 2, 8, 8), (4, 2, 9, 9), ""),
+        ((4, 5, 6), (4, 5, 7), "had a tensor of another layout before, and has one of shape"),
+        ((4, 6), (4, 6, 6), "had a tensor of another layout before, and has one of shape"),
+        ((512, 6), (512, 6), "may have 128 rows for each of 4 samples, or be a table"),
+    ],
+)
+def test_a_mask_that_depends_on_other_samples_is_known(first, second, doubt):
+    """The same dropout call of two updates, with 8 tokens and then 9."""
+    record = MaskRecord()
+    for shape, length in ((first, 8), (second, 9)):
+        with seeded(1, SampleStreams(5, np.arange(4), frozenset([length]), record=record)):
+            dropout.dropout_mask(shape, 0.5, (9, 3))
+    assert doubt in record.doubt
+    assert bool(doubt) == bool(record.doubt)
+
+
+def test_masks_never_change():
+    """A resumed run needs the masks of the program that began it."""
+    keep = sample_masks((2, 16), [0, 5], key=(1, 2))
+    assert np.packbits(keep).tobytes().hex() == "68a4508a"
+    keep = sample_masks((2, 2, 2, 2), [0, 5], key=(1, 2), lengths=[2])
+    assert np.packbits(keep).tobytes().hex() == "464b"
