@@ -18,6 +18,7 @@ from mindnlp_dp.data.batches import Batch, Collator, as_arrays, check_row, defau
 from mindnlp_dp.data.dataset_consistency import digest_of_lengths, sample_digests
 from mindnlp_dp.data.sampler import GlobalBatchSampler, accumulation_steps_to_keep
 from mindnlp_dp.runtime.partition import split_evenly
+from mindnlp_dp.runtime.random_state import reading
 
 
 class IndexedLoader:
@@ -80,13 +81,15 @@ class IndexedLoader:
 
     def windows(self, epoch: int = 0, start: int = 0, offset: int = 0) -> Iterator[list[Optional[Batch]]]:
         """Yield this rank's windows of ``epoch`` from update ``start`` on, each shifted by ``offset`` samples."""
-        for batch in self.sampler.global_batches(epoch, start, offset):
-            window = self.sampler.shard_positions(len(batch), self._group.rank)
+        for number, batch in enumerate(self.sampler.global_batches(epoch, start, offset), start):
+            shards = self.sampler.shard_positions(len(batch), self._group.rank)
             fewest = self.sampler.shard_positions(len(batch), self._group.world_size - 1)
-            yield [
-                self._read(batch[positions], positions, bool(len(least))) if len(positions) else None
-                for positions, least in zip(window, fewest)
-            ]
+            with reading(self.sampler.seed, self._group.rank, epoch, number):
+                window = [
+                    self._read(batch[positions], positions, bool(len(least))) if len(positions) else None
+                    for positions, least in zip(shards, fewest)
+                ]
+            yield window
 
     def _read(self, indices: np.ndarray, positions: np.ndarray, is_on_all_ranks: bool) -> Batch:
         # PyTorch's protocol for reading many rows at once, which datasets.Dataset implements.
@@ -184,7 +187,13 @@ class PipelineLoader:
         if self._readers.is_main:
             batches = self._open_batches(epoch)
 
+        numbers = itertools.count()
+
         def read() -> list[Batch]:
+            with reading(self._seed, self._readers.rank, epoch, next(numbers)):
+                return read_window()
+
+        def read_window() -> list[Batch]:
             nonlocal batches
             window = list(itertools.islice(batches, self._accumulation_steps))
             if self._uneven == "drop" and sum(map(num_rows_of, window)) < self.global_batch_size:

@@ -106,7 +106,7 @@ def keep_mask_of_samples(
     keep = np.empty((len(positions), *dims), bool)
     # Elements are numbered by token first: two dimensions of tokens by tiles, which follow the others.
     numbered = (*layout.inner, *layout.tokens) if len(layout.tokens) == 2 else (*layout.tokens, *layout.inner)
-    of_others = tuple(mine[number] for number in numbered if len(layout.tokens) < 2 or number in layout.inner)
+    of_others = [mine[number] for number in numbered if len(layout.tokens) < 2 or number in layout.inner]
     sizes = [full[number] for number in numbered]
     is_in_order = shard is None and numbered == tuple(range(len(dims))) and len(layout.tokens) < 2
     drawn = np.empty(0 if is_in_order else num_elements(layout, full, TILE), bool)
@@ -123,9 +123,10 @@ def keep_mask_of_samples(
         by_number = own.transpose(numbered)
         if len(layout.tokens) == 2:
             tiles = drawn.reshape(-1, *sizes[:-2], TILE, TILE)
-            _untile(tiles[(slice(None),) + of_others], by_number)
+            own_tiles = (slice(None), *of_others)
+            _untile(tiles[own_tiles], by_number)
         else:
-            by_number[...] = drawn.reshape(sizes)[of_others]
+            by_number[...] = drawn.reshape(sizes)[tuple(of_others)]
     if streams.starts and layout.axis is not None:
         _shift(keep, layout, streams.starts)
     if not layout.axis:

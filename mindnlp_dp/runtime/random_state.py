@@ -1,4 +1,4 @@
-"""Seeds the randomness inside a model, such as dropout, from the run's seed, the rank, the update and the micro-step.
+"""Seeds the randomness inside a model, and of what reads its data, from the run's seed, the rank and the update.
 
 Dropout does not depend on the rank and the micro-step if each sample's position in the global batch is known
 (:class:`SampleStreams`). The ranks of a tensor-parallel group draw the same random numbers for replicated tensors, and
@@ -17,8 +17,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-# The micro-step number for the seed that is set while the batches of an update are read.
-READING = 2**32 - 1
+# Take the place of a micro-step in the seeds for what reads the data, and for what a user's code draws between updates.
+_READING, _BETWEEN_UPDATES = 2**32 - 1, 2**32 - 2
 
 # The seed in use, and the number of :func:`rank_local_rng` and :func:`replicated_rng` blocks since it was set.
 _current: Optional[int] = None
@@ -125,7 +125,7 @@ def _mixed(*numbers: int) -> int:
 
 @contextlib.contextmanager
 def seeded(seed: int, streams: Optional[SampleStreams] = None, *, num_calls: int = 0) -> Iterator[None]:
-    """Set MindSpore's generators to ``seed`` for the block, without changing NumPy's random state.
+    """Set MindSpore's generators to ``seed`` for the block, and those of NumPy and Python, which are restored after it.
 
     Dropout draws from ``streams``, where given. It numbers its calls from ``num_calls`` on.
     """
@@ -134,9 +134,46 @@ def seeded(seed: int, streams: Optional[SampleStreams] = None, *, num_calls: int
     _current, _num_apart, _part, _streams = seed, 0, None, streams
     _set(seed, num_calls)
     try:
-        yield
+        with restored_generators():
+            _seed_generators(seed)
+            yield
     finally:
         _current, _num_apart, _part, _streams = before
+
+
+@contextlib.contextmanager
+def reading(seed: int, rank: int, epoch: int, number: int) -> Iterator[None]:
+    """Seed what a data set and a collator draw while a rank reads update ``number`` of an epoch; restore all after it.
+
+    Ranks draw different numbers, and a resumed run the same ones.
+    """
+    before = RandomState.current()
+    try:
+        with seeded(_mixed(seed, rank, epoch, number, _READING)):
+            yield
+    finally:
+        before.restore()
+
+
+def seed_between_updates(seed: int, rank: int, update: int) -> None:
+    """Seed what callbacks and the body of a user's loop draw with NumPy and Python, so that a resumed run draws it."""
+    _seed_generators(_mixed(seed, rank, update, _BETWEEN_UPDATES))
+
+
+@contextlib.contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restore the generators of NumPy and Python after the block."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def _seed_generators(seed: int) -> None:
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 @contextlib.contextmanager
@@ -207,13 +244,14 @@ class RandomState:
     def replayed(self) -> Iterator[None]:
         """Draw the same numbers as after :meth:`current` in this block; afterwards continue as if it had drawn none."""
         before = RandomState.current()
-        self._set()
+        self.restore()
         try:
             yield
         finally:
-            before._set()
+            before.restore()
 
-    def _set(self) -> None:
+    def restore(self) -> None:
+        """Make all generators continue from this state."""
         global _current, _num_apart, _part, _streams
         _current, _num_apart, _part, _streams = self.drawn_from
         for generator, state in zip(_generators(), self.generators):
@@ -247,13 +285,13 @@ def num_calls() -> int:
 def _set(seed: int, num_calls: int) -> None:
     import mindspore
 
-    numpy_state = np.random.get_state()
-    mindspore.set_seed(seed)
-    mindspore.manual_seed(seed)
-    # MindNLP 0.5 (mindtorch) has its own generator.
-    if (mindtorch := sys.modules.get("mindtorch")) is not None:
-        mindtorch.manual_seed(seed)
-    np.random.set_state(numpy_state)
+    # MindSpore seeds those of NumPy and Python, too.
+    with restored_generators():
+        mindspore.set_seed(seed)
+        mindspore.manual_seed(seed)
+        # MindNLP 0.5 (mindtorch) has its own generator.
+        if (mindtorch := sys.modules.get("mindtorch")) is not None:
+            mindtorch.manual_seed(seed)
     if num_calls:
         _step(num_calls)
 

@@ -34,6 +34,7 @@ from mindnlp_dp.checkpoint.writer import write_weights
 from mindnlp_dp.data.loader import Loader
 from mindnlp_dp.parallel.replicated_model import as_replicated, load_checkpoint
 from mindnlp_dp.runtime import heartbeat
+from mindnlp_dp.runtime.random_state import seed_between_updates
 from mindnlp_dp.training.make_train_step import FunctionalStep
 from mindnlp_dp.training.run_state import Position, Run, check_same_data
 
@@ -74,7 +75,6 @@ class FunctionalRun:
         self.epoch = 0
         # The number of updates that the epoch and the run had done when the epoch was opened.
         self._opened_at = (0, step.num_updates)
-        self._saved: Optional[dict[str, Any]] = None
         self._run_state = Run(self._whole, step.train_step)
         # Read in the constructor, which every rank calls: reading it may be a collective.
         self._data = {**loader.order, "seed": step.seed}
@@ -97,16 +97,13 @@ class FunctionalRun:
         while begin.epoch < num_epochs:
             self.epoch, self._opened_at = begin.epoch, (begin.update, self.step.num_updates)
             windows = self.loader.windows(begin.epoch, begin.update)
-            if self._saved is not None:
-                # Restored only now, because opening the data draws random numbers.
-                self._run_state.restore_random_state(self._saved)
-                self._saved = None
             for window in windows:
                 if len(window) > self.step.accumulation_steps:
                     raise ValueError(
                         f"the loader's updates have {len(window)} micro-batches, and the step takes "
                         f"{self.step.accumulation_steps} at most: make it with accumulation_steps={len(window)}"
                     )
+                seed_between_updates(self.step.seed, self._whole.seed_rank, self.step.num_updates)
                 yield window if self.step.accumulation_steps > 1 else window[0]
             begin = Position(begin.epoch + 1)
         # The user may evaluate or save the model after the last epoch: give all ranks the same buffers.
@@ -186,5 +183,4 @@ class FunctionalRun:
         position = Position(**saved["position"])
         self.step.num_updates, self.step.grad_norm = saved["num_updates"], saved["grad_norm"]
         self.epoch, self._opened_at = position.epoch, (position.update, self.step.num_updates)
-        self._saved = saved
         return True

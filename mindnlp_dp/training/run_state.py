@@ -6,13 +6,10 @@ trees of plain data (state_tree.py). All ranks call these functions; to restore,
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
@@ -75,14 +72,11 @@ class Run:
             "optimizer": self.model.full_optimizer_state(own, keep=keep, sharded=sharded),
             "scheduler": None if step.updater.scheduler is None else step.updater.scheduler.state_dict(),
             "bucket_order": step.synchronizer.order if keeps_order else None,
-            "ranks": self.group.all_gather_object({"random": random_state()}),
             "losses": self.model.group.all_gather_object(step.losses.state()),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore a saved state; the model must already have the saved weights.
-
-        :meth:`restore_random_state` restores random states later, when everything that draws random numbers is set up.
 
         Raises:
             ValueError: the model is not the one that was saved, or the optimizer updates other parameters.
@@ -112,13 +106,7 @@ class Run:
         step.updater.load_optimizer_state(optimizer_state)
         if step.updater.scheduler is not None:
             step.updater.scheduler.load_state_dict(saved["scheduler"])
-        losses = saved.get("losses") or [rank["losses"] for rank in saved["ranks"]]
-        step.losses.load_states(losses)
-
-    def restore_random_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore this rank's random generators; they are left as they are if the number of ranks has changed."""
-        if saved["world_size"] == self.group.world_size:
-            set_random_state(saved["ranks"][self.group.rank]["random"])
+        step.losses.load_states(saved["losses"])
 
 
 def check_same_data(now: Mapping[str, Any], then: Mapping[str, Any], way_out: str) -> None:
@@ -147,20 +135,3 @@ def warn_of_other_settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> N
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of this process's Python and NumPy generators.
-
-    MindSpore's generator is not included: its seed is a function of the step
-    (:func:`mindnlp_dp.runtime.random_state.step_seed`).
-    """
-    version, words, gauss = random.getstate()
-    return {"python": (version, np.array(words, np.uint32), gauss), "numpy": np.random.get_state(legacy=False)}
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore what :func:`random_state` returned."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    np.random.set_state(state["numpy"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import weakref
 
 import mindspore
@@ -345,30 +346,79 @@ def test_a_step_that_a_callback_puts_into_the_optimizer_is_called(group, shared_
     assert resumed.replica_digest == trainer.replica_digest
 
 
-def test_what_a_collator_draws_is_another_on_each_rank_and_the_same_when_resumed(group, shared_tmp_path):
-    """Collators draw the masks of a language model in this way."""
+def draw():
+    """Draw a number from each generator: MindNLP's own if it has one, else MindSpore's; NumPy's, and Python's."""
+    if is_0_5:
+        import mindtorch
+
+        return mindtorch.rand(1).item(), np.random.rand(), random.random()
+    return float(mindspore.ops.rand(1).asnumpy()[0]), np.random.rand(), random.random()
+
+
+def test_collators_and_models_draw_other_numbers_on_each_rank_and_the_same_when_resumed(group, shared_tmp_path):
+    """Collators draw the masks of a language model, and NEFTune its noise; callbacks draw alike on all ranks."""
+    from mindnlp_dp.data.batches import default_collate
+
+    in_collator, in_model, in_callback = [], [], []
+
+    def collate(rows):
+        in_collator.append(draw())
+        return default_collate(rows)
+
+    class Draws(dp.DataParallelTrainer):
+        def compute_loss(self, *args, **kwargs):
+            in_model.append(draw())
+            return super().compute_loss(*args, **kwargs)
+
+        def train(self, *args, **kwargs):
+            before = np.random.get_state()[1].copy(), random.getstate()
+            result = super().train(*args, **kwargs)
+            assert (np.random.get_state()[1] == before[0]).all()
+            assert random.getstate() == before[1]
+            return result
+
+    class DrawsToo(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            in_callback.append(draw()[1:])
+
+    def run(resume=None):
+        for each in (in_collator, in_model, in_callback):
+            each.clear()
+        settings = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        train(
+            tiny_roberta(), Rows(16), shared_tmp_path, Draws, data_collator=collate, callbacks=[DrawsToo()],
+            resume=resume, **settings,
+        )  # fmt: skip
+        return list(in_collator), list(in_model), list(in_callback)
+
+    np.random.seed(3)
+    random.seed(3)
+    whole = run()
+    for numbers in zip(*group.all_gather_object(whole[:2])):
+        for generator in zip(*sum(numbers, [])):
+            assert len(set(generator)) == 4 * group.world_size
+    assert len(set(map(str, group.all_gather_object(whole[2])))) == 1
+    assert len(set(whole[2])) == 4
+    np.random.seed(4)
+    resumed = run(str(shared_tmp_path / "checkpoint-2"))
+    assert resumed == tuple(numbers[2:] for numbers in whole)
+
+
+def test_an_evaluation_draws_the_same_numbers_each_time(group, tmp_path):
     from mindnlp_dp.data.batches import default_collate
 
     drawn = []
 
     def collate(rows):
-        # Draw from MindNLP's own generator if it has one.
-        if is_0_5:
-            import mindtorch
-
-            drawn.append(mindtorch.rand(1).item())
-        else:
-            drawn.append(float(mindspore.ops.rand(1).asnumpy()[0]))
+        drawn.append(np.random.rand())
         return default_collate(rows)
 
-    def run(resume=None):
-        drawn.clear()
-        settings = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-        train(tiny_roberta(), Rows(16), shared_tmp_path, data_collator=collate, resume=resume, **settings)
-        return list(drawn)
-
-    whole = run()
-    everybodys = group.all_gather_object(whole)
-    assert len({*sum(everybodys, [])}) == 4 * group.world_size
-    resumed = run(str(shared_tmp_path / "checkpoint-2"))
-    assert resumed == whole[2:]
+    args = dp.DataParallelArguments(str(tmp_path), **settings_here(per_device_eval_batch_size=4))
+    trainer = dp.DataParallelTrainer(
+        tiny_roberta(), args, eval_dataset=Rows(8 * group.world_size), data_collator=collate
+    )
+    trainer.evaluate()
+    first = drawn.copy()
+    trainer.evaluate()
+    assert drawn == first * 2
+    assert len({*sum(group.all_gather_object(first), [])}) == len(first) * group.world_size

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -43,7 +42,6 @@ from mindnlp_dp.runtime.atomic_write import link_or_copy
 from mindnlp_dp.runtime.named_weights import named_weights
 from mindnlp_dp.runtime.partition import split_evenly
 from mindnlp_dp.runtime.sharded_array import FlatLayout, Shard, ShardedArray
-from mindnlp_dp.training.run_state import random_state, set_random_state
 from models import Rows, tiny_config, tiny_roberta, train, weights
 
 
@@ -251,14 +249,6 @@ def test_what_would_need_pickle_is_refused_with_its_place():
         pack_state({"optimizer": {"state": [{1, 2}]}})
     with pytest.raises(TypeError, match="'value' is a function"):
         pack_state(lambda: 0)
-
-
-def test_generators_are_set_back(tmp_path):
-    random.gauss(0, 1), np.random.standard_normal()  # both generators cache the second value of a pair
-    write(tmp_path / "checkpoint-1", random_state())
-    drawn = random.random(), random.gauss(0, 1), np.random.standard_normal(3).tolist()
-    set_random_state(unpack_state(read_state(tmp_path / "checkpoint-1")))
-    assert (random.random(), random.gauss(0, 1), np.random.standard_normal(3).tolist()) == drawn
 
 
 # Folders.

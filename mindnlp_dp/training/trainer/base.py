@@ -32,6 +32,7 @@ from mindnlp_dp.parallel.replicated_model import (
     replicated_on_all_ranks,
 )
 from mindnlp_dp.runtime.job_context import job_if_restarted
+from mindnlp_dp.runtime.random_state import restored_generators
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
 from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
@@ -221,7 +222,7 @@ class DataParallelTrainerBase(abc.ABC):
             try:
                 self.training_loop = TrainingLoop(self, checkpoint, ignore_keys_for_eval)
                 checkpoint = None
-                with medium_precision(self.args.bf16):
+                with medium_precision(self.args.bf16), restored_generators():
                     return self.training_loop.run()
             except Exception as error:  # noqa: BLE001
                 # Handled outside of this block, so that later errors are not chained to it.

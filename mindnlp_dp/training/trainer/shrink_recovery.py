@@ -16,11 +16,10 @@ from mindnlp_dp.checkpoint.state_tree import pack_state, unpack_state
 from mindnlp_dp.communication.replicas import broadcast_parameters
 from mindnlp_dp.parallel.replicated_model import load_checkpoint
 from mindnlp_dp.runtime.job_context import job_id, min_world_size
-from mindnlp_dp.training.run_state import random_state
 from mindnlp_dp.training.trainer.callbacks import FLAGS, STOPS
 
 # The entries of a run's state that each rank takes from its own state, not from another rank's.
-_OWN = ("world_size", "ranks", "losses")
+_OWN = ("world_size", "losses")
 
 
 def can_shrink(trainer: Any, error: BaseException) -> bool:
@@ -78,7 +77,6 @@ def _state_of(trainer: Any, loop: Any, source: int, steps: list[int]) -> dict[st
     if all(world.all_gather_object(loop.starts_over)):
         # Another rank was lost before any rank had continued after the first loss.
         state = {**loop.resumed_from, "world_size": world.world_size}
-        state["ranks"] = world.all_gather_object({"random": random_state()})
         # Forward passes may have changed the buffers.
         trainer.whole.broadcast_buffers()
         state["digest"] = trainer.whole.assert_in_sync()

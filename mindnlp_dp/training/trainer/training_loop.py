@@ -33,7 +33,7 @@ from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
-from mindnlp_dp.runtime.random_state import READING, MaskRecord, seeded, step_seed
+from mindnlp_dp.runtime.random_state import MaskRecord, seed_between_updates
 from mindnlp_dp.runtime.recompute import enable_recompute
 from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
@@ -186,12 +186,12 @@ class TrainingLoop:
             trainer._past = None
         trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
         windows = self.loader.windows(position.epoch, position.update, position.offset)
-        self.restore_after_callbacks()
+        self.restore_stop_flags()
         self.agree(trainer.control)
         while not self._stops():
-            # Random choices of a data collator, such as masks, differ by rank and are the same in a resumed run.
-            with seeded(step_seed(args.seed, trainer.whole.seed_rank, trainer.state.global_step, READING)):
-                window = next(windows, None)
+            # The same on all ranks, because callbacks decide with what they draw.
+            seed_between_updates(args.seed, 0, trainer.state.global_step)
+            window = next(windows, None)
             if window is None:
                 position.epoch_done = True
                 break
@@ -443,7 +443,7 @@ class TrainingLoop:
         }
 
     def restore(self, saved: dict[str, Any], planned_updates: int) -> bool:
-        """Restore a saved run, and return True if it had ended; :meth:`restore_after_callbacks` restores the rest."""
+        """Restore a saved run, and return True if it had ended; :meth:`restore_stop_flags` restores the rest."""
         trainer = self.trainer
         self.run_state.restore(saved)
         load_callback_states(trainer.callback_handler.callbacks, saved["callbacks"])
@@ -483,11 +483,9 @@ class TrainingLoop:
                 print(f"{where}; it is resumed there, and continues to its end", flush=True)
         return is_restarted or stopped_early
 
-    def restore_after_callbacks(self) -> None:
-        """Restore random states and stop flags, which ``on_*_begin`` callbacks and reading to the position change."""
+    def restore_stop_flags(self) -> None:
+        """Restore the saved stop flags, which ``on_*_begin`` callbacks may have changed."""
         saved, self.checkpoint = self.checkpoint, None
-        if saved is not None:
-            self.run_state.restore_random_state(saved)
-            if not saved["position"]["ending_epoch"]:
-                for flag in ("should_training_stop", "should_epoch_stop"):
-                    setattr(self.trainer.control, flag, saved["flags"][flag])
+        if saved is not None and not saved["position"]["ending_epoch"]:
+            for flag in ("should_training_stop", "should_epoch_stop"):
+                setattr(self.trainer.control, flag, saved["flags"][flag])
