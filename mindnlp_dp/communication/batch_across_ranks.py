@@ -38,6 +38,7 @@ class BatchAcrossRanks:
         weight: the weight of this rank's loss; 0 if it has no rows.
         is_used: whether the model has looked at the rows of other ranks in any micro-step so far; equal on all ranks.
         has_local_router_loss: whether the router losses of mixtures of experts look at this rank's rows only.
+        is_probing: whether a loss is computed only to find out what it is.
     """
 
     def __init__(self, group: ProcessGroup, *, has_local_router_loss: bool = False) -> None:
@@ -45,6 +46,7 @@ class BatchAcrossRanks:
         self.weight = 0.0
         self.is_used = False
         self.has_local_router_loss = has_local_router_loss
+        self.is_probing = False
         self._has_run = False
         self._are_all_here = True
         self._refused = ""
@@ -93,6 +95,16 @@ class BatchAcrossRanks:
             self._refused = ""
 
     @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        """Raise ValueError in this block if the model looks at the rows of other ranks, also if there are none."""
+        self.is_probing = True
+        try:
+            with self.refused("a comparison of losses"):
+                yield
+        finally:
+            self.is_probing = False
+
+    @contextlib.contextmanager
     def micro_step(self, weight: float) -> Iterator[None]:
         """Set the weight of this rank's loss for the forward and backward pass in this block."""
         global _current
@@ -133,7 +145,9 @@ class BatchAcrossRanks:
 
 def batch_across_ranks() -> Optional[BatchAcrossRanks]:
     """Return the rows of all ranks in the current micro-step; None with one rank, and outside of a training step."""
-    return _current if _current is not None and _current.group.world_size > 1 else None
+    if _current is None or (_current.group.world_size == 1 and not _current.is_probing):
+        return None
+    return _current
 
 
 def all_gather_with_grad(x: Any) -> Any:

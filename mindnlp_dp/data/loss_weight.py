@@ -71,9 +71,9 @@ class LossMean:
 
 
 def count_labels(
-    labels: Any, *, shifted: bool = False, mask: Any = None, ignore_index: Optional[int] = IGNORED
+    labels: Any, *, shifted: bool = False, mask: Any = None, ignore_index: Optional[int] = IGNORED, weight: Any = None
 ) -> float:
-    """Return the number of labels that count: the weight of a mean over tokens, for ``loss_weight`` or ``weight_of``.
+    """Return the number of labels that count: the weight of a mean over labels, for ``loss_weight`` or ``weight_of``.
 
         def loss_weight(self, inputs):
             return dp.count_labels(inputs, shifted=True)
@@ -84,9 +84,11 @@ def count_labels(
             each token with the label of the next token.
         mask: mask of the same shape; a label counts only where the mask is 1.
         ignore_index: the label that does not count; None counts all labels.
+        weight: the weight of each class, of shape (classes,), as in ``cross_entropy(..., weight=weight)``; the result
+            is then the sum of the labels' weights, by which that loss is divided.
 
     Raises:
-        ValueError: ``labels`` is a batch without the column ``labels``.
+        ValueError: ``labels`` is a batch without the column ``labels``, or a label has no weight.
     """
     if isinstance(labels, Mapping):
         if "labels" not in labels:
@@ -96,7 +98,16 @@ def count_labels(
     counts = np.ones(array.shape, bool) if ignore_index is None else array != ignore_index
     if mask is not None:
         counts = counts & (to_host(mask).reshape(array.shape) == 1)
-    return float(np.count_nonzero(counts[..., 1:] if shifted else counts))
+    if shifted:
+        array, counts = array[..., 1:], counts[..., 1:]
+    if weight is None:
+        return float(np.count_nonzero(counts))
+    weights, classes = np.asarray(to_host(weight) if hasattr(weight, "dtype") else weight), array[counts]
+    if classes.size and not 0 <= classes.min() <= classes.max() < len(weights):
+        raise ValueError(
+            f"count_labels: the labels are {classes.min()} to {classes.max()}, and there are {len(weights)} weights"
+        )
+    return float(weights[classes].sum(dtype=np.float64))
 
 
 def span_counts(batch: Mapping[str, Any]) -> Optional[np.ndarray]:

@@ -98,7 +98,7 @@ class ParallelModel(ReplicatedModel):
         for tie in self.pipeline.ties if self.pipeline is not None else ():
             tie.resync()
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def check_optimizer(self, optimizer: Any, parameters: Sequence[Any]) -> None:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
                 if getattr(parameter, "parallel", None) is not self:

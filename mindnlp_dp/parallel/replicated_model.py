@@ -56,8 +56,22 @@ class ReplicatedModel:
 
     # Training.
 
-    def check_optimizer(self, optimizer: Any) -> None:
-        """Raise ValueError if the optimizer updates parameters that are not (or no longer) in this model."""
+    def check_optimizer(self, optimizer: Any, parameters: Sequence[Any]) -> None:
+        """Raise ValueError if the optimizer has trainable parameters that are not among those whose gradients it gets.
+
+        They would be trained on each rank by itself, or not at all, and no checkpoint would hold them.
+        """
+        known = set(map(id, parameters))
+        others = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"] if id(p) not in known]
+        shapes = [tuple(p.shape) for p in others if p.requires_grad]
+        if shapes:
+            raise ValueError(
+                f"the optimizer has {len(shapes)} trainable parameters that are not the model's, of shape "
+                f"{', '.join(map(str, shapes[:3]))}{', ...' if len(shapes) > 3 else ''} (rank {self.world.label()}). "
+                "Make the module that has them, such as a loss, a part of the model (model.loss_function = loss), so "
+                "that they are exchanged and saved; pass those of a custom loop to make_train_step(parameters=); after "
+                "the model's parameters were replaced, make a new optimizer"
+            )
 
     def scope(self, parameters: Sequence[Any]) -> ModelScope:
         """Return the scope that tells which of these parameters this rank adds to a norm over the full model."""

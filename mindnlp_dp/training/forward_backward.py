@@ -26,6 +26,7 @@ from mindnlp_dp.kernels.dispatch import are_on
 from mindnlp_dp.parallel.pipeline_parallel.micro_batch import MicroBatch
 from mindnlp_dp.parallel.replicated_model import ReplicatedModel
 from mindnlp_dp.runtime.random_state import MaskRecord, seeded, step_seed, update_key
+from mindnlp_dp.training.loss_check import LossCheck
 from mindnlp_dp.training.timeline import StepTimeline
 
 # How dropout masks are drawn, and over which tokens the router losses of mixtures of experts are.
@@ -55,6 +56,7 @@ class ForwardBackward:
         dropout: "global": the masks of an update are those that one process with the whole batch would draw;
             "per-rank": each rank and micro-step draws its own.
         masks: what dropout masks were drawn for, in all updates of the run.
+        loss_check: finds out whether the loss is a mean by its weights; None if that is known.
     """
 
     model: ReplicatedModel
@@ -69,6 +71,7 @@ class ForwardBackward:
     after_micro_step: Callable[[], None] = _nothing
     dropout: str = GLOBAL
     masks: MaskRecord = field(default_factory=MaskRecord)
+    loss_check: Optional[LossCheck] = None
 
     def micro_steps(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
         """Yield the result of each micro-batch of update ``step``; one of weight 0 is not computed.
@@ -79,6 +82,8 @@ class ForwardBackward:
         yield from (self._one_by_one if self.model.pipeline is None else self._through_stages)(window, step, seed)
 
     def _one_by_one(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
+        if self.loss_check is not None:
+            self.loss_check(window)
         key, weighed = self._key(seed, step), [(*self._weighed(mine), mine) for mine in window]
         present = [mine if weight > 0 else None for _, weight, mine in weighed]
         are_all_here = all(getattr(mine, "is_on_all_ranks", False) for mine in window)

@@ -32,6 +32,7 @@ from mindnlp_dp.runtime.recompute import RecomputeLayers, enable_recompute
 from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.find_model import BatchWeigher, model_of, modules_of
 from mindnlp_dp.training.forward_backward import GLOBAL, ForwardBackward, across_ranks, check_dropout
+from mindnlp_dp.training.loss_check import LossCheck
 from mindnlp_dp.training.metrics import LossMeter
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.train_step import TrainStep
@@ -140,7 +141,7 @@ def make_train_step(
         named = [(getattr(p, "name_in_whole", str(number)), p) for number, p in enumerate(parameters)]
         window = replicated.gradient_exchange(named, **exchange)
     losses = LossMeter(replicated.group)
-    replicated.check_optimizer(optimizer)
+    replicated.check_optimizer(optimizer, parameters)
     updater = make_updater(optimizer, window, zero_stage, scheduler, replicated.scope(parameters))
     step = TrainStep(
         window, updater, losses, max_grad_norm=max_grad_norm, leave_out_bad_losses=leave_out_bad_losses,
@@ -153,10 +154,13 @@ def make_train_step(
         loss, gradients = call_with(gradient_fn, batch)
         return float(loss.asnumpy()), gradients
 
+    loss_of, weigher = functools.partial(call_with, forward_fn), weight_of or BatchWeigher(forward_fn, model)
+    rows = across_ranks(group, router_loss, trained)
+    is_checked = weight_of is None and not jit and not replicated.is_sharded
+    check = LossCheck(loss_of, weigher, trained, rows, "the loss of forward_fn") if is_checked else None
     forward_backward = ForwardBackward(
-        replicated, window, gradients_of, functools.partial(call_with, forward_fn),
-        weight_of or BatchWeigher(forward_fn, model), step.timeline, across_ranks(group, router_loss, trained),
-        dropout=check_dropout(dropout),
+        replicated, window, gradients_of, loss_of, weigher, step.timeline, rows, dropout=check_dropout(dropout),
+        loss_check=check,
     )  # fmt: skip
     return FunctionalStep(step, forward_backward, accumulation_steps, span_loss, seed)
 

@@ -81,11 +81,15 @@ class SpanLoss:
 
         def hook(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
             counts = span_counts(kwargs)
-            if counts is None or not hasattr(output, "keys") or "end_logits" not in output:
+            logits = None if counts is None else _logits_of(output, kwargs)
+            if counts is None or logits is None:
                 return None
-            loss = function(_sums(output, kwargs), counts)
-            if loss is not None:
-                output["loss"] = loss
+            loss = function(_sums(logits, kwargs), counts)
+            if loss is None:
+                return output
+            if isinstance(output, tuple):
+                return (loss, *output[1:])
+            output["loss"] = loss
             return output
 
         handle = self._model.register_forward_hook(hook, with_kwargs=True)
@@ -99,13 +103,27 @@ def _counts_of(batch: Any) -> Optional[np.ndarray]:
     return span_counts(batch) if isinstance(batch, Mapping) else None
 
 
-def _sums(output: Mapping[str, Any], columns: Mapping[str, Any]) -> Terms:
+def _logits_of(output: Any, columns: Mapping[str, Any]) -> Optional[Terms]:
+    """Return the logits of the starts and ends in a model's output, a tuple or with keys; None if they are not there.
+
+    A tuple is (loss, start logits, end logits, ...), as with ``config.return_dict=False``.
+    """
+    if hasattr(output, "keys"):
+        return (output["start_logits"], output["end_logits"]) if "end_logits" in output else None
+    rows = len(columns["start_positions"])
+    is_plain = isinstance(output, tuple) and len(output) > 2 and output[0].ndim == 0
+    if is_plain and all(each.ndim == 2 and each.shape[0] == rows for each in output[1:3]):
+        return output[1], output[2]
+    return None
+
+
+def _sums(logits: Terms, columns: Mapping[str, Any]) -> Terms:
     """Return the summed cross-entropies of the start and of the end positions; ignore those outside of the text."""
     cross_entropy = mindnlp_api().nn.functional.cross_entropy
     sums = []
-    for name in ("start", "end"):
-        logits, positions = output[f"{name}_logits"], columns[f"{name}_positions"]
-        length = logits.shape[1]
+    for name, logits_of_name in zip(("start", "end"), logits):
+        positions = columns[f"{name}_positions"]
+        length = logits_of_name.shape[1]
         positions = positions.reshape(-1).clamp(0, length)
-        sums.append(cross_entropy(logits, positions, ignore_index=length, reduction="sum"))
+        sums.append(cross_entropy(logits_of_name, positions, ignore_index=length, reduction="sum"))
     return sums[0], sums[1]

@@ -11,7 +11,7 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from library import is_0_5, optim
+from library import is_0_5, nn, optim
 from small_models import IGNORED, build, find, samples
 from token_losses import HEADS, distance, settings, together_and_alone, whole_batch
 
@@ -216,6 +216,120 @@ def test_a_loss_of_ones_own_is_weighed_by_rows_and_said_so_once(group, tmp_path)
         train(build(model_class), rows, tmp_path, OwnLossByRows, **settings(group, 1))
     far, *_ = together_and_alone(group, tmp_path, "GPT2LMHeadModel", 1, OwnLossByLabels)
     assert far < MOST
+
+
+# Losses of the user's own for a classifier of three classes, and whether they are means over rows.
+CLASS_WEIGHTS = np.array([1, 10, 0.1], np.float32)
+
+
+def cross_entropy(logits, labels, **options):
+    return nn.functional.cross_entropy(logits, labels, **options)
+
+
+def focal_loss(logits, labels):
+    losses = cross_entropy(logits, labels, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def loss_over_norm(logits, labels):
+    return cross_entropy(logits, labels) / (logits**2).mean()
+
+
+def noisy_loss(logits, labels):
+    return cross_entropy(logits, labels) * float(1 + np.random.rand())
+
+
+def weighted_loss(logits, labels):
+    return cross_entropy(logits, labels, weight=mindspore.Tensor(CLASS_WEIGHTS))
+
+
+LOSSES = {focal_loss: True, noisy_loss: True, loss_over_norm: False, weighted_loss: False}
+
+
+class OwnClassifierLoss(dp.DataParallelTrainer):
+    loss_function = staticmethod(weighted_loss)
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.loss_function(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnClassifierLossByWeight(OwnClassifierLoss):
+    def loss_weight(self, inputs):
+        return dp.count_labels(inputs, weight=CLASS_WEIGHTS)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("in_trainer", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_is_no_mean_over_rows_is_one_warning(group, tmp_path, loss, in_trainer, recwarn):
+    """Both numbers of the warning are those of the first micro-batch of a rank; a single micro-batch needs none."""
+    model_class = find("BertForSequenceClassification")
+    model = build(model_class, dropout=0.1)
+    rows = samples(model_class, model, 16 * group.world_size)
+    accumulation_steps = 2 if group.world_size == 1 else 1
+    for number in (accumulation_steps, 1):
+        if in_trainer:
+            trainer_class = type("Own", (OwnClassifierLoss,), {"loss_function": staticmethod(loss)})
+            train(model, rows, tmp_path, trainer_class, **settings(group, number, per_device_train_batch_size=8))
+        else:
+            parameters = list(model.parameters())
+
+            def forward(labels, **inputs):
+                return loss(model(**inputs).logits, labels)
+
+            step = dp.make_train_step(
+                forward, optim.SGD(parameters, lr=0.1), parameters, model=model, accumulation_steps=number
+            )
+            model.train()
+            for window in dp.make_loader(rows, 8, number).windows():
+                step(window if number > 1 else window[0])
+            assert all(module.training for module in model.modules())
+        if group.world_size > 1:
+            break
+    found = [str(each.message) for each in recwarn if "is not a mean by the weights" in str(each.message)]
+    assert len(found) == int(group.is_main and not LOSSES[loss])
+    assert all("of a micro-batch of 8 rows it is" in each and "weight=class_weights" in each for each in found)
+
+
+@pytest.mark.core
+def test_class_weights_train_what_one_process_would(group, tmp_path):
+    """With the sum of the labels' weights as the weight of a loss; without it, another model."""
+    name = "BertForSequenceClassification"
+    far, *_ = together_and_alone(group, tmp_path, name, 3, OwnClassifierLossByWeight, p=0.1)
+    assert far < MOST
+    far, *_ = together_and_alone(group, tmp_path, name, 3, OwnClassifierLoss, p=0.1)
+    assert far > 100 * MOST
+
+
+@only_0_4
+def test_question_answering_with_outputs_as_a_tuple(group, tmp_path):
+    model_class = find("BertForQuestionAnswering")
+    before = weights(build(model_class))
+    rows = samples(model_class, build(model_class), 12 * group.world_size + 3)
+    mine = train(build(model_class, return_dict=False), rows, tmp_path, **settings(group, 3))
+    with alone():
+        one = train(build(model_class), rows, tmp_path / "1", **whole_batch(group, 3))
+    assert distance(weights(mine.model), weights(one.model), before) < MOST
+
+
+def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused(group, tmp_path):
+    """A loss with weights of its own: as a part of the model, they are exchanged and saved."""
+    model_class = find("BertForSequenceClassification")
+    model, rows = build(model_class), samples(model_class, build(model_class), 4 * group.world_size)
+    scale = nn.Parameter(mindspore.Tensor([2.0], mindspore.float32))
+    parameters = list(model.parameters())
+    optimizer = optim.SGD([*parameters, scale], lr=0.1)
+    refused = r"the optimizer has 1 trainable parameters that are not the model's, of shape \(1,\)"
+    with pytest.raises(ValueError, match=refused):
+        train(model, rows, tmp_path, optimizers=(optimizer, None), **settings(group, 1))
+    with pytest.raises(ValueError, match=refused):
+        dp.make_train_step(lambda **inputs: model(**inputs).loss * scale, optimizer, parameters)
+    frozen = nn.Parameter(mindspore.Tensor([2.0], mindspore.float32), requires_grad=False)
+    optimizer = optim.SGD([*parameters, frozen], lr=0.1)
+    dp.make_train_step(lambda **inputs: model(**inputs).loss * frozen, optimizer, parameters)
 
 
 def test_a_failure_within_an_update_leaves_no_hook_in_the_model(group):

@@ -30,6 +30,12 @@ class TrainerLoss:
         return SpanLoss(self._trainer.model if is_models else None, self._trainer.group)
 
     @property
+    def is_known(self) -> bool:
+        """Whether the model's class, or the user's own ``loss_weight``, tells what the loss is a mean of."""
+        is_models = self._is_the_librarys and loss_mean(self._trainer.model) is not None
+        return is_models or not self.is_weighed_by_default
+
+    @property
     def is_weighed_by_default(self) -> bool:
         """Whether ``loss_weight`` is this package's method, not one of a subclass."""
         return getattr(self._trainer.loss_weight, "__module__", "").startswith(__package__)

@@ -38,6 +38,7 @@ from mindnlp_dp.runtime.recompute import enable_recompute
 from mindnlp_dp.training.adapter_gradients import adapter_check
 from mindnlp_dp.training.forward_backward import ForwardBackward, across_ranks
 from mindnlp_dp.training.fused_cross_entropy import fuse_cross_entropy
+from mindnlp_dp.training.loss_check import LossCheck
 from mindnlp_dp.training.metrics import Activity, LossMeter, SpeedMeter, count_input_tokens, count_label_tokens
 from mindnlp_dp.training.run_state import Position, Run, warn_of_other_settings
 from mindnlp_dp.training.timeline import StepTimeline
@@ -82,6 +83,7 @@ class TrainingLoop:
         self.losses = LossMeter(self.group)
         self.across_ranks = across_ranks(self.group, self.args.router_loss, trainer.model)
         self.masks = MaskRecord()
+        self.loss_check = self._loss_check()
         mean = loss_mean(trainer.model)
         self.is_shifted = mean is not None and mean.is_shifted
         self.updates_done = 0
@@ -151,7 +153,7 @@ class TrainingLoop:
 
     def _make_updater(self) -> Updater:
         trainer = self.trainer
-        trainer.whole.check_optimizer(trainer.optimizer)
+        trainer.whole.check_optimizer(trainer.optimizer, self.synchronizer.parameters)
         scope = trainer.whole.scope(self.synchronizer.parameters)
         return make_updater(trainer.optimizer, self.synchronizer, self.args.zero_stage, trainer.lr_scheduler, scope)
 
@@ -238,7 +240,7 @@ class TrainingLoop:
         forward_backward = ForwardBackward(
             trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, self.timeline,
             self.across_ranks, inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
-            dropout=trainer.args.dropout, masks=self.masks,
+            dropout=trainer.args.dropout, masks=self.masks, loss_check=self.loss_check,
         )  # fmt: skip
         with trainer.trainer_loss.span_loss().window(window):
             yield from forward_backward.micro_steps(window, trainer.state.global_step, trainer.args.seed)
@@ -257,6 +259,19 @@ class TrainingLoop:
         trainer = self.trainer
         trainer.model.train()
         return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+
+    def _loss_check(self) -> Optional[LossCheck]:
+        trainer = self.trainer
+        if trainer.trainer_loss.is_known or trainer.whole.is_sharded:
+            return None
+
+        def loss_of(inputs: Any) -> Any:
+            return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+
+        whose = f"the loss of {type(trainer).__name__}"
+        return LossCheck(
+            loss_of, trainer.loss_weight, trainer.model, self.across_ranks, whose, inputs_of=trainer.tensors
+        )
 
     def _end_substep(self) -> None:
         trainer = self.trainer
