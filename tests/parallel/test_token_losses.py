@@ -11,11 +11,12 @@ import warnings
 import mindspore
 import numpy as np
 import pytest
-from library import is_0_5, nn, optim
+from library import autograd, is_0_5, nn, optim, set_seed
 from small_models import IGNORED, build, find, samples
 from token_losses import HEADS, distance, settings, together_and_alone, whole_batch
 
 import mindnlp_dp as dp
+from mindnlp_dp.data.batches import as_tensors
 from mindnlp_dp.parallel.device_mesh import get_device_mesh
 from mindnlp_dp.schedules.mesh_spec import parse_mesh
 from models import alone, train, weights
@@ -57,19 +58,20 @@ CUT = {
 @pytest.mark.skipif(dp.get_process_group().backend != "mpi", reason="MindSpore's CPU library has no messages")
 @pytest.mark.parametrize(("mesh", "name"), CUT.get(dp.get_process_group().world_size, []))
 def test_models_that_are_cut(group, tmp_path, mesh, name):
+    """The embeddings were resized before, which makes them parameters of their own."""
     model_class = find(name)
     rows = samples(model_class, build(model_class), 40)
     dp.init_device_mesh(parse_mesh(mesh))
-    model = dp.parallelize(build(model_class))
+    model = dp.parallelize(resized(model_class))
     more = settings(group, 4, num_train_epochs=1)
     more["per_device_train_batch_size"] = 4 // get_device_mesh().dp_group.world_size
     mine = train(model, rows, tmp_path, **more)
     with alone():
         dp.init_device_mesh({"dp": 1})
         more.update(per_device_train_batch_size=16, gradient_accumulation_steps=1)
-        one = train(build(model_class), rows, tmp_path / "1", **more)
+        one = train(resized(model_class), rows, tmp_path / "1", **more)
     assert mine.state.global_step == one.state.global_step == 3
-    assert distance(whole_weights(mine.model), weights(one.model), weights(build(model_class))) < MOST
+    assert distance(whole_weights(mine.model), weights(one.model), weights(resized(model_class))) < MOST
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BartForConditionalGeneration", "BertForMaskedLM"])
@@ -313,6 +315,56 @@ def test_question_answering_with_outputs_as_a_tuple(group, tmp_path):
     with alone():
         one = train(build(model_class), rows, tmp_path / "1", **whole_batch(group, 3))
     assert distance(weights(mine.model), weights(one.model), before) < MOST
+
+
+RESIZED = [("GPT2LMHeadModel", True), ("GPT2LMHeadModel", False), ("LlamaForCausalLM", False),
+           ("BertForMaskedLM", True), ("T5ForConditionalGeneration", False),
+           ("BartForConditionalGeneration", True)]  # fmt: skip
+
+
+def resized(model_class, seed=1, **more):
+    model = build(model_class, seed, **more)
+    set_seed(seed)
+    model.resize_token_embeddings(80)
+    return model
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("name", "is_tied"), RESIZED)
+def test_models_with_resized_embeddings(group, tmp_path, name, is_tied):
+    """The rows have tokens that were added, and heads stay tied to the embeddings, or are resized beside them."""
+    model_class, tied = find(name), {"tie_word_embeddings": is_tied}
+    rows = samples(model_class, build(model_class), 4 * group.world_size + 3)
+    for number, row in enumerate(rows):
+        row["input_ids"][number % 3] = 79
+    mine = train(resized(model_class, **tied), rows, tmp_path, **settings(group, 2))
+    with alone():
+        one = train(resized(model_class, **tied), rows, tmp_path / "1", **whole_batch(group, 2))
+    before = weights(resized(model_class, **tied))
+    assert distance(weights(mine.model), weights(one.model), before) < MOST
+    embeddings = mine.model.get_input_embeddings().weight
+    assert (mine.model.get_output_embeddings().weight is embeddings) == is_tied
+    assert embeddings.shape[0] == 80
+    name = next(name for name, parameter in mine.model.named_parameters() if parameter is embeddings)
+    assert (embeddings.asnumpy()[79] != before[name][79]).any()
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_custom_loop_with_a_resized_model(group, is_plain):
+    model_class = find("LlamaForCausalLM")
+    model = build(model_class)
+    rows = samples(model_class, model, 4)
+    model.resize_token_embeddings(80)
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    parameters = list(model.parameters())
+    if is_plain:
+        gradients = autograd.value_and_grad(
+            lambda: model(**as_tensors(batch)).loss, tuple(parameters), attach_grads=False
+        )()[1]
+        assert gradients[0].shape == parameters[0].shape == (80, 32)
+        return
+    step = dp.make_train_step(lambda **inputs: model(**inputs).loss, optim.SGD(parameters, lr=0.5), parameters)
+    assert step(batch) > step(batch)
 
 
 def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused(group, tmp_path):
