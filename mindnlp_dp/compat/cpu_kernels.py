@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindnlp_dp.compat.import_hook import around
-from mindnlp_dp.kernels.dispatch import not_none, supports
+from mindnlp_dp.kernels.dispatch import is_here, not_none, supports
 from mindnlp_dp.runtime.override import override
 from mindnlp_dp.runtime.versions import mindnlp_series
 
@@ -59,12 +59,16 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
 
     @override(module)
     def embedding(input: Any, weight: Any, *others: Any, **options: Any) -> Any:
+        if weight.ndim != 2 or not _is_integer(input) or not _is_in_host_memory(input, weight):
+            return NotImplemented
+        ids = input.asnumpy()
+        if ids.size and not 0 <= ids.min() <= ids.max() < weight.shape[0]:
+            # MindSpore counts negative ids from the end.
+            raise IndexError(
+                f"the ids of an embedding are {ids.min()} to {ids.max()}, and it has rows 0 to {weight.shape[0] - 1}"
+            )
         # MindNLP ignores the other arguments on CPU.
-        if supports(weight) and weight.ndim == 2 and _is_integer(input):
-            ids = input.asnumpy()
-            if not ids.size or (ids.min() >= 0 and ids.max() < weight.shape[0]):
-                return kernels().embedding(ids, weight)
-        return NotImplemented
+        return kernels().embedding(ids, weight) if supports(weight) else NotImplemented
 
     @override(module)
     def cross_entropy(  # noqa: PLR0917, it is MindNLP's signature
@@ -75,12 +79,29 @@ def _layers(module: types.ModuleType) -> Iterator[None]:
         reduction: str = "mean",
         label_smoothing: Any = 0.0,
     ) -> Any:
+        if input.ndim < 2 or not _is_integer(target) or not _is_in_host_memory(input, target):
+            return NotImplemented
+        classes, num_classes = target.asnumpy(), input.shape[1]
+        wrong = classes[((classes < 0) | (classes >= num_classes)) & (classes != ignore_index)]
+        if wrong.size:
+            raise IndexError(
+                f"cross_entropy: {wrong[0]} is no class, expected 0 to {num_classes - 1}, or {ignore_index} for one "
+                "that does not count"
+            )
         is_plain = weight is None and label_smoothing == 0 and reduction in ("mean", "sum", "none")
-        if is_plain and supports(input) and _is_integer(target) and input.ndim == 2 and math.prod(input.shape):
-            classes = target.asnumpy()
-            is_class = (classes == ignore_index) | ((classes >= 0) & (classes < input.shape[1]))
-            if target.shape == input.shape[:1] and is_class.all():
-                return kernels().cross_entropy(input, classes, ignore_index, reduction)
+        fits = input.ndim == 2 and target.shape == input.shape[:1] and math.prod(input.shape)
+        if is_plain and fits and supports(input):
+            return kernels().cross_entropy(input, classes, ignore_index, reduction)
+        return NotImplemented
+
+    @override(module)
+    def binary_cross_entropy_with_logits(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        # MindNLP broadcasts them, and a classifier whose labels are floats would compute a loss of its class numbers.
+        if input.shape != target.shape:
+            raise ValueError(
+                f"binary_cross_entropy_with_logits: the targets are {tuple(target.shape)}, expected the shape of the "
+                f"logits, {tuple(input.shape)}. One class per sample must be an integer"
+            )
         return NotImplemented
 
 
@@ -216,6 +237,13 @@ def _multiply(a: Any, b: Any) -> bool:
         and a.shape[-1] == b.shape[-2]
         and all(m == n or 1 in (m, n) for m, n in zip(a.shape[-3::-1], b.shape[-3::-1]))
     )
+
+
+def _is_in_host_memory(*tensors: Any) -> bool:
+    """Return whether a look at the tensors' values costs little."""
+    import mindspore
+
+    return mindspore.get_context("device_target") == "CPU" and all(map(is_here, tensors))
 
 
 def _is_integer(x: Any) -> bool:

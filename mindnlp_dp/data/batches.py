@@ -5,6 +5,7 @@ A column is an array with one row per sample. Loaders, pipelines and the evaluat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
 
@@ -69,9 +70,25 @@ def default_collate(rows: Sequence[Mapping[str, Any]]) -> Columns:
 
 
 def as_arrays(batch: Mapping[str, Any]) -> Columns:
-    """Convert a collator's result to NumPy arrays; float64, the type of Python's floats, becomes float32."""
+    """Convert a collator's result to NumPy arrays; float64, the type of Python's floats, becomes float32.
+
+    Labels and ids become int64 (:func:`widened`).
+    """
     arrays = {name: np.asarray(x.asnumpy() if hasattr(x, "asnumpy") else x) for name, x in batch.items()}
-    return {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
+    arrays = {name: a.astype(np.float32) if a.dtype == np.float64 else a for name, a in arrays.items()}
+    return {name: widened(name, a) for name, a in arrays.items()}
+
+
+def widened(name: str, column: Any) -> Any:
+    """Return a column of labels or ids that are integers of any width, or one bool for each row, as int64.
+
+    Models of MindNLP take labels of other types for several labels per sample.
+    """
+    if not isinstance(column, np.ndarray) or not name.endswith(("label", "labels", "_ids", "_positions")):
+        return column
+    is_class = column.dtype == bool and math.prod(column.shape[1:]) == 1 and column.ndim > 0
+    is_narrow = column.dtype.kind in "iu" and column.dtype not in (np.int32, np.int64)
+    return column.astype(np.int64) if is_class or is_narrow else column
 
 
 def streams_of(batch: Any, key: int, record: MaskRecord) -> SampleStreams:
@@ -138,7 +155,9 @@ def as_tensors(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch with MindSpore tensors instead of NumPy arrays; a :class:`Batch` stays one."""
     import mindspore
 
-    tensors = {name: mindspore.Tensor(x) if isinstance(x, np.ndarray) else x for name, x in batch.items()}
+    tensors = {
+        name: mindspore.Tensor(widened(name, x)) if isinstance(x, np.ndarray) else x for name, x in batch.items()
+    }
     return Batch(tensors, batch.indices, batch.positions) if isinstance(batch, Batch) else tensors
 
 

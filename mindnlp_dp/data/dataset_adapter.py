@@ -190,7 +190,7 @@ class PipelineSource:
 
         def open_batches(epoch: int) -> Iterator[Batch]:
             for batch in _seeded_iterator(batches, options.seed, epoch):
-                yield Batch(options.kept(batch))
+                yield Batch(as_arrays(options.kept(batch)))
 
         num_batches = readers.run_on_rank0(batches.get_dataset_size, "counting the data pipeline's batches")
         is_counted = num_batches > 0

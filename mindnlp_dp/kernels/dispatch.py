@@ -107,14 +107,14 @@ def supports(*tensors: Any) -> bool:
     from mindspore._c_expression.amp import get_curr_amp_strategy
 
     return (
-        all(isinstance(x, mindspore.Tensor) and x.dtype == mindspore.float32 and _is_here(x) for x in tensors)
+        all(isinstance(x, mindspore.Tensor) and x.dtype == mindspore.float32 and is_here(x) for x in tensors)
         and mindspore.context._get_mode() == mindspore.PYNATIVE_MODE
         # Automatic mixed precision casts inputs by operator name, and does not know our kernels.
         and get_curr_amp_strategy() is None
     )
 
 
-def _is_here(tensor: Any) -> bool:
+def is_here(tensor: Any) -> bool:
     """Return whether the tensor is on CPU; tensors of MindNLP 0.5 may be on "meta", without values."""
     return mindnlp_series() == "0.4" or tensor.device.type == "cpu"
 

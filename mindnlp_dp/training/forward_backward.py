@@ -56,6 +56,7 @@ class ForwardBackward:
         dropout: "global": the masks of an update are those that one process with the whole batch would draw;
             "per-rank": each rank and micro-step draws its own.
         masks: what dropout masks were drawn for, in all updates of the run.
+        check_columns: raises an error if a batch has labels or ids that the model cannot take.
         loss_check: finds out whether the loss is a mean by its weights; None if that is known.
     """
 
@@ -71,6 +72,7 @@ class ForwardBackward:
     after_micro_step: Callable[[], None] = _nothing
     dropout: str = GLOBAL
     masks: MaskRecord = field(default_factory=MaskRecord)
+    check_columns: Callable[[Any], None] = _nothing
     loss_check: Optional[LossCheck] = None
 
     def micro_steps(self, window: Sequence[Optional[Any]], step: int, seed: int) -> Iterator[MicroStep]:
@@ -172,6 +174,8 @@ class ForwardBackward:
 
     def _weighed(self, batch: Optional[Any]) -> tuple[Any, float]:
         """Return the inputs of a batch and the weight of its loss; the mean loss of a batch of weight 0 is 0 / 0."""
+        if batch is not None:
+            self.check_columns(batch)
         inputs = None if batch is None else self.inputs_of(batch)
         weight = 0.0 if batch is None else checked_weight(self.weight_of(inputs), self.exchange.group.label())
         return inputs, weight

@@ -33,12 +33,14 @@ def run_evaluation(
     sees_inputs = args.include_inputs_for_metrics or "inputs" in getattr(args, "include_for_metrics", ())
     main_input = trainer.main_input
     span_loss = trainer.trainer_loss.span_loss()
+    check_columns = trainer.trainer_loss.column_checks()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
     for (mine,) in dataset.windows():
         batch, is_lent = trainer.whole.dummy_batch_for(mine), mine is None
         if batch is None:
             evaluation.add(None)
         else:
+            check_columns(batch)
             inputs = trainer.tensors(batch)
             with span_loss.terms() as terms:
                 loss, logits, labels = trainer.prediction_step(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Optional
 
+from mindnlp_dp.data.column_checks import column_checks
 from mindnlp_dp.data.loss_weight import LossMean, LossWeigher, Task, loss_mean
 from mindnlp_dp.training.span_loss import SpanLoss
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer, is_causal
@@ -34,6 +37,14 @@ class TrainerLoss:
         """Whether the model's class, or the user's own ``loss_weight``, tells what the loss is a mean of."""
         is_models = self._is_the_librarys and loss_mean(self._trainer.model) is not None
         return is_models or not self.is_weighed_by_default
+
+    def column_checks(self) -> Callable[[Any], None]:
+        """Return a function that raises ValueError if a batch has labels or ids that the model cannot take."""
+        trainer = self._trainer
+        checks = column_checks(
+            trainer.model, has_own_loss=not self._is_the_librarys, is_sharded=trainer.whole.is_sharded
+        )
+        return functools.partial(checks, rank=trainer.world.label())
 
     @property
     def is_weighed_by_default(self) -> bool:

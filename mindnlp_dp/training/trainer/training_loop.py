@@ -83,6 +83,7 @@ class TrainingLoop:
         self.losses = LossMeter(self.group)
         self.across_ranks = across_ranks(self.group, self.args.router_loss, trainer.model)
         self.masks = MaskRecord()
+        self.check_columns = trainer.trainer_loss.column_checks()
         self.loss_check = self._loss_check()
         mean = loss_mean(trainer.model)
         self.is_shifted = mean is not None and mean.is_shifted
@@ -240,7 +241,8 @@ class TrainingLoop:
         forward_backward = ForwardBackward(
             trainer.whole, self.synchronizer, self._gradients_of, self._loss_of, trainer.loss_weight, self.timeline,
             self.across_ranks, inputs_of=trainer.tensors, after_batch=self._count, after_micro_step=self._end_substep,
-            dropout=trainer.args.dropout, masks=self.masks, loss_check=self.loss_check,
+            dropout=trainer.args.dropout, masks=self.masks, check_columns=self.check_columns,
+            loss_check=self.loss_check,
         )  # fmt: skip
         with trainer.trainer_loss.span_loss().window(window):
             yield from forward_backward.micro_steps(window, trainer.state.global_step, trainer.args.seed)
