@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Iterable
 from typing import Any, Optional, Union
 
 import mindspore
 
+from mindnlp_dp.communication.process_group import ProcessGroup
 from mindnlp_dp.communication.transports.mindspore.transport import MindSporeChannel
 from mindnlp_dp.data_parallel.accumulation import GradientAccumulator
 from mindnlp_dp.data_parallel.model_scope import ModelScope
@@ -26,6 +28,9 @@ from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
 from mindnlp_dp.runtime.versions import mindnlp_series
 
 ZERO_STAGES = (0, 1, 2, "auto")
+
+# The number of names that a message shows.
+_SHOWN = 3
 
 
 def check_zero_stage(zero_stage: Any) -> Union[int, str]:
@@ -141,6 +146,25 @@ def _check_agreement(optimizer: Any, window: GradientAccumulator, zero_stage: Un
                     f"ranks must update in the same way: {what} is {first} on rank 0, and {theirs.get(what)} on rank "
                     f"{rank}; make the optimizer and the step the same way on every rank"
                 )
+
+
+def warn_of_parameters_left_out(optimizer: Any, named: Iterable[tuple[str, Any]], group: ProcessGroup) -> None:
+    """Warn on the main rank that the optimizer has some of these trainable parameters in no group.
+
+    ``named`` are the parameters' names and the parameters.
+    """
+    known = {id(p) for each in optimizer.param_groups for p in each["params"]}
+    left_out = [name for name, p in named if p.requires_grad and id(p) not in known]
+    if left_out and group.is_main:
+        more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
+        warnings.warn(
+            f"trainable parameters are in no group of {type(optimizer).__name__}, which does not change them: "
+            f"{', '.join(map(repr, left_out[:_SHOWN]))}{more}. If they were unfrozen, or the model was replaced, make "
+            "a new optimizer (in a Trainer: trainer.optimizer = trainer.lr_scheduler = None before train()); if they "
+            "are to stay as they are, set requires_grad = False",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _warn_of_small_types(optimizer: Any, window: GradientAccumulator) -> None:

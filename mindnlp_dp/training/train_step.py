@@ -108,7 +108,10 @@ class TrainStep:
                 elif math.isfinite(micro.loss) and not micro.has_nonfinite_peer:
                     if self._adapters is not None:
                         self._adapters.look(micro.gradients)
-                    sync.accumulate(micro.gradients, micro.weight / micro.loss_replication)
+                    # A parameter may have been frozen after training began: as in PyTorch, it is not updated.
+                    pairs = zip(sync.parameters, micro.gradients)
+                    gradients = [gradient if parameter.requires_grad else None for parameter, gradient in pairs]
+                    sync.accumulate(gradients, micro.weight / micro.loss_replication)
                     losses.append((micro.loss, micro.weight))
                 else:
                     sync.skip()

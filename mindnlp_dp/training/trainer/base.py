@@ -70,6 +70,8 @@ class DataParallelTrainerBase(abc.ABC):
         super().__init__(model, args, *rest, **kwargs)  # type: ignore[call-arg]
         # Not earlier: model_init may have made the model, and sharded it.
         self.group = (getattr(self.model, "parallel", None) or replicated_on_all_ranks(self.model)).group
+        # The model whose columns _signature_columns names.
+        self._columns_of = self.model
         check_values(list(self.model.named_parameters()), self.world)
         self.whole.broadcast_weights()
 
@@ -150,6 +152,8 @@ class DataParallelTrainerBase(abc.ABC):
             raise ValueError("save_on_each_node with a sharded model: rank 0 gathers and writes it, and no other rank")
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
         self._synchronizer = None
+        # MindNLP's training_step caches the model and the optimizer's parameters of its first call in grad_fn.
+        vars(self).pop("grad_fn", None)
         self.prepare_output_dir()
         try:
             self.resumed_from, self.run_id = self.world.run_on_rank0(
@@ -277,8 +281,10 @@ class DataParallelTrainerBase(abc.ABC):
     def _make_loader(self, dataset: Any, micro_batch_size: int, accumulation_steps: int = 1, **options: Any) -> Any:
         columns = None
         if self.args.remove_unused_columns:
+            if self._columns_of is not self.model:
+                self._signature_columns, self._columns_of = None, self.model
             self._set_signature_columns_if_needed()  # type: ignore[attr-defined]
-            columns = list(self._signature_columns)  # type: ignore[attr-defined]
+            columns = list(self._signature_columns)  # type: ignore[call-overload]
         return make_loader(
             dataset,
             micro_batch_size,

@@ -28,7 +28,7 @@ from mindnlp_dp.checkpoint.directory import remove_old_checkpoints
 from mindnlp_dp.data.loss_weight import loss_mean
 from mindnlp_dp.data.sampler import plan_updates
 from mindnlp_dp.data_parallel.accumulation import MicroStep
-from mindnlp_dp.optim.factory import make_updater
+from mindnlp_dp.optim.factory import make_updater, warn_of_parameters_left_out
 from mindnlp_dp.optim.updater import Updater
 from mindnlp_dp.runtime import heartbeat
 from mindnlp_dp.runtime.job_context import job_if_restarted
@@ -104,6 +104,8 @@ class TrainingLoop:
             trainer._created_lr_scheduler = False
         trainer.create_optimizer_and_scheduler(num_training_steps=planned)
         self.synchronizer = trainer.synchronizer(trainer.model)
+        named = zip(self.synchronizer.names, self.synchronizer.parameters)
+        warn_of_parameters_left_out(trainer.optimizer, named, self.group)
         self.train_step = TrainStep(
             self.synchronizer, self._make_updater(), self.losses,
             max_grad_norm=args.max_grad_norm, leave_out_bad_losses=args.logging_nan_inf_filter, timeline=self.timeline,

@@ -100,8 +100,6 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
             ValueError: the run cannot be resumed with this data, or with this number of ranks.
             FloatingPointError: a loss or gradient is NaN or infinite, and ``logging_nan_inf_filter`` is False.
         """
-        # MindNLP's training_step caches the model and parameters of its first call in grad_fn.
-        self.__dict__.pop("grad_fn", None)
         self.choose_run(resume_from_checkpoint)
         return super().train(None, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
