@@ -104,6 +104,11 @@ def adapt(dataset: Any) -> Union[IndexedSource, PipelineSource, IterableSource]:
     """Return what reads a data set of this kind; raise TypeError if it can be neither indexed nor iterated."""
     if is_mindspore_dataset(dataset):
         return IndexedSource(_GeneratorRows(dataset)) if _has_index(dataset) else PipelineSource(dataset)
+    if is_batch_reader(dataset):
+        raise TypeError(
+            f"a {type(dataset).__name__} yields batches, and ranks are given samples: pass its data set, and its "
+            "collate_fn as data_collator (collate= of make_loader)"
+        )
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return IndexedSource(dataset)
     if hasattr(dataset, "__iter__"):
@@ -251,6 +256,11 @@ def _has_index(dataset: Any) -> bool:
         and not dataset.is_sharded()
         and (dataset.sampler is None or type(dataset.sampler) in (RandomSampler, SequentialSampler))
     )
+
+
+def is_batch_reader(dataset: Any) -> bool:
+    """Return whether this is a ``DataLoader`` as PyTorch has it, which yields batches of a data set."""
+    return hasattr(dataset, "collate_fn") and hasattr(dataset, "batch_size")
 
 
 def is_mindspore_dataset(dataset: Any) -> bool:

@@ -82,6 +82,10 @@ class DataParallelTrainerBase(abc.ABC):
         """Return a loader of this rank's part of ``train_dataset``; calls the method that a subclass may override."""
 
     @abc.abstractmethod
+    def open_evaluation_data(self, returned: Any, *, is_prediction: bool) -> Any:
+        """Return a loader of what ``evaluation_loop`` was given, which an overridden method may have made."""
+
+    @abc.abstractmethod
     def loss_of_training_step(self, inputs: dict[str, Any]) -> float:
         """Return a micro-batch's mean loss from ``training_step``, which leaves the gradients in ``parameter.grad``."""
 
@@ -266,6 +270,21 @@ class DataParallelTrainerBase(abc.ABC):
             check_every_rank_has_a_sample(loader.num_samples, self.group.world_size)
         return loader
 
+    def loader_returned(self, returned: Any, method: str) -> Any:
+        """Return the loader that a method, which a subclass may override, has returned.
+
+        Raises:
+            TypeError: it is not a loader of this package, which splits its batches among the ranks.
+        """
+        if isinstance(returned, (IndexedLoader, PipelineLoader)):
+            return returned
+        use = "train_dataset" if "train" in method else "eval_dataset" if "eval" in method else "the data set of predict"
+        raise TypeError(
+            f"{type(self).__name__}.{method} returned a {type(returned).__name__}, whose batches would not be split "
+            f"among the ranks: pass its data set as {use} and its collate_fn as data_collator, or return "
+            "mindnlp_dp.make_loader(dataset, micro_batch_size, collate=..., shuffle=...)"
+        )
+
     def _lengths(self, dataset: Any) -> np.ndarray:
         """Return the sample lengths that rank 0 reads: the column ``length_column_name``, else the number of tokens."""
         source, names = adapt(dataset), [self.args.length_column_name, self.main_input]
@@ -329,8 +348,9 @@ class DataParallelTrainerBase(abc.ABC):
 
         ``compute_metrics`` is called on rank 0 only; its result, or its error, is sent to the other ranks.
         """
+        loader = self.open_evaluation_data(dataset, is_prediction=description == "Prediction")
         with medium_precision(self.args.bf16):
-            return run_evaluation(self, dataset, prediction_loss_only, ignore_keys, metric_key_prefix)
+            return run_evaluation(self, loader, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # Checkpoints.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Optional
 
 import mindspore
@@ -34,7 +35,8 @@ def run_evaluation(
     main_input = trainer.main_input
     span_loss = trainer.trainer_loss.span_loss()
     evaluation = EvaluationRun(trainer.group, args.eval_accumulation_steps)
-    for (mine,) in dataset.windows():
+    # A user's own loader may have several micro-batches in a window.
+    for mine in itertools.chain.from_iterable(dataset.windows()):
         batch, is_lent = trainer.whole.dummy_batch_for(mine), mine is None
         if batch is None:
             evaluation.add(None)

@@ -9,11 +9,20 @@ from typing import Any, Optional, Union
 
 from mindnlp_dp.data.batches import Collator
 from mindnlp_dp.data.dataset_adapter import mapped
+from mindnlp_dp.data.loader import IndexedLoader, PipelineLoader
 from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_4.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
 from mindnlp_dp.training.trainer.trackers import TrackerCallback, tracker_names
+
+# Methods of Transformers' Trainer that MindNLP 0.4's does not have, and what to do instead.
+_ORDER = "samples are distributed in an order that all ranks know: choose, weigh or order them in the data set"
+_CALLED_INSTEAD = {
+    **{f"get_{each}_dataloader": f"override get_{each}_dataset" for each in ("train", "eval", "test")},
+    "_get_train_sampler": _ORDER,
+    "_get_eval_sampler": _ORDER,
+}
 
 
 class DataParallelTrainerMixin(DataParallelTrainerBase):
@@ -48,6 +57,12 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, data_collator: Optional[Collator] = None, **kwargs: Any
     ) -> None:
+        for name, instead in _CALLED_INSTEAD.items():
+            method = getattr(type(self), name, None)
+            if method is not None and not method.__module__.startswith("mindnlp."):
+                raise ValueError(
+                    f"{type(self).__name__} has its own {name}, which MindNLP 0.4's Trainer does not call; {instead}"
+                )
         self.data_collator = data_collator
         self._hook_is_suspended = False
         if args is None:
@@ -115,7 +130,12 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         return super().train(None, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
     def open_training_data(self) -> Any:
-        return self.get_train_dataset()
+        # MindNLP's own method returns a data set, and so may a user's.
+        returned = self.get_train_dataset()
+        return returned if isinstance(returned, (IndexedLoader, PipelineLoader)) else self._training_loader(returned)
+
+    def open_evaluation_data(self, returned: Any, *, is_prediction: bool) -> Any:
+        return self._evaluation_loader(returned)
 
     def get_train_dataset(self) -> Any:
         """Return a loader of this rank's part of ``train_dataset``."""

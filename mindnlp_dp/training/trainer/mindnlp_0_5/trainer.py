@@ -104,7 +104,10 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         return super().train(None, trial, ignore_keys_for_eval, **kwargs)  # type: ignore[misc]
 
     def open_training_data(self) -> Any:
-        return self.get_train_dataloader()
+        return self.loader_returned(self.get_train_dataloader(), "get_train_dataloader")
+
+    def open_evaluation_data(self, returned: Any, *, is_prediction: bool) -> Any:
+        return self.loader_returned(returned, "get_test_dataloader" if is_prediction else "get_eval_dataloader")
 
     def get_train_dataloader(self) -> Any:
         """Return a loader of this rank's part of ``train_dataset``."""
