@@ -278,7 +278,7 @@ class DataParallelTrainerBase(abc.ABC):
         """
         if isinstance(returned, (IndexedLoader, PipelineLoader)):
             return returned
-        use = "train_dataset" if "train" in method else "eval_dataset" if "eval" in method else "the data set of predict"
+        use = "train_dataset" if "train" in method else "eval_dataset" if "eval" in method else "predict's data set"
         raise TypeError(
             f"{type(self).__name__}.{method} returned a {type(returned).__name__}, whose batches would not be split "
             f"among the ranks: pass its data set as {use} and its collate_fn as data_collator, or return "

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from mindnlp_dp.data.batches import Collator
+from transformers import DataCollatorWithPadding, default_data_collator
+
+from mindnlp_dp.data.batches import Collator, ColumnCollator
 from mindnlp_dp.data.loss_weight import count_labels
 from mindnlp_dp.runtime.arrays import to_host
 from mindnlp_dp.runtime.mindnlp_api import mindnlp_api
@@ -14,6 +16,13 @@ from mindnlp_dp.training.trainer.base import DataParallelTrainerBase
 from mindnlp_dp.training.trainer.mindnlp_0_5.arguments import DataParallelArguments, upgrade_arguments
 from mindnlp_dp.training.trainer.mindnlp_trainer import Trainer
 from mindnlp_dp.training.trainer.resuming import save_checkpoint
+
+
+def _check_labels(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Raise TypeError if some samples have a label and others have None, which Transformers takes for no labels."""
+    for name in ("label", "label_ids"):
+        if len({sample.get(name) is None for sample in samples if name in sample}) > 1:
+            raise TypeError(f"some {name} are None")
 
 
 class DataParallelTrainerMixin(DataParallelTrainerBase):
@@ -38,11 +47,18 @@ class DataParallelTrainerMixin(DataParallelTrainerBase):
         super().__init__(model, upgrade_arguments(args), *rest, **kwargs)
 
     def _collator(self) -> Optional[Collator]:
-        def collate(samples: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-            batch = self.data_collator(list(samples))
+        collator = self.data_collator
+        is_default = collator is default_data_collator or type(collator) is DataCollatorWithPadding
+
+        def collate(samples: Sequence[Any]) -> Mapping[str, Any]:
+            if is_default:
+                _check_labels(samples)
+            batch = collator(list(samples))
+            if not isinstance(batch, Mapping):
+                return batch  # The loader says what is wrong with it.
             return {name: to_host(values) if hasattr(values, "dtype") else values for name, values in batch.items()}
 
-        return collate
+        return ColumnCollator(collate) if is_default else collate
 
     @property
     def processor(self) -> Any:
