@@ -183,7 +183,7 @@ def columns_of(sample: Any, index: int, rank: int) -> Mapping[str, Any]:
     """Return a sample's values by name: a dict unchanged, or an object's attributes; raise TypeError otherwise."""
     if isinstance(sample, Mapping):
         return sample
-    if hasattr(sample, "__dict__") and not hasattr(sample, "dtype"):
+    if getattr(sample, "__dict__", None) and not hasattr(sample, "dtype"):
         return vars(sample)
     raise TypeError(
         f"sample {index} is a {type(sample).__name__}, expected a dict of column names and values (rank {rank}); pass "
