@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 import weakref
 
 import mindspore
@@ -88,6 +89,16 @@ def test_a_users_own_trainer_and_plain_arguments(group, tmp_path):
     dp.assert_replicas_in_sync(trainer.model)
     with pytest.raises(TypeError, match="args must be a DataParallelArguments, got dict; write args ="):
         MyTrainer(tiny_roberta(), {}, train_dataset=Rows(4))
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, dp.DataParallelArguments])
+def test_arguments_that_a_user_did_not_set_give_no_warning(group, tmp_path, kind):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=RuntimeWarning)
+        trainer = MyTrainer(tiny_roberta(), kind(str(tmp_path)), train_dataset=Rows(4))
+        # A converted copy, as a second Trainer gets it.
+        MyTrainer(tiny_roberta(), trainer.args, train_dataset=Rows(4))
+        MyTrainer(tiny_roberta(), train_dataset=Rows(4))
 
 
 def test_gradients_are_exchanged_once_an_update(group, tmp_path, monkeypatch):
