@@ -16,6 +16,7 @@ It replaces ``Trainer._inner_training_loop`` and ``Trainer._maybe_log_save_evalu
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -334,9 +335,9 @@ class TrainingLoop:
 
     def _log_loss(self) -> None:
         trainer = self.trainer
-        logs = {"loss": round(self.losses.mean_since_log(), 4)}
-        if self.grad_norm is not None:
-            logs["grad_norm"] = self.grad_norm
+        numbers = {"loss": round(self.losses.mean_since_log(), 4), "grad_norm": self.grad_norm}
+        # Where all losses were left out there is no mean; NaN and infinity are no JSON, and a warning has named them.
+        logs = {name: x for name, x in numbers.items() if x is not None and math.isfinite(x)}
         logs["learning_rate"] = trainer._get_learning_rate()
         trainer._globalstep_last_logged = trainer.state.global_step
         trainer.store_flos()
@@ -344,7 +345,7 @@ class TrainingLoop:
         speed = self.speed.since_log()
         if "step_seconds" in speed:
             heartbeat.report_speed(speed)
-        show_in_progress_bars(trainer.callback_handler.callbacks, {"loss": logs["loss"], **speed})
+        show_in_progress_bars(trainer.callback_handler.callbacks, {**logs, **speed})
         trainer.log({**logs, **speed})
         # MindNLP resets it only on a rank that writes the log.
         trainer.control.should_log = False
@@ -387,7 +388,7 @@ class TrainingLoop:
             tokens = state.num_input_tokens_seen - self.tokens_before
             metrics["train_tokens_per_second"] = round(tokens / max(metrics["train_seconds"], 1e-9), 3)
         trainer.is_in_train = False
-        trainer.log(dict(metrics))
+        trainer.log({name: x for name, x in metrics.items() if math.isfinite(x)})
         if state.best_model_checkpoint is not None and args.save_total_limit == 1:
             folder, best = Path(args.output_dir), Path(state.best_model_checkpoint)
             self.world.run_on(
