@@ -34,12 +34,15 @@ from mindnlp_dp.parallel.replicated_model import (
 from mindnlp_dp.runtime.job_context import job_if_restarted
 from mindnlp_dp.training.trainer.arguments import DataParallelArgumentsBase
 from mindnlp_dp.training.trainer.evaluation_loop import run_evaluation
-from mindnlp_dp.training.trainer.mindnlp_trainer import EvalLoopOutput, PreTrainedModel
+from mindnlp_dp.training.trainer.mindnlp_trainer import EVAL_STRATEGY, EvalLoopOutput, PreTrainedModel
 from mindnlp_dp.training.trainer.resuming import save_module, save_parts
 from mindnlp_dp.training.trainer.shrink_recovery import can_shrink, state_of_survivors
 from mindnlp_dp.training.trainer.trainer_loss import TrainerLoss
 from mindnlp_dp.training.trainer.training_loop import TrainingLoop
 from mindnlp_dp.training.uninitialized_weights import check_values
+
+# The packages whose Trainers are not the user's own.
+_LIBRARIES = ("mindnlp", "mindnlp_dp", "transformers")
 
 
 class DataParallelTrainerBase(abc.ABC):
@@ -51,6 +54,7 @@ class DataParallelTrainerBase(abc.ABC):
     state: Any
     # The run whose checkpoints train() writes.
     run_id: RunId
+    eval_dataset: Any
     preprocess_logits_for_metrics: Any
     training_loop: TrainingLoop
 
@@ -154,6 +158,7 @@ class DataParallelTrainerBase(abc.ABC):
             )
         if self.whole.is_sharded and getattr(self.args, "save_on_each_node", False):
             raise ValueError("save_on_each_node with a sharded model: rank 0 gathers and writes it, and no other rank")
+        self._check_evaluation()
         # An earlier call may have failed in the middle of an exchange, at a different point on each rank.
         self._synchronizer = None
         # MindNLP's training_step caches the model and the optimizer's parameters of its first call in grad_fn.
@@ -169,6 +174,19 @@ class DataParallelTrainerBase(abc.ABC):
         except BaseException:
             self._release_output_dir()
             raise
+
+    def _check_evaluation(self) -> None:
+        """Raise ValueError if evaluation is set and has no data: an error after the first epoch would be too late."""
+        strategy = getattr(self.args, EVAL_STRATEGY)
+        strategy = str(getattr(strategy, "value", strategy))
+        if strategy == "no" or self.eval_dataset is not None:
+            return
+        methods = (getattr(self, name, None) for name in ("evaluate", "get_eval_dataset", "get_eval_dataloader"))
+        if all(method is None or method.__module__.partition(".")[0] in _LIBRARIES for method in methods):
+            raise ValueError(
+                f'{EVAL_STRATEGY}="{strategy}" needs data: pass eval_dataset to the {type(self).__name__}, or set '
+                f'{EVAL_STRATEGY}="no"'
+            )
 
     @property
     def _saves(self) -> bool:
